@@ -1,0 +1,307 @@
+"""Every option of a run, once: name, type, default, meaning. A default lives here and nowhere else.
+
+Unknown keys are refused; an option that the chosen strategy does not use is refused too, because each strategy is its
+own class (a tagged union on `name` or `engine`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+
+class Options(BaseModel):
+    """Base: strict types, no unknown keys, immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- model
+class ModelOptions(Options):
+    path: str
+    """Hugging Face folder or hub id, or a converted Megatron checkpoint."""
+    trust_remote_code: bool = False
+    """Run code that comes with the checkpoint's tokenizer. Off unless you trust its author."""
+
+
+class Fp8Options(Options):
+    recipe: Literal["delayed", "tensorwise", "blockwise"]
+    """Transformer Engine's scaling recipe."""
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    """`hybrid`: e4m3 forward, e5m2 backward. `blockwise` uses `e4m3`."""
+    first_last_layers_bf16: int = Field(default=0, ge=0)
+    """This many layers at the start and at the end stay in bf16."""
+
+
+class PrecisionOptions(Options):
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Of weights and activations. Master weights and optimizer state are fp32 always."""
+    fp8: Fp8Options | None = None
+    """Matrix products in FP8 (needs CUDA and Transformer Engine); needs dtype bf16."""
+
+
+class RecomputeOptions(Options):
+    granularity: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation: `selective` redoes core attention, `full` whole layers."""
+    num_layers: PositiveInt = 1
+    """With `full`: layers recomputed together (Megatron's `uniform` method)."""
+
+
+class ParallelOptions(Options):
+    tp: PositiveInt = 1
+    """Tensor parallel size."""
+    pp: PositiveInt = 1
+    """Pipeline parallel size."""
+    cp: PositiveInt = 1
+    """Context parallel size."""
+    ep: PositiveInt = 1
+    """Expert parallel size."""
+    vpp: PositiveInt | None = None
+    """Virtual pipeline stages a rank (interleaved schedule)."""
+    sequence_parallel: bool = False
+    """Split activations outside attention and MLP along the sequence over the tensor-parallel ranks."""
+    distributed_optimizer: bool = False
+    """Shard optimizer state over data-parallel ranks."""
+    recompute: RecomputeOptions = RecomputeOptions()
+    control_timeout_s: float = Field(default=7200.0, gt=0)
+    """How long ranks wait for one phase of the driver before they give up."""
+    heartbeat_s: float = Field(default=5.0, gt=0)
+    """Interval of the heartbeat from rank 0 to the waiting ranks."""
+
+
+# -------------------------------------------------------------------------------------------------------------- objective
+class PacsOptions(Options):
+    name: Literal["pacs"]
+    beta: float = Field(default=1.0, gt=0)
+    """Scale of the reward proxy (7)."""
+    reward_proxy: Literal["sum_log_ratio", "mean_log_prob"] = "sum_log_ratio"
+    score: Literal["rloo", "dr_grpo", "grpo", "naive"] = "rloo"
+    score_std_floor: float | None = Field(default=None, gt=0)
+    """Lower bound of the group's standard deviation with `score: grpo`; required with `reference: step_start`."""
+    weighting: Literal["question", "only_positive", "only_negative", "none"] = "question"
+    """Class weights (3.5)."""
+    reference: Literal["step_start", "frozen"] = "step_start"
+    reset_every: PositiveInt | None = None
+    """With `reference: frozen`: hard reset of the snapshot to the current policy every so many steps."""
+    actor_term: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Weight of the score-function part of the gradient (5)."""
+    actor_scope: Literal["group", "own"] = "group"
+    importance_cap: float | None = Field(default=None, gt=0)
+    """Importance correction for stale rollouts: w_i *= min(exp(mean log ratio), cap)."""
+
+
+class GrpoOptions(Options):
+    name: Literal["grpo"]
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """`grpo`: (R - mean)/std of the group; `dr_grpo`: R - mean; `rloo`: leave one out."""
+    advantage_eps: float = Field(default=1e-6, gt=0)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """Ratio clipped below at 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """Ratio clipped above at 1 + clip_high (DAPO's clip-higher: 0.28)."""
+    loss_mean: Literal["token", "sequence", "dr_grpo"] = "token"
+    """`token`: over all tokens of the mini-batch; `sequence`: mean of sequence means; `dr_grpo`: a constant length."""
+    constant_length: PositiveInt | None = None
+    """With `loss_mean: dr_grpo`: the divisor in tokens."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the k3 KL estimate against the frozen reference."""
+    reset_every: PositiveInt | None = None
+    """With kl_coef > 0: hard reset of the frozen reference every so many steps."""
+
+
+class SftOptions(Options):
+    name: Literal["sft"]
+    loss_mean: Literal["token", "sequence"] = "token"
+
+
+ObjectiveOptions = Annotated[PacsOptions | GrpoOptions | SftOptions, Field(discriminator="name")]
+
+
+# ------------------------------------------------------------------------------------------------------- rollout, rewards
+class SamplingOptions(Options):
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    max_response_tokens: PositiveInt
+    stop: tuple[str, ...] = Field(default=(), strict=False)
+
+
+class EmbeddedRollout(Options):
+    engine: Literal["embedded"]
+    sampling: SamplingOptions
+    batch_sequences: PositiveInt = 64
+    """Sequences decoded together; also the unit that is dealt to ranks, so results do not depend on their number."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+
+
+class DemonstrationRollout(Options):
+    """No sampling: the data set's own solutions are the responses (for `sft`)."""
+
+    engine: Literal["demonstrations"]
+    max_response_tokens: PositiveInt
+
+
+RolloutOptions = Annotated[EmbeddedRollout | DemonstrationRollout, Field(discriminator="engine")]
+
+
+class RewardWorkerOptions(Options):
+    workers: PositiveInt = 1
+    """Worker processes."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Time limit for one answer; the worker is killed and replaced."""
+    label_threshold: float | None = None
+    """`label = 1 if reward >= label_threshold`; without it a reward outside {0, 1} is an error."""
+    max_failure_frac: float = Field(default=0.05, ge=0, le=1)
+    """Share of a step's samples that may be unjudged before the run stops."""
+
+
+class MathReward(RewardWorkerOptions):
+    name: Literal["math"]
+
+
+class ArithmeticReward(RewardWorkerOptions):
+    name: Literal["arithmetic"]
+
+
+class FormatReward(RewardWorkerOptions):
+    name: Literal["format"]
+    pattern: str
+    """Regular expression that the whole response must match (re.DOTALL)."""
+
+
+class CustomReward(RewardWorkerOptions):
+    name: Literal["custom"]
+    function: str
+    """`module:function` or `path/to/file.py:function`; called as f(prompt, response) -> float."""
+
+
+RewardOptions = Annotated[MathReward | ArithmeticReward | FormatReward | CustomReward, Field(discriminator="name")]
+
+
+class AdmissionOptions(Options):
+    truncated: Literal["label0", "drop"] = "label0"
+    """What a response cut at the token limit counts as."""
+    drop_one_class_groups: bool = False
+    """Dynamic sampling: drop groups whose labels are all equal."""
+
+
+# ------------------------------------------------------------------------------------------------------------------- data
+class ColumnOptions(Options):
+    problem: str
+    answer: str
+    solution: str | None = None
+
+
+class DatasetOptions(Options):
+    path: str
+    """Hub id, or a .json / .jsonl / .parquet file."""
+    name: str | None = None
+    """Name in metrics and ids; default: the preset's or the file's name."""
+    split: str = "train"
+    preset: Literal["deepscaler", "gsm8k", "math500", "aime", "amc23", "beyondaime"] | None = None
+    columns: ColumnOptions | None = None
+    """Column names; exactly one of `preset` and `columns`."""
+    limit: PositiveInt | None = None
+    """Use only the first so many rows."""
+
+
+class DataOptions(Options):
+    train: DatasetOptions
+    prompt_suffix: str = r"Please reason step by step, and put your final answer within \boxed{}."
+    """Appended to the problem after a space (the paper's suffix); empty for none."""
+    system_prompt: str | None = None
+    max_prompt_tokens: PositiveInt = 1024
+    """Longer prompts are dropped and counted."""
+    shuffle: bool = True
+    """Order from run.seed, a new one each epoch."""
+    shuffle_labels: bool = False
+    """Control experiment: permute the labels of a step at random. Learning must stop."""
+
+
+class BatchOptions(Options):
+    prompts_per_step: PositiveInt
+    """Prompts in one step (one rollout batch)."""
+    samples_per_prompt: PositiveInt
+    """Responses a prompt: the size of a group (G)."""
+    updates_per_step: PositiveInt = 1
+    """Optimizer updates a step; each takes an equal share of the groups."""
+    tokens_per_microbatch: PositiveInt
+    """Token budget of one forward pass on one data-parallel rank; a longer single sample is an error."""
+
+
+# -------------------------------------------------------------------------------------------------- optimizer, loop, output
+class OptimizerOptions(Options):
+    lr: float = Field(gt=0)
+    min_lr: float = Field(default=0.0, ge=0)
+    warmup_updates: int = Field(default=0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay from lr to min_lr over the run's updates, after the warm-up."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    adam_eps: float = Field(default=1e-8, gt=0)
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Global norm limit; 0 switches clipping off."""
+
+
+class EvaluationOptions(Options):
+    benchmarks: tuple[DatasetOptions, ...] = Field(default=(), strict=False)
+    every: PositiveInt | None = None
+    """Evaluate every so many steps, besides the start and the end; None: only start and end."""
+    samples_per_prompt: PositiveInt = 4
+    """Draws a problem (n of the unbiased pass@k)."""
+    k: tuple[int, ...] = Field(default=(1,), strict=False)
+    sampling: SamplingOptions | None = None
+    """Required when benchmarks are named."""
+
+
+class CheckpointOptions(Options):
+    every: PositiveInt | None = None
+    """Save every so many steps, besides the end; None: only at the end and on a signal."""
+    keep_last: PositiveInt = 2
+
+
+class WandbOptions(Options):
+    project: str
+    entity: str | None = None
+
+
+class LoggingOptions(Options):
+    tensorboard: bool = True
+    wandb: WandbOptions | None = None
+    """Weights & Biases, when installed and asked for (the key comes from WANDB_API_KEY)."""
+    samples_in_report: int = Field(default=8, ge=0)
+    save_rollouts: bool = True
+    """Write every step's samples to rollouts/."""
+
+
+class RunOptions(Options):
+    name: str
+    dir: str = "runs"
+    """The run's folder is `<dir>/<name>`."""
+    seed: int = Field(default=0, ge=0)
+    steps: PositiveInt
+    """Training steps (rollout batches)."""
+    nproc: PositiveInt | None = None
+    """Ranks that `train` starts on this host; default: tp * pp * cp. Ignored under torchrun or srun."""
+
+
+class RunConfig(Options):
+    """The whole file."""
+
+    run: RunOptions
+    model: ModelOptions
+    precision: PrecisionOptions = PrecisionOptions()
+    parallel: ParallelOptions = ParallelOptions()
+    objective: ObjectiveOptions
+    batch: BatchOptions
+    rollout: RolloutOptions
+    reward: RewardOptions | None = None
+    """Required unless rollout.engine is `demonstrations`."""
+    admission: AdmissionOptions = AdmissionOptions()
+    data: DataOptions
+    optimizer: OptimizerOptions
+    evaluation: EvaluationOptions = EvaluationOptions()
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    logging: LoggingOptions = LoggingOptions()

@@ -1,0 +1,43 @@
+"""The nouns and the verbs that every other package speaks; imports neither torch nor Megatron at run time."""
+
+from pacs_megatron.contracts.decisions import Decision, DecisionKind
+from pacs_megatron.contracts.layout import Layout
+from pacs_megatron.contracts.protocols import (
+    Objective,
+    PolicyEngine,
+    Prepared,
+    RewardFn,
+    RolloutEngine,
+    Stateful,
+    TokenRecord,
+    UpdateReport,
+    WeightReceiver,
+)
+from pacs_megatron.contracts.samples import Group, Prompt, Sample, SamplingParams, SampleRequest, Span, Stop
+from pacs_megatron.contracts.step_data import MicroBatchPlan, Part, SampleFacts, TokenBuffers
+
+__all__ = [
+    "Decision",
+    "DecisionKind",
+    "Group",
+    "Layout",
+    "MicroBatchPlan",
+    "Objective",
+    "Part",
+    "PolicyEngine",
+    "Prepared",
+    "Prompt",
+    "RewardFn",
+    "RolloutEngine",
+    "Sample",
+    "SampleFacts",
+    "SampleRequest",
+    "SamplingParams",
+    "Span",
+    "Stateful",
+    "Stop",
+    "TokenBuffers",
+    "TokenRecord",
+    "UpdateReport",
+    "WeightReceiver",
+]

@@ -1,0 +1,37 @@
+"""The small message that rank 0 broadcasts at each phase boundary, so that all ranks do the same thing."""
+
+import json
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class DecisionKind(StrEnum):
+    """What all ranks do next."""
+
+    WAIT = "wait"
+    """Heartbeat: the driver is alive and busy; keep waiting."""
+    GENERATE = "generate"
+    """Embedded engine: sample the requests that follow."""
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    SAVE = "save"
+    STOP = "stop"
+    """Leave the loop; `reason` says why and `error` whether it is a failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """`detail` is a JSON object of plain values; token payloads travel apart, as flat buffers."""
+
+    kind: DecisionKind
+    reason: str
+    detail: dict[str, Any]
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Decision":
+        raw = json.loads(data)
+        return cls(kind=DecisionKind(raw["kind"]), reason=raw["reason"], detail=raw["detail"])

@@ -1,0 +1,152 @@
+"""The verbs: what an objective, a policy, a rollout engine and a reward must do. torch is named for typing only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from pacs_megatron.contracts.samples import Prompt, Sample, SampleRequest
+from pacs_megatron.contracts.step_data import Part, SampleFacts
+
+if TYPE_CHECKING:
+    import torch
+
+LogprobSource = Literal["step_start", "reference"]
+"""`step_start`: the policy's own weights at the start of the step. `reference`: the frozen snapshot."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenRecord:
+    """Response tokens of one micro-batch, packed: every tensor is [t] unless said otherwise; nats.
+
+    Only response tokens are in it (t = sum of the response lengths), so no prompt or padding token can leak into a
+    sum; `mask` excludes response tokens that are not trained.
+    """
+
+    logprobs: torch.Tensor
+    """float32, log pi_theta of the sampled token; carries the graph during an update"""
+    mask: torch.Tensor
+    """float32 in {0, 1}"""
+    sample_of_token: torch.Tensor
+    """int64, row in the mini-batch's SampleFacts (so it indexes Prepared's [n] tensors)"""
+    response_lens: torch.Tensor
+    """int64 [n], of the whole mini-batch"""
+    step_start_logprobs: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None
+    sampler_logprobs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    """float32, entropy of the full next-token distribution; no gradient"""
+
+
+@dataclass(slots=True, kw_only=True)
+class Prepared:
+    """What `Objective.prepare` found for one mini-batch, identical on every rank. No gradient anywhere."""
+
+    per_sample: dict[str, torch.Tensor]
+    """float64 [n] each; what `token_loss` looks up by `sample_of_token` (1/N is already inside)"""
+    loss: float
+    """The true objective of the mini-batch, for reporting."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    zero_gradient: torch.Tensor | None = None
+    """bool [n], samples whose gradient is exactly zero: they may be left out of forward and backward"""
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """Pure tensor functions; no process groups, no Megatron. `updates_per_step` is known at construction."""
+
+    name: str
+
+    def logprob_passes(self) -> frozenset[LogprobSource]:
+        """Which trainer log-probs every part needs before its first update (empty: none)."""
+        ...
+
+    def needs_scores(self, update_index: int) -> bool:
+        """Whether update `update_index` (0-based in the step) needs the no-grad score pass first."""
+        ...
+
+    def token_scores(self, tokens: TokenRecord) -> torch.Tensor:
+        """float64 [t]; the engine masks it and sums it by sample in fp64 to r_j. Called without grad."""
+        ...
+
+    def prepare_step(self, facts: SampleFacts) -> Any:
+        """Once a step, over the whole rollout batch (advantages, batch-wide norms). Passed on to `prepare`."""
+        ...
+
+    def prepare(self, scores: torch.Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
+        """One mini-batch: `scores` float64 [n] ordered as `facts`, None when `needs_scores` was False."""
+        ...
+
+    def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> torch.Tensor:
+        """float32 [t]; the engine masks and SUMS it over everything, and divides nowhere."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """One optimizer update. `metrics` are global (the same on every rank)."""
+
+    grad_norm: float
+    """before clipping"""
+    lr: float
+    metrics: Mapping[str, float]
+
+
+@runtime_checkable
+class PolicyEngine(Protocol):
+    """The trained model. Every method is collective: all ranks call it, in the same order."""
+
+    version: int
+
+    def logprobs(self, part: Part, source: LogprobSource) -> dict[int, Any]: ...
+
+    def scores(self, part: Part, objective: Objective) -> torch.Tensor: ...
+
+    def update(
+        self, part: Part, prepared: Prepared, objective: Objective, scores: torch.Tensor | None
+    ) -> UpdateReport: ...
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hugging Face names and full tensors, one at a time, bounded memory; every rank iterates to the end."""
+        ...
+
+
+@runtime_checkable
+class WeightReceiver(Protocol):
+    """Takes new weights; nothing is sampled between begin_update and end_update."""
+
+    def begin_update(self, version: int) -> None: ...
+
+    def put(self, name: str, tensor: torch.Tensor) -> None: ...
+
+    def end_update(self, digest: str) -> None:
+        """Raises SyncError unless every weight has arrived; afterwards samples carry (version, digest)."""
+        ...
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Samples responses."""
+
+    def stream(self, requests: Sequence[SampleRequest]) -> Iterator[Sample]:
+        """Samples as they finish, in any order; exactly one for each request."""
+        ...
+
+    def cancel(self, ids: Sequence[str]) -> None: ...
+
+
+@runtime_checkable
+class RewardFn(Protocol):
+    """Judges one answer. Raises RewardError when it cannot; never a silent 0.0."""
+
+    def __call__(self, prompt: Prompt, response: str) -> float: ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Has state that belongs into a checkpoint; plain JSON values only."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -1,0 +1,95 @@
+"""One step's samples as flat arrays: the facts that every rank knows, and the tokens of this rank's share."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFacts:
+    """What EVERY rank knows of the n samples of a step or mini-batch, ordered by (group, sample id)."""
+
+    ids: tuple[str, ...]
+    groups: np.ndarray
+    """int64 [n], 0-based group number; members of a group need not be adjacent"""
+    labels: np.ndarray
+    """float64 [n], verifiable outcome in {0, 1}"""
+    rewards: np.ndarray
+    """float64 [n], what the verifier returned"""
+    prompt_lens: np.ndarray
+    """int64 [n]"""
+    response_lens: np.ndarray
+    """int64 [n], trained response tokens |o_i|"""
+    truncated: np.ndarray
+    """bool [n], ended by length"""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_groups(self) -> int:
+        return len(np.unique(self.groups))
+
+    @property
+    def lens(self) -> np.ndarray:
+        """int64 [n], prompt + response"""
+        return self.prompt_lens + self.response_lens
+
+    def select(self, index: np.ndarray) -> "SampleFacts":
+        """The rows `index` (int64 [m]), in that order, with group numbers made dense again."""
+        _, dense = np.unique(self.groups[index], return_inverse=True)
+        return SampleFacts(
+            ids=tuple(self.ids[i] for i in index),
+            groups=dense.astype(np.int64),
+            labels=self.labels[index],
+            rewards=self.rewards[index],
+            prompt_lens=self.prompt_lens[index],
+            response_lens=self.response_lens[index],
+            truncated=self.truncated[index],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBuffers:
+    """Token payload of some samples of a step (one data-parallel rank's share, or all on rank 0)."""
+
+    index: np.ndarray
+    """int64 [m], row of each sample in the step's SampleFacts"""
+    token_ids: np.ndarray
+    """int32 [sum of lens], prompt then response, sample after sample"""
+    offsets: np.ndarray
+    """int64 [m + 1], into token_ids"""
+    sampler_logprobs: np.ndarray
+    """float32 [sum of response lens], nats"""
+    response_offsets: np.ndarray
+    """int64 [m + 1], into sampler_logprobs"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchPlan:
+    """Which samples each data-parallel rank forwards together, and in which order.
+
+    `by_dp_rank[d][k]` holds the rows (int64, into the mini-batch's SampleFacts) of micro-batch k on rank d; an empty
+    array is a padding micro-batch that still runs the graph.
+    """
+
+    by_dp_rank: tuple[tuple[np.ndarray, ...], ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """One mini-batch (one optimizer update): facts of all its samples, this rank's tokens, and the plan.
+
+    The log-prob dictionaries map a row of `facts` (this rank's samples only) to float32 [response], nats.
+    """
+
+    facts: SampleFacts
+    tokens: TokenBuffers
+    """`tokens.index` points into `facts` of this part"""
+    plan: MicroBatchPlan
+    step_start_logprobs: dict[int, np.ndarray] | None = None
+    """log pi of the policy at the start of this step, from the trainer"""
+    reference_logprobs: dict[int, np.ndarray] | None = None
+    """log pi of the frozen reference snapshot, from the trainer"""
+    metrics: dict[str, float] = field(default_factory=dict)
