@@ -1,0 +1,210 @@
+"""Run Megatron-Core on a host without CUDA: the one place where its CUDA calls are redirected.
+
+Megatron-Core 0.16 names CUDA directly (`device="cuda"`, `torch.cuda.current_device()`, streams, events). When there is no
+CUDA, `install` gives every `megatron.core` module, loaded or still to be imported, a stand-in for its global name `torch`
+that sends those calls to the CPU and everything else to the real torch. The real torch module is not changed, so
+transformers, datasets and the user's own code see it as it is. With CUDA, `install` does nothing.
+
+Two of Megatron's checks ask a tensor for its type name and expect "torch.cuda.FloatTensor"; `cuda_type_names` answers
+so, only inside its `with` block.
+"""
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+PREFIX = "megatron.core"
+_CPU = torch.device("cpu")
+_FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "eye",
+    "full",
+    "full_like",
+    "ones",
+    "ones_like",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
+
+
+def _names_cuda(device: object) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+class _Event:
+    """Stands in for torch.cuda.Event: CPU work is done when it was called."""
+
+    def __init__(self, *_args: object, **_kwargs: object) -> None:
+        self._time_s = 0.0
+
+    def record(self, *_args: object) -> None:
+        self._time_s = time.perf_counter()
+
+    def synchronize(self) -> None: ...
+
+    def wait(self, *_args: object) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "_Event") -> float:
+        return (other._time_s - self._time_s) * 1e3
+
+
+class _Stream:
+    """Stands in for torch.cuda.Stream: there is one queue, and it is empty."""
+
+    def __init__(self, *_args: object, **_kwargs: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, _stream: object) -> None: ...
+
+    def wait_event(self, _event: object) -> None: ...
+
+
+class _CudaOnCpu(ModuleType):
+    """Stands in for torch.cuda; what is not named here is the real thing."""
+
+    Event = _Event
+    Stream = _Stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    def current_device(self) -> torch.device:
+        return _CPU
+
+    def synchronize(self, *_args: object) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def get_rng_state(self, *_args: object) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, *_args: object) -> None:
+        torch.set_rng_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def current_stream(self, *_args: object) -> _Stream:
+        return _Stream()
+
+    def default_stream(self, *_args: object) -> _Stream:
+        return _Stream()
+
+    def stream(self, _stream: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class _TorchOnCpu(ModuleType):
+    """Stands in for the name `torch` inside Megatron's modules."""
+
+    cuda = _CudaOnCpu("torch.cuda")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    call.__name__ = factory.__name__
+    return call
+
+
+_STAND_IN = _TorchOnCpu("torch")
+for _name in _FACTORIES:
+    setattr(_STAND_IN, _name, _on_cpu(getattr(torch, _name)))
+
+
+def _redirect(module: ModuleType) -> None:
+    if module.__dict__.get("torch") is torch:
+        module.__dict__["torch"] = _STAND_IN
+    if module.__name__ == f"{PREFIX}.tensor_parallel.random":
+        # These two reach into torch.cuda's private generators.
+        module.__dict__["_get_cuda_rng_state"] = lambda *_a, **_k: torch.get_rng_state()
+        module.__dict__["_set_cuda_rng_state"] = lambda state, *_a, **_k: torch.set_rng_state(state)
+
+
+class _RedirectingFinder(importlib.abc.MetaPathFinder):
+    """Redirects a Megatron module right after its code has run, whenever it is imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith(PREFIX):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _redirect(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def installed() -> bool:
+    """Whether the redirects are active in this process."""
+    return any(isinstance(finder, _RedirectingFinder) for finder in sys.meta_path)
+
+
+def install() -> bool:
+    """Redirect Megatron's CUDA calls to the CPU if there is no CUDA. Returns whether they are redirected."""
+    if torch.cuda.is_available():
+        return False
+    if not installed():
+        sys.meta_path.insert(0, _RedirectingFinder())
+        for name, module in list(sys.modules.items()):
+            if name.startswith(PREFIX):
+                _redirect(module)
+    return True
+
+
+@contextlib.contextmanager
+def cuda_type_names() -> Iterator[None]:
+    """Inside: a CPU tensor says it is `torch.cuda.FloatTensor`, and `.cuda()` returns the tensor itself.
+
+    Only Megatron's constructors (optimizer, tied embeddings) need it; keep the block around nothing else.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    real_type, real_cuda = torch.Tensor.type, torch.Tensor.cuda
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = real_type(self, *args, **kwargs)
+        if isinstance(answer, str) and answer.startswith("torch.") and not answer.startswith("torch.cuda."):
+            return "torch.cuda." + answer.removeprefix("torch.")
+        return answer
+
+    torch.Tensor.type = type_name  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *_a, **_k: self  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.type, torch.Tensor.cuda = real_type, real_cuda  # type: ignore[method-assign]

@@ -1,0 +1,146 @@
+"""Process groups from a Layout: the only owner of `torch.distributed` and of Megatron's parallel state."""
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pacs_megatron.contracts import Layout
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.parallel import cpu_redirects
+
+_STARTUP_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """Where this process stands on every axis."""
+
+    rank: int
+    local_rank: int
+    layout: Layout
+    dp: int
+    tp: int
+    pp: int
+    ep: int
+    device: torch.device
+    control: dist.ProcessGroup
+    """gloo over all ranks, for decisions and host buffers; with its own, long time-out"""
+    model_parallel: dist.ProcessGroup
+    """gloo over the tp x pp x cp ranks of this data-parallel replica"""
+    model_parallel_ranks: tuple[int, ...]
+    """global ranks of `model_parallel`, the head (which receives the replica's tokens) first"""
+
+    @property
+    def is_head(self) -> bool:
+        """First rank of its replica: it receives the replica's share of a step."""
+        return self.rank == self.model_parallel_ranks[0]
+
+
+def world_from_environment() -> tuple[int, int, int]:
+    """(rank, local rank, world size) as torchrun or srun set them; (0, 0, 1) when neither did."""
+    env = os.environ
+    if "RANK" in env:
+        return int(env["RANK"]), int(env.get("LOCAL_RANK", "0")), int(env["WORLD_SIZE"])
+    if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
+        return int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_STEP_NUM_TASKS"])
+    return 0, 0, 1
+
+
+def _rendezvous(rank: int, world_size: int, backend: str) -> None:
+    if backend == "gloo":
+        nodes = int(os.environ.get("GROUP_WORLD_SIZE", os.environ.get("SLURM_JOB_NUM_NODES", "1")))
+        if nodes == 1:
+            # One host: keep every connection on loopback, whatever the host name resolves to.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    timeout = datetime.timedelta(seconds=_STARTUP_TIMEOUT_S)
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+    elif world_size == 1:
+        # A store in memory: a single process opens no port.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        raise ConfigError(
+            f"MASTER_ADDR is not set although the world has {world_size} ranks; start the ranks with torchrun, "
+            "or export MASTER_ADDR and MASTER_PORT before srun (slurm/train.sbatch does)"
+        )
+
+
+def check_layout(layout: Layout) -> None:
+    """Raises ConfigError unless the axes multiply to the world size."""
+    if layout.world_size % layout.model_parallel_size:
+        raise ConfigError(
+            f"world size {layout.world_size} is not a multiple of parallel.tp*pp*cp = {layout.tp}*{layout.pp}*"
+            f"{layout.cp} = {layout.model_parallel_size}; start a multiple of {layout.model_parallel_size} ranks"
+        )
+
+
+def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
+    """Build every process group of `layout` and seed Megatron's generators. Collective; once a process.
+
+    Raises ConfigError when the ranks that were started do not fit the layout.
+    """
+    check_layout(layout)
+    on_cpu = cpu_redirects.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    rank, local_rank, world_size = world_from_environment()
+    if world_size != layout.world_size:
+        raise ConfigError(f"{world_size} ranks were started but the layout has {layout.world_size}")
+    device = torch.device("cpu")
+    if not on_cpu:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        _rendezvous(rank, world_size, "gloo" if on_cpu else "nccl")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1 if layout.ep > 1 else None,
+        create_gloo_process_groups=not on_cpu,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=on_cpu)
+    control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=control_timeout_s))
+    replica, ranks = _model_parallel_group(parallel_state, control_timeout_s)
+    return Rank(
+        rank=rank,
+        local_rank=local_rank,
+        layout=layout,
+        dp=parallel_state.get_data_parallel_rank(),
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        ep=parallel_state.get_expert_model_parallel_rank(),
+        device=device,
+        control=control,
+        model_parallel=replica,
+        model_parallel_ranks=ranks,
+    )
+
+
+def _model_parallel_group(parallel_state: object, timeout_s: float) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+    """A gloo group over each replica's ranks; every rank creates all of them, in the same order."""
+    dp_rank = parallel_state.get_data_parallel_rank()  # type: ignore[attr-defined]
+    dp_of_rank: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(dp_of_rank, dp_rank)
+    mine: tuple[dist.ProcessGroup, tuple[int, ...]] | None = None
+    for replica in sorted(set(dp_of_rank)):
+        ranks = tuple(rank for rank, dp in enumerate(dp_of_rank) if dp == replica)
+        group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        if replica == dp_rank:
+            mine = (group, ranks)
+    assert mine is not None
+    return mine
+
+
+def shutdown() -> None:
+    """Destroy all groups (after a normal end; an exception inside a rank must not come here)."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
