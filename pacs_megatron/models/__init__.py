@@ -1,0 +1,29 @@
+"""Model families: what a checkpoint's config means, and the one two-way table of weight names. No torch at import."""
+
+from pacs_megatron.models.registry import (
+    FAMILIES,
+    VOCAB_MULTIPLE,
+    load_config,
+    load_spec,
+    num_parameters,
+    read_spec,
+    weight_table,
+)
+from pacs_megatron.models.spec import ModelSpec, MoeSpec
+from pacs_megatron.models.table import TE_LAYER_NAMES, Entry, WeightTable, canonical_name
+
+__all__ = [
+    "FAMILIES",
+    "TE_LAYER_NAMES",
+    "VOCAB_MULTIPLE",
+    "Entry",
+    "ModelSpec",
+    "MoeSpec",
+    "WeightTable",
+    "canonical_name",
+    "load_config",
+    "load_spec",
+    "num_parameters",
+    "read_spec",
+    "weight_table",
+]

@@ -1,0 +1,65 @@
+"""Finds the family of a checkpoint: config.json -> ModelSpec -> weight table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pacs_megatron.errors import ConversionError
+from pacs_megatron.models import llama, mistral, qwen2, qwen3, qwen3_moe
+from pacs_megatron.models.config_reader import ConfigReader
+from pacs_megatron.models.spec import ModelSpec
+from pacs_megatron.models.table import Family, WeightTable, build_table
+
+FAMILIES: tuple[Family, ...] = (qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY, mistral.FAMILY)
+VOCAB_MULTIPLE = 128
+"""Megatron's vocabulary is padded to a multiple of this at every tensor-parallel size, so that checkpoints reshard."""
+
+_BY_MODEL_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
+_BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
+    """The architecture that a config.json of transformers 4 or 5 declares.
+
+    Raises ConversionError for an unsupported family or feature, a missing key or a wrong type.
+    """
+    model_type = hf_config.get("model_type")
+    if model_type not in _BY_MODEL_TYPE:
+        raise ConversionError(
+            f"config.json: model_type={model_type!r} is not supported; supported: {', '.join(_BY_MODEL_TYPE)} "
+            "(docs/families.md says how to add a family)"
+        )
+    family = _BY_MODEL_TYPE[model_type]
+    return family.read(ConfigReader(hf_config, family.name))
+
+
+def load_config(path: str | Path) -> dict[str, Any]:
+    """config.json of a Hugging Face folder as it stands."""
+    file = Path(path) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConversionError(f"{file} is missing; give the folder of a Hugging Face checkpoint") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConversionError(f"{file} is not valid JSON ({error}); download the checkpoint again") from None
+    if not isinstance(config, dict):
+        raise ConversionError(f"{file} holds a {type(config).__name__}, expected an object")
+    return config
+
+
+def load_spec(path: str | Path) -> ModelSpec:
+    """`read_spec` of the config.json in a Hugging Face folder."""
+    return read_spec(load_config(path))
+
+
+def weight_table(spec: ModelSpec, *, vocab_multiple: int = VOCAB_MULTIPLE) -> WeightTable:
+    """The two-way table of every weight of this model."""
+    return build_table(_BY_NAME[spec.family], spec, vocab_multiple)
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Exact count of the Hugging Face checkpoint's parameters; tied embeddings count once."""
+    return weight_table(spec).num_parameters

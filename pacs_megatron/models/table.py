@@ -1,0 +1,249 @@
+"""The weight table: every Megatron tensor with the Hugging Face tensors it is made of, both ways.
+
+Loading, export to the sampler, conversion and checkpoints all read these rows; there is no second list of names.
+Megatron names are those of the *local* layer spec, with global layer and expert numbers; `canonical_name` maps the
+names of Transformer Engine's spec onto them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+from pacs_megatron.errors import ConversionError
+from pacs_megatron.models.config_reader import ConfigReader
+from pacs_megatron.models.spec import ModelSpec
+from pacs_megatron.models.transforms import Dims, Plain, Shape, Transform, Vocabulary
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Place = Literal["embedding", "layer", "final_norm", "output"]
+
+TE_LAYER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    }
+)
+"""Transformer Engine fuses a norm into the linear layer that follows: its name in a layer -> the local spec's name."""
+
+_TE_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+_LAYER = re.compile(r"decoder\.layers\.\d+\.")
+
+
+def canonical_name(megatron_name: str) -> str:
+    """The table's name of a parameter of either layer spec (local or Transformer Engine); layer numbers are kept."""
+    match = _LAYER.match(megatron_name)
+    if match is None:
+        return megatron_name
+    prefix, name = megatron_name[: match.end()], megatron_name[match.end() :]
+    grouped = _TE_GROUPED_EXPERT.match(name)
+    if grouped is not None:
+        return f"{prefix}mlp.experts.local_experts.{grouped[2]}.{grouped[1]}.weight"
+    return prefix + TE_LAYER_NAMES.get(name, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a family's table, inside a layer. `{e}` stands for the expert's number."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    transform: Transform
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Everything that a model family adds: how its config reads, and the rows of one layer."""
+
+    name: str
+    model_types: tuple[str, ...]
+    """`model_type` of config.json"""
+    read: Callable[[ConfigReader], ModelSpec]
+    layer_rows: Callable[[ModelSpec], Sequence[Row]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One Megatron tensor of one model and the Hugging Face tensors it is made of."""
+
+    megatron_name: str
+    """Local spec's name in the full model, e.g. `decoder.layers.7.self_attention.linear_qkv.weight`"""
+    hf_names: tuple[str, ...]
+    hf_shapes: tuple[Shape, ...]
+    megatron_shape: Shape
+    """Full, not cut by tensor parallelism, vocabulary padded"""
+    place: Place
+    layer: int | None
+    """Global number, from 0"""
+    expert: int | None
+    """Global number, from 0"""
+    transform: Transform = field(repr=False)
+    dims: Dims = field(repr=False)
+
+    @property
+    def checkpoint_key(self) -> str:
+        """Key in a Megatron checkpoint (without a prefix): one tensor a key, experts of a layer stacked in one."""
+        if self.layer is None:
+            return self.megatron_name
+        prefix = f"decoder.layers.{self.layer}."
+        name = self.megatron_name.removeprefix(prefix)
+        if self.expert is not None:
+            return prefix + name.replace(f"local_experts.{self.expert}.", "experts.")
+        # Both layer specs save norms under Transformer Engine's names, so that either loads the other's checkpoint;
+        # with experts there is no linear layer for the second norm to be fused into.
+        for te_name, local_name in TE_LAYER_NAMES.items():
+            if name == local_name and not (self.dims.spec.moe is not None and te_name.startswith("mlp.")):
+                return prefix + te_name
+        return self.megatron_name
+
+    @property
+    def checkpoint_shape(self) -> Shape:
+        """Shape of the whole tensor under `checkpoint_key`: [experts, ...] where experts are stacked."""
+        if self.expert is None:
+            return self.megatron_shape
+        return (self.dims.sizes["experts"], *self.megatron_shape)
+
+    def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The full Megatron tensor; may share memory with its inputs. Raises ConversionError on a wrong shape."""
+        if len(tensors) != len(self.hf_names):
+            raise ConversionError(f"{self.megatron_name}: got {len(tensors)} tensors, expected {len(self.hf_names)}")
+        for name, shape, tensor in zip(self.hf_names, self.hf_shapes, tensors, strict=True):
+            _check_shape(name, tuple(tensor.shape), shape)
+        if len({t.dtype for t in tensors}) > 1:
+            dtypes = ", ".join(str(t.dtype) for t in tensors)
+            raise ConversionError(
+                f"{', '.join(self.hf_names)}: dtypes differ ({dtypes}); they make one Megatron tensor"
+            )
+        return self.transform.to_megatron(tensors, self.dims)
+
+    def to_hf(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The Hugging Face tensors in the order of `hf_names`; may share memory with the input."""
+        _check_shape(self.megatron_name, tuple(tensor.shape), self.megatron_shape)
+        return self.transform.to_hf(tensor, self.dims)
+
+    def split_tp(self, full: Tensor, tp: int) -> list[Tensor]:
+        """The `tp` shards of a full Megatron tensor, rank by rank; views or copies. Expert tensors: expert TP."""
+        import torch
+
+        _check_shape(self.megatron_name, tuple(full.shape), self.megatron_shape)
+        self.shard_shape(tp)
+        dim = self.transform.tp_dim
+        if dim is None:
+            return [full] * tp
+        parts = [part.chunk(tp, dim=dim) for part in full.chunk(self.transform.tp_parts, dim=dim)]
+        return [
+            torch.cat([p[rank] for p in parts], dim=dim) if len(parts) > 1 else parts[0][rank] for rank in range(tp)
+        ]
+
+    def merge_tp(self, shards: Sequence[Tensor]) -> Tensor:
+        """The full Megatron tensor of all ranks' shards, in rank order; inverse of `split_tp`."""
+        import torch
+
+        shape = self.shard_shape(len(shards))
+        for shard in shards:
+            _check_shape(self.megatron_name, tuple(shard.shape), shape)
+        dim = self.transform.tp_dim
+        if dim is None or len(shards) == 1:
+            return shards[0]
+        num_parts = self.transform.tp_parts
+        split = [shard.chunk(num_parts, dim=dim) for shard in shards]
+        return torch.cat([s[part] for part in range(num_parts) for s in split], dim=dim)
+
+    def shard_shape(self, tp: int) -> Shape:
+        """Shape of one rank's shard. Raises ConversionError where `tp` does not divide (for qkv: the KV heads)."""
+        dim = self.transform.tp_dim
+        if dim is None:
+            return self.megatron_shape
+        units = self.transform.tp_units(self.dims)
+        if units % tp:
+            raise ConversionError(
+                f"{self.megatron_name}: tp={tp} does not divide its {units} units along dimension {dim}"
+            )
+        return tuple(size // tp if d == dim else size for d, size in enumerate(self.megatron_shape))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTable:
+    """All entries of one model: embedding, layers ascending, final norm, output layer (absent when tied)."""
+
+    spec: ModelSpec
+    padded_vocab: int
+    entries: tuple[Entry, ...]
+    by_megatron: Mapping[str, Entry] = field(init=False, repr=False)
+    """`megatron_name` -> entry; map Transformer Engine's names with `canonical_name` first"""
+    by_hf: Mapping[str, Entry] = field(init=False, repr=False)
+    """each of `hf_names` -> entry"""
+
+    def __post_init__(self) -> None:
+        by_megatron = {e.megatron_name: e for e in self.entries}
+        by_hf = {name: e for e in self.entries for name in e.hf_names}
+        if len(by_megatron) != len(self.entries) or len(by_hf) != sum(len(e.hf_names) for e in self.entries):
+            raise ConversionError(f"the weight table of family {self.spec.family} names a tensor twice; fix its rows")
+        object.__setattr__(self, "by_megatron", MappingProxyType(by_megatron))
+        object.__setattr__(self, "by_hf", MappingProxyType(by_hf))
+
+    @property
+    def num_parameters(self) -> int:
+        """Exact, without vocabulary padding; tied embeddings count once."""
+        return sum(math.prod(shape) for e in self.entries for shape in e.hf_shapes)
+
+
+_EMBEDDING = Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Vocabulary())
+_FINAL_NORM = Row("decoder.final_layernorm.weight", ("model.norm.weight",), Plain(("hidden",)))
+_OUTPUT = Row("output_layer.weight", ("lm_head.weight",), Vocabulary())
+
+
+def build_table(family: Family, spec: ModelSpec, vocab_multiple: int) -> WeightTable:
+    """Expands a family's rows over layers and experts."""
+    padded_vocab = -(-spec.vocab_size // vocab_multiple) * vocab_multiple
+    dims = Dims(spec, padded_vocab)
+
+    def entries() -> Iterator[Entry]:
+        yield _entry(_EMBEDDING, dims, place="embedding")
+        rows = family.layer_rows(spec)
+        for layer in range(spec.num_layers):
+            for row in rows:
+                for expert in _experts_of(row, spec):
+                    yield _entry(row, dims, place="layer", layer=layer, expert=expert)
+        yield _entry(_FINAL_NORM, dims, place="final_norm")
+        if not spec.tied:
+            yield _entry(_OUTPUT, dims, place="output")
+
+    return WeightTable(spec, padded_vocab, tuple(entries()))
+
+
+def _experts_of(row: Row, spec: ModelSpec) -> Sequence[int | None]:
+    if "{e}" not in row.megatron:
+        return (None,)
+    if spec.moe is None:
+        raise ConversionError(f"row {row.megatron} of family {spec.family} needs experts, and the model has none")
+    return range(spec.moe.num_experts)
+
+
+def _entry(row: Row, dims: Dims, *, place: Place, layer: int | None = None, expert: int | None = None) -> Entry:
+    megatron_prefix, hf_prefix = ("", "") if layer is None else (f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+    return Entry(
+        megatron_name=megatron_prefix + row.megatron.replace("{e}", str(expert)),
+        hf_names=tuple(hf_prefix + name.replace("{e}", str(expert)) for name in row.hf),
+        hf_shapes=row.transform.hf_shapes(dims),
+        megatron_shape=row.transform.megatron_shape(dims),
+        place=place,
+        layer=layer,
+        expert=expert,
+        transform=row.transform,
+        dims=dims,
+    )
+
+
+def _check_shape(name: str, got: Shape, expected: Shape) -> None:
+    if got != expected:
+        raise ConversionError(
+            f"{name}: shape is {list(got)}, expected {list(expected)} from config.json; "
+            "the weights and the config belong to different models"
+        )
