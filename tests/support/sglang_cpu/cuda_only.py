@@ -1,0 +1,67 @@
+"""Stand-ins for CUDA-only packages: everything can be imported, nothing can be called.
+
+SGLang imports names from `sgl_kernel` and `torchvision` at module level whatever the device; neither package loads
+without CUDA. A call is a bug in our belief that a dense text model on CPU needs none of them, so it raises.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from typing import Any, NoReturn
+
+
+class CudaOnly:
+    """A name that exists; calling it raises NotImplementedError."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{self.__name__} needs CUDA; this is the CPU stand-in of tests/support/sglang_cpu")
+
+    def __getattr__(self, name: str) -> "CudaOnly":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return CudaOnly(f"{self.__name__}.{name}")
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (object,)
+
+
+class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `<package>.<anything>` as an empty module whose attributes are CudaOnly."""
+
+    def __init__(self, package: str) -> None:
+        self.prefix = package + "."
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith(self.prefix):
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        module.__dict__["__getattr__"] = attribute_of(spec.name)
+        module.__path__ = []
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing to run."""
+
+
+def attribute_of(module: str) -> Any:
+    """The module-level `__getattr__` of a stand-in."""
+
+    def get(name: str) -> CudaOnly:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return CudaOnly(f"{module}.{name}")
+
+    return get
+
+
+def install(package: str) -> Any:
+    """Registers the finder of submodules; returns the package's own `__getattr__`."""
+    sys.meta_path.insert(0, _Submodules(package))
+    return attribute_of(package)
