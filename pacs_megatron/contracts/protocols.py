@@ -45,11 +45,13 @@ class Prepared:
 
     per_sample: dict[str, torch.Tensor]
     """float64 [n] each; what `token_loss` looks up by `sample_of_token` (1/N is already inside)"""
-    loss: float
-    """The true objective of the mini-batch, for reporting."""
+    loss: float | None
+    """The true objective of the mini-batch, for reporting (nats a sample). None: it is the masked sum of `token_loss`
+    over the mini-batch, which the engine has anyway."""
     metrics: dict[str, float] = field(default_factory=dict)
     zero_gradient: torch.Tensor | None = None
-    """bool [n], samples whose gradient is exactly zero: they may be left out of forward and backward"""
+    """bool [n], samples whose gradient (and `token_loss`) is exactly zero: they may be left out of forward and
+    backward. None: no such sample is known."""
 
 
 @runtime_checkable
@@ -79,7 +81,13 @@ class Objective(Protocol):
         ...
 
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> torch.Tensor:
-        """float32 [t]; the engine masks and SUMS it over everything, and divides nowhere."""
+        """[t], dtype of `tokens.logprobs`; the engine masks and SUMS it over everything, and divides nowhere."""
+        ...
+
+    def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, torch.Tensor]:
+        """Metrics that need the update's own log-probs: name -> [t], divided by the mini-batch's count already, so the
+        engine treats them like `token_loss`: mask, sum over everything, divide nowhere. Called without grad. The same
+        keys for every micro-batch; empty when there are none."""
         ...
 
 

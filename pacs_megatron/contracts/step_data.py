@@ -22,6 +22,9 @@ class SampleFacts:
     """int64 [n], trained response tokens |o_i|"""
     truncated: np.ndarray
     """bool [n], ended by length"""
+    log_ratio_to_sampler: np.ndarray | None = None
+    """float64 [n], mean over the response tokens of log pi_step_start - log pi_sampler, nats; the engine fills it in
+    (gathered over data-parallel ranks) whenever it computed step_start log-probs"""
 
     @property
     def num_samples(self) -> int:
@@ -47,6 +50,7 @@ class SampleFacts:
             prompt_lens=self.prompt_lens[index],
             response_lens=self.response_lens[index],
             truncated=self.truncated[index],
+            log_ratio_to_sampler=None if self.log_ratio_to_sampler is None else self.log_ratio_to_sampler[index],
         )
 
 
