@@ -1,0 +1,74 @@
+"""Shared fixtures. The environment is set before anything imports torch or transformers."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    TOKENIZERS_PARALLELISM="false",
+    GLOO_SOCKET_IFNAME="lo",
+    OMP_NUM_THREADS="1",
+    MKL_NUM_THREADS="1",
+    CUDA_DEVICE_MAX_CONNECTIONS="1",
+)
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import free_port as _free_port
+from tests.support.tiny_models import make_tiny_qwen3
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 folder with untied embeddings; read only."""
+    return make_tiny_qwen3(tmp_path_factory.mktemp("tiny-qwen3"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 folder with tied embeddings; read only."""
+    return make_tiny_qwen3(tmp_path_factory.mktemp("tiny-qwen3-tied"), tied=True)
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def any_tiny_qwen3(request: pytest.FixtureRequest) -> Path:
+    """Both of the above, one after the other."""
+    name = "tiny_qwen3_tied" if request.param else "tiny_qwen3"
+    folder: Path = request.getfixturevalue(name)
+    return folder
+
+
+@pytest.fixture
+def make_qwen3(tmp_path: Path) -> Callable[..., Path]:
+    """A factory for other shapes: `make_qwen3("name", tied=True, num_hidden_layers=4)` writes below tmp_path."""
+
+    def make(name: str = "model", **options: object) -> Path:
+        return make_tiny_qwen3(tmp_path / name, **options)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port of 127.0.0.1 that was free a moment ago."""
+    return _free_port()
+
+
+@pytest.fixture
+def require() -> Callable[[bool, str], None]:
+    """`require(available, what)`: skips without it, but fails under PACS_CI=1, where it must be there."""
+
+    def check(available: bool, what: str) -> None:
+        if available:
+            return
+        if os.environ.get("PACS_CI") == "1":
+            pytest.fail(f"PACS_CI=1, but {what} is missing")
+        pytest.skip(f"{what} is missing")
+
+    return check
