@@ -18,7 +18,7 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer with RMSNorm, rotary positions, grouped-query attention and SwiGLU, no biases but qkv's."""
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU; no bias but on qkv."""
 
     family: str
     num_layers: int
