@@ -1,0 +1,6 @@
+"""The options of a run: schema, YAML composition, overrides, checks. Imports neither torch nor Megatron."""
+
+from pacs_megatron.config.load import LoadedConfig, load_config
+from pacs_megatron.config.schema import RunConfig
+
+__all__ = ["LoadedConfig", "RunConfig", "load_config"]

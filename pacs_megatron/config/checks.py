@@ -1,0 +1,325 @@
+"""Checks over several keys that need neither torch nor a model: each finding names the key and the fix.
+
+`find_problems` needs the file alone. `layout_problems` needs the number of ranks, `shape_problems` the model's shape;
+`launch` calls them, because models stand above this layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from pacs_megatron.config.schema import DatasetOptions, DemonstrationRollout, Options, RunConfig, SftOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One wrong combination."""
+
+    key: str
+    """Dotted key to change."""
+    message: str
+    """What is wrong, what was expected, and the fix, in one line."""
+
+
+class ExpertShape(Protocol):
+    """The expert part of a mixture-of-experts model."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def expert_ffn_size(self) -> int: ...
+
+
+class ModelShape(Protocol):
+    """What a layout must divide; `pacs_megatron.models.ModelSpec` has it."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def ffn_size(self) -> int: ...
+    @property
+    def moe(self) -> ExpertShape | None: ...
+
+
+def find_problems(config: RunConfig) -> list[Problem]:
+    """Everything wrong with the file alone, in the order of the schema; empty when it is sound."""
+    return [problem for check in _CHECKS for problem in check(config)]
+
+
+def max_sequence_tokens(config: RunConfig) -> int:
+    """The longest prompt plus response that training may meet, in tokens."""
+    return config.data.max_prompt_tokens + max_response_tokens(config)
+
+
+def max_response_tokens(config: RunConfig) -> int:
+    """The longest response that training may meet, in tokens."""
+    rollout = config.rollout
+    if isinstance(rollout, DemonstrationRollout):
+        return rollout.max_response_tokens
+    return rollout.sampling.max_response_tokens
+
+
+def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
+    """What does not fit `world_size` ranks."""
+    return list(_layout(config, world_size))
+
+
+def shape_problems(config: RunConfig, shape: ModelShape, model_name: str) -> list[Problem]:
+    """What does not divide the model's heads, layers and experts; `model_name` is for the message."""
+    return list(_shape(config, shape, model_name))
+
+
+def changed(options: Options) -> list[str]:
+    """Options that differ from their default. A resolved copy writes defaults out, so presence says nothing."""
+    fields = type(options).model_fields
+    return [name for name, field in fields.items() if getattr(options, name) != field.default]
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def one_of(values: list[int]) -> str:
+    """`use one of 1, 2, 4`."""
+    return f"use one of {', '.join(str(value) for value in values)}" if len(values) > 1 else f"use {values[0]}"
+
+
+# ------------------------------------------------------------------------------------------------------ the file alone
+def _run(config: RunConfig) -> Iterator[Problem]:
+    if config.run.nproc is not None:
+        yield from _layout(config, config.run.nproc, key="run.nproc")
+
+
+def _precision(config: RunConfig) -> Iterator[Problem]:
+    if config.precision.fp8 is not None and config.precision.dtype != "bf16":
+        yield Problem(
+            "precision.dtype",
+            f"precision.dtype={config.precision.dtype} with precision.fp8: FP8 needs bf16; set precision.dtype=bf16",
+        )
+
+
+def _parallel(config: RunConfig) -> Iterator[Problem]:
+    parallel = config.parallel
+    if parallel.sequence_parallel and parallel.tp == 1:
+        yield Problem(
+            "parallel.sequence_parallel",
+            "parallel.sequence_parallel=true needs parallel.tp > 1; switch it off or raise parallel.tp",
+        )
+    if parallel.vpp is not None and parallel.pp == 1:
+        yield Problem(
+            "parallel.vpp", f"parallel.vpp={parallel.vpp} needs parallel.pp > 1; remove it or raise parallel.pp"
+        )
+    recompute = parallel.recompute
+    if "num_layers" in changed(recompute) and recompute.granularity != "full":
+        yield Problem(
+            "parallel.recompute.num_layers",
+            f"parallel.recompute.num_layers is used by granularity=full only, got {recompute.granularity}; remove it",
+        )
+
+
+def _batch(config: RunConfig) -> Iterator[Problem]:
+    batch = config.batch
+    if batch.updates_per_step > batch.prompts_per_step:
+        yield Problem(
+            "batch.updates_per_step",
+            f"batch.updates_per_step={batch.updates_per_step} is more than batch.prompts_per_step="
+            f"{batch.prompts_per_step}: an update needs a whole group; use at most {batch.prompts_per_step}",
+        )
+    longest = max_sequence_tokens(config)
+    if batch.tokens_per_microbatch < longest:
+        yield Problem(
+            "batch.tokens_per_microbatch",
+            f"batch.tokens_per_microbatch={batch.tokens_per_microbatch} cannot hold the longest sample: "
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {_response_key(config)}="
+            f"{max_response_tokens(config)}; use at least {longest}",
+        )
+
+
+def _strategy(config: RunConfig) -> Iterator[Problem]:
+    is_sft, is_demo = isinstance(config.objective, SftOptions), isinstance(config.rollout, DemonstrationRollout)
+    if is_sft and not is_demo:
+        yield Problem(
+            "rollout.engine",
+            f"rollout.engine={config.rollout.engine} with objective.name=sft: sft learns from the data's solutions; "
+            "set rollout.engine=demonstrations",
+        )
+    if is_demo and not is_sft:
+        yield Problem(
+            "rollout.engine",
+            f"rollout.engine=demonstrations with objective.name={config.objective.name}: it needs sampled answers; set "
+            "rollout.engine=embedded or objective.name=sft",
+        )
+    if is_demo:
+        yield from _demonstrations(config)
+    elif config.reward is None:
+        yield Problem("reward", "`reward` is missing; sampled answers need a verifier: add reward.name, such as math")
+
+
+def _demonstrations(config: RunConfig) -> Iterator[Problem]:
+    columns = config.data.train.columns
+    if columns is not None and columns.solution is None:
+        yield Problem(
+            "data.train.columns.solution",
+            "`data.train.columns.solution` is missing; rollout.engine=demonstrations trains on it: name the column",
+        )
+    if config.reward is not None and not config.evaluation.benchmarks:
+        yield Problem("reward", "`reward` is not used by rollout.engine=demonstrations without benchmarks; remove it")
+    if config.data.shuffle_labels:
+        yield Problem(
+            "data.shuffle_labels",
+            "data.shuffle_labels=true: rollout.engine=demonstrations has no labels to shuffle; remove it",
+        )
+    for name in changed(config.admission):
+        yield Problem(
+            f"admission.{name}",
+            f"`admission.{name}` is not used by rollout.engine=demonstrations: nothing is sampled; remove it",
+        )
+
+
+def _datasets(config: RunConfig) -> Iterator[Problem]:
+    yield from _dataset("data.train", config.data.train)
+    names: dict[str, int] = {}
+    for index, dataset in enumerate(config.evaluation.benchmarks):
+        key = f"evaluation.benchmarks.{index}"
+        yield from _dataset(key, dataset)
+        if dataset.name is not None and names.setdefault(dataset.name, index) != index:
+            yield Problem(
+                f"{key}.name", f"{key}.name={dataset.name} is taken by benchmark {names[dataset.name]}; rename it"
+            )
+
+
+def _dataset(key: str, dataset: DatasetOptions) -> Iterator[Problem]:
+    if (dataset.preset is None) == (dataset.columns is None):
+        got = "neither" if dataset.preset is None else "both"
+        yield Problem(key, f"{key}: exactly one of `preset` and `columns` names the columns, got {got}; set one")
+
+
+def _optimizer(config: RunConfig) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield Problem(
+            "optimizer.min_lr",
+            f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}; lower it",
+        )
+    if optimizer.schedule == "constant" and optimizer.min_lr > 0:
+        yield Problem(
+            "optimizer.min_lr",
+            "optimizer.min_lr is not used by optimizer.schedule=constant; remove it or set a schedule",
+        )
+    updates = config.run.steps * config.batch.updates_per_step
+    if optimizer.schedule != "constant" and optimizer.warmup_updates >= updates:
+        yield Problem(
+            "optimizer.warmup_updates",
+            f"optimizer.warmup_updates={optimizer.warmup_updates} leaves nothing of the run's {updates} updates "
+            f"(run.steps * batch.updates_per_step) for the decay; use less than {updates}",
+        )
+
+
+def _evaluation(config: RunConfig) -> Iterator[Problem]:
+    evaluation = config.evaluation
+    if evaluation.benchmarks:
+        if evaluation.sampling is None:
+            yield Problem(
+                "evaluation.sampling", "`evaluation.sampling` is missing; benchmarks need it: add max_response_tokens"
+            )
+        if config.reward is None:
+            yield Problem("reward", "`reward` is missing; benchmarks need a verifier: add reward.name, such as math")
+        for k in evaluation.k:
+            if not 1 <= k <= evaluation.samples_per_prompt:
+                yield Problem(
+                    "evaluation.k",
+                    f"evaluation.k={k}: pass@k needs 1 <= k <= evaluation.samples_per_prompt="
+                    f"{evaluation.samples_per_prompt}; lower k or draw more samples",
+                )
+        return
+    for name in changed(evaluation):
+        yield Problem(
+            f"evaluation.{name}",
+            f"`evaluation.{name}` is not used without evaluation.benchmarks; add a benchmark or remove the key",
+        )
+
+
+def _response_key(config: RunConfig) -> str:
+    is_demo = isinstance(config.rollout, DemonstrationRollout)
+    return "rollout.max_response_tokens" if is_demo else "rollout.sampling.max_response_tokens"
+
+
+_CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    _run,
+    _precision,
+    _parallel,
+    _strategy,
+    _batch,
+    _datasets,
+    _optimizer,
+    _evaluation,
+)
+
+
+# --------------------------------------------------------------------------------------------- with ranks, with a model
+def _layout(config: RunConfig, world_size: int, key: str = "parallel.tp") -> Iterator[Problem]:
+    parallel = config.parallel
+    replica = parallel.tp * parallel.pp * parallel.cp
+    product = f"parallel.tp*pp*cp={parallel.tp}*{parallel.pp}*{parallel.cp}={replica}"
+    if world_size % replica:
+        fix = (
+            f"start a multiple of {replica} ranks, or make tp*pp*cp {one_of(divisors(world_size)).removeprefix('use ')}"
+        )
+        yield Problem(key, f"{world_size} ranks do not factor into {product} times data parallel; {fix}")
+        return
+    expert_ranks = world_size // parallel.pp
+    if parallel.ep > 1 and expert_ranks % (parallel.tp * parallel.ep):
+        fits = [size for size in divisors(expert_ranks) if expert_ranks % (parallel.tp * size) == 0]
+        yield Problem(
+            "parallel.ep",
+            f"parallel.ep={parallel.ep} does not divide the {expert_ranks // parallel.tp} ranks that a pipeline stage "
+            f"has beside tensor parallel ({world_size} ranks, tp={parallel.tp}, pp={parallel.pp}); {one_of(fits)}",
+        )
+    dp = world_size // replica
+    groups = config.batch.prompts_per_step // config.batch.updates_per_step
+    samples = groups * config.batch.samples_per_prompt
+    if samples < dp:
+        yield Problem(
+            "batch.prompts_per_step",
+            f"an update has {samples} samples (batch.prompts_per_step / updates_per_step * samples_per_prompt) for "
+            f"{dp} data-parallel ranks; raise batch.prompts_per_step or use fewer ranks",
+        )
+
+
+def _shape(config: RunConfig, shape: ModelShape, model_name: str) -> Iterator[Problem]:
+    parallel, moe = config.parallel, shape.moe
+    # Hugging Face's names: the user finds them in the checkpoint's config.json.
+    ffn = ("intermediate_size", shape.ffn_size) if moe is None else ("moe_intermediate_size", moe.expert_ffn_size)
+    sizes = [("num_key_value_heads", shape.num_kv_heads), ("num_attention_heads", shape.num_heads), ffn]
+    common = divisors(math.gcd(*(size for _, size in sizes)))
+    for name, size in sizes:
+        if size % parallel.tp:
+            yield Problem(
+                "parallel.tp",
+                f"parallel.tp={parallel.tp} does not divide {name}={size} of {model_name}; {one_of(common)}",
+            )
+            break
+    stages = parallel.pp * (parallel.vpp or 1)
+    if shape.num_layers % stages:
+        key, label = ("parallel.pp", "pp") if parallel.vpp is None else ("parallel.vpp", "pp*vpp")
+        yield Problem(
+            key,
+            f"parallel.{label}={stages} does not divide num_hidden_layers={shape.num_layers} of {model_name}; make it "
+            f"{one_of(divisors(shape.num_layers)).removeprefix('use ')}",
+        )
+    if parallel.ep > 1 and moe is None:
+        yield Problem("parallel.ep", f"parallel.ep={parallel.ep}, but {model_name} has no experts; set parallel.ep=1")
+    elif moe is not None and moe.num_experts % parallel.ep:
+        yield Problem(
+            "parallel.ep",
+            f"parallel.ep={parallel.ep} does not divide num_experts={moe.num_experts} of {model_name}; "
+            f"{one_of(divisors(moe.num_experts))}",
+        )

@@ -1,0 +1,190 @@
+"""From YAML files and `key=value` overrides to a validated `RunConfig` that knows where each value came from.
+
+Order, later wins: included files (in the order named, each with its own includes first), the file itself, overrides.
+Mappings are merged key by key; lists and scalars are replaced; a strategy's options (`objective`, `rollout`, `reward`)
+are replaced as a whole where a later layer names another strategy. Relative paths of `include:` start at the file that
+says it; all other paths start at the working directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from pacs_megatron.config.checks import Problem, find_problems
+from pacs_megatron.config.fields import ROOT, Slot, slot_of
+from pacs_megatron.config.messages import explain_validation, where
+from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.config.yaml_tree import Node, parse_yaml, read_yaml
+from pacs_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A validated configuration and where each of its values came from."""
+
+    config: RunConfig
+    path: Path
+    tree: Node
+    """The merged YAML, before defaults."""
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Dotted key of every value -> `file:line`, `override` or `default`."""
+        return {key: self._origin(key) for key, _ in leaves(self.config)}
+
+    def where(self, key: str) -> str:
+        """`file:line` of `key`, or of the nearest section around it that the files mention."""
+        return where(_split(key), self.tree)
+
+    def to_yaml(self) -> str:
+        """The resolved configuration, defaults included, as YAML that loads back to an equal one."""
+        return yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=1000)
+
+    def fail(self, problem: Problem) -> ConfigError:
+        """`problem` as the error to raise, with the place of its key."""
+        return ConfigError(f"{problem.message} ({self.where(problem.key)})")
+
+    def _origin(self, key: str) -> str:
+        path = _split(key)
+        for end in range(len(path), 0, -1):
+            node = self.tree.at(path[:end])
+            if node is not None:
+                is_whole = end == len(path) or not isinstance(node.value, dict)
+                return node.origin if is_whole else "default"
+        return "default"
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Read, compose, override and check a run's configuration.
+
+    Raises ConfigError, one line: unreadable or malformed file, unknown or duplicate key, wrong type, a combination
+    that cannot work.
+    """
+    tree = _read_with_includes(Path(path), ())
+    if overrides:
+        first, *rest = map(_parse_override, overrides)
+        for node in rest:  # among themselves first, so that a strategy and its options may come in any order
+            first = merge(first, node, ROOT)
+        tree = merge(tree, first, ROOT)
+    try:
+        config = RunConfig.model_validate(tree.plain())
+    except ValidationError as error:
+        raise ConfigError(explain_validation(error.errors(), tree)) from None
+    loaded = LoadedConfig(config, Path(path), tree)
+    problems = find_problems(config)
+    if problems:
+        raise loaded.fail(problems[0])
+    return loaded
+
+
+def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """(dotted key, value) of every plain value; sections and lists of sections are walked, other lists are leaves."""
+    for name in type(section).model_fields:
+        yield from _leaves_of(getattr(section, name), f"{prefix}{name}")
+
+
+def _leaves_of(value: object, key: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, BaseModel):
+        yield from leaves(value, f"{key}.")
+    elif isinstance(value, tuple) and any(isinstance(item, BaseModel) for item in value):
+        for index, item in enumerate(value):
+            yield from _leaves_of(item, f"{key}.{index}")
+    else:
+        yield key, value
+
+
+def merge(base: Node, over: Node, slot: Slot | None) -> Node:
+    """`base` with `over` laid on top; `slot` is the schema's place, which says where a strategy is chosen."""
+    if not isinstance(base.value, dict) or not isinstance(over.value, dict):
+        if isinstance(base.value, list) and isinstance(over.value, dict) and _is_indexed(over.value, len(base.value)):
+            return _merge_items(base, over, slot)
+        return over
+    if slot is not None and slot.tag is not None:
+        before, after = base.value.get(slot.tag), over.value.get(slot.tag)
+        if before is not None and after is not None and before.value != after.value:
+            return over
+    merged = dict(base.value)
+    chosen = slot.choose(over) or slot.choose(base) if slot is not None else None
+    for key, node in over.value.items():
+        inner = slot_of(chosen.model_fields[key]) if chosen is not None and key in chosen.model_fields else None
+        merged[key] = merge(merged[key], node, inner) if key in merged else node
+    return Node(merged, base.origin)
+
+
+def _merge_items(base: Node, over: Node, slot: Slot | None) -> Node:
+    assert isinstance(base.value, list) and isinstance(over.value, dict)
+    items = list(base.value)
+    for key, node in over.value.items():
+        items[int(key)] = merge(items[int(key)], node, slot.item if slot is not None else None)
+    return Node(items, base.origin)
+
+
+def _is_indexed(entries: dict[str, Node], length: int) -> bool:
+    return bool(entries) and all(key.isdecimal() and int(key) < length for key in entries)
+
+
+def _read_with_includes(path: Path, chain: tuple[Path, ...]) -> Node:
+    resolved = path.resolve()
+    display = _display(path)
+    if resolved in chain:
+        cycle = " -> ".join(_display(step) for step in (*chain[chain.index(resolved) :], resolved))
+        raise ConfigError(f"include cycle: {cycle}; remove one of these includes")
+    own = read_yaml(path, display)
+    assert isinstance(own.value, dict)
+    entries = dict(own.value)
+    include = entries.pop("include", None)
+    tree = Node({}, own.origin)
+    for name, origin in _include_names(include):
+        target = path.parent / name
+        if not target.is_file():
+            raise ConfigError(
+                f"include={name!r}: no such file {_display(target)}; paths start at the including file ({origin})"
+            )
+        tree = merge(tree, _read_with_includes(target, (*chain, resolved)), ROOT)
+    return Node(_mapping(merge(tree, Node(entries, own.origin), ROOT)), own.origin)
+
+
+def _mapping(node: Node) -> dict[str, Node]:
+    assert isinstance(node.value, dict)
+    return node.value
+
+
+def _include_names(include: Node | None) -> list[tuple[str, str]]:
+    if include is None:
+        return []
+    nodes = include.value if isinstance(include.value, list) else [include]
+    names = []
+    for node in nodes:
+        if not isinstance(node.value, str):
+            raise ConfigError(
+                f"include={node.plain()!r}: expected a file name or a list of file names; fix it ({node.origin})"
+            )
+        names.append((node.value, node.origin))
+    return names
+
+
+def _parse_override(text: str) -> Node:
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(part.strip() == part and part for part in parts):
+        raise ConfigError(f"override {text!r}: expected key=value with a dotted key, such as optimizer.lr=1e-6")
+    node = parse_yaml(value, f"override {key}", fixed_origin="override") if value else Node("", "override")
+    for part in reversed(parts):
+        node = Node({part: node}, "override")
+    return node
+
+
+def _split(key: str) -> list[str | int]:
+    return [int(part) if part.isdecimal() else part for part in key.split(".")] if key else []
+
+
+def _display(path: Path) -> str:
+    """`path` from the working directory where it lies below it, else as it is."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

@@ -1,0 +1,139 @@
+"""Pydantic's findings as one line each: what, got, expected, fix, where."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pacs_megatron.config.fields import ROOT, Slot, all_keys, fields_at, slot_at, slot_of
+from pacs_megatron.config.yaml_tree import Node
+
+Detail = Mapping[str, Any]
+"""One entry of `pydantic.ValidationError.errors()`."""
+
+
+def explain_validation(details: Sequence[Detail], root: Node) -> str:
+    """The first finding as a line, with the number of the others. Unknown keys come first: they cause the rest."""
+    ordered = sorted(details, key=lambda detail: detail["type"] != "extra_forbidden")
+    line = _explain(ordered[0], root)
+    others = len(ordered) - 1
+    return f"{line} (and {others} more)" if others else line
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """`evaluation.benchmarks.0.path`."""
+    return ".".join(str(part) for part in path)
+
+
+def _explain(detail: Detail, root: Node) -> str:
+    path = schema_path(detail["loc"], root)
+    kind, key = detail["type"], dotted(path)
+    if kind == "extra_forbidden":
+        return f"unknown key `{key}`; {_unknown_key_advice(path, root)} ({where(path, root)})"
+    if kind == "missing":
+        return f"`{key}` is missing; {_missing_advice(path, root)} ({where(path, root)})"
+    if kind == "union_tag_not_found":
+        slot = slot_at(path, root) or ROOT
+        return f"`{key}.{slot.tag}` is missing; set it to one of {', '.join(slot.tags())} ({where(path, root)})"
+    if kind == "union_tag_invalid":
+        slot = slot_at(path, root) or ROOT
+        return _choice_line([*path, slot.tag or ""], detail["ctx"]["tag"], list(slot.tags()), root)
+    if kind == "literal_error":
+        choices = [part.strip().strip("'") for part in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
+        return _choice_line(path, detail["input"], choices, root)
+    if kind == "value_error":
+        text = str(detail["ctx"]["error"])
+        return f"{key}: {text} ({where(path, root)})" if key else f"{text} ({where(path, root)})"
+    expected = _expected(detail["msg"])
+    return f"{key}={_show(detail['input'])}: expected {expected}{_type_advice(detail)} ({where(path, root)})"
+
+
+def where(path: Sequence[str | int], root: Node) -> str:
+    """`file:line` of the value under `path`, or of the nearest mapping around it."""
+    for end in range(len(path), -1, -1):
+        node = root.at(path[:end])
+        if node is not None:
+            return node.origin
+    return root.origin
+
+
+def schema_path(loc: Sequence[str | int], root: Node) -> list[str | int]:
+    """Pydantic's location without the union tags that it weaves in."""
+    path: list[str | int] = []
+    slot: Slot | None = ROOT
+    for part in loc:
+        if slot is None:
+            break
+        if slot.tag is not None and part in slot.tags() and (not path or path[-1] != part):
+            following = slot.choose(root.at(path))
+            slot = Slot((following,)) if following is not None else None
+            continue
+        path.append(part)
+        if isinstance(part, int):
+            slot = slot.item
+            continue
+        chosen = slot.choose(root.at(path[:-1]))
+        slot = slot_of(chosen.model_fields[part]) if chosen is not None and part in chosen.model_fields else None
+    return path
+
+
+def _unknown_key_advice(path: Sequence[str | int], root: Node) -> str:
+    *parent, name = path
+    slot = slot_at(parent, root)
+    if slot is not None and slot.tag is not None:
+        owners = [tag for tag, member in slot.tags().items() if name in member.model_fields]
+        chosen = root.at([*parent, slot.tag])
+        if owners and chosen is not None:
+            prefix = dotted(parent)
+            return (
+                f"it belongs to {prefix}.{slot.tag}={' | '.join(owners)}, and {prefix}.{slot.tag}={chosen.value} does "
+                "not use it; remove the key"
+            )
+    known = list(fields_at(parent, root))
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean `{dotted([*parent, close[0]])}`?"
+    elsewhere = sorted({key for key, _, _ in all_keys() if key.rsplit(".", 1)[-1] == name})
+    if elsewhere:
+        return f"did you mean `{'` or `'.join(elsewhere[:3])}`?"
+    return f"known here: {', '.join(known)}"
+
+
+def _missing_advice(path: Sequence[str | int], root: Node) -> str:
+    field = fields_at(path[:-1], root).get(str(path[-1]))
+    meaning = (field.description or "").strip().split("\n")[0] if field is not None else ""
+    return f"add it: {meaning}" if meaning else "add it"
+
+
+def _choice_line(path: Sequence[str | int], got: object, choices: Sequence[str], root: Node) -> str:
+    close = difflib.get_close_matches(str(got), choices, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"{dotted(path)}={_show(got)}: expected one of {', '.join(choices)}{hint} ({where(path, root)})"
+
+
+def _expected(message: str) -> str:
+    for prefix in ("Input should be ", "Input should "):
+        if message.startswith(prefix):
+            message = message.removeprefix(prefix)
+            break
+    return (
+        message.replace("a valid dictionary or instance of", "a mapping of")
+        .replace("a valid integer", "an integer")
+        .replace("a valid ", "a ")
+    )
+
+
+def _type_advice(detail: Detail) -> str:
+    if detail["type"] in ("int_type", "float_type", "bool_type") and isinstance(detail["input"], str):
+        return ", not text; remove the quotes or write a plain value"
+    if detail["type"] == "string_type":
+        return "; put it in quotes"
+    if detail["type"] == "tuple_type":
+        return "; write a list: [a, b]"
+    return ""
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,155 @@
+"""Each combination that cannot work is refused with its key and its fix."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pacs_megatron.config import load_config
+from pacs_megatron.config.checks import layout_problems, shape_problems
+from pacs_megatron.errors import ConfigError
+from tests.unit.config.test_load import BASE
+
+SFT = [
+    "objective=null",
+    "objective.name=sft",
+    "rollout.engine=demonstrations",
+    "rollout.max_response_tokens=512",
+    "reward=null",
+]
+BENCH = "evaluation.benchmarks=[{path: a, preset: aime, name: x}]"
+SAMPLING = "evaluation.sampling={max_response_tokens: 8}"
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text(BASE)
+    return tmp_path / "base.yaml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["run.nproc=6", "parallel.tp=4"],
+            "6 ranks do not factor into parallel.tp*pp*cp=4*1*1=4 times data parallel; start a multiple of 4 ranks, or make tp*pp*cp one of 1, 2, 3, 6 (override)",
+        ),
+        (["precision={dtype: fp32, fp8: {recipe: delayed}}"], "FP8 needs bf16; set precision.dtype=bf16 (override)"),
+        (["parallel.sequence_parallel=true"], "parallel.sequence_parallel=true needs parallel.tp > 1"),
+        (["parallel.vpp=2"], "parallel.vpp=2 needs parallel.pp > 1"),
+        (["parallel.recompute.num_layers=2"], "used by granularity=full only, got none; remove it"),
+        (
+            ["batch.updates_per_step=9"],
+            "batch.updates_per_step=9 is more than batch.prompts_per_step=8: an update needs a whole group; use at most 8",
+        ),
+        (
+            ["batch.tokens_per_microbatch=1023"],
+            "data.max_prompt_tokens=512 + rollout.sampling.max_response_tokens=512; use at least 1024",
+        ),
+        (["objective.name=sft"], "set rollout.engine=demonstrations (base.yaml:14)"),
+        (
+            ["rollout.engine=demonstrations", "rollout.max_response_tokens=5"],
+            "set rollout.engine=embedded or objective.name=sft",
+        ),
+        (["reward=null"], "`reward` is missing; sampled answers need a verifier"),
+        ([*SFT, "reward.name=math"], "`reward` is not used by rollout.engine=demonstrations"),
+        ([*SFT, "data.shuffle_labels=true"], "has no labels to shuffle"),
+        ([*SFT, "admission.truncated=drop"], "`admission.truncated` is not used"),
+        (
+            [*SFT, "data.train.preset=null", "data.train.columns={problem: p, answer: a}"],
+            "`data.train.columns.solution` is missing",
+        ),
+        (
+            ["data.train.preset=null"],
+            "data.train: exactly one of `preset` and `columns` names the columns, got neither",
+        ),
+        (["data.train.columns={problem: p, answer: a}"], "got both; set one"),
+        (
+            ["optimizer.schedule=cosine", "optimizer.min_lr=1.0"],
+            "optimizer.min_lr=1.0 is above optimizer.lr=1e-06; lower it",
+        ),
+        (["optimizer.min_lr=1e-8"], "optimizer.min_lr is not used by optimizer.schedule=constant"),
+        (["optimizer.schedule=linear", "optimizer.warmup_updates=10"], "leaves nothing of the run's 10 updates"),
+        ([BENCH], "`evaluation.sampling` is missing"),
+        (
+            [BENCH, SAMPLING, "evaluation.k=[1, 8]"],
+            "evaluation.k=8: pass@k needs 1 <= k <= evaluation.samples_per_prompt=4",
+        ),
+        (
+            [
+                BENCH,
+                SAMPLING,
+                "evaluation.benchmarks=[{path: a, preset: aime, name: x}, {path: b, preset: aime, name: x}]",
+            ],
+            "name=x is taken by benchmark 0; rename it",
+        ),
+        (["evaluation.every=5"], "`evaluation.every` is not used without evaluation.benchmarks"),
+    ],
+)
+def test_refused(base: Path, overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(base, overrides)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], SFT, [BENCH, SAMPLING, "evaluation.k=[1, 4]"], ["run.nproc=4", "parallel.tp=2"]]
+)
+def test_accepted(base: Path, overrides: list[str]) -> None:
+    load_config(base, overrides)
+
+
+@dataclass(frozen=True)
+class Experts:
+    num_experts: int = 128
+    expert_ffn_size: int = 768
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_layers: int = 40
+    num_heads: int = 40
+    num_kv_heads: int = 8
+    ffn_size: int = 17408
+    moe: Experts | None = None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shape", "expected"),
+    [
+        (["parallel.tp=3"], Shape(), "parallel.tp=3 does not divide num_key_value_heads=8 of M; use one of 1, 2, 4, 8"),
+        (["parallel.tp=8"], Shape(num_heads=12, num_kv_heads=8), "num_attention_heads=12 of M; use one of 1, 2, 4"),
+        (["parallel.tp=2"], Shape(ffn_size=333), "intermediate_size=333 of M; use 1"),
+        (["parallel.pp=3"], Shape(), "parallel.pp=3 does not divide num_hidden_layers=40 of M; make it one of 1, 2, 4"),
+        (["parallel.pp=4", "parallel.vpp=3"], Shape(), "parallel.pp*vpp=12 does not divide num_hidden_layers=40"),
+        (["parallel.ep=2"], Shape(), "parallel.ep=2, but M has no experts; set parallel.ep=1"),
+        (
+            ["parallel.ep=3"],
+            Shape(moe=Experts()),
+            "parallel.ep=3 does not divide num_experts=128 of M; use one of 1, 2",
+        ),
+    ],
+)
+def test_shape(base: Path, overrides: list[str], shape: Shape, expected: str) -> None:
+    problems = shape_problems(load_config(base, overrides).config, shape, "M")
+    assert [problem for problem in problems if expected in problem.message]
+
+
+def test_a_dense_width_does_not_bind_a_moe_model(base: Path) -> None:
+    config = load_config(base, ["parallel.tp=4"]).config
+    assert shape_problems(config, Shape(ffn_size=333, moe=Experts()), "M") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "key"),
+    [
+        (["parallel.tp=4", "parallel.pp=2"], 12, "parallel.tp"),
+        (["parallel.tp=2", "parallel.ep=8"], 8, "parallel.ep"),
+        (["batch.prompts_per_step=1", "batch.samples_per_prompt=4"], 8, "batch.prompts_per_step"),
+    ],
+)
+def test_layout(base: Path, overrides: list[str], ranks: int, key: str) -> None:
+    assert [problem.key for problem in layout_problems(load_config(base, overrides).config, ranks)] == [key]
+    assert layout_problems(load_config(base).config, 8) == []
