@@ -19,7 +19,7 @@ class Options(BaseModel):
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- model
+# -------------------------------------------------------------------------------------------------------------- model
 class ModelOptions(Options):
     path: str
     """Hugging Face folder or hub id, or a converted Megatron checkpoint."""
@@ -72,13 +72,13 @@ class ParallelOptions(Options):
     """Interval of the heartbeat from rank 0 to the waiting ranks."""
 
 
-# -------------------------------------------------------------------------------------------------------------- objective
+# ------------------------------------------------------------------------------------------------------------ objective
 # Fields that only some settings use default to None where they are unused, so that giving one there can be refused.
-def _default_reference(given: dict[str, Any]) -> str | None:
+def _default_reference(given: dict[str, Any]) -> Literal["step_start", "frozen"] | None:
     return "step_start" if given["reward_proxy"] == "sum_log_ratio" else None
 
 
-def _default_actor_scope(given: dict[str, Any]) -> str | None:
+def _default_actor_scope(given: dict[str, Any]) -> Literal["group", "own"] | None:
     return "group" if given["actor_term"] > 0 else None
 
 
@@ -180,7 +180,7 @@ class GrpoOptions(Options):
             )
         if self.constant_length is not None and self.loss_mean != "dr_grpo":
             raise ValueError(
-                f"objective.constant_length is used by loss_mean dr_grpo only, got loss_mean={self.loss_mean}; remove it"
+                f"objective.constant_length is used by loss_mean dr_grpo only, got {self.loss_mean}; remove it"
             )
         if self.constant_length is None and self.loss_mean == "dr_grpo":
             raise ValueError(
@@ -204,7 +204,7 @@ class SftOptions(Options):
 ObjectiveOptions = Annotated[PacsOptions | GrpoOptions | SftOptions, Field(discriminator="name")]
 
 
-# ------------------------------------------------------------------------------------------------------- rollout, rewards
+# ----------------------------------------------------------------------------------------------------- rollout, rewards
 class SamplingOptions(Options):
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -272,7 +272,7 @@ class AdmissionOptions(Options):
     """Dynamic sampling: drop groups whose labels are all equal."""
 
 
-# ------------------------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------------------------------------------------------------------- data
 class ColumnOptions(Options):
     problem: str
     answer: str
@@ -316,7 +316,7 @@ class BatchOptions(Options):
     """Token budget of one forward pass on one data-parallel rank; a longer single sample is an error."""
 
 
-# -------------------------------------------------------------------------------------------------- optimizer, loop, output
+# ------------------------------------------------------------------------------------------------ optimizer, loop, output
 class OptimizerOptions(Options):
     lr: float = Field(gt=0)
     min_lr: float = Field(default=0.0, ge=0)

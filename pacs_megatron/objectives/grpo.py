@@ -1,0 +1,130 @@
+"""GRPO (arXiv:2402.03300) and its relatives: Dr. GRPO (arXiv:2503.20783), RLOO, DAPO's clip-higher and token mean.
+
+Minimised: sum over trained tokens of u_i * (-min(rho A, clip(rho, 1 - low, 1 + high) A) + kl_coef * k3), where u_i
+holds every divisor. rho is exp(log pi_theta - log pi_step_start); with one update a step that is 1, so no pass is needed.
+"""
+
+import numpy as np
+import torch
+
+from pacs_megatron.config.schema import GrpoOptions
+from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
+from pacs_megatron.contracts.protocols import LogprobSource
+from pacs_megatron.errors import NonFiniteError
+from pacs_megatron.objectives.groups import FloatArray, build_groups, canonical_order
+from pacs_megatron.objectives.lookup import at_tokens
+from pacs_megatron.objectives.means import mean_weights
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are cut here (gradient 0 beyond): exp of more overflows, and Inf * 0 in a clipped branch is NaN."""
+
+
+class Grpo:
+    """The GRPO family; see `contracts.Objective` for the protocol."""
+
+    name = "grpo"
+
+    def __init__(self, options: GrpoOptions, *, updates_per_step: int) -> None:
+        self._options = options
+        self._updates_per_step = updates_per_step
+
+    def logprob_passes(self) -> frozenset[LogprobSource]:
+        """`step_start` for later updates' ratios, `reference` for the KL term."""
+        passes: set[LogprobSource] = set()
+        if self._updates_per_step > 1:
+            passes.add("step_start")
+        if self._options.kl_coef > 0:
+            passes.add("reference")
+        return frozenset(passes)
+
+    def needs_scores(self, update_index: int) -> bool:
+        """Never: advantages depend on rewards only."""
+        return False
+
+    def token_scores(self, tokens: TokenRecord) -> torch.Tensor:
+        """Raises ValueError: there is no score pass."""
+        raise ValueError("objective: grpo has no score pass")
+
+    def prepare_step(self, facts: SampleFacts) -> dict[str, float]:
+        """Advantage of each sample id, from the rewards of the whole rollout batch's groups.
+
+        Bit-identical whatever the order of the rows. Raises NonFiniteError for a NaN or Inf among the rewards.
+        """
+        order = canonical_order(facts)
+        ids = tuple(facts.ids[i] for i in order)
+        rewards = facts.rewards[order]
+        bad = np.flatnonzero(~np.isfinite(rewards))
+        if len(bad):
+            raise NonFiniteError(f"reward of sample {ids[bad[0]]} is {rewards[bad[0]]}; expected a finite number")
+        groups = build_groups(facts.groups[order], ids)
+        centred = groups.centred(rewards)
+        return dict(zip(ids, self._scaled(centred, groups.sizes, groups.std(centred), groups.of_sample), strict=True))
+
+    def prepare(self, scores: torch.Tensor | None, facts: SampleFacts, step_inputs: dict[str, float]) -> Prepared:
+        """Per sample [n] float64: `advantage`, and `token_weight` u_i with every divisor inside."""
+        advantage = torch.tensor([step_inputs[sample_id] for sample_id in facts.ids], dtype=torch.float64)
+        weights = mean_weights(facts.response_lens, self._options.loss_mean, self._options.constant_length)
+        num_samples = facts.num_samples
+        no_gradient = advantage == 0.0
+        return Prepared(
+            per_sample={"advantage": advantage, "token_weight": torch.from_numpy(weights)},
+            loss=None,
+            metrics={
+                "grpo/advantage_abs_mean": float(np.abs(advantage.numpy()).sum()) / num_samples,
+                "grpo/zero_advantage_frac": float(no_gradient.sum()) / num_samples,
+                "grpo/truncated_frac": float(facts.truncated.sum()) / num_samples,
+            },
+            zero_gradient=no_gradient if self._options.kl_coef == 0 else None,
+        )
+
+    def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> torch.Tensor:
+        """[t]; its masked sum is the true loss."""
+        dtype = tokens.logprobs.dtype
+        advantage = at_tokens(prepared.per_sample["advantage"], tokens).to(dtype)
+        weight = at_tokens(prepared.per_sample["token_weight"], tokens).to(dtype)
+        ratio = self._ratio(tokens)
+        clipped = ratio.clamp(1.0 - self._options.clip_low, 1.0 + self._options.clip_high)
+        loss = -torch.minimum(ratio * advantage, clipped * advantage)
+        if self._options.kl_coef > 0:
+            loss = loss + self._options.kl_coef * _k3(tokens)
+        return weight * loss
+
+    def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, torch.Tensor]:
+        """Means over all trained tokens of the mini-batch: `grpo/clip_frac`, where clipping stops the gradient; with
+        kl_coef > 0 `grpo/kl` (k3, nats). Tokens of samples without gradient add 0 to either, present or not."""
+        num_tokens = tokens.response_lens.sum().clamp(min=1)
+        advantage = at_tokens(prepared.per_sample["advantage"], tokens)
+        ratio = self._ratio(tokens)
+        too_high = (advantage > 0) & (ratio > 1.0 + self._options.clip_high)
+        too_low = (advantage < 0) & (ratio < 1.0 - self._options.clip_low)
+        metrics = {"grpo/clip_frac": (too_high | too_low).to(ratio.dtype) / num_tokens}
+        if self._options.kl_coef > 0:
+            metrics["grpo/kl"] = _k3(tokens) / num_tokens
+        return metrics
+
+    def _ratio(self, tokens: TokenRecord) -> torch.Tensor:
+        """[t], rho; carries the gradient even where it is 1 by construction."""
+        old = tokens.logprobs.detach() if self._updates_per_step == 1 else tokens.step_start_logprobs
+        if old is None:
+            raise ValueError("objective: grpo with several updates a step needs step_start log-probs, got none")
+        return torch.exp((tokens.logprobs - old).clamp(max=MAX_LOG_RATIO))
+
+    def _scaled(self, centred: FloatArray, sizes: FloatArray, std: FloatArray, of_sample: np.ndarray) -> list[float]:
+        match self._options.advantage:
+            case "dr_grpo":
+                advantage = centred
+            case "rloo":
+                advantage = centred * (sizes / (sizes - 1.0))[of_sample]
+            case "grpo":
+                if self._options.advantage_eps is None:
+                    raise ValueError("objective: advantage grpo without advantage_eps")
+                advantage = centred / (std + self._options.advantage_eps)[of_sample]
+        return [float(value) for value in advantage]
+
+
+def _k3(tokens: TokenRecord) -> torch.Tensor:
+    """[t], nats: exp(q) - q - 1 with q = log pi_reference - log pi_theta; unbiased for KL(pi_theta || reference)."""
+    if tokens.reference_logprobs is None:
+        raise ValueError("objective: grpo with kl_coef > 0 needs reference log-probs, got none")
+    log_ratio = (tokens.reference_logprobs - tokens.logprobs).clamp(max=MAX_LOG_RATIO)
+    return torch.expm1(log_ratio) - log_ratio

@@ -1,0 +1,26 @@
+"""From the options of the config to an objective."""
+
+from pacs_megatron.config.schema import GrpoOptions, PacsOptions, SftOptions
+from pacs_megatron.contracts import Objective
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.objectives.grpo import Grpo
+from pacs_megatron.objectives.pacs import Pacs
+from pacs_megatron.objectives.sft import Sft
+
+
+def build_objective(options: PacsOptions | GrpoOptions | SftOptions, *, updates_per_step: int) -> Objective:
+    """The objective that `options` describe, for so many optimizer updates a step.
+
+    Raises ConfigError when the options cannot run with `updates_per_step` (the config's own check says the same).
+    """
+    match options:
+        case PacsOptions():
+            try:
+                options.refuse_updates_per_step(updates_per_step)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+            return Pacs(options, updates_per_step=updates_per_step)
+        case GrpoOptions():
+            return Grpo(options, updates_per_step=updates_per_step)
+        case SftOptions():
+            return Sft(options)

@@ -1,0 +1,125 @@
+"""Scores psi (6), class weights (3.5) and the sample loss (2) of PACS, each with its derivative. numpy float64, [n].
+
+Numbers in brackets are equations and sections of arXiv:2509.02522.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from pacs_megatron.objectives.groups import FloatArray, Groups
+
+ScoreName = Literal["rloo", "dr_grpo", "grpo", "naive"]
+WeightingName = Literal["question", "only_positive", "only_negative", "none"]
+
+SCORE_EPS = 1e-6
+"""e of the `grpo` score, added to the standard deviation (the authors' value)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStd:
+    """What the derivative of the `grpo` score needs; float64 [n], the group's value at each of its samples."""
+
+    divisor: FloatArray
+    """max(s, floor) + e"""
+    slope: FloatArray
+    """1 / s where the divisor moves with s; 0 where s = 0 or where the floor binds"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """psi and how to differentiate it."""
+
+    psi: FloatArray
+    centred: FloatArray
+    """r minus the group's mean"""
+    std: GroupStd | None
+    """With score `grpo` only."""
+
+
+def group_scores(proxy: FloatArray, groups: Groups, score: ScoreName, std_floor: float | None) -> Scores:
+    """psi (6) from the reward proxy r.
+
+    `std_floor`: the `grpo` score divides by max(s, std_floor) + e; where the floor binds the divisor is a constant.
+    """
+    centred = groups.centred(proxy)
+    match score:
+        case "naive":
+            return Scores(psi=proxy, centred=centred, std=None)
+        case "dr_grpo":
+            return Scores(psi=centred, centred=centred, std=None)
+        case "rloo":
+            return Scores(psi=_leave_one_out(groups) * centred, centred=centred, std=None)
+        case "grpo":
+            std = _group_std(centred, groups, std_floor)
+            return Scores(psi=centred / std.divisor, centred=centred, std=std)
+
+
+def proxy_gradient(residual: FloatArray, scores: Scores, groups: Groups, score: ScoreName) -> FloatArray:
+    """c_j = dL/dr_j from g_i = dL/dpsi_i: the transposed Jacobian of `group_scores`.
+
+    Exactly 0 in a group whose g are all equal (except for `naive`): one class, and every r equal.
+    """
+    match score:
+        case "naive":
+            return residual
+        case "dr_grpo":
+            return groups.centred(residual)
+        case "rloo":
+            return _leave_one_out(groups) * groups.centred(residual)
+        case "grpo":
+            if scores.std is None:
+                raise ValueError("objective: scores were not computed with score grpo")
+            along = groups.total(residual * scores.centred) / (groups.sizes - 1.0)
+            through_std = scores.centred * along[groups.of_sample] * scores.std.slope / scores.std.divisor**2
+            return groups.centred(residual) / scores.std.divisor - through_std
+
+
+def class_weights(labels: FloatArray, groups: Groups, weighting: WeightingName) -> FloatArray:
+    """w (3.5). `question` gives both classes of a group half of its weight G; 1 where the group has one class."""
+    match weighting:
+        case "none":
+            return np.ones_like(labels)
+        case "only_positive":
+            return labels.copy()
+        case "only_negative":
+            return 1.0 - labels
+        case "question":
+            positives = groups.total(labels)[groups.of_sample]
+            sizes = groups.size_of_sample
+            own_class = np.where(labels == 1.0, positives, sizes - positives)
+            return np.where(own_class == sizes, 1.0, sizes / (2.0 * own_class))
+
+
+def one_class(labels: FloatArray, groups: Groups) -> np.ndarray:
+    """bool [g], groups whose labels are all equal."""
+    positives = groups.total(labels)
+    return (positives == 0.0) | (positives == groups.sizes)
+
+
+def sample_loss(psi: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """BCE of sigmoid(psi) against the label (2), nats, and its derivative sigmoid(psi) - y.
+
+    Both are written in the margin z = (1 - 2y) psi, so neither overflows nor cancels: loss = softplus(z), derivative =
+    (1 - 2y) sigmoid(z), with full relative precision in both tails.
+    """
+    sign = 1.0 - 2.0 * labels
+    margin = sign * psi
+    decay = np.exp(-np.abs(margin))
+    loss = np.maximum(margin, 0.0) + np.log1p(decay)
+    sigmoid = np.where(margin >= 0.0, 1.0, decay) / (1.0 + decay)
+    return loss, sign * sigmoid
+
+
+def _leave_one_out(groups: Groups) -> FloatArray:
+    """G / (G - 1) of each sample: r_i - mean of the others = G/(G-1) (r_i - mean of all)."""
+    return (groups.sizes / (groups.sizes - 1.0))[groups.of_sample]
+
+
+def _group_std(centred: FloatArray, groups: Groups, floor: float | None) -> GroupStd:
+    std = groups.std(centred)
+    moves = std > (0.0 if floor is None else floor)
+    divisor = (std if floor is None else np.maximum(std, floor)) + SCORE_EPS
+    slope = np.divide(1.0, std, out=np.zeros_like(std), where=moves)
+    return GroupStd(divisor=divisor[groups.of_sample], slope=slope[groups.of_sample])

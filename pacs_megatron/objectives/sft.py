@@ -1,0 +1,46 @@
+"""Supervised fine-tuning: the mean negative log-likelihood of demonstrations. Groups play no part in it."""
+
+from typing import Any
+
+import torch
+
+from pacs_megatron.config.schema import SftOptions
+from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
+from pacs_megatron.contracts.protocols import LogprobSource
+from pacs_megatron.objectives.lookup import at_tokens
+from pacs_megatron.objectives.means import mean_weights
+
+
+class Sft:
+    """Maximum likelihood; see `contracts.Objective` for the protocol."""
+
+    name = "sft"
+
+    def __init__(self, options: SftOptions) -> None:
+        self._options = options
+
+    def logprob_passes(self) -> frozenset[LogprobSource]:
+        return frozenset()
+
+    def needs_scores(self, update_index: int) -> bool:
+        return False
+
+    def token_scores(self, tokens: TokenRecord) -> torch.Tensor:
+        """Raises ValueError: there is no score pass."""
+        raise ValueError("objective: sft has no score pass")
+
+    def prepare_step(self, facts: SampleFacts) -> None:
+        """Nothing is needed from outside the mini-batch."""
+
+    def prepare(self, scores: torch.Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
+        """Per sample [n] float64: `token_weight`, what each of its tokens counts."""
+        weights = mean_weights(facts.response_lens, self._options.loss_mean)
+        return Prepared(per_sample={"token_weight": torch.from_numpy(weights)}, loss=None)
+
+    def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> torch.Tensor:
+        """[t]; its masked sum is the true loss, nats."""
+        weight = at_tokens(prepared.per_sample["token_weight"], tokens).to(tokens.logprobs.dtype)
+        return -weight * tokens.logprobs
+
+    def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, torch.Tensor]:
+        return {}
