@@ -316,7 +316,7 @@ class BatchOptions(Options):
     """Token budget of one forward pass on one data-parallel rank; a longer single sample is an error."""
 
 
-# ------------------------------------------------------------------------------------------------ optimizer, loop, output
+# ---------------------------------------------------------------------------------------------- optimizer, loop, output
 class OptimizerOptions(Options):
     lr: float = Field(gt=0)
     min_lr: float = Field(default=0.0, ge=0)

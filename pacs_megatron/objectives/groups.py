@@ -32,8 +32,7 @@ class Groups:
 
     def total(self, values: FloatArray) -> FloatArray:
         """float64 [g], sums by group; summed in the order of the rows."""
-        sums: FloatArray = np.bincount(self.of_sample, weights=values, minlength=self.num_groups)
-        return sums
+        return np.bincount(self.of_sample, weights=values, minlength=self.num_groups).astype(np.float64)
 
     def centred(self, values: FloatArray) -> FloatArray:
         """float64 [n], `values` minus their group's mean.

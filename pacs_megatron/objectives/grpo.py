@@ -1,7 +1,7 @@
 """GRPO (arXiv:2402.03300) and its relatives: Dr. GRPO (arXiv:2503.20783), RLOO, DAPO's clip-higher and token mean.
 
 Minimised: sum over trained tokens of u_i * (-min(rho A, clip(rho, 1 - low, 1 + high) A) + kl_coef * k3), where u_i
-holds every divisor. rho is exp(log pi_theta - log pi_step_start); with one update a step that is 1, so no pass is needed.
+holds every divisor. rho is exp(log pi_theta - log pi_step_start); with one update a step that is 1 and needs no pass.
 """
 
 import numpy as np
