@@ -8,17 +8,19 @@ import numpy.typing as npt
 from pacs_megatron.contracts import SampleFacts
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
     """Which sample belongs to which group. Members need not be adjacent, sizes may differ; every size is >= 2."""
 
-    of_sample: np.ndarray
+    of_sample: IntArray
     """int64 [n], 0-based group number"""
     sizes: FloatArray
     """float64 [g]"""
-    first: np.ndarray
+    first: IntArray
     """int64 [g], row of each group's first sample"""
 
     @property
@@ -48,12 +50,12 @@ class Groups:
         return np.sqrt(self.total(centred * centred) / (self.sizes - 1.0))
 
 
-def canonical_order(facts: SampleFacts) -> np.ndarray:
+def canonical_order(facts: SampleFacts) -> IntArray:
     """int64 [n], rows sorted by sample id: sums in this order have the same bits whatever the order of arrival."""
     return np.argsort(np.asarray(facts.ids), kind="stable")
 
 
-def build_groups(of_sample: np.ndarray, ids: tuple[str, ...]) -> Groups:
+def build_groups(of_sample: IntArray, ids: tuple[str, ...]) -> Groups:
     """Groups of the samples; `ids` serve the error message.
 
     Raises ValueError (a bug of the caller, not a user's mistake) for numbers that are not dense and groups of one.

@@ -4,11 +4,11 @@ from typing import Literal
 
 import numpy as np
 
-from pacs_megatron.objectives.groups import FloatArray
+from pacs_megatron.objectives.groups import FloatArray, IntArray
 
 
 def mean_weights(
-    response_lens: np.ndarray, loss_mean: Literal["token", "sequence", "dr_grpo"], constant_length: int | None = None
+    response_lens: IntArray, loss_mean: Literal["token", "sequence", "dr_grpo"], constant_length: int | None = None
 ) -> FloatArray:
     """float64 [n], what each token of a sample counts: 1/T over all T tokens, 1/(N |o_i|), or 1/(N constant_length)."""
     num_samples = len(response_lens)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from pacs_megatron.objectives.groups import FloatArray, Groups
+from pacs_megatron.objectives.groups import BoolArray, FloatArray, Groups
 
 ScoreName = Literal["rloo", "dr_grpo", "grpo", "naive"]
 WeightingName = Literal["question", "only_positive", "only_negative", "none"]
@@ -92,10 +92,10 @@ def class_weights(labels: FloatArray, groups: Groups, weighting: WeightingName) 
             return np.where(own_class == sizes, 1.0, sizes / (2.0 * own_class))
 
 
-def one_class(labels: FloatArray, groups: Groups) -> np.ndarray:
+def one_class(labels: FloatArray, groups: Groups) -> BoolArray:
     """bool [g], groups whose labels are all equal."""
     positives = groups.total(labels)
-    return (positives == 0.0) | (positives == groups.sizes)
+    return np.logical_or(positives == 0.0, positives == groups.sizes)
 
 
 def sample_loss(psi: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
