@@ -1,0 +1,102 @@
+"""Unbiased pass@k over the problems of a benchmark.
+
+Source: Chen et al., "Evaluating Large Language Models Trained on Code", arXiv:2107.03374, eq. (1).
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pacs_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemCounts:
+    """What was sampled for one problem."""
+
+    problem_id: str
+    num_samples: int
+    """n: responses that the verifier judged"""
+    num_correct: int
+    """c of those n"""
+    num_unjudged: int = 0
+    """responses that it could not judge: in neither number, reported beside the result"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassAtK:
+    """pass@k of one benchmark, in [0, 1]."""
+
+    k: int
+    mean: float | None
+    """over `num_problems` problems; None when there is none"""
+    standard_error: float | None
+    """of the mean, over problems; None below two problems"""
+    num_problems: int
+    num_excluded: int
+    """problems with fewer than k judged responses"""
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """1 - C(n - c, k) / C(n, k): the chance that at least one of k responses, drawn from the n, is correct.
+
+    Computed as 1 - prod_{i = n - c + 1}^{n} (1 - k / i): no large number appears. Raises ConfigError for k > n,
+    ValueError for counts that cannot be.
+    """
+    if not 0 <= num_correct <= num_samples:
+        raise ValueError(f"num_correct={num_correct} is outside 0..num_samples={num_samples}")
+    if k < 1:
+        raise ConfigError(f"evaluation.k: got {k}, expected an integer >= 1")
+    if k > num_samples:
+        raise ConfigError(
+            f"pass@{k} needs at least {k} samples a problem, got {num_samples}; "
+            f"set evaluation.samples_per_prompt >= {k} or drop {k} from evaluation.k"
+        )
+    if num_samples - num_correct < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_correct + 1, num_samples + 1))
+
+
+def check_ks(ks: Sequence[int], samples_per_prompt: int) -> None:
+    """Raises ConfigError when one of `evaluation.k` cannot be estimated from `samples_per_prompt` draws."""
+    for k in ks:
+        pass_at_k(samples_per_prompt, 0, k)
+
+
+def aggregate(problems: Iterable[ProblemCounts], k: int) -> PassAtK:
+    """The mean of pass@k over problems, its standard error (sample standard deviation / sqrt(problems)).
+
+    A problem left with fewer than k judged responses because the verifier failed is excluded and counted; one that
+    had fewer than k responses to begin with raises ConfigError. The result does not depend on the order of `problems`.
+    """
+    values: list[float] = []
+    excluded = 0
+    for problem in problems:
+        if problem.num_samples < k <= problem.num_samples + problem.num_unjudged:
+            excluded += 1
+        else:
+            values.append(pass_at_k(problem.num_samples, problem.num_correct, k))
+    # fsum is exact before its one rounding, so the order of arrival cannot show.
+    count = len(values)
+    mean = math.fsum(values) / count if count else None
+    error = None
+    if mean is not None and count >= 2:
+        variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+        error = math.sqrt(variance / count)
+    return PassAtK(k=k, mean=mean, standard_error=error, num_problems=count, num_excluded=excluded)
+
+
+def benchmark_metrics(benchmark: str, problems: Sequence[ProblemCounts], ks: Sequence[int]) -> dict[str, float | None]:
+    """Rows for `metrics.jsonl`: `eval/<benchmark>/pass@k`, `.../pass@k_se`, and the counts behind them."""
+    prefix = f"eval/{benchmark}"
+    metrics: dict[str, float | None] = {
+        f"{prefix}/num_problems": len(problems),
+        f"{prefix}/num_samples": sum(problem.num_samples for problem in problems),
+        f"{prefix}/num_unjudged": sum(problem.num_unjudged for problem in problems),
+    }
+    for k in ks:
+        result = aggregate(problems, k)
+        metrics[f"{prefix}/pass@{k}"] = result.mean
+        metrics[f"{prefix}/pass@{k}_se"] = result.standard_error
+        metrics[f"{prefix}/pass@{k}_num_excluded"] = result.num_excluded
+    return metrics

@@ -1,0 +1,84 @@
+"""Logging: one line a record, the rank in it, a file for each rank, and a console that respects the progress bar."""
+
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from tqdm import tqdm
+
+PROGRESS_LOGGER = "pacs_megatron.progress"
+"""Progress lines go here: always into the log file, to the console only where no live bar is drawn."""
+
+_ESCAPES = {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+class LineFormatter(logging.Formatter):
+    """`2026-01-31 12:00:00 [rank 0] INFO message`; control characters of the message are shown, not obeyed.
+
+    Model output ends up in messages; it must forge no line and move no cursor. A traceback keeps its lines.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"%(asctime)s [rank {rank}] %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the standard library's name)
+        return _CONTROL.sub(_show, super().formatMessage(record))
+
+
+def _show(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if code in _ESCAPES:
+        return _ESCAPES[code]
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+class _ConsoleHandler(logging.Handler):
+    """Writes above the live bar, if there is one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == PROGRESS_LOGGER and is_terminal(self._stream):
+            return  # the bar shows it
+        with tqdm.external_write_mode(file=self._stream):
+            self._stream.write(self.format(record) + "\n")
+            self._stream.flush()
+
+
+def setup_logging(log_dir: Path | None, rank: int, *, stream: TextIO | None = None) -> None:
+    """Log to `stream` (default: stderr) and, with `log_dir`, to `<log_dir>/rank<k>.log` (appended).
+
+    Rank 0 shows INFO and above on the console, other ranks only warnings; the files have INFO of every rank. Calling
+    it again replaces what the last call set up.
+    """
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, _ConsoleHandler | _RankFile):
+            root.removeHandler(handler)
+            handler.close()
+    console = _ConsoleHandler(sys.stderr if stream is None else stream)
+    console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    handlers: list[logging.Handler] = [console]
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        handlers.append(_RankFile(log_dir / f"rank{rank}.log", encoding="utf-8", errors="backslashreplace"))
+    for handler in handlers:
+        handler.setFormatter(LineFormatter(rank))
+        root.addHandler(handler)
+    # Others' INFO chatter stays out; ours is wanted.
+    root.setLevel(logging.WARNING)
+    logging.getLogger("pacs_megatron").setLevel(logging.INFO)
+
+
+class _RankFile(logging.FileHandler):
+    """The log file of one rank."""
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a live bar can be drawn on `stream`."""
+    return stream.isatty()

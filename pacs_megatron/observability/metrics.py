@@ -1,0 +1,227 @@
+"""Metrics: a value with its denominator, and `metrics.jsonl`, one JSON object a step.
+
+A row holds `step` and numbers. Keys are `<group>/<name>`; evaluation results sit in the row of their step
+(`eval/<benchmark>/pass@1`). A value is null where its denominator is zero in that step (for example the mean score of
+correct samples when there is none); NaN and Inf are refused. Keys ending in `_max` and `_min` are extremes, all others
+are means or counts.
+
+Rows are written in order of their step, and before the step's checkpoint, so every row up to a checkpoint's step is
+on disk once the checkpoint is.
+"""
+
+import logging
+import math
+import numbers
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from pacs_megatron.errors import DataError, NonFiniteError
+from pacs_megatron.observability.files import complete_lines, json_line, parse_lines, write_atomically
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+
+MetricValue = float | int | None
+Row = dict[str, MetricValue]
+"""One step's metrics; `step` is an int."""
+
+
+# ------------------------------------------------------------------------------------------------------- accumulation
+@dataclass(frozen=True, slots=True)
+class MetricSum:
+    """A sum and what to divide it by; adding two of them and then dividing is exact under any split."""
+
+    total: float
+    count: float
+
+    def __add__(self, other: "MetricSum") -> "MetricSum":
+        return MetricSum(self.total + other.total, self.count + other.count)
+
+    @property
+    def mean(self) -> float | None:
+        """total / count, or None when nothing was counted."""
+        return self.total / self.count if self.count else None
+
+
+@dataclass(slots=True)
+class MetricSums:
+    """Metrics of a step, collected from its updates or parts: sums with denominators, and extremes."""
+
+    sums: dict[str, MetricSum] = field(default_factory=dict)
+    extremes: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, total: float, count: float) -> None:
+        """Add `total` over `count` things (samples, tokens, groups) to the mean `name`."""
+        if _extreme_of(name) is not None:
+            raise ValueError(f"{name} ends like an extreme; use add_extreme, or rename the mean")
+        self.sums[name] = self.sums.get(name, MetricSum(0.0, 0.0)) + MetricSum(float(total), float(count))
+
+    def add_extreme(self, name: str, value: float) -> None:
+        """Keep the larger value of a name that ends in `_max`, the smaller of one that ends in `_min`."""
+        choose = _extreme_of(name)
+        if choose is None:
+            raise ValueError(f"{name} must end in _max or _min")
+        value = float(value)
+        if name not in self.extremes:
+            self.extremes[name] = value
+        elif math.isnan(value) or math.isnan(self.extremes[name]):
+            self.extremes[name] = math.nan  # max() would drop a NaN, depending on the order
+        else:
+            self.extremes[name] = choose(self.extremes[name], value)
+
+    def add_means(self, metrics: Mapping[str, float | None], count: float) -> None:
+        """Fold in finished metrics of one update: means over `count` samples, and extremes by their suffix.
+
+        None (nothing to average in that update) adds nothing to the denominator.
+        """
+        for name, value in metrics.items():
+            if value is None:
+                self.sums.setdefault(name, MetricSum(0.0, 0.0))
+            elif _extreme_of(name) is not None:
+                self.add_extreme(name, value)
+            else:
+                self.add(name, value * count, count)
+
+    def merge(self, other: "MetricSums") -> None:
+        """Fold in what another part of the step collected."""
+        for name, item in other.sums.items():
+            self.add(name, item.total, item.count)
+        for name, value in other.extremes.items():
+            self.add_extreme(name, value)
+
+    def values(self) -> dict[str, float | None]:
+        """Means (None where the denominator is zero) and extremes by name."""
+        return {**{name: item.mean for name, item in self.sums.items()}, **self.extremes}
+
+
+def _extreme_of(name: str) -> Any:
+    if name.endswith("_max"):
+        return max
+    return min if name.endswith("_min") else None
+
+
+# --------------------------------------------------------------------------------------------------------------- file
+class MetricsWriter:
+    """Appends rows to `<run_dir>/metrics.jsonl`; a row is on disk when `append` returns.
+
+    Call `truncate_after` first when resuming. Raises DataError when the file is malformed.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.path = run_dir / METRICS_FILE
+        lines = complete_lines(self.path)
+        rows = _checked(parse_lines(lines, self.path), self.path)
+        self.last_step: int | None = rows[-1]["step"] if rows else None
+        whole = sum(len(line) + 1 for line in lines)
+        if self.path.exists() and self.path.stat().st_size != whole:
+            # A torn tail would swallow the next row.
+            os.truncate(self.path, whole)
+        self._file: IO[bytes] = self.path.open("ab")
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row: `step` first, the other keys sorted.
+
+        Raises NonFiniteError naming the key of a NaN or Inf, ValueError when the step does not follow the last one.
+        """
+        clean = clean_row(row)
+        step = clean["step"]
+        if self.last_step is not None and step <= self.last_step:  # type: ignore[operator]
+            raise ValueError(f"metrics of step {step} after step {self.last_step}: call truncate_after on resume")
+        self._file.write(json_line(clean))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.last_step = step  # type: ignore[assignment]
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def clean_row(row: Mapping[str, Any]) -> Row:
+    """Plain Python numbers, `step` first, then sorted. Raises NonFiniteError, TypeError on anything but a number."""
+    step = row["step"]
+    if isinstance(step, bool) or not isinstance(step, numbers.Integral) or step < 0:
+        raise TypeError(f"step must be an int >= 0, got {step!r}")
+    clean: Row = {"step": int(step)}
+    for key in sorted(key for key in row if key != "step"):
+        clean[key] = _clean_value(key, row[key], int(step))
+    return clean
+
+
+def _clean_value(key: str, value: Any, step: int) -> MetricValue:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"metric {key} must be a number or None, got {type(value).__name__}")
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    number = float(value)
+    if not math.isfinite(number):
+        raise NonFiniteError(
+            f"metric {key} of step {step}: got {number}, expected a finite number; nothing of this step was recorded"
+        )
+    return number
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """Rows of a `metrics.jsonl` (or of the run folder that holds it), in order; a torn last line is left out.
+
+    Raises DataError naming the file and line of a malformed one; [] when there is no file.
+    """
+    if path.is_dir():
+        path = path / METRICS_FILE
+    return _checked(parse_lines(complete_lines(path), path), path)
+
+
+def truncate_metrics(run_dir: Path, step: int) -> int:
+    """Cut `metrics.jsonl` back to rows of steps <= `step`, whole or not at all. Returns how many rows went."""
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return 0
+    lines = complete_lines(path)
+    rows = _checked(parse_lines(lines, path), path)
+    keep: int = sum(row["step"] <= step for row in rows)
+    last = rows[keep - 1]["step"] if keep else None
+    if last != step and step > 0:
+        logger.warning("%s ends at step %s, before the checkpoint's step %d: its curves have a gap", path, last, step)
+    kept = [line + b"\n" for line in lines[:keep]]  # the very bytes: rows are not written anew
+    if path.stat().st_size != sum(map(len, kept)):
+        write_atomically(path, kept)
+    return len(rows) - keep
+
+
+def _checked(records: Iterable[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for number, row in enumerate(records, start=1):
+        step = row.get("step")
+        if type(step) is not int or (rows and step <= rows[-1]["step"]):
+            before = rows[-1]["step"] if rows else None
+            raise DataError(f"{path}:{number}: expected an int step after {before}, got {step!r}; delete the line")
+        rows.append(row)
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------------- comparison
+def depends_on_time(key: str) -> bool:
+    """Whether a metric differs between two runs that compute the same thing: seconds, rates, memory."""
+    return key.startswith(("time/", "memory/")) or key.endswith("_per_s")
+
+
+def strip_times(row: Mapping[str, MetricValue]) -> Row:
+    """`row` without time-dependent keys: what the same seed must reproduce bit for bit."""
+    return {key: value for key, value in row.items() if not depends_on_time(key)}
+
+
+def reproducible_bytes(path: Path) -> bytes:
+    """`metrics.jsonl` without time-dependent keys, as bytes: equal for two runs of the same seed."""
+    return b"".join(json_line(strip_times(row)) for row in read_metrics(path))

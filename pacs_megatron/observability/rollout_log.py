@@ -1,0 +1,95 @@
+"""`rollouts/step_000012.jsonl`: every sample of a step as readable text, one JSON object a line."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from pacs_megatron.contracts import Prompt, Sample
+from pacs_megatron.observability.files import (
+    PARTIAL_SUFFIX,
+    complete_lines,
+    json_line,
+    parse_lines,
+    write_atomically,
+)
+
+ROLLOUT_FOLDER = "rollouts"
+RolloutKind = Literal["step", "eval"]
+_NAME = re.compile(r"(step|eval)_(\d{6,})\.jsonl")
+
+
+def rollout_path(run_dir: Path, step: int, kind: RolloutKind = "step") -> Path:
+    """Where the samples of `step` are written; `eval` holds the evaluation of that step."""
+    return run_dir / ROLLOUT_FOLDER / f"{kind}_{step:06d}.jsonl"
+
+
+def write_rollouts(
+    path: Path, samples: Sequence[Sample], prompts: Mapping[str, Prompt], decode: Callable[[np.ndarray], str]
+) -> None:
+    """Write `samples`, ordered by prompt id and sample number, so arrival order does not show in the bytes.
+
+    `prompts` by prompt id; `decode` turns int32 [response] token ids into text.
+    """
+    ordered = sorted(samples, key=_order)
+    # One line at a time: a step of 8,192 long answers is gigabytes of text.
+    write_atomically(path, (json_line(rollout_record(s, prompts[s.prompt_id], decode)) for s in ordered))
+
+
+def rollout_record(sample: Sample, prompt: Prompt, decode: Callable[[np.ndarray], str]) -> dict[str, Any]:
+    """One line: texts, verdict, lengths in tokens, mean sampler log-prob in nats, and the weights it came from."""
+    return {
+        "id": sample.id,
+        "prompt_id": sample.prompt_id,
+        "source": prompt.source,
+        "prompt": prompt.text,
+        "answer": prompt.answer,
+        "response": decode(sample.response_ids),
+        "reward": sample.reward,
+        "label": sample.label,
+        "failure": sample.failure,
+        "stop": str(sample.stop),
+        "prompt_tokens": sample.prompt_len,
+        "response_tokens": sample.response_len,
+        "sampler_logprob_mean": _mean(sample.sampler_logprobs),
+        "spans": [asdict(span) for span in sample.spans],
+    }
+
+
+def read_rollouts(path: Path) -> list[dict[str, Any]]:
+    """The records of one file, in order. Raises DataError naming the line of a malformed one."""
+    return list(parse_lines(complete_lines(path), path))
+
+
+def rollout_files(run_dir: Path, kind: RolloutKind = "step") -> list[tuple[int, Path]]:
+    """(step, path) of every finished file, by step."""
+    found = []
+    for path in (run_dir / ROLLOUT_FOLDER).glob(f"{kind}_*.jsonl"):
+        match = _NAME.fullmatch(path.name)
+        if match:
+            found.append((int(match[2]), path))
+    return sorted(found)
+
+
+def truncate_rollouts(run_dir: Path, step: int) -> int:
+    """Delete the files of steps after `step`, and unfinished ones. Returns how many files went."""
+    gone = [path for kind in ("step", "eval") for number, path in rollout_files(run_dir, kind) if number > step]
+    gone += (run_dir / ROLLOUT_FOLDER).glob(f"*{PARTIAL_SUFFIX}")
+    for path in gone:
+        path.unlink()
+    return len(gone)
+
+
+def _order(sample: Sample) -> tuple[str, int, str]:
+    number = sample.id.rpartition("#")[2]
+    return sample.prompt_id, int(number) if number.isdecimal() else 0, sample.id
+
+
+def _mean(values: np.ndarray) -> float | None:
+    if len(values) == 0:
+        return None
+    mean = float(np.mean(values, dtype=np.float64))
+    return mean if np.isfinite(mean) else None

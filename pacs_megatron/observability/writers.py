@@ -1,0 +1,139 @@
+"""TensorBoard and Weights & Biases: copies of `metrics.jsonl` for those who live in them. Use on rank 0 only."""
+
+import importlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from pacs_megatron.config.schema import LoggingOptions, WandbOptions
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.observability.files import write_atomically
+from pacs_megatron.observability.metrics import MetricValue
+from pacs_megatron.observability.run_folder import TENSORBOARD_FOLDER
+
+_WANDB_ID_FILE = "wandb_id"
+_WANDB_MODES_WITHOUT_KEY = ("offline", "disabled", "dryrun")
+
+
+class MetricSink(Protocol):
+    """Takes the row of each step."""
+
+    def write(self, row: Mapping[str, MetricValue]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardWriter:
+    """Event files under `<run_dir>/tensorboard`, written by the tensorboard package itself (no TensorFlow, no torch).
+
+    `first_step` is the first step this process will write: what an earlier process wrote from there on (and lost with
+    a kill) is declared void, so no step shows twice.
+    """
+
+    def __init__(self, run_dir: Path, first_step: int) -> None:
+        if find_spec("tensorboard") is None:
+            raise ConfigError(
+                "logging.tensorboard=true: the package tensorboard is not installed; "
+                "run `pip install tensorboard` or set logging.tensorboard=false"
+            )
+        # Lazily: importing it takes a good part of a second.
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._pb = event_pb2
+        self._writer = EventFileWriter(str(run_dir / TENSORBOARD_FOLDER))
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=first_step, session_log=start))
+        self._writer.flush()
+
+    def write(self, row: Mapping[str, MetricValue]) -> None:
+        """One scalar for each key; nulls are left out."""
+        event = self._pb.Event(wall_time=time.time(), step=int(row["step"] or 0))
+        for key, value in row.items():
+            if key != "step" and value is not None:
+                event.summary.value.add(tag=key, simple_value=float(value))
+        self._writer.add_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbWriter:
+    """One W&B run for a run folder; a resumed run continues it.
+
+    W&B ignores steps that it already has. That is right here: a resumed run computes the same values again.
+    """
+
+    def __init__(self, run_dir: Path, name: str, options: WandbOptions, config: Mapping[str, Any]) -> None:
+        if find_spec("wandb") is None:
+            raise ConfigError(
+                f"logging.wandb.project={options.project}: the package wandb is not installed; "
+                "run `pip install wandb` or remove logging.wandb"
+            )
+        if not os.environ.get("WANDB_API_KEY") and os.environ.get("WANDB_MODE") not in _WANDB_MODES_WITHOUT_KEY:
+            raise ConfigError(
+                f"logging.wandb.project={options.project}: WANDB_API_KEY is not set; "
+                "export it, or set WANDB_MODE=offline, or remove logging.wandb"
+            )
+        wandb = importlib.import_module("wandb")
+        self._run = wandb.init(
+            project=options.project,
+            entity=options.entity,
+            name=name,
+            id=_run_id(run_dir, wandb),
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(config),
+        )
+
+    def write(self, row: Mapping[str, MetricValue]) -> None:
+        """One W&B step; nulls are left out."""
+        values = {key: value for key, value in row.items() if key != "step" and value is not None}
+        self._run.log(values, step=row["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _run_id(run_dir: Path, wandb: Any) -> str:
+    path = run_dir / _WANDB_ID_FILE
+    if not path.exists():
+        write_atomically(path, [wandb.util.generate_id().encode()])
+    return path.read_text(encoding="utf-8").strip()
+
+
+class MetricSinks:
+    """All sinks that the run asked for, as one."""
+
+    def __init__(self, sinks: Sequence[MetricSink]) -> None:
+        self._sinks = tuple(sinks)
+
+    def write(self, row: Mapping[str, MetricValue]) -> None:
+        for sink in self._sinks:
+            sink.write(row)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> "MetricSinks":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def open_sinks(
+    run_dir: Path, name: str, options: LoggingOptions, *, first_step: int, config: Mapping[str, Any]
+) -> MetricSinks:
+    """The sinks that `options` asks for. Raises ConfigError naming a package or key that is missing."""
+    sinks: list[MetricSink] = []
+    if options.wandb is not None:
+        sinks.append(WandbWriter(run_dir, name, options.wandb, config))
+    if options.tensorboard:
+        sinks.append(TensorBoardWriter(run_dir, first_step))
+    return MetricSinks(sinks)
