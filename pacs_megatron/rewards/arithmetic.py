@@ -1,0 +1,48 @@
+r"""Exact comparison of plain numbers: fast, no symbolic mathematics."""
+
+import re
+from fractions import Fraction
+
+from pacs_megatron.contracts import Prompt
+from pacs_megatron.errors import RewardError
+from pacs_megatron.rewards.boxed import last_boxed
+
+# Lengths are bounded and exponents refused, so that no answer of a model can ask for a gigabyte of digits.
+_DECIMAL = r"(?:\d{1,3}(?:,\d{3}){1,100}|\d{1,400})(?:\.\d{1,400})?|\.\d{1,400}"
+_NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*(?P<top>{_DECIMAL})(?:\s*/\s*(?P<bottom>{_DECIMAL}))?", re.ASCII)
+_FRAC = re.compile(
+    rf"(?P<sign>[+-]?)\s*\\[dt]?frac\s*\{{\s*(?P<inner>[+-]?)\s*(?P<top>{_DECIMAL})\s*\}}"
+    rf"\s*\{{\s*(?P<bottom>{_DECIMAL})\s*\}}",
+    re.ASCII,
+)
+_NOISE = re.compile(r"\\[,;:! ]|\\\$|\$|\s")
+
+
+def parse_number(text: str) -> Fraction | None:
+    r"""The exact value of `12`, `-1,234`, `3.50`, `7/2` or `\frac{7}{2}`; None for anything else and for x/0."""
+    bare = _NOISE.sub("", text.replace("−", "-"))
+    match = _NUMBER.fullmatch(bare) or _FRAC.fullmatch(bare)
+    if match is None:
+        return None
+    groups = match.groupdict()
+    bottom = Fraction(groups["bottom"].replace(",", "")) if groups["bottom"] else Fraction(1)
+    if bottom == 0:
+        return None
+    value = Fraction(groups["top"].replace(",", "")) / bottom
+    signs = groups["sign"] + (groups.get("inner") or "")
+    return -value if signs.count("-") == 1 else value
+
+
+class Arithmetic:
+    r"""1.0 when the number in the last `\boxed{}` equals the gold number exactly, else 0.0."""
+
+    def __call__(self, prompt: Prompt, response: str) -> float:
+        """Raises RewardError when the gold answer is no plain number."""
+        gold = parse_number(prompt.answer)
+        if gold is None:
+            raise RewardError(
+                f"reward.name=arithmetic: gold answer {prompt.answer!r} of prompt {prompt.id} is no integer, fraction "
+                "or decimal; use reward.name=math or repair the data"
+            )
+        boxed = last_boxed(response)
+        return 0.0 if boxed is None else float(parse_number(boxed) == gold)

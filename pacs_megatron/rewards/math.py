@@ -1,0 +1,85 @@
+r"""Mathematical equality by math-verify, on the last `\boxed{}` of a response.
+
+math-verify's own time limits need SIGALRM in the main thread and are switched off: the pool kills the worker process
+instead. Only its LaTeX grammar is used: the one for plain expressions evaluates text of the model as Python.
+"""
+
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+from math_verify import LatexExtractionConfig, parse, verify
+
+from pacs_megatron.contracts import Prompt
+from pacs_megatron.errors import RewardError
+from pacs_megatron.rewards.boxed import last_boxed
+
+_LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
+_WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+# "1,234,567" is one number; "1,2" and "3, 500" are lists and stay so.
+_THOUSANDS = re.compile(r"(?<![\d.,])(-?[1-9]\d{0,2})((?:,\d{3})+)(?![\d,])")
+_BASED = re.compile(r"(?P<digits>-?[0-9A-Za-z]+)_\{?(?:\\text\{)?(?P<base>\d+)\}{0,2}")
+
+
+class Math:
+    r"""1.0 when the last `\boxed{}` equals the gold answer mathematically, else 0.0 (no box: 0.0)."""
+
+    def __init__(self) -> None:
+        # Each warns once a process that its limit is off; that is intended here.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    def __call__(self, prompt: Prompt, response: str) -> float:
+        """Raises RewardError when the gold answer cannot be parsed or the comparison breaks.
+
+        The gold answer is parsed first, whatever the response: else only wrong answers to a broken problem would fail.
+        """
+        gold = _parse_gold(prompt.answer)
+        if not gold:
+            raise RewardError(
+                f"reward.name=math: gold answer {prompt.answer!r} of prompt {prompt.id} is no LaTeX that math-verify "
+                "understands; repair or remove the row"
+            )
+        boxed = last_boxed(response)
+        if not boxed:
+            return 0.0
+        if _other_base(prompt.answer, boxed):
+            return 0.0
+        answer = _parse(boxed)
+        try:
+            return float(bool(answer) and verify(gold, answer, timeout_seconds=None, raise_on_error=True))
+        except Exception as error:  # sympy raises any type; every one of them means "not judged"
+            raise RewardError(
+                f"reward.name=math: comparing {boxed[:200]!r} with gold {prompt.answer!r} of prompt {prompt.id} "
+                f"raised {type(error).__name__}"
+            ) from error
+
+
+def _parse(latex: str) -> list[Any]:
+    text = f"\\boxed{{{_clean(latex)}}}"
+    found: list[Any] = parse(text, _LATEX, fallback_mode="no_fallback", parsing_timeout=None)
+    return found
+
+
+def _other_base(gold: str, answer: str) -> bool:
+    """True for two numerals that name different bases (40_9 and 40_8): math-verify drops the subscript of numbers."""
+    left, right = _BASED.fullmatch(_clean(gold)), _BASED.fullmatch(_clean(answer))
+    return left is not None and right is not None and left["base"] != right["base"]
+
+
+@lru_cache(maxsize=1024)
+def _parse_gold(answer: str) -> list[Any]:
+    """Cached: every sample of a group asks for the same one."""
+    boxed = last_boxed(answer)
+    text = answer if boxed is None else boxed
+    return _parse(text) if text.strip() else []
+
+
+def _clean(latex: str) -> str:
+    text = latex.strip()
+    for left, right in _WRAPPERS:
+        if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
+            text = text[len(left) : -len(right)].strip()
+            break
+    text = text.replace("−", "-").replace(r"{,}", ",")
+    return _THOUSANDS.sub(lambda match: match[1] + match[2].replace(",", ""), text)

@@ -1,0 +1,28 @@
+"""From `reward.name` to the function that judges."""
+
+from pacs_megatron.config.schema import ArithmeticReward, CustomReward, FormatReward, MathReward
+from pacs_megatron.contracts import RewardFn
+
+AnyReward = MathReward | ArithmeticReward | FormatReward | CustomReward
+
+
+def build_reward(options: AnyReward) -> RewardFn:
+    """The reward that `options` names, in this process and without time limit. Raises ConfigError (pattern, function)."""
+    # Imported here: only `math` pays for sympy (0.4 s), and a user's module must not be loaded for the others.
+    match options:
+        case MathReward():
+            from pacs_megatron.rewards.math import Math
+
+            return Math()
+        case ArithmeticReward():
+            from pacs_megatron.rewards.arithmetic import Arithmetic
+
+            return Arithmetic()
+        case FormatReward():
+            from pacs_megatron.rewards.format import Format
+
+            return Format(options.pattern)
+        case CustomReward():
+            from pacs_megatron.rewards.custom import Custom
+
+            return Custom(options.function)

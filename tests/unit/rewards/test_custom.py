@@ -1,0 +1,59 @@
+import sys
+
+import pytest
+
+from pacs_megatron.errors import ConfigError, RewardError
+from pacs_megatron.rewards.custom import Custom
+
+
+def write(folder, text, name="mine.py"):
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_function_in_a_file(make_prompt, tmp_path):
+    file = write(tmp_path, "def judge(prompt, response):\n    return float(prompt.answer in response)\n")
+    judge = Custom(f"{file}:judge")
+    assert judge(make_prompt("5"), "it is 5") == 1.0
+    assert judge(make_prompt("5"), "it is 6") == 0.0
+
+
+def test_function_in_a_module(make_prompt, tmp_path, monkeypatch):
+    write(tmp_path, "def judge(prompt, response):\n    return len(response)\n", "custom_reward_module.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert Custom("custom_reward_module:judge")(make_prompt("5"), "abc") == 3.0
+    del sys.modules["custom_reward_module"]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("nothing", "expected module:function"),
+        ("no_such_module_here:f", "ModuleNotFoundError"),
+        ("absent.py:f", "no file"),
+        ("{file}:missing", "has no 'missing'"),
+        ("{file}:number", "is a int, expected a function"),
+        ("{file}:one", "cannot be called as f\\(prompt, response\\)"),
+        ("{broken}:f", "raised ZeroDivisionError"),
+    ],
+)
+def test_refused_early_in_one_line(tmp_path, function, message):
+    file = write(tmp_path, "number = 3\ndef one(a): return 1.0\n")
+    broken = write(tmp_path, "1 / 0\n", "broken.py")
+    with pytest.raises(ConfigError, match=message) as caught:
+        Custom(function.format(file=file, broken=broken))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise KeyError('a')", "raised KeyError"),
+        ("return None", "returned NoneType"),
+        ("return '1'", "returned str"),
+    ],
+)
+def test_failures_are_reward_errors(make_prompt, tmp_path, body, message):
+    file = write(tmp_path, f"def judge(prompt, response):\n    {body}\n")
+    with pytest.raises(RewardError, match=message):
+        Custom(f"{file}:judge")(make_prompt("5"), "x")

@@ -1,0 +1,16 @@
+import pytest
+
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.rewards.format import Format
+
+
+def test_whole_response_must_match(make_prompt):
+    judge = Format(r"<think>.*</think>\s*\S.*")
+    assert judge(make_prompt("1"), "<think>a\nb</think>\n5") == 1.0
+    assert judge(make_prompt("1"), "well <think>a</think> 5") == 0.0
+    assert judge(make_prompt("1"), "<think>a</think>") == 0.0
+
+
+def test_bad_pattern():
+    with pytest.raises(ConfigError, match=r"reward\.pattern='\('"):
+        Format("(")

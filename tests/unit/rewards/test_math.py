@@ -1,0 +1,77 @@
+import pytest
+
+from pacs_megatron.errors import RewardError
+from pacs_megatron.rewards.math import Math
+
+EQUAL = [
+    ("142", "142.0"),
+    ("025", "25"),
+    ("14,\\!641", "14641"),
+    ("14641", "14,641"),
+    ("10000", "10{,}000"),
+    ("\\frac{14}{3}", "14/3"),
+    ("0.5", "\\frac{1}{2}"),
+    ("71^\\circ", "71"),
+    ("13.5\\text{ pounds}", "13.5"),
+    ("50", "\\$50"),
+    ("83\\%", "83"),
+    ("6x^2+4x-5", "-5+4x+6x^2"),
+    ("27+21\\sqrt{3}", "21\\sqrt{3}+27"),
+    ("1 \\pm \\sqrt{19}", "1+\\sqrt{19}, 1-\\sqrt{19}"),
+    ("0, 1, 2, 4", "4, 2, 1, 0"),
+    ("(3,5)", "\\left(3,5\\right)"),
+    ("\\text{Evelyn}", "Evelyn"),
+    ("x=5", "5"),
+    ("\\begin{pmatrix}6\\\\3\\end{pmatrix}", "\\begin{bmatrix}6\\\\3\\end{bmatrix}"),
+    ("\\cot x", "\\frac{\\cos x}{\\sin x}"),
+    ("$\\frac{1}{2}$", "$0.5$"),
+    ("So \\boxed{7}", "7"),
+    ("40_9", "40_{9}"),
+    ("40_9", "40"),
+]
+DIFFERENT = [
+    ("5", "6"),
+    ("\\frac{14}{3}", "4.67"),
+    ("(2,8)", "[2,8]"),
+    ("(2,8)", "(8,2)"),
+    ("-i", "i"),
+    ("B", "C"),
+    ("\\text{Evelyn}", "\\text{Angela}"),
+    ("1 \\pm \\sqrt{19}", "1+\\sqrt{19}"),
+    ("0, 1, 2, 4", "0, 1, 2"),
+    ("40_9", "40_8"),
+    ("5", "\\frac{"),
+    ("5", "}{"),
+    ("5", ""),
+    ("3", "3 \\text{ and } 4"),
+]
+
+
+@pytest.mark.parametrize(("gold", "answer"), EQUAL)
+def test_equal(make_prompt, gold, answer):
+    assert Math()(make_prompt(gold), f"Therefore \\boxed{{{answer}}}.") == 1.0
+
+
+@pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
+def test_different(make_prompt, gold, answer):
+    assert Math()(make_prompt(gold), f"Therefore \\boxed{{{answer}}}.") == 0.0
+
+
+def test_only_the_last_box_counts(make_prompt):
+    assert Math()(make_prompt("5"), r"\boxed{5}, no: \boxed{6}") == 0.0
+    assert Math()(make_prompt("5"), r"\boxed{6}, no: \boxed{5}") == 1.0
+    assert Math()(make_prompt("5"), "The answer is 5.") == 0.0
+
+
+@pytest.mark.parametrize("gold", ["", "???", "   "])
+@pytest.mark.parametrize("response", [r"\boxed{5}", "no box", r"\boxed{???}"])
+def test_unreadable_gold_is_an_error_whatever_the_response(make_prompt, gold, response):
+    with pytest.raises(RewardError, match="prompt train/7"):
+        Math()(make_prompt(gold), response)
+
+
+def test_model_text_is_never_evaluated_as_python(make_prompt, tmp_path):
+    victim = tmp_path / "victim"
+    code = f"__import__('pathlib').Path('{victim}').touch()"
+    assert Math()(make_prompt("5"), f"\\boxed{{{code}}}") == 0.0
+    assert not victim.exists()

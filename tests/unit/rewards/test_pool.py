@@ -1,0 +1,202 @@
+"""Real worker processes, killed and orphaned for real."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pacs_megatron.config.schema import ArithmeticReward, CustomReward, FormatReward, MathReward
+from pacs_megatron.errors import ConfigError, RewardError
+from pacs_megatron.rewards import RewardPool, build_reward
+
+CUSTOM = """
+import ctypes, os, sys, time
+def judge(prompt, response):
+    match response:
+        case "hang": time.sleep(3600)
+        case "spin":
+            while True: pass
+        case "exit": os._exit(3)
+        case "segfault": ctypes.string_at(0)
+        case "raise": raise ValueError("no")
+        case "nan": return float("nan")
+        case "hog": return float(len(bytearray(8 << 30)))
+        case "print": print('{"reward": 0.0}', flush=True)
+        case "torch": return float("torch" in sys.modules)
+        case "pid": return float(os.getpid())
+        case "ids": return float(prompt.token_ids.dtype == "int32" and prompt.token_ids.tolist() == [3, 1, 2])
+    return 1.0
+"""
+
+
+@pytest.fixture
+def custom(tmp_path):
+    file = tmp_path / "verifier.py"
+    file.write_text(CUSTOM)
+
+    def options(**changes):
+        return CustomReward(name="custom", function=f"{file}:judge", **changes)
+
+    return options
+
+
+def workers() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def test_verdicts_equal_direct_calls(make_prompt):
+    options = MathReward(name="math", workers=2)
+    judge = build_reward(options)
+    cases = {f"0:train/{n}#{n}": (make_prompt(str(n % 5)), f"so \\boxed{{{n % 3}}} \u2028 é\ud83d") for n in range(40)}
+    with RewardPool(options) as pool:
+        for key, (prompt, response) in cases.items():
+            pool.submit(key, prompt, response)
+        got = {key: (reward, failure) for key, reward, failure in pool.results()}
+        assert pool.num_pending == 0
+    assert got == {key: (judge(*case), None) for key, case in cases.items()}
+    assert 0 < sum(reward for reward, _ in got.values()) < 40
+    assert workers() == []
+
+
+def test_unreadable_gold_is_a_failure_not_zero(make_prompt):
+    with RewardPool(ArithmeticReward(name="arithmetic")) as pool:
+        pool.submit("a", make_prompt("x"), r"\boxed{x}")
+        key, reward, failure = pool.next_finished(30.0)
+    assert (key, reward) == ("a", None)
+    assert "gold answer 'x'" in failure
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("hang", "no verdict within 1 s"),
+        ("spin", "no verdict within 1 s"),
+        ("exit", "worker died (exit code 3)"),
+        ("segfault", "worker died (signal 11)"),
+        ("raise", "raised ValueError: no"),
+        ("nan", "the reward is nan"),
+        ("hog", "out of memory"),
+    ],
+)
+def test_broken_verifiers_fail_their_sample_only(custom, make_prompt, caplog, response, reason):
+    with caplog.at_level(logging.WARNING), RewardPool(custom(timeout_s=1.0)) as pool:
+        pool.submit("3:train/7#1", make_prompt("5"), response)
+        pool.submit("3:train/7#2", make_prompt("5"), "fine")
+        verdicts = {verdict.key: verdict for verdict in pool.results()}
+    assert verdicts["3:train/7#1"].reward is None
+    if response == "hog":
+        assert "memory" in verdicts["3:train/7#1"].failure.lower()
+    else:
+        assert reason in verdicts["3:train/7#1"].failure
+    assert verdicts["3:train/7#2"] == ("3:train/7#2", 1.0, None)
+    (record,) = caplog.records
+    for part in ("train/7", "3:train/7#1", repr(response)):
+        assert part in record.getMessage()
+
+
+def test_a_hung_worker_holds_up_no_other(custom, make_prompt):
+    with RewardPool(custom(timeout_s=3.0, workers=2)) as pool:
+        pool.submit("slow", make_prompt("5"), "hang")
+        for n in range(20):
+            pool.submit(str(n), make_prompt("5"), "fine")
+        order = [verdict.key for verdict in pool.results()]
+    assert order[-1] == "slow"
+    assert sorted(order[:-1], key=int) == [str(n) for n in range(20)]
+
+
+def test_output_of_the_function_does_not_mix_with_verdicts(custom, make_prompt):
+    with RewardPool(custom()) as pool:
+        pool.submit("a", make_prompt("5"), "print")
+        assert pool.next_finished(30.0) == ("a", 1.0, None)
+
+
+def test_prompt_arrives_whole_and_torch_is_not_imported(custom, make_prompt):
+    with RewardPool(custom()) as pool:
+        pool.submit("ids", make_prompt("5"), "ids")
+        pool.submit("torch", make_prompt("5"), "torch")
+        assert {verdict.key: verdict.reward for verdict in pool.results()} == {"ids": 1.0, "torch": 0.0}
+
+
+def test_waiting(custom, make_prompt):
+    with RewardPool(custom()) as pool:
+        assert pool.next_finished(0) is None
+        started = time.monotonic()
+        assert pool.next_finished(0.2) is None
+        assert 0.15 < time.monotonic() - started < 5.0
+        with pytest.raises(RewardError, match="no answer was submitted"):
+            pool.next_finished()
+
+
+def test_bad_options_end_in_one_error_and_no_process(tmp_path):
+    with pytest.raises(ConfigError, match="no file"):
+        RewardPool(CustomReward(name="custom", function=f"{tmp_path}/absent.py:f"))
+    with pytest.raises(ConfigError, match="regular expression"):
+        RewardPool(FormatReward(name="format", pattern="("))
+    assert workers() == []
+
+
+def test_a_killed_idle_worker_is_replaced(custom, make_prompt):
+    with RewardPool(custom()) as pool:
+        (worker,) = workers()
+        worker.send_signal(signal.SIGKILL)
+        worker.wait(10)
+        pool.submit("lost", make_prompt("5"), "fine")
+        pool.submit("next", make_prompt("5"), "fine")
+        verdicts = {verdict.key: verdict for verdict in pool.results()}
+    assert "died" in verdicts["lost"].failure
+    assert verdicts["next"].reward == 1.0
+
+
+def test_close_leaves_nothing_even_in_the_middle_of_work(custom, make_prompt):
+    pool = RewardPool(custom(workers=2))
+    for n in range(4):
+        pool.submit(str(n), make_prompt("5"), "spin")
+    pool.close()
+    pool.close()
+    assert workers() == []
+    with pytest.raises(RewardError, match="closed"):
+        pool.submit("late", make_prompt("5"), "fine")
+    with pytest.raises(RewardError, match="closed"):
+        pool.next_finished()
+
+
+def test_workers_end_with_a_killed_parent(custom, tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import time, numpy as np, psutil
+            from pacs_megatron.config.schema import CustomReward
+            from pacs_megatron.contracts import Prompt
+            from pacs_megatron.rewards import RewardPool
+            pool = RewardPool(CustomReward(name="custom", function={str(custom().function)!r}, workers=2))
+            prompt = Prompt(id="a/0", text="", token_ids=np.zeros(1, np.int32), answer="1", problem="")
+            pool.submit("a", prompt, "spin")
+            time.sleep(0.3)
+            print(*[child.pid for child in psutil.Process().children()], flush=True)
+            time.sleep(600)
+            """
+        )
+    )
+    root = Path(__file__).resolve().parents[3]
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    try:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        assert time.monotonic() < deadline, "workers outlived their parent"
+        time.sleep(0.05)
