@@ -1,0 +1,234 @@
+"""A Hugging Face checkpoint folder: safetensors shards, index, config, tokenizer. No pickled weights, ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pacs_megatron.checkpoint.safetensors_file import SafetensorsFile, Stored, TensorInfo, plan_header, tensor_bytes
+from pacs_megatron.checkpoint.staging import StagedFolder, fsync_path, write_file
+from pacs_megatron.errors import CheckpointError
+from pacs_megatron.models import Entry, load_config
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_METADATA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+_METADATA_FOLDERS = ("additional_chat_templates",)
+
+
+class HfFolder:
+    """Reads a folder; tensors are views of mapped files. Everything is checked on opening, but for the data itself.
+
+    Raises CheckpointError (ConversionError for config.json) naming the file or tensor that is missing, truncated, twice
+    there, or not in the index.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is no folder; give the folder of a Hugging Face checkpoint")
+        self.config: dict[str, Any] = load_config(self.path)
+        self._file_of = self._open()
+        self.names: tuple[str, ...] = tuple(self._file_of)
+        """In the order of the files"""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._stored(name).info.shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._stored(name).info.dtype
+
+    def get(self, name: str) -> torch.Tensor:
+        """A view of the mapped file: copy-on-write, read when touched."""
+        self._stored(name)
+        return self._file_of[name].get(name)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors together."""
+        return sum(self._stored(name).info.nbytes for name in self.names)
+
+    def _stored(self, name: str) -> Stored:
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.path} has no tensor {name}; the weights and config.json do not match")
+        return self._file_of[name].tensors[name]
+
+    def _open(self) -> dict[str, SafetensorsFile]:
+        index = self.path / INDEX_NAME
+        if not index.exists():
+            return {name: file for file in [self._open_single()] for name in file.tensors}
+        weight_map = self._weight_map(index)
+        file_of: dict[str, SafetensorsFile] = {}
+        for file_name in sorted(set(weight_map.values())):
+            file = SafetensorsFile(self.path / file_name)
+            for name in file.tensors:
+                if name in file_of:
+                    raise CheckpointError(f"{name} is in {file_of[name].path.name} and in {file_name} of {self.path}")
+                if name not in weight_map:
+                    raise CheckpointError(f"{self.path / file_name} holds {name}, which {INDEX_NAME} does not list")
+                file_of[name] = file
+        for name, file_name in weight_map.items():
+            if name not in file_of or file_of[name].path.name != file_name:
+                raise CheckpointError(f"{index} puts {name} into {file_name}, which does not hold it; get a whole copy")
+        return file_of
+
+    def _open_single(self) -> SafetensorsFile:
+        single = self.path / SINGLE_NAME
+        if single.exists():
+            return SafetensorsFile(single)
+        if any(self.path.glob("model-*.safetensors")):
+            raise CheckpointError(f"{self.path / INDEX_NAME} is missing beside the weight shards; download it")
+        if any(self.path.glob("pytorch_model*.bin")):
+            raise CheckpointError(
+                f"{self.path} has pickled weights only (.bin), which are not loaded; save as safetensors"
+            )
+        raise CheckpointError(f"{self.path} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME}")
+
+    def _weight_map(self, index: Path) -> dict[str, str]:
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{index} is damaged ({error!r}); download it again") from None
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise CheckpointError(f"{index}: weight_map must map names to files; download it again")
+        for file_name in set(weight_map.values()):
+            if Path(file_name).name != file_name:
+                raise CheckpointError(f"{index} names {file_name!r}, which is not a file of this folder")
+        return weight_map
+
+
+class HfFolderWriter:
+    """Writes a folder whose tensors are known beforehand; `put` takes them in any order, from any thread.
+
+    Everything goes to `<path>.partial-*`; `finish` renames it. Used as a context manager, leaving it before `finish`
+    removes what was written.
+    """
+
+    def __init__(self, path: str | Path, tensors: Iterable[TensorInfo], *, max_shard_bytes: int) -> None:
+        shards = _split(list(tensors), max_shard_bytes)
+        self._staged = StagedFolder(Path(path))
+        self._place: dict[str, tuple[int, Stored]] = {}
+        self._weight_map: dict[str, str] = {}
+        self._descriptors: list[int] = []
+        self._missing: set[str] = set()
+        self._mutex = threading.Lock()
+        for number, shard in enumerate(shards, start=1):
+            name = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            self._create(name, shard)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Writes one tensor, cast to the dtype that was announced. Raises CheckpointError on a wrong name or shape."""
+        with self._mutex:
+            if name not in self._missing:
+                reason = "was written already" if name in self._place else "was not announced"
+                raise CheckpointError(f"{self._staged.target}: tensor {name} {reason}")
+            self._missing.discard(name)
+        descriptor, stored = self._place[name]
+        if tuple(tensor.shape) != stored.info.shape:
+            raise CheckpointError(f"{name}: shape {list(tensor.shape)}, announced as {list(stored.info.shape)}")
+        data = tensor_bytes(tensor.to("cpu", stored.info.dtype))
+        written = 0
+        while written < len(data):
+            written += os.pwrite(descriptor, data[written:], stored.offset + written)
+
+    def finish(self, metadata_from: Path, extra_files: Mapping[str, bytes] | None = None) -> Path:
+        """Adds config.json (dtype brought up to date), tokenizer files and index; flushes, renames, returns the path.
+
+        Raises CheckpointError naming a tensor that was announced and not put.
+        """
+        if self._missing:
+            name = min(self._missing)
+            raise CheckpointError(
+                f"{self._staged.target}: {len(self._missing)} tensors were never written, e.g. {name}; nothing is kept"
+            )
+        infos = [stored.info for _, stored in self._place.values()]
+        copy_hf_metadata(metadata_from, self._staged.path, dtypes={info.dtype for info in infos})
+        if len(self._descriptors) > 1:
+            total = sum(info.nbytes for info in infos)
+            index = {"metadata": {"total_size": total}, "weight_map": self._weight_map}
+            write_file(self._staged.path / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
+        for name, data in (extra_files or {}).items():
+            write_file(self._staged.path / name, data)
+        for descriptor in self._descriptors:
+            os.fsync(descriptor)
+        self._close()
+        return self._staged.commit()
+
+    def abort(self) -> None:
+        """Removes what was written; does nothing after `finish`."""
+        self._close()
+        self._staged.abort()
+
+    def __enter__(self) -> HfFolderWriter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.abort()
+
+    def _create(self, file_name: str, tensors: list[TensorInfo]) -> None:
+        header, stored = plan_header(tensors)
+        descriptor = os.open(self._staged.path / file_name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._descriptors.append(descriptor)
+        os.pwrite(descriptor, header, 0)
+        for name, place in stored.items():
+            self._place[name] = (descriptor, place)
+            self._weight_map[name] = file_name
+            self._missing.add(name)
+
+    def _close(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+
+
+def hf_tensors(entries: Iterable[Entry], dtype: torch.dtype) -> list[TensorInfo]:
+    """What a folder of these entries holds, for HfFolderWriter."""
+    return [TensorInfo(n, dtype, s) for e in entries for n, s in zip(e.hf_names, e.hf_shapes, strict=True)]
+
+
+def metadata_files(folder: Path) -> list[Path]:
+    """Config, generation config, tokenizer and chat template files: what is neither weights nor code."""
+    files = [p for p in folder.iterdir() if p.is_file() and p.suffix in _METADATA_SUFFIXES]
+    files += [p for name in _METADATA_FOLDERS for p in (folder / name).glob("*.jinja")]
+    return sorted(p for p in files if not p.name.endswith(".index.json") and p.name not in _OWN_FILES)
+
+
+_OWN_FILES = ("certificate.json", "manifest.json")
+
+
+def copy_hf_metadata(source: Path, target: Path, *, dtypes: set[torch.dtype]) -> None:
+    """Copies `metadata_files`; config.json gets the dtype of the weights where they have one."""
+    for file in metadata_files(source):
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        if file.name != "config.json":
+            shutil.copyfile(file, copy)
+            fsync_path(copy)
+    config = load_config(source)
+    if len(dtypes) == 1:
+        # transformers 4 reads `torch_dtype` only, 5 reads both and writes `dtype`.
+        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+        config |= dict.fromkeys(keys, str(next(iter(dtypes))).removeprefix("torch."))
+    write_file(target / "config.json", (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def _split(tensors: list[TensorInfo], max_shard_bytes: int) -> list[list[TensorInfo]]:
+    """Consecutive tensors, each shard at most `max_shard_bytes` unless a single tensor is larger."""
+    if not tensors:
+        raise CheckpointError("a checkpoint without tensors cannot be written")
+    shards: list[list[TensorInfo]] = [[]]
+    size = 0
+    for info in tensors:
+        if shards[-1] and size + info.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(info)
+        size += info.nbytes
+    return shards

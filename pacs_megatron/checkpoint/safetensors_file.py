@@ -1,0 +1,166 @@
+"""One .safetensors file: its header read and checked, its tensors as views of the mapped file.
+
+Layout (safetensors 0.x): 8 bytes little-endian header length, a JSON header, then the tensors without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pacs_megatron.errors import CheckpointError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_MAX_HEADER_BYTES = 100 << 20
+"""safetensors' own limit"""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a tensor is, without its data."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor at `offset` bytes from the start of its file."""
+
+    info: TensorInfo
+    offset: int
+
+
+class SafetensorsFile:
+    """A mapped file. Raises CheckpointError where header and size do not agree (a truncated download)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                header, data_start = self._read_header(file.read(8), file, size)
+                self.tensors = self._check(header, data_start, size)
+                # Private: a tensor over it is writable, and writes never reach the file.
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing; download the checkpoint again") from None
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor as a view of the mapped file; its pages are read when touched."""
+        stored = self.tensors[name]
+        info = stored.info
+        if info.nbytes == 0:
+            return torch.empty(info.shape, dtype=info.dtype)
+        page = stored.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        # One request for the whole tensor: faults alone would read it in small pieces.
+        self._map.madvise(mmap.MADV_WILLNEED, page, stored.offset + info.nbytes - page)
+        count = math.prod(info.shape)
+        flat = torch.frombuffer(self._map, dtype=info.dtype, count=count, offset=stored.offset)
+        return flat.reshape(info.shape)
+
+    def _read_header(self, prefix: bytes, file: Any, size: int) -> tuple[dict[str, Any], int]:
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(
+                f"{self.path} is no whole safetensors file ({size} bytes, header of {length}); download it again"
+            )
+        try:
+            header = json.loads(file.read(length), object_pairs_hook=self._unique)
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise CheckpointError(f"{self.path}: the header is not JSON ({error}); download it again") from None
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{self.path}: the header is not an object; download it again")
+        header.pop("__metadata__", None)
+        return header, 8 + length
+
+    def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise CheckpointError(
+                f"{self.path}: {twice} is there twice; the file was written wrongly, get another copy"
+            )
+        return found
+
+    def _check(self, header: Mapping[str, Any], data_start: int, size: int) -> dict[str, Stored]:
+        tensors: dict[str, Stored] = {}
+        end = 0
+        for name, entry in sorted(header.items(), key=self._start_of):
+            if entry.get("dtype") not in _DTYPES:
+                raise CheckpointError(f"{self.path}: {name} has dtype {entry.get('dtype')!r}, which is not supported")
+            info = TensorInfo(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+            start, stop = entry["data_offsets"]
+            if start != end or stop - start != info.nbytes:
+                raise CheckpointError(
+                    f"{self.path}: {name} of {info.nbytes} bytes lies at {start}..{stop}, expected from {end}; "
+                    "the header is damaged, download the file again"
+                )
+            tensors[name] = Stored(info, data_start + start)
+            end = stop
+        if size != data_start + end:
+            raise CheckpointError(
+                f"{self.path} is {size} bytes, its header says {data_start + end}: truncated or overwritten; "
+                "download it again"
+            )
+        return tensors
+
+    def _start_of(self, item: tuple[str, Any]) -> int:
+        name, entry = item
+        try:
+            start, stop = entry["data_offsets"]
+            return int(start) if stop > start else int(start) - 1  # empty tensors first
+        except (TypeError, KeyError, ValueError):
+            raise CheckpointError(f"{self.path}: the header's entry of {name} is damaged; download it again") from None
+
+
+def plan_header(tensors: Sequence[TensorInfo]) -> tuple[bytes, dict[str, Stored]]:
+    """The bytes a file starts with, and where each tensor goes, in the given order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for info in tensors:
+        header[info.name] = {
+            "dtype": _CODES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [end, end + info.nbytes],
+        }
+        end += info.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    prefix = len(text).to_bytes(8, "little") + text
+    stored = {i.name: Stored(i, len(prefix) + header[i.name]["data_offsets"][0]) for i in tensors}
+    return prefix, stored
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes in row-major order; no copy where it is contiguous already."""
+    flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)

@@ -1,0 +1,120 @@
+"""Written beside, then renamed: a folder that has its final name is whole."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from pacs_megatron.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_LOCK = ".writing"
+
+
+class StagedFolder:
+    """A folder under construction at `<target>.partial-*`; `commit` renames it to `target`, `abort` removes it.
+
+    Leftovers of writers that were killed are removed when the next writer of the same target starts; those of a
+    writer that still runs are recognised by its lock and left alone. Raises CheckpointError where `target` exists.
+    """
+
+    def __init__(self, target: Path) -> None:
+        if target.exists():
+            raise CheckpointError(f"{target} exists already; delete it or choose another output folder")
+        self.target = target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(target)
+        self.path = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex[:8]}")
+        self.path.mkdir()
+        self._lock = _acquire(self.path / _LOCK)
+
+    def commit(self) -> Path:
+        """Flushes the folder to disk and gives it its name; returns the name."""
+        (self.path / _LOCK).unlink()
+        for folder in [p for p in self.path.rglob("*") if p.is_dir()] + [self.path]:
+            fsync_path(folder)
+        if self.target.exists():
+            self.abort()
+            raise CheckpointError(f"{self.target} appeared while it was being written; the new copy was discarded")
+        self.path.rename(self.target)
+        fsync_path(self.target.parent)
+        self._lock.close()
+        return self.target
+
+    def abort(self) -> None:
+        """Removes what was written; does nothing after `commit`."""
+        if self.path.exists():
+            shutil.rmtree(self.path)
+        self._lock.close()
+
+    def __enter__(self) -> StagedFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+
+def remove_leftovers(target: Path) -> None:
+    """Removes `<target>.partial-*` folders whose writer is gone."""
+    for folder in sorted(target.parent.glob(f"{target.name}.partial-*")):
+        lock_file = folder / _LOCK
+        try:
+            lock = _acquire(lock_file)
+        except BlockingIOError:
+            logger.warning("%s is being written by another process; left alone", folder)
+            continue
+        shutil.rmtree(folder)
+        lock.close()
+        logger.info("removed %s, left by an interrupted run", folder)
+
+
+def check_free_disk(target: Path, needed_bytes: int) -> None:
+    """Raises CheckpointError unless the file system of `target` has room, before anything is written."""
+    existing = target.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    # Headers, indices and the file system's own bookkeeping.
+    needed = needed_bytes + needed_bytes // 100 + (16 << 20)
+    if free < needed:
+        raise CheckpointError(
+            f"{target} needs {needed / 1e9:.2f} GB and {existing} has {free / 1e9:.2f} GB free; "
+            "free some or choose an output folder on another disk"
+        )
+
+
+def fsync_path(path: Path) -> None:
+    """Flushes one file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes and flushes a small file."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _acquire(path: Path) -> IO[bytes]:
+    """Raises BlockingIOError while another process holds the lock."""
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise
+    return file
