@@ -95,7 +95,8 @@ def class_weights(labels: FloatArray, groups: Groups, weighting: WeightingName) 
 def one_class(labels: FloatArray, groups: Groups) -> BoolArray:
     """bool [g], groups whose labels are all equal."""
     positives = groups.total(labels)
-    return np.logical_or(positives == 0.0, positives == groups.sizes)
+    single: BoolArray = (positives == 0.0) | (positives == groups.sizes)
+    return single
 
 
 def sample_loss(psi: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
