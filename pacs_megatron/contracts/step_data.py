@@ -80,6 +80,14 @@ class MicroBatchPlan:
 
     by_dp_rank: tuple[tuple[np.ndarray, ...], ...]
 
+    def owners(self, num_samples: int) -> np.ndarray:
+        """int64 [n], data-parallel rank of each row; -1 for a row that is in no micro-batch."""
+        owner = np.full(num_samples, -1, dtype=np.int64)
+        for rank, batches in enumerate(self.by_dp_rank):
+            for rows in batches:
+                owner[rows] = rank
+        return owner
+
 
 @dataclass(slots=True, kw_only=True)
 class Part:

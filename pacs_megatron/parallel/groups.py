@@ -106,7 +106,7 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=on_cpu)
     control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=control_timeout_s))
-    replica, ranks = _model_parallel_group(parallel_state, control_timeout_s)
+    replica, ranks = _model_parallel_group(parallel_state.get_data_parallel_rank(), control, control_timeout_s)
     return Rank(
         rank=rank,
         local_rank=local_rank,
@@ -122,14 +122,15 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
     )
 
 
-def _model_parallel_group(parallel_state: object, timeout_s: float) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+def _model_parallel_group(
+    dp_rank: int, control: dist.ProcessGroup, timeout_s: float
+) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
     """A gloo group over each replica's ranks; every rank creates all of them, in the same order."""
-    dp_rank = parallel_state.get_data_parallel_rank()  # type: ignore[attr-defined]
-    dp_of_rank: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(dp_of_rank, dp_rank)
+    dp_of_rank = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(dp_of_rank, torch.tensor([dp_rank]), group=control)
     mine: tuple[dist.ProcessGroup, tuple[int, ...]] | None = None
-    for replica in sorted(set(dp_of_rank)):
-        ranks = tuple(rank for rank, dp in enumerate(dp_of_rank) if dp == replica)
+    for replica in sorted({int(dp) for dp in dp_of_rank}):
+        ranks = tuple(rank for rank, dp in enumerate(dp_of_rank) if int(dp) == replica)
         group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         if replica == dp_rank:
             mine = (group, ranks)

@@ -1,7 +1,7 @@
 """Flat host buffers between ranks over gloo: no pickled objects, no Python list of tokens."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -90,7 +90,3 @@ def all_gather_by_index(
         result[mask] = other_values.to("cpu")[mask]
     return result
 
-
-def concat_buffers(parts: Sequence[np.ndarray], dtype: np.dtype | type) -> np.ndarray:
-    """Concatenation that is defined for no parts."""
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype=dtype)

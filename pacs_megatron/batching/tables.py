@@ -1,0 +1,101 @@
+"""Samples as flat arrays: from objects to SampleFacts and TokenBuffers, and the selections that a step makes of them."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from pacs_megatron.contracts import Group, SampleFacts, Stop, TokenBuffers
+
+
+def tabulate(groups: Sequence[Group]) -> tuple[SampleFacts, TokenBuffers]:
+    """Admitted groups (labels set) in the given order; samples of a group in order of their id's arrival."""
+    samples = [(number, sample) for number, group in enumerate(groups) for sample in group.samples]
+    facts = SampleFacts(
+        ids=tuple(s.id for _, s in samples),
+        groups=np.array([number for number, _ in samples], dtype=np.int64),
+        labels=np.array([s.label for _, s in samples], dtype=np.float64),
+        rewards=np.array([s.reward for _, s in samples], dtype=np.float64),
+        prompt_lens=np.array([s.prompt_len for _, s in samples], dtype=np.int64),
+        response_lens=np.array([s.response_len for _, s in samples], dtype=np.int64),
+        truncated=np.array([s.stop is Stop.LENGTH for _, s in samples], dtype=bool),
+    )
+    tokens = TokenBuffers(
+        index=np.arange(len(samples), dtype=np.int64),
+        token_ids=_concat([s.token_ids for _, s in samples], np.int32),
+        offsets=_offsets(facts.lens),
+        sampler_logprobs=_concat([s.sampler_logprobs for _, s in samples], np.float32),
+        response_offsets=_offsets(facts.response_lens),
+    )
+    return facts, tokens
+
+
+def select_tokens(tokens: TokenBuffers, positions: np.ndarray, new_index: np.ndarray) -> TokenBuffers:
+    """Samples at `positions` of `tokens` (not rows of the facts), with `index` set to `new_index`."""
+    token_parts = [tokens.token_ids[tokens.offsets[p] : tokens.offsets[p + 1]] for p in positions]
+    logp_parts = [
+        tokens.sampler_logprobs[tokens.response_offsets[p] : tokens.response_offsets[p + 1]] for p in positions
+    ]
+    return TokenBuffers(
+        index=np.asarray(new_index, dtype=np.int64),
+        token_ids=_concat(token_parts, np.int32),
+        offsets=_offsets(np.array([len(part) for part in token_parts], dtype=np.int64)),
+        sampler_logprobs=_concat(logp_parts, np.float32),
+        response_offsets=_offsets(np.array([len(part) for part in logp_parts], dtype=np.int64)),
+    )
+
+
+def facts_to_arrays(facts: SampleFacts) -> dict[str, np.ndarray]:
+    """For the wire; ids as one uint8 array, separated by newlines."""
+    return {
+        "ids": np.frombuffer("\n".join(facts.ids).encode(), dtype=np.uint8),
+        "groups": facts.groups,
+        "labels": facts.labels,
+        "rewards": facts.rewards,
+        "prompt_lens": facts.prompt_lens,
+        "response_lens": facts.response_lens,
+        "truncated": facts.truncated,
+    }
+
+
+def facts_from_arrays(arrays: Mapping[str, np.ndarray]) -> SampleFacts:
+    """Inverse of `facts_to_arrays`."""
+    text = arrays["ids"].tobytes().decode()
+    return SampleFacts(
+        ids=tuple(text.split("\n")) if text else (),
+        groups=arrays["groups"],
+        labels=arrays["labels"],
+        rewards=arrays["rewards"],
+        prompt_lens=arrays["prompt_lens"],
+        response_lens=arrays["response_lens"],
+        truncated=arrays["truncated"],
+    )
+
+
+def tokens_to_arrays(tokens: TokenBuffers) -> dict[str, np.ndarray]:
+    """For the wire."""
+    return {
+        "index": tokens.index,
+        "token_ids": tokens.token_ids,
+        "offsets": tokens.offsets,
+        "sampler_logprobs": tokens.sampler_logprobs,
+        "response_offsets": tokens.response_offsets,
+    }
+
+
+def tokens_from_arrays(arrays: Mapping[str, np.ndarray]) -> TokenBuffers:
+    """Inverse of `tokens_to_arrays`."""
+    return TokenBuffers(
+        index=arrays["index"],
+        token_ids=arrays["token_ids"],
+        offsets=arrays["offsets"],
+        sampler_logprobs=arrays["sampler_logprobs"],
+        response_offsets=arrays["response_offsets"],
+    )
+
+
+def _offsets(sizes: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+def _concat(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype=dtype)

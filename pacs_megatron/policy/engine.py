@@ -1,0 +1,291 @@
+"""The trained model on Megatron-Core: log-probs, scores, one update, export. Implements contracts.PolicyEngine."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
+
+from pacs_megatron.batching.split import plan_microbatches
+from pacs_megatron.config.schema import OptimizerOptions, ParallelOptions, PrecisionOptions
+from pacs_megatron.contracts import Objective, Part, Prepared, UpdateReport
+from pacs_megatron.contracts.protocols import LogprobSource
+from pacs_megatron.errors import NonFiniteError
+from pacs_megatron.models import ModelSpec, weight_table
+from pacs_megatron.parallel.groups import Rank
+from pacs_megatron.parallel.transfer import all_gather_by_index, broadcast_arrays
+from pacs_megatron.policy import passes, precision, weights
+from pacs_megatron.policy.microbatch import MicroBatch, build_microbatch, build_record
+from pacs_megatron.policy.model import PolicyModel, build_chunks, transformer_config, unwrap, wrap_for_training
+from pacs_megatron.policy.optimizer import Optimizer
+from pacs_megatron.policy.snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronPolicy:
+    """One rank's part of the policy. Every public method is collective. `version` counts updates of the weights."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        rank: Rank,
+        *,
+        parallel: ParallelOptions,
+        precision_options: PrecisionOptions,
+        optimizer: OptimizerOptions,
+        total_updates: int,
+        tokens_per_microbatch: int,
+        temperature: float = 1.0,
+    ) -> None:
+        machine = precision.inspect_machine()
+        precision.check(precision_options, machine)
+        if rank.rank == 0:
+            logger.info("%s", precision.describe(precision_options, machine))
+        self.spec = spec
+        self.rank = rank
+        self.table = weight_table(spec)
+        self.config = transformer_config(spec, parallel, precision_options, machine)
+        self.version = 0
+        self.num_score_passes = 0
+        """counted, so that a test (and a user) can see when none was needed"""
+        self._tokens_per_microbatch = tokens_per_microbatch
+        sequence_multiple = parallel.tp if parallel.sequence_parallel else 1
+        self._multiple = math.lcm(sequence_multiple, precision.token_multiple(precision_options) * sequence_multiple)
+        chunks = build_chunks(spec, self.table.padded_vocab, self.config, machine, rank)
+        self.chunks = wrap_for_training(
+            chunks, self.config, distributed_optimizer=parallel.distributed_optimizer, overlap=False
+        )
+        self.optimizer = Optimizer(
+            optimizer,
+            self.chunks,
+            self.config,
+            total_updates=total_updates,
+            distributed=parallel.distributed_optimizer,
+        )
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.grad_scale_func = None
+        self.reference: Snapshot | None = None
+        for model in self.models:
+            model.temperature = temperature
+
+    @property
+    def models(self) -> list[PolicyModel]:
+        """The Megatron models inside the wrappers."""
+        return [unwrap(chunk) for chunk in self.chunks]
+
+    # ------------------------------------------------------------------------------------------------------- weights
+    def load_weights(self, read: Callable[[str], Tensor]) -> None:
+        """Fill the model from Hugging Face tensors (`read(name)`), and the optimizer's master weights from the model."""
+        weights.load(self.models, self.table, read)
+        self.optimizer.megatron.reload_model_params()
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) in the table's order, on every rank; iterate to the end on all ranks."""
+        return weights.export(self.models, self.table)
+
+    def take_reference(self, *, reset_optimizer: bool) -> None:
+        """The reference becomes the current policy; at a reset Adam's moments go to 0."""
+        if self.reference is None:
+            self.reference = Snapshot(self.chunks)
+        else:
+            self.reference.take()
+        if reset_optimizer:
+            self.optimizer.reset_moments()
+
+    # -------------------------------------------------------------------------------------------------------- passes
+    def _batches(self, part: Part) -> list[MicroBatch]:
+        return [
+            build_microbatch(part, rows, multiple=self._multiple, device=self.rank.device)
+            for rows in part.plan.by_dp_rank[self.rank.dp]
+        ]
+
+    def _forward(self, part: Part) -> tuple[list[MicroBatch], list[Tensor]]:
+        batches = self._batches(part)
+        return batches, passes.forward(self.chunks, batches)
+
+    def logprobs(self, part: Part, source: LogprobSource) -> dict[int, np.ndarray]:
+        """log pi of this rank's samples: row -> float32 [response], nats. Filled on the last pipeline stage only."""
+        if source == "reference":
+            assert self.reference is not None, "take_reference comes first"
+            with self.reference.swapped_in():
+                batches, results = self._forward(part)
+        else:
+            batches, results = self._forward(part)
+        found: dict[int, np.ndarray] = {}
+        for batch, logprobs in zip(batches, results, strict=False):
+            pieces = np.split(logprobs.cpu().numpy(), np.cumsum(batch.response_lens)[:-1])
+            found.update({int(row): piece for row, piece in zip(batch.rows, pieces, strict=False)})
+        return found
+
+    def with_log_ratio_to_sampler(self, part: Part) -> Part:
+        """`part` whose facts carry mean(log pi_step_start - log pi_sampler) of every sample."""
+        assert part.step_start_logprobs is not None
+        bounds = part.tokens.response_offsets
+        means = {
+            int(row): float(
+                np.mean(
+                    part.step_start_logprobs[int(row)].astype(np.float64)
+                    - part.tokens.sampler_logprobs[bounds[at] : bounds[at + 1]]
+                )
+            )
+            for at, row in enumerate(part.tokens.index)
+            if int(row) in part.step_start_logprobs
+        }
+        ratios = self._gather_by_row(means, part.facts.num_samples).numpy()
+        return replace(part, facts=replace(part.facts, log_ratio_to_sampler=ratios))
+
+    def scores(self, part: Part, objective: Objective) -> Tensor:
+        """r_j of the whole mini-batch, float64 [n] on the CPU, the same bits on every rank. One forward, no grad."""
+        self.num_score_passes += 1
+        batches, results = self._forward(part)
+        sums: dict[int, float] = {}
+        lens = self._response_lens(part)
+        for batch, logprobs in zip(batches, results, strict=False):
+            sums.update(self._score_sums(part, batch, logprobs, lens, objective))
+        scores = self._gather_by_row(sums, part.facts.num_samples)
+        if not bool(torch.isfinite(scores).all()):
+            worst = part.facts.ids[int((~torch.isfinite(scores)).nonzero()[0])]
+            raise NonFiniteError(f"the score of sample {worst} is not finite; no weight was changed")
+        return scores
+
+    def _response_lens(self, part: Part) -> Tensor:
+        return torch.from_numpy(part.facts.response_lens).to(self.rank.device)
+
+    @torch.no_grad()
+    def _score_sums(
+        self, part: Part, batch: MicroBatch, logprobs: Tensor, lens: Tensor, objective: Objective
+    ) -> dict[int, float]:
+        """Row -> sum of the masked token scores, accumulated in fp64 in token order."""
+        record = build_record(part, batch, logprobs.detach(), None, lens)
+        values = (objective.token_scores(record).double() * record.mask.double()).cpu().numpy()
+        bounds = np.concatenate([[0], np.cumsum(batch.response_lens)])
+        return {
+            int(row): float(np.sum(values[start:stop]))
+            for row, start, stop in zip(batch.rows, bounds[:-1], bounds[1:], strict=True)
+        }
+
+    def _gather_by_row(self, values: dict[int, float], size: int) -> Tensor:
+        index = np.fromiter(values.keys(), dtype=np.int64, count=len(values))
+        numbers = np.fromiter(values.values(), dtype=np.float64, count=len(values))
+        return all_gather_by_index(index, numbers, size, group=self.rank.control, device=torch.device("cpu"))
+
+    # -------------------------------------------------------------------------------------------------------- update
+    def update(
+        self, part: Part, prepared: Prepared, objective: Objective, scores: Tensor | None
+    ) -> UpdateReport:
+        """One optimizer update on the whole mini-batch.
+
+        Raises NonFiniteError on every rank, before any weight changes, when a coefficient or gradient is not finite.
+        """
+        _check_finite(prepared)
+        part = self._without_zero_gradient(part, prepared, scores)
+        self.optimizer.zero_grad(self.chunks)
+        drift: dict[int, float] = {}
+        lens = self._response_lens(part)
+        for model in self.models:
+            model.want_entropy = True
+        batches = self._batches(part)
+        reports = passes.forward_backward(
+            self.chunks, batches, partial(self._loss, part, prepared, objective, lens, scores, drift)
+        )
+        for model in self.models:
+            model.want_entropy = False
+        sums = self._sum_reports(reports)
+        metrics = {name: value for name, value in sums.items() if not name.startswith("sum/")}
+        metrics |= prepared.metrics
+        metrics["objective/loss"] = sums["sum/loss"] if prepared.loss is None else prepared.loss
+        num_tokens = sums["sum/tokens"]
+        if num_tokens:
+            metrics["policy/entropy"] = sums["sum/entropy"] / num_tokens
+            metrics["policy/logprob_mean"] = sums["sum/logprob"] / num_tokens
+            metrics["mismatch/logprob_abs_mean"] = sums["sum/mismatch_abs"] / num_tokens
+        if scores is not None:
+            difference = self._gather_by_row(drift, part.facts.num_samples) - scores
+            metrics[f"{objective.name}/score_drift_max"] = float(difference.abs().nan_to_num(0.0).max())
+        norm, lr = self.optimizer.step()
+        self.version += 1
+        return UpdateReport(grad_norm=norm, lr=lr, metrics=metrics)
+
+    def _without_zero_gradient(self, part: Part, prepared: Prepared, scores: Tensor | None) -> Part:
+        """Leave samples out whose gradient is exactly zero, where no earlier pass fixed the plan.
+
+        Their log-probs would be computed for nothing; N is in the coefficients already. After a score pass the plan
+        stays as it was, or the update's forward would not reproduce the scores bit for bit.
+        """
+        if prepared.zero_gradient is None or scores is not None or part.step_start_logprobs is not None:
+            return part
+        rows = np.flatnonzero(~prepared.zero_gradient.numpy())
+        plan = plan_microbatches(
+            part.facts,
+            dp=self.rank.layout.dp,
+            tokens_per_microbatch=self._tokens_per_microbatch,
+            equal_counts=self.rank.layout.needs_equal_microbatches,
+            rows=rows,
+            owner_of_row=part.plan.owners(part.facts.num_samples),
+        )
+        return replace(part, plan=plan)
+
+    def _loss(
+        self,
+        part: Part,
+        prepared: Prepared,
+        objective: Objective,
+        lens: Tensor,
+        scores: Tensor | None,
+        drift: dict[int, float],
+        batch: MicroBatch,
+        logprobs: Tensor,
+        entropy: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        record = build_record(part, batch, logprobs, entropy, lens)
+        loss = (objective.token_loss(record, prepared) * record.mask).sum()
+        with torch.no_grad():
+            assert record.sampler_logprobs is not None
+            report = {
+                "sum/loss": loss.detach().clone(),
+                "sum/entropy": (entropy * record.mask).sum(),
+                "sum/logprob": (logprobs * record.mask).sum(),
+                "sum/mismatch_abs": ((logprobs - record.sampler_logprobs).abs() * record.mask).sum(),
+                "sum/tokens": record.mask.sum(),
+            }
+            for name, value in objective.token_metrics(record, prepared).items():
+                report[name] = (value * record.mask).sum()
+            if scores is not None:
+                drift.update(self._score_sums(part, batch, logprobs, lens, objective))
+        return loss, report
+
+    def _sum_reports(self, reports: list[Mapping[str, Tensor]]) -> dict[str, float]:
+        """Sums over micro-batches and data-parallel ranks, the same on every rank. Collective."""
+        counts = len(reports) > 0 and parallel_state.get_tensor_model_parallel_rank() == 0
+        names: list[str] = sorted(reports[0]) if reports else []
+        names = _broadcast_names(names, self.rank)
+        totals = torch.zeros(len(names), dtype=torch.float64)
+        if counts:
+            for report in reports:
+                totals += torch.tensor([float(report[name]) for name in names], dtype=torch.float64)
+        dist.all_reduce(totals, group=self.rank.control)
+        return dict(zip(names, totals.tolist(), strict=True))
+
+
+def _broadcast_names(names: list[str], rank: Rank) -> list[str]:
+    """Metric names from the last stage to the earlier ones, which have no reports."""
+    if rank.layout.pp == 1:
+        return names
+    source = rank.model_parallel_ranks[-1]
+    payload = {"names": np.frombuffer("\n".join(names).encode(), dtype=np.uint8)}
+    received = broadcast_arrays(payload, src=source, group=rank.model_parallel)
+    return received["names"].tobytes().decode().split("\n")
+
+
+def _check_finite(prepared: Prepared) -> None:
+    for name, values in prepared.per_sample.items():
+        if not bool(torch.isfinite(values).all()):
+            raise NonFiniteError(f"the objective's '{name}' is not finite; no weight was changed")

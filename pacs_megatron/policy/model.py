@@ -1,0 +1,224 @@
+"""From a ModelSpec and a layout to real Megatron model chunks wrapped in DistributedDataParallel."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.enums import ModelType
+from megatron.core.models.common.embeddings import rope_utils  # noqa: F401  (imported early: the redirects see it)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from pacs_megatron.config.schema import ParallelOptions, PrecisionOptions
+from pacs_megatron.models import ModelSpec
+from pacs_megatron.parallel import cpu_redirects
+from pacs_megatron.parallel.groups import Rank
+from pacs_megatron.policy import precision
+from pacs_megatron.policy.head import token_logprobs
+from pacs_megatron.policy.modules import PackedAttention, RMSNorm
+
+
+class PolicyModel(GPTModel):
+    """Megatron's GPTModel whose last stage returns log-probs of wanted tokens instead of all logits.
+
+    `labels` [1, t] holds the token id that each position must predict, or -1 where no log-prob is wanted; the answer is
+    (log-probs [k], entropies [k]) of the k wanted positions in order. Without labels it is the stock model.
+    """
+
+    spec: ModelSpec
+    temperature: float = 1.0
+    want_entropy: bool = False
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        labels = kwargs.get("labels")
+        if not self.post_process or labels is None:
+            return super()._postprocess(hidden_states, *args, **kwargs)
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
+        wanted = (labels[0] >= 0).nonzero()[:, 0]
+        return token_logprobs(
+            hidden[:, 0].index_select(0, wanted),
+            weight,
+            labels[0].index_select(0, wanted),
+            vocab_size=self.spec.vocab_size,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            temperature=self.temperature,
+            want_entropy=self.want_entropy,
+        )
+
+
+def transformer_config(
+    spec: ModelSpec, parallel: ParallelOptions, options: PrecisionOptions, machine: precision.Machine
+) -> TransformerConfig:
+    """Megatron's config for this model, layout and precision."""
+    arguments: dict[str, Any] = {
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "ffn_hidden_size": spec.ffn_size,
+        "num_attention_heads": spec.num_heads,
+        "num_query_groups": spec.num_kv_heads,
+        "kv_channels": spec.head_dim,
+        "add_bias_linear": False,
+        "add_qkv_bias": spec.qkv_bias,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": spec.norm_eps,
+        "qk_layernorm": spec.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "sequence_parallel": parallel.sequence_parallel,
+        # Micro-batches are packed, so their lengths differ; the dispatcher is named because Megatron's default refuses.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        # Pure sums: no division by micro-batches, tokens or data-parallel ranks. The objective holds every factor.
+        "calculate_per_token_loss": True,
+    }
+    if spec.moe is not None:
+        arguments |= {
+            "num_moe_experts": spec.moe.num_experts,
+            "moe_ffn_hidden_size": spec.moe.expert_ffn_size,
+            "moe_router_topk": spec.moe.top_k,
+            "moe_router_pre_softmax": not spec.moe.norm_topk_prob,
+            "moe_router_load_balancing_type": "none",
+            "moe_grouped_gemm": machine.cuda and machine.transformer_engine is not None,
+        }
+    if parallel.recompute.granularity != "none":
+        arguments["recompute_granularity"] = parallel.recompute.granularity
+        if parallel.recompute.granularity == "full":
+            arguments |= {"recompute_method": "uniform", "recompute_num_layers": parallel.recompute.num_layers}
+    return TransformerConfig(**arguments, **precision.megatron_arguments(options, machine))
+
+
+def _layer_spec(spec: ModelSpec, machine: precision.Machine) -> ModuleSpec:
+    num_experts = None if spec.moe is None else spec.moe.num_experts
+    if machine.cuda and machine.transformer_engine is not None:
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts, moe_grouped_gemm=spec.moe is not None, qk_layernorm=spec.qk_norm
+        )
+    local = copy.deepcopy(
+        get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=spec.qk_norm, normalization="RMSNorm")
+    )
+    attention = local.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    local.submodules.input_layernorm = RMSNorm
+    local.submodules.pre_mlp_layernorm = RMSNorm
+    if spec.qk_norm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    return local
+
+
+def _block_spec(
+    spec: ModelSpec, config: TransformerConfig, machine: precision.Machine, vp_stage: int | None
+) -> Any:
+    layer = _layer_spec(spec, machine)
+    if machine.cuda and machine.transformer_engine is not None:
+        return layer
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def _rope(spec: ModelSpec) -> dict[str, Any]:
+    """GPTModel's rotary arguments. The table `llama3` scaling is applied afterwards, by `_set_rope_frequencies`."""
+    return {"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_base": spec.rope_theta}
+
+
+def rope_frequencies(spec: ModelSpec) -> Tensor:
+    """float32 [head_dim / 2], radians a position, with the family's scaling (linear or llama3)."""
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    frequencies = 1.0 / (spec.rope_theta**exponents)
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return frequencies
+    factor = float(scaling["factor"])
+    if scaling["rope_type"] == "linear":
+        return frequencies / factor
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    original = float(scaling["original_max_position_embeddings"])
+    wavelengths = 2 * torch.pi / frequencies
+    smooth = (original / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * frequencies / factor + smooth * frequencies
+    scaled = torch.where(wavelengths > original / low, frequencies / factor, blended)
+    return torch.where(wavelengths < original / high, frequencies, scaled)
+
+
+def build_chunks(
+    spec: ModelSpec,
+    padded_vocab: int,
+    config: TransformerConfig,
+    machine: precision.Machine,
+    rank: Rank,
+) -> list[torch.nn.Module]:
+    """This rank's model chunks (one, or `vpp`), on its device, in bf16 wrapped in Float16Module. Weights are arbitrary."""
+    chunks: list[torch.nn.Module] = []
+    vpp = config.virtual_pipeline_model_parallel_size
+    for stage in range(vpp or 1):
+        vp_stage = stage if vpp else None
+        with cpu_redirects.cuda_type_names():
+            model = PolicyModel(
+                config,
+                _block_spec(spec, config, machine, vp_stage),
+                vocab_size=padded_vocab,
+                max_sequence_length=spec.max_positions,
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),
+                share_embeddings_and_output_weights=spec.tied,
+                parallel_output=True,
+                vp_stage=vp_stage,
+                **_rope(spec),
+            )
+        model.spec = spec
+        model.model_type = ModelType.encoder_or_decoder
+        model.rotary_pos_emb.inv_freq = rope_frequencies(spec).to(rank.device)
+        for parameter in model.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        model.to(rank.device)
+        chunks.append(Float16Module(config, model) if config.bf16 else model)
+    return chunks
+
+
+def wrap_for_training(
+    chunks: list[torch.nn.Module], config: TransformerConfig, *, distributed_optimizer: bool, overlap: bool
+) -> list[DistributedDataParallel]:
+    """Megatron's DDP with fp32 gradient buffers. Averaging is off: `calculate_per_token_loss` makes it a sum."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and distributed_optimizer,
+        use_distributed_optimizer=distributed_optimizer,
+        average_in_collective=False,
+    )
+    return [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0 and not overlap)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def unwrap(chunk: torch.nn.Module) -> PolicyModel:
+    """The PolicyModel inside DDP and Float16Module."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    assert isinstance(chunk, PolicyModel)
+    return chunk

@@ -1,0 +1,97 @@
+"""Layers for the local layer spec: an RMSNorm that knows sequence parallelism, and attention over packed sequences.
+
+Megatron's own torch norm refuses sequence parallelism, and its local attention refuses packed (THD) input; with
+Transformer Engine neither of these is used.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+_MAX_PADDING_FACTOR = 2.0
+"""Sequences are padded to one batch while that costs at most this many times the tokens; else one by one."""
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm over the last dimension; its gradient is summed over a sequence-parallel group."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention over packed sequences with torch's scaled_dot_product_attention."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """query [t, heads, d], key and value [t, kv heads, d] -> [t, heads * d]; sequences by `cu_seqlens_q`."""
+        assert packed_seq_params is not None, "the policy always packs"
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        lens = [stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+        if len(lens) * max(lens) <= _MAX_PADDING_FACTOR * bounds[-1]:
+            out = self._padded(query, key, value, bounds, lens)
+        else:
+            out = self._one_by_one(query, key, value, bounds)
+        return out.reshape(out.shape[0], -1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
+        )
+
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], lens: list[int]) -> Tensor:
+        """One call for all sequences. Padding is behind each sequence, where a causal mask hides it from every token."""
+        num, longest = len(lens), max(lens)
+        sequence = torch.repeat_interleave(torch.arange(num), torch.tensor(lens))
+        slot = sequence * longest + torch.arange(bounds[-1]) - torch.tensor(bounds)[sequence]
+        slot = slot.to(query.device)
+
+        def pad(x: Tensor) -> Tensor:
+            padded = x.new_zeros(num * longest, *x.shape[1:]).index_copy(0, slot, x)
+            return padded.view(num, longest, *x.shape[1:]).transpose(1, 2)
+
+        out = self._attend(pad(query), pad(key), pad(value)).transpose(1, 2)
+        return out.reshape(num * longest, *query.shape[1:]).index_select(0, slot)
+
+    def _one_by_one(self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> Tensor:
+        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        parts = [
+            self._attend(query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop])
+            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+            if stop > start
+        ]
+        return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)

@@ -1,0 +1,131 @@
+"""Megatron's optimizer and schedule, with a clip that works and a guard: nothing non-finite reaches the weights."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from pacs_megatron.config.schema import OptimizerOptions
+from pacs_megatron.errors import NonFiniteError
+from pacs_megatron.parallel import cpu_redirects
+
+
+class Optimizer:
+    """One optimizer update at a time. `num_updates` counts those taken."""
+
+    def __init__(
+        self,
+        options: OptimizerOptions,
+        chunks: list[DistributedDataParallel],
+        config: TransformerConfig,
+        *,
+        total_updates: int,
+        distributed: bool,
+    ) -> None:
+        megatron_options = OptimizerConfig(
+            optimizer="adam",
+            lr=options.lr,
+            min_lr=options.min_lr,
+            weight_decay=options.weight_decay,
+            adam_beta1=options.adam_beta1,
+            adam_beta2=options.adam_beta2,
+            adam_eps=options.adam_eps,
+            clip_grad=options.clip_grad,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=distributed,
+        )
+        with cpu_redirects.cuda_type_names():
+            self.megatron: MegatronOptimizer = get_megatron_optimizer(
+                megatron_options, chunks, use_gloo_process_groups=torch.cuda.is_available()
+            )
+        self._clip_grad = options.clip_grad
+        self._create_state()
+        warmup = min(options.warmup_updates, max(total_updates - 1, 0))
+        self.schedule = OptimizerParamScheduler(
+            self.megatron,
+            init_lr=0.0,
+            max_lr=options.lr,
+            min_lr=options.lr if options.schedule == "constant" else options.min_lr,
+            lr_warmup_steps=warmup,
+            lr_decay_steps=max(total_updates, 1),
+            lr_decay_style=options.schedule,
+            start_wd=options.weight_decay,
+            end_wd=options.weight_decay,
+            wd_incr_steps=max(total_updates, 1),
+            wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
+        )
+
+    @property
+    def num_updates(self) -> int:
+        return int(self.schedule.num_steps)
+
+    def parts(self) -> Iterator[Any]:
+        """Megatron's optimizers one by one: a model with experts has several."""
+        yield from getattr(self.megatron, "chained_optimizers", [self.megatron])
+
+    def _create_state(self) -> None:
+        """Moments exist from the start, so a checkpoint of step 0 has the same content as any other."""
+        for part in self.parts():
+            if part.optimizer is None:
+                continue
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = part.optimizer.state[parameter]
+                    if not state:
+                        state["exp_avg"] = torch.zeros_like(parameter.data)
+                        state["exp_avg_sq"] = torch.zeros_like(parameter.data)
+                        if isinstance(part.optimizer, torch.optim.Optimizer) and "fused" in group:
+                            state["step"] = torch.tensor(0.0)
+
+    def reset_moments(self) -> None:
+        """Adam's moments and step to 0 (after a reference reset); master weights and schedule stay."""
+        for part in self.parts():
+            if part.optimizer is None:
+                continue
+            for state in part.optimizer.state.values():
+                for value in state.values():
+                    if torch.is_tensor(value):
+                        value.zero_()
+            for group in part.optimizer.param_groups:
+                if "step" in group:
+                    group["step"] = torch.zeros_like(group["step"]) if torch.is_tensor(group["step"]) else 0
+
+    def zero_grad(self, chunks: list[DistributedDataParallel]) -> None:
+        """Before the backward passes of an update."""
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> tuple[float, float]:
+        """Clip by the global norm and update. Returns (norm before clipping, learning rate used). Collective.
+
+        Raises NonFiniteError on every rank, before any weight changes, when the norm is not finite.
+        """
+        found_inf = self.megatron.prepare_grads()
+        norm = float(self.megatron.get_grad_norm())
+        if found_inf or not math.isfinite(norm):
+            raise NonFiniteError(
+                f"gradient norm is {norm} at update {self.num_updates + 1}; no weight was changed; look at the last "
+                "rows of metrics.jsonl (score drift, lengths), lower optimizer.lr, or train in fp32 to find the cause"
+            )
+        self.schedule.step(increment=1)
+        if 0 < self._clip_grad < norm:
+            self._scale_gradients(self._clip_grad / (norm + 1e-6))
+        self.megatron.step_with_ready_grads()
+        return norm, float(self.schedule.get_lr(self.megatron.param_groups[0]))
+
+    def _scale_gradients(self, factor: float) -> None:
+        for part in self.parts():
+            gradients = [p.grad for p in part.get_parameters() if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, factor)

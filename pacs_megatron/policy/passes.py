@@ -1,0 +1,66 @@
+"""Forward and backward over a plan of micro-batches, through Megatron's own schedules."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from pacs_megatron.policy.microbatch import MicroBatch
+
+LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""(micro-batch, log-probs [k] with graph, entropies [k]) -> (loss to back-propagate, sums to report)"""
+
+
+def _model_step(after: Callable[..., Any], iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
+    batch = next(iterator)
+    output = model(batch.input_ids, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed)
+    return output, partial(after, batch)
+
+
+def _run(
+    chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], after: Callable[..., Any], *, forward_only: bool
+) -> list[Any]:
+    iterators = [iter(batches) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=partial(_model_step, after),
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks),
+        num_microbatches=len(batches),
+        # With variable_seq_lengths the stages tell each other the true lengths; these two are not used.
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def forward(chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """Log-probs float32 [k] of every micro-batch, on the last pipeline stage; an empty list elsewhere. No grad."""
+
+    def keep(_batch: MicroBatch, output: tuple[Tensor, Tensor], non_loss_data: bool = False) -> Tensor:
+        return output[0]
+
+    with torch.no_grad():
+        results = _run(chunks, batches, keep, forward_only=True)
+    return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else []
+
+
+def forward_backward(
+    chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], loss_function: LossFunction
+) -> list[Mapping[str, Tensor]]:
+    """Gradients of the SUM of the losses over micro-batches and data-parallel ranks, into Megatron's buffers.
+
+    Returns what `loss_function` reported for every micro-batch, on the last pipeline stage.
+    """
+
+    def loss(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        value, report = loss_function(batch, *output)
+        # A count of 0 tokens: finalize_model_grads then leaves the plain sum as it is.
+        return value, torch.zeros((), dtype=torch.int, device=value.device), report
+
+    results = _run(chunks, batches, loss, forward_only=False)
+    return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else []

@@ -1,0 +1,162 @@
+"""What this machine can do: Transformer Engine, NVIDIA Apex, FP8; and what a precision config becomes in Megatron's words."""
+
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pacs_megatron.config.schema import PrecisionOptions
+from pacs_megatron.errors import ConfigError
+
+_TE_RANGE = ((2, 9), (2, 12))
+"""megatron-core 0.16 wants Transformer Engine >= 2.9, < 2.12."""
+_MIN_TE_FOR_RECIPE = {"delayed": (2, 1), "tensorwise": (2, 2), "blockwise": (2, 3)}
+_MIN_CAPABILITY_FOR_RECIPE = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
+_MIN_CUDA_FOR_BLOCKWISE = (12, 9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Facts about this process's accelerator software."""
+
+    cuda: bool
+    capability: tuple[int, int] | None
+    """compute capability of the current device"""
+    cuda_version: tuple[int, int] | None
+    transformer_engine: tuple[int, int] | None
+    """(major, minor), None when it is not installed"""
+    apex: bool
+    """NVIDIA Apex's fused kernels are importable"""
+    foreign_apex: bool
+    """a package named apex is installed that is not NVIDIA's (PyPI's is a web toolkit)"""
+
+
+def _version_of(*distributions: str) -> tuple[int, int] | None:
+    for name in distributions:
+        try:
+            major, minor = importlib.metadata.version(name).split(".")[:2]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return int(major), int(minor)
+    return None
+
+
+def _pair(version: str | None) -> tuple[int, int] | None:
+    if version is None:
+        return None
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def inspect_machine() -> Machine:
+    """Looks, imports nothing heavy, and changes nothing."""
+    cuda = torch.cuda.is_available()
+    has_apex_name = importlib.util.find_spec("apex") is not None
+    has_apex_kernels = importlib.util.find_spec("amp_C") is not None
+    te = importlib.util.find_spec("transformer_engine") is not None
+    return Machine(
+        cuda=cuda,
+        capability=torch.cuda.get_device_capability() if cuda else None,
+        cuda_version=_pair(torch.version.cuda),
+        transformer_engine=_version_of("transformer_engine", "transformer-engine", "transformer_engine_torch")
+        if te
+        else None,
+        apex=has_apex_name and has_apex_kernels,
+        foreign_apex=has_apex_name and not has_apex_kernels,
+    )
+
+
+def check(options: PrecisionOptions, machine: Machine) -> None:
+    """Raises ConfigError, with the reason, for what this GPU, CUDA or Transformer Engine cannot do."""
+    if machine.cuda and machine.transformer_engine is not None:
+        low, high = _TE_RANGE
+        if not low <= machine.transformer_engine < high:
+            raise ConfigError(
+                f"Transformer Engine {_text(machine.transformer_engine)} does not fit megatron-core 0.16, which needs "
+                f">= {_text(low)} and < {_text(high)}; install transformer-engine 2.11"
+            )
+    if options.fp8 is None:
+        return
+    recipe = options.fp8.recipe
+    where = f"precision.fp8.recipe={recipe}"
+    if not machine.cuda:
+        raise ConfigError(f"{where} needs a CUDA GPU and there is none; remove precision.fp8 to train in bf16 or fp32")
+    if machine.transformer_engine is None:
+        raise ConfigError(f"{where} needs Transformer Engine and it is not installed; install transformer-engine 2.11")
+    if machine.transformer_engine < _MIN_TE_FOR_RECIPE[recipe]:
+        raise ConfigError(
+            f"{where} needs Transformer Engine >= {_text(_MIN_TE_FOR_RECIPE[recipe])}, this is "
+            f"{_text(machine.transformer_engine)}"
+        )
+    if machine.capability is None or machine.capability < _MIN_CAPABILITY_FOR_RECIPE[recipe]:
+        have = "unknown" if machine.capability is None else _text(machine.capability)
+        raise ConfigError(
+            f"{where} needs compute capability >= {_text(_MIN_CAPABILITY_FOR_RECIPE[recipe])}, this GPU has {have}; "
+            "remove precision.fp8 or use an H100 or H200"
+        )
+    if recipe == "blockwise" and (machine.cuda_version is None or machine.cuda_version < _MIN_CUDA_FOR_BLOCKWISE):
+        raise ConfigError(f"{where} needs CUDA >= {_text(_MIN_CUDA_FOR_BLOCKWISE)}, torch was built with another one")
+
+
+def _text(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def describe(options: PrecisionOptions, machine: Machine) -> str:
+    """One line for the log: what is used, and what was missing."""
+    fp8 = "off" if options.fp8 is None else f"{options.fp8.recipe}/{options.fp8.format}"
+    if not machine.cuda:
+        used = "local layers, torch AdamW"
+        missing = "no CUDA"
+    else:
+        has_te = machine.transformer_engine is not None
+        used = f"Transformer Engine {_text(machine.transformer_engine)}" if machine.transformer_engine else "local layers"
+        used += ", FusedAdam of " + ("Transformer Engine" if has_te else "Apex" if machine.apex else "torch (AdamW)")
+        missing = ", ".join(
+            name
+            for name, there in (("Transformer Engine", has_te), ("NVIDIA Apex", machine.apex))
+            if not there
+        )
+    line = f"precision {options.dtype}, fp8 {fp8}; using {used}" + (f"; missing: {missing}" if missing else "")
+    if machine.foreign_apex:
+        line += "; the installed package 'apex' is PyPI's web toolkit, not NVIDIA Apex: uninstall it"
+    return line
+
+
+def megatron_arguments(options: PrecisionOptions, machine: Machine) -> dict[str, Any]:
+    """Keyword arguments of TransformerConfig for this precision on this machine."""
+    dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
+    has_te = machine.cuda and machine.transformer_engine is not None
+    arguments: dict[str, Any] = {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        # Our output layer's gradient comes from autograd; TE's linear layers fuse theirs by themselves.
+        "gradient_accumulation_fusion": has_te and machine.apex,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": machine.cuda,
+        "bias_dropout_fusion": machine.cuda,
+        "persist_layer_norm": has_te,
+        "apply_rope_fusion": has_te,
+        "use_cpu_initialization": not machine.cuda,
+    }
+    if options.fp8 is not None:
+        arguments |= {"fp8": options.fp8.format, "fp8_recipe": options.fp8.recipe}
+        if options.fp8.recipe == "delayed":
+            arguments |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+        if options.fp8.first_last_layers_bf16:
+            arguments |= {
+                "first_last_layers_bf16": True,
+                "num_layers_at_start_in_bf16": options.fp8.first_last_layers_bf16,
+                "num_layers_at_end_in_bf16": options.fp8.first_last_layers_bf16,
+            }
+    return arguments
+
+
+def token_multiple(options: PrecisionOptions) -> int:
+    """Packed tokens are padded to a multiple of this: FP8 matrix products need aligned dimensions."""
+    if options.fp8 is None:
+        return 1
+    return 128 if options.fp8.recipe == "blockwise" else 16

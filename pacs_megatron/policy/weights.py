@@ -1,0 +1,149 @@
+"""Weights between Hugging Face tensors and this rank's Megatron parameters, through the table of `models`."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from pacs_megatron.errors import ConversionError
+from pacs_megatron.models import Entry, WeightTable, canonical_name
+from pacs_megatron.policy.model import PolicyModel
+
+EMBEDDING = "embedding.word_embeddings.weight"
+TIED_OUTPUT = "output_layer.weight"
+
+
+def named_parameters(model: PolicyModel, table: WeightTable) -> dict[str, torch.nn.Parameter]:
+    """This chunk's parameters under the table's names, with global layer and expert numbers.
+
+    The copy of a tied embedding on the last pipeline stage is left out: see `tied_copy`.
+    """
+    global_layer = {index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)}
+    ep_size = parallel_state.get_expert_model_parallel_world_size()
+    ep_rank = parallel_state.get_expert_model_parallel_rank()
+    found: dict[str, torch.nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        pieces = name.split(".")
+        if pieces[:2] == ["decoder", "layers"]:
+            pieces[2] = str(global_layer[int(pieces[2])])
+        canonical = canonical_name(".".join(pieces)).split(".")
+        if "local_experts" in canonical and ep_size > 1:
+            at = canonical.index("local_experts") + 1
+            num_local = _num_experts(table) // ep_size
+            canonical[at] = str(int(canonical[at]) + ep_rank * num_local)
+        full_name = ".".join(canonical)
+        if full_name == TIED_OUTPUT and table.spec.tied:
+            continue
+        if full_name not in table.by_megatron:
+            raise ConversionError(f"Megatron parameter {full_name} has no row in the table of family {table.spec.family}")
+        found[full_name] = parameter
+    return found
+
+
+def tied_copy(model: PolicyModel, table: WeightTable) -> torch.nn.Parameter | None:
+    """The last stage's own copy of a tied embedding, when embedding and output layer sit on different stages."""
+    if not table.spec.tied or not model.post_process or model.pre_process:
+        return None
+    return model.output_layer.weight
+
+
+def _num_experts(table: WeightTable) -> int:
+    assert table.spec.moe is not None
+    return table.spec.moe.num_experts
+
+
+def _tp_group(entry: Entry) -> dist.ProcessGroup:
+    """Experts have their own tensor-parallel group."""
+    if entry.expert is not None:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+@torch.no_grad()
+def load(models: Sequence[PolicyModel], table: WeightTable, read: Callable[[str], Tensor]) -> None:
+    """Fill this rank's parameters; `read` returns one Hugging Face tensor by name. Only what this rank holds is read.
+
+    Raises ConversionError for a shape that does not fit, and whatever `read` raises for a missing name.
+    """
+    for model in models:
+        targets: list[tuple[str, torch.nn.Parameter]] = list(named_parameters(model, table).items())
+        copy = tied_copy(model, table)
+        if copy is not None:
+            targets.append((EMBEDDING, copy))
+        for name, parameter in targets:
+            entry = table.by_megatron[name]
+            full = entry.to_megatron([read(hf_name) for hf_name in entry.hf_names])
+            group = _tp_group(entry)
+            parameter.copy_(entry.split_tp(full, group.size())[group.rank()])
+
+
+@torch.no_grad()
+def export(models: Sequence[PolicyModel], table: WeightTable) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) for every weight, in the table's order, on every rank. Collective.
+
+    One entry is in flight at a time: the owner stage gathers its tensor-parallel shards, then the other stages (and the
+    other expert ranks) receive the merged tensor.
+    """
+    mine: dict[str, torch.nn.Parameter] = {}
+    for model in models:
+        mine |= named_parameters(model, table)
+    device = next(models[0].parameters()).device
+    dtype = models[0].config.params_dtype
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+    ep_group = parallel_state.get_expert_model_parallel_group()
+    owners = _owner_stages(table, mine, pp_group, device)
+    for entry, owner in zip(table.entries, owners, strict=True):
+        full: Tensor | None = None
+        if entry.megatron_name in mine:
+            full = _merge(entry, mine[entry.megatron_name].detach())
+        if entry.expert is not None and ep_group.size() > 1:
+            num_local = _num_experts(table) // ep_group.size()
+            if owner == pp_group.rank():
+                full = _broadcast(entry, full, entry.expert // num_local, ep_group, device, dtype)
+        if pp_group.size() > 1:
+            full = _broadcast(entry, full, owner, pp_group, device, dtype)
+        assert full is not None
+        yield from zip(entry.hf_names, entry.to_hf(full), strict=True)
+
+
+def _owner_stages(
+    table: WeightTable, mine: dict[str, torch.nn.Parameter], pp_group: dist.ProcessGroup, device: torch.device
+) -> list[int]:
+    """Pipeline stage of every entry, known by asking once. With expert parallelism a stage owns all its experts."""
+    have = torch.tensor([int(entry.megatron_name in mine) for entry in table.entries], device=device)
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        dist.all_reduce(have, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group())
+    stages = [torch.empty_like(have) for _ in range(pp_group.size())]
+    dist.all_gather(stages, have, group=pp_group)
+    owned = torch.stack(stages)
+    if not bool((owned.sum(0) == 1).all()):
+        missing = [e.megatron_name for e, count in zip(table.entries, owned.sum(0).tolist(), strict=True) if count != 1]
+        raise ConversionError(f"these weights do not sit on exactly one pipeline stage: {', '.join(missing[:5])}")
+    return [int(stage) for stage in owned.argmax(0)]
+
+
+def _merge(entry: Entry, shard: Tensor) -> Tensor:
+    group = _tp_group(entry)
+    if group.size() == 1 or entry.shard_shape(group.size()) == entry.megatron_shape:
+        return shard
+    shards = [torch.empty_like(shard) for _ in range(group.size())]
+    dist.all_gather(shards, shard.contiguous(), group=group)
+    return entry.merge_tp(shards)
+
+
+def _broadcast(
+    entry: Entry,
+    full: Tensor | None,
+    source: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    if group.rank() != source:
+        full = torch.empty(entry.megatron_shape, dtype=dtype, device=device)
+    assert full is not None
+    full = full.contiguous()
+    dist.broadcast(full, src=dist.get_global_rank(group, source), group=group)
+    return full

@@ -1,0 +1,175 @@
+"""A policy on any layout, random mini-batches, and the plain PyTorch + transformers reference that it must equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pacs_megatron.batching.split import plan_microbatches
+from pacs_megatron.batching.tables import select_tokens
+from pacs_megatron.config.schema import OptimizerOptions, ParallelOptions, PrecisionOptions
+from pacs_megatron.contracts import Layout, Part, SampleFacts, TokenBuffers
+
+# adam_eps is large so that the update is a smooth function of the gradient: at 1e-8 Adam turns rounding noise of a zero
+# gradient into a full step, and no two implementations agree.
+OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-3, "clip_grad": 1.0}
+
+
+def make_policy(
+    folder: Path,
+    world_size: int,
+    *,
+    tokens_per_microbatch: int = 256,
+    dtype: str = "fp32",
+    optimizer: dict[str, Any] | None = None,
+    total_updates: int = 100,
+    **parallel: Any,
+) -> Any:
+    """MegatronPolicy on the calling ranks, loaded from the Hugging Face folder. Call it inside `run_ranks`."""
+    from safetensors.torch import load_file
+
+    from pacs_megatron.models import load_spec
+    from pacs_megatron.parallel import groups
+
+    options = ParallelOptions(**parallel)
+    layout = Layout(
+        world_size=world_size,
+        tp=options.tp,
+        pp=options.pp,
+        cp=options.cp,
+        ep=options.ep,
+        vpp=options.vpp,
+        sequence_parallel=options.sequence_parallel,
+    )
+    rank = groups.initialize(layout, seed=1, control_timeout_s=60.0)
+    from pacs_megatron.policy.engine import MegatronPolicy
+
+    policy = MegatronPolicy(
+        load_spec(folder),
+        rank,
+        parallel=options,
+        precision_options=PrecisionOptions(dtype=dtype),
+        optimizer=OptimizerOptions(**(OPTIMIZER | (optimizer or {}))),
+        total_updates=total_updates,
+        tokens_per_microbatch=tokens_per_microbatch,
+    )
+    tensors = load_file(folder / "model.safetensors")
+    policy.load_weights(lambda name: tensors[name].to(policy.config.params_dtype))
+    return policy
+
+
+def random_step(seed: int, *, num_groups: int = 4, group_size: int = 4, vocab: int = 250) -> tuple[SampleFacts, TokenBuffers]:
+    """Ragged prompts and responses with mixed labels; siblings share their prompt."""
+    rng = np.random.default_rng(seed)
+    ids, groups, labels, prompt_lens, response_lens, tokens = [], [], [], [], [], []
+    for group in range(num_groups):
+        prompt = rng.integers(0, vocab, rng.integers(3, 9))
+        for sample in range(group_size):
+            response = rng.integers(0, vocab, rng.integers(1, 14))
+            ids.append(f"0:p{group}#{sample}")
+            groups.append(group)
+            labels.append(float(rng.integers(0, 2)))
+            prompt_lens.append(len(prompt))
+            response_lens.append(len(response))
+            tokens.append(np.concatenate([prompt, response]).astype(np.int32))
+    labels[0], labels[1] = 0.0, 1.0
+    facts = SampleFacts(
+        ids=tuple(ids),
+        groups=np.array(groups, dtype=np.int64),
+        labels=np.array(labels),
+        rewards=np.array(labels),
+        prompt_lens=np.array(prompt_lens, dtype=np.int64),
+        response_lens=np.array(response_lens, dtype=np.int64),
+        truncated=np.zeros(len(ids), dtype=bool),
+    )
+    return facts, TokenBuffers(
+        index=np.arange(len(ids)),
+        token_ids=np.concatenate(tokens),
+        offsets=np.concatenate([[0], np.cumsum(facts.lens)]),
+        sampler_logprobs=rng.normal(-2.0, 0.5, int(facts.response_lens.sum())).astype(np.float32),
+        response_offsets=np.concatenate([[0], np.cumsum(facts.response_lens)]),
+    )
+
+
+def make_part(facts: SampleFacts, tokens: TokenBuffers, policy: Any, tokens_per_microbatch: int = 256) -> Part:
+    """The mini-batch with this rank's share of the tokens."""
+    layout = policy.rank.layout
+    plan = plan_microbatches(
+        facts,
+        dp=layout.dp,
+        tokens_per_microbatch=tokens_per_microbatch,
+        equal_counts=layout.needs_equal_microbatches,
+    )
+    mine = np.flatnonzero(plan.owners(facts.num_samples) == policy.rank.dp)
+    return Part(facts=facts, tokens=select_tokens(tokens, mine, mine), plan=plan)
+
+
+def train(policy: Any, objective: Any, steps: list[tuple[SampleFacts, TokenBuffers]], **part_options: Any) -> list[Any]:
+    """One update a step with all the passes the objective asks for; the reports."""
+    reports = []
+    for facts, tokens in steps:
+        part = make_part(facts, tokens, policy, **part_options)
+        passes = objective.logprob_passes()
+        if "step_start" in passes:
+            part = replace(part, step_start_logprobs=policy.logprobs(part, "step_start"))
+        if "reference" in passes:
+            part = replace(part, reference_logprobs=policy.logprobs(part, "reference"))
+        inputs = objective.prepare_step(part.facts)
+        scores = policy.scores(part, objective) if objective.needs_scores(0) else None
+        prepared = objective.prepare(scores, part.facts, inputs)
+        reports.append(policy.update(part, prepared, objective, scores))
+    return reports
+
+
+def reference_logprobs(model: Any, facts: SampleFacts, tokens: TokenBuffers) -> list[torch.Tensor]:
+    """Per sample, float32 [response] from plain transformers, one sample at a time, unpacked."""
+    found = []
+    for row in range(facts.num_samples):
+        ids = torch.from_numpy(tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]].astype(np.int64))
+        logits = model(ids[None]).logits[0].float()
+        start = int(facts.prompt_lens[row])
+        logp = torch.log_softmax(logits[start - 1 : -1], dim=-1)
+        found.append(logp.gather(1, ids[start:, None])[:, 0])
+    return found
+
+
+def reference_pacs_loss(logps: list[torch.Tensor], starts: list[torch.Tensor], facts: SampleFacts) -> torch.Tensor:
+    """objective.md's (2), (6), (7), (8) in plain autograd: rloo, beta 1, weights `question`."""
+    proxies = torch.stack([(p - s).sum() for p, s in zip(logps, starts, strict=True)]).double()
+    total = torch.zeros((), dtype=torch.float64)
+    for group in range(facts.num_groups):
+        members = np.flatnonzero(facts.groups == group)
+        for i in members:
+            others = [j for j in members if j != i]
+            psi = proxies[i] - proxies[others].mean()
+            same = sum(facts.labels[j] == facts.labels[i] for j in members)
+            weight = 1.0 if same == len(members) else len(members) / (2 * same)
+            label = torch.tensor(facts.labels[i], dtype=torch.float64)
+            total = total + weight * torch.nn.functional.binary_cross_entropy_with_logits(psi, label)
+    return total / facts.num_samples
+
+
+class ReferenceTrainer:
+    """Plain PyTorch AdamW on a transformers model; never sees Megatron or the weight table."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=OPTIMIZER["lr"], betas=(0.9, 0.95), eps=OPTIMIZER["adam_eps"], weight_decay=0.0
+        )
+
+    def step(self, facts: SampleFacts, tokens: TokenBuffers) -> tuple[float, float]:
+        """One PACS update with reference step_start. Returns (loss, gradient norm before clipping)."""
+        self.optimizer.zero_grad()
+        logps = reference_logprobs(self.model, facts, tokens)
+        loss = reference_pacs_loss(logps, [p.detach() for p in logps], facts)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER["clip_grad"])
+        self.optimizer.step()
+        return float(loss.detach()), float(norm)
