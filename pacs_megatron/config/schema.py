@@ -136,10 +136,10 @@ class PacsOptions(Options):
             raise ValueError(f"objective.actor_scope={self.actor_scope} needs objective.actor_term > 0; remove it")
         if self.actor_scope is None and self.actor_term > 0:
             raise ValueError("objective.actor_scope is null but actor_term > 0 needs it; use group or own")
-        if self.actor_term > 0 and self.reference != "step_start":
+        if self.actor_term > 0 and self.reward_proxy != "sum_log_ratio":
             raise ValueError(
-                f"objective.actor_term={self.actor_term} holds on policy only: it needs reward_proxy=sum_log_ratio and "
-                "reference=step_start; set actor_term to 0"
+                f"objective.actor_term={self.actor_term} needs objective.reward_proxy=sum_log_ratio, got "
+                f"{self.reward_proxy}; set actor_term to 0"
             )
         return self
 
@@ -228,7 +228,101 @@ class DemonstrationRollout(Options):
     max_response_tokens: PositiveInt
 
 
-RolloutOptions = Annotated[EmbeddedRollout | DemonstrationRollout, Field(discriminator="engine")]
+class SglangServers(Options):
+    """Servers that the run starts, owns and ends."""
+
+    python: tuple[str, ...] = Field(strict=False, min_length=1)
+    """Interpreter that has sglang, as a list: `[.venv-sglang/bin/python]`, or a container command and its python."""
+    count: PositiveInt = 1
+    device: Literal["cpu", "cuda"] = "cuda"
+    visible_devices: tuple[str, ...] = Field(default=(), strict=False)
+    """CUDA_VISIBLE_DEVICES of each server; empty: all inherit the trainer's."""
+    tp: PositiveInt = 1
+    """GPUs a server."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    mem_fraction: float | None = Field(default=None, gt=0, lt=1)
+    """Share of GPU memory for weights and KV cache; None: SGLang's choice."""
+    max_total_tokens: PositiveInt | None = None
+    """Size of the KV cache in tokens; None: what memory allows. Set it on CPU."""
+    context_length: PositiveInt | None = None
+    """Longest prompt + response; None: the model's."""
+    colocated: bool = False
+    """On the trainer's GPUs: memory is released while the trainer steps."""
+    deterministic: bool = False
+    """Batch-invariant kernels (GPU only); a sample's seed has an effect only with it."""
+    start_timeout_s: float = Field(default=900.0, gt=0)
+    max_restarts: int = Field(default=3, ge=0)
+    """Restarts of one server in a run; then it stays dead."""
+    extra_args: tuple[str, ...] = Field(default=(), strict=False)
+    """Passed on to `sglang.launch_server`."""
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> SglangServers:
+        if self.visible_devices and len(self.visible_devices) != self.count:
+            raise ValueError(
+                f"visible_devices names {len(self.visible_devices)} servers, count={self.count}; one entry a server"
+            )
+        if self.device == "cpu" and (self.colocated or self.deterministic or self.visible_devices):
+            raise ValueError("device=cpu has no use for colocated, deterministic and visible_devices; remove them")
+        return self
+
+
+class SglangSync(Options):
+    """How new weights reach the servers."""
+
+    way: Literal["disk", "broadcast", "ipc"]
+    """`disk`: a safetensors folder that all servers can read. `broadcast`: NCCL on GPU, gloo on CPU. `ipc`: shared
+    memory of this host (CUDA handles when colocated)."""
+    folder: str | None = None
+    """With `way: disk`: the folder on a file system that servers share; None: in the run's folder."""
+    pause: Literal["abort", "retract", "in_place"] = "abort"
+    """Requests in flight during an update: `abort` ends them and samples them anew; `retract` keeps their tokens and
+    recomputes their KV cache; `in_place` keeps both. The last two give samples of several versions."""
+    bucket_mib: PositiveInt = 512
+    """Weights sent at a time, MiB; the trainer holds one bucket (or the largest tensor) more than its model."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Time limit of each call of an update."""
+    verify: Literal["off", "sample", "full"] = "sample"
+    """Compare the servers' own checksums with what was exported: of 8 parameters that change from update to update,
+    or of all."""
+
+
+class SglangRollout(Options):
+    engine: Literal["sglang"]
+    sampling: SamplingOptions
+    sync: SglangSync
+    urls: tuple[str, ...] = Field(default=(), strict=False)
+    """Running servers to attach to; exactly one of `urls` and `servers`."""
+    servers: SglangServers | None = None
+    api_key_env: str | None = None
+    """Environment variable with the servers' API key."""
+    max_in_flight: PositiveInt = 512
+    """Requests a server works on at a time; more wait here."""
+    request_timeout_s: float = Field(default=3600.0, gt=0)
+    retries: int = Field(default=3, ge=0)
+    """Further tries of one request after a failed one."""
+    probe_s: float = Field(default=2.0, gt=0)
+    """Interval of the health probes."""
+    probe_timeout_s: float = Field(default=10.0, gt=0)
+    dead_after_s: float = Field(default=60.0, gt=0)
+    """A server that answers no probe for so long is dead: its requests go elsewhere."""
+    max_failures: PositiveInt = 5
+    """Failures in a row, with a good probe but no good answer in between, after which a server counts as dead."""
+    all_down_after_s: float = Field(default=900.0, gt=0)
+    """The run saves and stops when no server has been usable for so long."""
+    decode_workers: PositiveInt = 1
+    """Processes that decode long answers."""
+
+    @model_validator(mode="after")
+    def _check_servers(self) -> SglangRollout:
+        if bool(self.urls) == (self.servers is not None):
+            raise ValueError("rollout.engine=sglang needs exactly one of `urls` and `servers`")
+        if self.sync.folder is not None and self.sync.way != "disk":
+            raise ValueError(f"sync.folder is not used by sync.way={self.sync.way}; remove it")
+        return self
+
+
+RolloutOptions = Annotated[EmbeddedRollout | SglangRollout | DemonstrationRollout, Field(discriminator="engine")]
 
 
 class RewardWorkerOptions(Options):
@@ -236,6 +330,8 @@ class RewardWorkerOptions(Options):
     """Worker processes."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Time limit for one answer; the worker is killed and replaced."""
+    memory_limit_gib: float = Field(default=4.0, gt=0)
+    """Data one worker may allocate; an answer that needs more is not judged."""
     label_threshold: float | None = None
     """`label = 1 if reward >= label_threshold`; without it a reward outside {0, 1} is an error."""
     max_failure_frac: float = Field(default=0.05, ge=0, le=1)
@@ -284,7 +380,12 @@ class DatasetOptions(Options):
     """Hub id, or a .json / .jsonl / .parquet file."""
     name: str | None = None
     """Name in metrics and ids; default: the preset's or the file's name."""
+    subset: str | None = None
+    """Hub id only: the data set's configuration name (`main` of openai/gsm8k)."""
+    revision: str | None = None
+    """Hub id only: commit, tag or branch, so that the rows cannot change under a run."""
     split: str = "train"
+    """Hub id or folder; a file has no splits."""
     preset: Literal["deepscaler", "gsm8k", "math500", "aime", "amc23", "beyondaime"] | None = None
     columns: ColumnOptions | None = None
     """Column names; exactly one of `preset` and `columns`."""
@@ -297,6 +398,8 @@ class DataOptions(Options):
     prompt_suffix: str = r"Please reason step by step, and put your final answer within \boxed{}."
     """Appended to the problem after a space (the paper's suffix); empty for none."""
     system_prompt: str | None = None
+    chat_template_args: dict[str, str | bool | int] = Field(default_factory=dict)
+    """Extra variables of the chat template (Qwen3: `enable_thinking: false`)."""
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are dropped and counted."""
     shuffle: bool = True
@@ -396,6 +499,7 @@ class RunConfig(Options):
     def _check_objective(self) -> RunConfig:
         if isinstance(self.objective, PacsOptions):
             self.objective.refuse_updates_per_step(self.batch.updates_per_step)
+        # `score: naive` looks at no sibling, but admission drops groups of one all the same.
         if not isinstance(self.objective, SftOptions) and self.batch.samples_per_prompt < 2:
             raise ValueError(
                 f"batch.samples_per_prompt={self.batch.samples_per_prompt} gives objective {self.objective.name} no "
