@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from pacs_megatron.config.schema import DatasetOptions, DemonstrationRollout, Options, RunConfig, SftOptions
+from pacs_megatron.config.schema import (
+    DatasetOptions,
+    DemonstrationRollout,
+    Options,
+    RunConfig,
+    SftOptions,
+)
 
 
 @dataclass(frozen=True, slots=True)

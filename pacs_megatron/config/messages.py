@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ Detail = Mapping[str, Any]
 
 def explain_validation(details: Sequence[Detail], root: Node) -> str:
     """The first finding as a line, with the number of the others. Unknown keys come first: they cause the rest."""
-    ordered = sorted(details, key=lambda detail: detail["type"] != "extra_forbidden")
+    causes = [detail for detail in details if detail["type"] != "default_factory_not_called"]
+    ordered = sorted(causes, key=lambda detail: detail["type"] != "extra_forbidden")
     line = _explain(ordered[0], root)
     others = len(ordered) - 1
     return f"{line} (and {others} more)" if others else line
@@ -43,10 +45,17 @@ def _explain(detail: Detail, root: Node) -> str:
         choices = [part.strip().strip("'") for part in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
         return _choice_line(path, detail["input"], choices, root)
     if kind == "value_error":
-        text = str(detail["ctx"]["error"])
-        return f"{key}: {text} ({where(path, root)})" if key else f"{text} ({where(path, root)})"
+        return _validator_line(str(detail["ctx"]["error"]), path, root)
     expected = _expected(detail["msg"])
     return f"{key}={_show(detail['input'])}: expected {expected}{_type_advice(detail)} ({where(path, root)})"
+
+
+def _validator_line(text: str, path: Sequence[str | int], root: Node) -> str:
+    """A message of the schema's own validators, which name the key themselves, at the first key they name."""
+    named = re.search(r"\b\w+(\.\w+)+", text)
+    prefix = "" if named is not None or not path else f"{dotted(path)}: "
+    place = path if named is None else named.group().split(".")
+    return f"{prefix}{text} ({where(place, root)})"
 
 
 def where(path: Sequence[str | int], root: Node) -> str:

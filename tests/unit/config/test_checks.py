@@ -39,6 +39,13 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["parallel.sequence_parallel=true"], "parallel.sequence_parallel=true needs parallel.tp > 1"),
         (["parallel.vpp=2"], "parallel.vpp=2 needs parallel.pp > 1"),
         (["parallel.recompute.num_layers=2"], "used by granularity=full only, got none; remove it"),
+        (["batch.samples_per_prompt=1"], "no siblings to compare; use at least 2 (override)"),
+        (
+            ["objective.actor_term=0.5", "batch.updates_per_step=2"],
+            "actor_term to 0 or updates_per_step to 1 (override)",
+        ),
+        (["objective.reset_every=3"], "remove it or set reference to frozen (override)"),
+        (["objective.score=grpo"], "or use score rloo (base.yaml:6)"),
         (
             ["batch.updates_per_step=9"],
             "batch.updates_per_step=9 is more than batch.prompts_per_step=8: an update needs a whole group; use at most 8",

@@ -144,6 +144,7 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
             ["reward.name=maths"],
             "reward.name='maths': expected one of math, arithmetic, format, custom; did you mean math? (override)",
         ),
+        (["objective.reward_proxy=sum_log"], "sum_log_ratio, mean_log_prob; did you mean sum_log_ratio? (override)"),
         (["precision.dtype=bf61"], "precision.dtype='bf61': expected one of fp32, bf16; did you mean bf16? (override)"),
         (["batch=3"], "batch=3: expected a mapping of BatchOptions (override)"),
         (["reward.timeout_s=[1]"], "reward.timeout_s=[1]: expected a number (override)"),

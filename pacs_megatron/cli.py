@@ -1,0 +1,186 @@
+"""`pacs-megatron <verb>`: parsing only. Every verb imports what it needs when it is called, so `--help` is quick."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from pacs_megatron import __version__
+from pacs_megatron.errors import PacsError
+
+Verb = Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code. A PacsError becomes one line on stderr and its own code."""
+    parsed = build_parser().parse_args(arguments)
+    verb: Verb = parsed.run_verb
+    try:
+        return int(verb(parsed))
+    except PacsError as error:
+        text = " ".join(str(error).split("\n"))
+        print(f"{type(error).__name__}: {text}", file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # `pacs-megatron config show ... | head`
+        sys.stderr.close()
+        return 128 + signal.SIGPIPE
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="pacs-megatron", description="Post-train reasoning models with PACS on Megatron-Core."
+    )
+    parser.add_argument("--version", action="version", version=f"pacs-megatron {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="<verb>", required=True)
+    _add_config_verb(verbs, "train", "train, or resume: the same command again", _train)
+    _add_evaluation(verbs)
+    _add_groups(verbs)
+    _add_convert(verbs)
+    _add_planning(verbs)
+    return parser
+
+
+# ------------------------------------------------------------------------------------------------------------- parsing
+def _add_verb(verbs: _SubParsers, name: str, text: str, run_verb: Verb) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, help=text, description=text)
+    parser.set_defaults(run_verb=run_verb)
+    return parser
+
+
+def _add_config_verb(verbs: _SubParsers, name: str, text: str, run_verb: Verb) -> argparse.ArgumentParser:
+    parser = _add_verb(verbs, name, text, run_verb)
+    parser.add_argument("config", type=Path, help="a run's YAML file (configs/runs/)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.lr=1e-6; later wins")
+    return parser
+
+
+def _add_group(verbs: _SubParsers, name: str, text: str) -> _SubParsers:
+    group = verbs.add_parser(name, help=text, description=text)
+    return group.add_subparsers(title="verbs", metavar="<verb>", required=True)
+
+
+def _add_evaluation(verbs: _SubParsers) -> None:
+    parser = _add_config_verb(verbs, "eval", "pass@k of a model on the configured benchmarks", _eval)
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder to evaluate instead of model.path")
+    parser.add_argument("--out", type=Path, help="folder for the results; default: <run folder>/eval")
+    parser = _add_verb(verbs, "export", "write a run's weights as a Hugging Face checkpoint", _export)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("--step", type=int, help="the checkpoint to export; default: the newest")
+    parser.add_argument("--out", type=Path, help="target folder; default: <run>/hf/step_<n>")
+
+
+def _add_groups(verbs: _SubParsers) -> None:
+    config = _add_group(verbs, "config", "show, explain or describe a configuration")
+    _add_config_verb(config, "show", "the resolved configuration and each key's origin", _config_show)
+    parser = _add_config_verb(config, "explain", "the values that follow from it", _config_explain)
+    parser.add_argument("--ranks", type=int, help="number of ranks; default: what `train` would start here")
+    _add_verb(config, "schema", "the JSON schema, for editors", _config_schema)
+    data = _add_group(verbs, "data", "look at the data")
+    parser = _add_config_verb(
+        data, "preview", "rendered prompts, counts, and whether gold answers verify", _data_preview
+    )
+    parser.add_argument("--rows", type=int, default=3, help="prompts to print (default: 3)")
+
+
+def _add_convert(verbs: _SubParsers) -> None:
+    convert = _add_group(verbs, "convert", "between Hugging Face and Megatron checkpoints")
+    parser = _add_verb(convert, "to-megatron", "Hugging Face folder -> Megatron dist_checkpointing", _to_megatron)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    parser = _add_verb(convert, "to-hf", "Megatron dist_checkpointing -> Hugging Face folder", _to_hf)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    parser = _add_verb(convert, "verify", "compare two checkpoints tensor by tensor", _verify)
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+
+
+def _add_planning(verbs: _SubParsers) -> None:
+    _add_verb(verbs, "doctor", "what works on this machine, and what to install", _doctor)
+
+
+_SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+# --------------------------------------------------------------------------------------------------------------- verbs
+def _train(args: argparse.Namespace) -> int:
+    from pacs_megatron.launch.train import run_train
+
+    return run_train(args.config, args.overrides)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from pacs_megatron.training.eval_main import run_eval
+
+    return run_eval(args)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from pacs_megatron.training.export import run_export
+
+    return run_export(args)
+
+
+def _config_show(args: argparse.Namespace) -> int:
+    from pacs_megatron.config import load_config
+    from pacs_megatron.config.explain import show
+
+    print(show(load_config(args.config, args.overrides)))
+    return 0
+
+
+def _config_explain(args: argparse.Namespace) -> int:
+    from pacs_megatron.config import load_config
+    from pacs_megatron.config.explain import explain
+    from pacs_megatron.config.layout import ranks_to_start
+
+    loaded = load_config(args.config, args.overrides)
+    print(explain(loaded, args.ranks or ranks_to_start(loaded.config)))
+    return 0
+
+
+def _config_schema(args: argparse.Namespace) -> int:
+    from pacs_megatron.config.explain import schema_json
+
+    print(schema_json())
+    return 0
+
+
+def _data_preview(args: argparse.Namespace) -> int:
+    from pacs_megatron.launch.preview import preview
+
+    print(preview(args.config, args.overrides, args.rows))
+    return 0
+
+
+def _to_megatron(args: argparse.Namespace) -> int:
+    from pacs_megatron.convert import hf_to_megatron
+
+    return hf_to_megatron(args.source, args.target)
+
+
+def _to_hf(args: argparse.Namespace) -> int:
+    from pacs_megatron.convert import megatron_to_hf
+
+    return megatron_to_hf(args.source, args.target)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from pacs_megatron.convert import verify
+
+    return verify(args.first, args.second)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from pacs_megatron.launch.doctor import report
+
+    print(report())
+    return 0

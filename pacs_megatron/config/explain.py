@@ -1,0 +1,97 @@
+"""What a configuration means: `config show`, `config explain` and `config schema` as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pacs_megatron.config.checks import layout_problems, max_response_tokens, max_sequence_tokens
+from pacs_megatron.config.layout import layout_of
+from pacs_megatron.config.load import LoadedConfig, leaves
+from pacs_megatron.config.schema import DemonstrationRollout, RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A number that follows from several keys."""
+
+    name: str
+    value: str
+    formula: str
+
+
+def derived_values(config: RunConfig, world_size: int) -> list[Derived]:
+    """The numbers that a reader would otherwise work out by hand, for `world_size` ranks.
+
+    Raises ConfigError where the ranks do not factor.
+    """
+    batch, run = config.batch, config.run
+    layout = layout_of(config, world_size)
+    samples = batch.prompts_per_step * batch.samples_per_prompt
+    updates = run.steps * batch.updates_per_step
+    shares = _share(batch.prompts_per_step, batch.updates_per_step)
+    per_update = " or ".join(str(groups * batch.samples_per_prompt) for groups in shares)
+    response = max_response_tokens(config)
+    is_demo = isinstance(config.rollout, DemonstrationRollout)
+    values = [
+        Derived("ranks", str(world_size), "run.nproc, or tp * pp * cp, or what torchrun / srun starts"),
+        Derived("data-parallel replicas", str(layout.dp), "ranks / (tp * pp * cp)"),
+        Derived("samples a step", _count(samples), "batch.prompts_per_step * batch.samples_per_prompt"),
+        Derived("samples an update", per_update, "whole groups of a step, shared over batch.updates_per_step"),
+        Derived("updates in the run", _count(updates), "run.steps * batch.updates_per_step"),
+        Derived("samples in the run", _count(samples * run.steps), "samples a step * run.steps"),
+        Derived("longest sample", f"{_count(max_sequence_tokens(config))} tokens", "prompt limit + response limit"),
+        Derived(
+            "longest samples in a micro-batch",
+            str(batch.tokens_per_microbatch // max_sequence_tokens(config)),
+            "batch.tokens_per_microbatch / longest sample",
+        ),
+        Derived("response tokens a step, at most", _count(samples * response), "samples a step * response limit"),
+    ]
+    if not is_demo:
+        values.append(Derived("reward calls a step", _count(samples), "one for each sample"))
+    return values
+
+
+def show(loaded: LoadedConfig) -> str:
+    """The resolved configuration, one `key = value  # origin` line a value."""
+    rows = [(f"{key} = {json.dumps(_plain(value), ensure_ascii=False)}", key) for key, value in leaves(loaded.config)]
+    width = min(max(len(text) for text, _ in rows), 72)
+    origins = loaded.origins
+    return "\n".join(f"{text:<{width}}  # {origins[key]}" for text, key in rows)
+
+
+def explain(loaded: LoadedConfig, world_size: int) -> str:
+    """The derived values as a table. Raises ConfigError where the ranks do not factor."""
+    problems = layout_problems(loaded.config, world_size)
+    if problems:
+        raise loaded.fail(problems[0])
+    values = derived_values(loaded.config, world_size)
+    name_width = max(len(value.name) for value in values)
+    value_width = max(len(value.value) for value in values)
+    return "\n".join(f"{v.name:<{name_width}}  {v.value:>{value_width}}  = {v.formula}" for v in values)
+
+
+def schema_json() -> str:
+    """The JSON schema of a run's file (for editors); `include:` may stand beside its keys."""
+    schema = RunConfig.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["properties"]["include"] = {
+        "description": "Files laid under this one, relative to it; later wins.",
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+    }
+    return json.dumps(schema, indent=2)
+
+
+def _share(groups: int, parts: int) -> Sequence[int]:
+    low, rest = divmod(groups, parts)
+    return [low] if rest == 0 else [low, low + 1]
+
+
+def _count(number: int) -> str:
+    return f"{number:,}"
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,24 @@
+"""From options to ranks."""
+
+from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.contracts.layout import Layout
+
+
+def layout_of(config: RunConfig, world_size: int) -> Layout:
+    """The layout of `world_size` ranks; `layout_problems` says whether it works out."""
+    parallel = config.parallel
+    return Layout(
+        world_size=world_size,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        vpp=parallel.vpp,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+def ranks_to_start(config: RunConfig) -> int:
+    """Ranks that `train` starts on one host: `run.nproc`, else one replica of the model."""
+    parallel = config.parallel
+    return config.run.nproc or parallel.tp * parallel.pp * parallel.cp

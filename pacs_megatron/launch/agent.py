@@ -1,0 +1,48 @@
+"""torchrun with readable ends: `python -m pacs_megatron.launch.agent <torchrun arguments>`.
+
+torchrun itself exits 1 with a traceback whatever its ranks said. This runs the same program, prints one line about a
+failed rank, and ends with the exit code of the first rank that failed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run torchrun; returns 0, the exit code of the first failed rank, or 128 + its signal."""
+    _die_with_parent()
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the line below says it
+    try:
+        run.main(list(arguments))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code: int = failure.exitcode
+        if code < 0:
+            name = signal.Signals(-code).name
+            sys.stderr.write(f"rank {rank} (pid {failure.pid}) was ended by {name}; its last output is above\n")
+            return 128 - code
+        return code
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _die_with_parent() -> None:
+    """Ask Linux for SIGTERM when the command that started this process dies, so that no rank outlives it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

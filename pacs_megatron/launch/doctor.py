@@ -1,0 +1,189 @@
+"""`doctor`: what works on this machine, and what to install for the rest. Never fails: it reports."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.version import Version
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    state: str
+    """`ok`, `none` (optional and absent) or `bad` (present and harmful, or required and absent)."""
+    detail: str
+    fix: str = ""
+
+
+REQUIRED = ("torch", "megatron-core", "transformers", "datasets", "math-verify", "pydantic", "safetensors")
+# Megatron-Core 0.16.1 asks for this range of Transformer Engine.
+TE_RANGE = (Version("2.9"), Version("2.12"))
+SGLANG_PYTHON = Path(".venv-sglang/bin/python")
+
+
+def installed(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def findings() -> list[Finding]:
+    """Everything that was looked at, in the order of the report."""
+    checks: tuple[Callable[[], list[Finding]], ...] = (
+        _python, _packages, _cuda, _transformer_engine, _apex, _sglang, _slurm, _nemo_run, _containers
+    )  # fmt: skip
+    return [finding for check in checks for finding in check()]
+
+
+def report() -> str:
+    """The findings as a table, and what this machine can do."""
+    rows = findings()
+    width = max(len(row.name) for row in rows)
+    lines = [f"{row.state:<4}  {row.name:<{width}}  {row.detail}{f' -> {row.fix}' if row.fix else ''}" for row in rows]
+    return "\n".join([*lines, "", *_summary(rows)])
+
+
+def _summary(rows: list[Finding]) -> list[str]:
+    state = {row.name: row.state for row in rows}
+    has_required = all(state[name] == "ok" for name in REQUIRED)
+    has_cuda = state["CUDA"] == "ok"
+    return [
+        f"train on CPU (gloo): {_yes(has_required)}",
+        f"train on GPU in bf16: {_yes(has_required and has_cuda and state['transformer-engine'] == 'ok')}",
+        f"sample with SGLang: {_yes(state['SGLang'] == 'ok')} (the embedded engine needs nothing more)",
+        f"submit to Slurm: {_yes(state['Slurm'] == 'ok')} by sbatch; by `submit`: "
+        f"{_yes(state['Slurm'] == 'ok' and state['nemo-run'] == 'ok')}",
+    ]
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _python() -> list[Finding]:
+    found = platform.python_version()
+    good = (3, 11) <= sys.version_info[:2] <= (3, 12)
+    cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return [
+        Finding("Python", "ok" if good else "bad", found, "" if good else "use Python 3.11 or 3.12"),
+        Finding("machine", "ok", f"{platform.platform()}, {cores} cores, {memory:.0f} GiB memory"),
+    ]
+
+
+def _packages() -> list[Finding]:
+    rows = []
+    for name in REQUIRED:
+        found = installed(name)
+        rows.append(Finding(name, "ok" if found else "bad", found or "not installed", "" if found else "make install"))
+    return rows
+
+
+def _cuda() -> list[Finding]:
+    if installed("torch") is None:
+        return [Finding("CUDA", "none", "unknown without torch")]
+    import torch
+
+    if not torch.cuda.is_available():
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is a CPU build"
+        driver = "nvidia-smi is there" if shutil.which("nvidia-smi") else "no NVIDIA driver"
+        return [Finding("CUDA", "none", f"{built}, {driver}", "training runs on CPU over gloo")]
+    rows = []
+    for index in range(torch.cuda.device_count()):
+        props = torch.cuda.get_device_properties(index)
+        rows.append(f"{props.name} ({props.total_memory / 2**30:.0f} GiB, sm_{props.major}{props.minor})")
+    nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return [
+        Finding("CUDA", "ok", f"{torch.version.cuda}, NCCL {nccl}, {len(rows)} GPUs: {', '.join(sorted(set(rows)))}")
+    ]
+
+
+def _transformer_engine() -> list[Finding]:
+    found = installed("transformer-engine")
+    if found is None:
+        fix = (
+            "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12' (needs CUDA): bf16 kernels, FP8"
+        )
+        return [Finding("transformer-engine", "none", "not installed", fix)]
+    low, high = TE_RANGE
+    if not low <= Version(found) < high:
+        return [Finding("transformer-engine", "bad", found, f"megatron-core 0.16.1 wants >= {low}, < {high}")]
+    if find_spec("transformer_engine_torch") is None:
+        fix = "the PyTorch extension is missing: pip install --no-build-isolation 'transformer-engine[pytorch]'"
+        return [Finding("transformer-engine", "bad", found, fix)]
+    return [Finding("transformer-engine", "ok", found)]
+
+
+def _apex() -> list[Finding]:
+    """NVIDIA Apex brings `amp_C`; PyPI's `apex` is an abandoned web toolkit that only shares the name."""
+    if find_spec("amp_C") is not None:
+        return [Finding("NVIDIA Apex", "ok", "fused optimizer kernels are there")]
+    found = installed("apex")
+    if found is not None:
+        author = distribution("apex").metadata.get("Home-page") or "PyPI"
+        detail = (
+            f"`apex` {found} is installed, but without NVIDIA's kernels (from {author}): PyPI's apex is another package"
+        )
+        return [
+            Finding("NVIDIA Apex", "bad", detail, "pip uninstall apex; build NVIDIA's from source or use NGC's image")
+        ]
+    return [Finding("NVIDIA Apex", "none", "not installed; Transformer Engine or torch supply the fused optimizer")]
+
+
+def _sglang() -> list[Finding]:
+    here = installed("sglang")
+    if here is not None:
+        return [Finding("SGLang", "ok", f"{here}, in this environment")]
+    if SGLANG_PYTHON.exists():
+        code = "from importlib.metadata import version; print(version('sglang'))"
+        done = subprocess.run([str(SGLANG_PYTHON), "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode == 0:
+            return [Finding("SGLang", "ok", f"{done.stdout.strip()}, in {SGLANG_PYTHON.parent.parent}")]
+        return [Finding("SGLang", "bad", f"{SGLANG_PYTHON} has no sglang", "make install-sglang")]
+    return [Finding("SGLang", "none", "not installed", "make install-sglang (its pins clash with Megatron's)")]
+
+
+def _slurm() -> list[Finding]:
+    if shutil.which("sinfo") is None:
+        return [
+            Finding("Slurm", "none", "no sinfo on PATH", "log in to a cluster, or make install-slurm (Debian, root)")
+        ]
+    found = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=False).stdout.strip()
+    alive = subprocess.run(["sinfo", "-h"], capture_output=True, text=True, timeout=30, check=False)
+    if alive.returncode:
+        return [Finding("Slurm", "none", found, f"no controller answers: {' '.join(alive.stderr.split())}")]
+    return [Finding("Slurm", "ok", found)]
+
+
+def _nemo_run() -> list[Finding]:
+    found, lepton = installed("nemo-run"), installed("leptonai")
+    if found is None:
+        return [
+            Finding("nemo-run", "none", "not installed", "pip install nemo-run==0.11.1 leptonai==0.27.0; or sbatch")
+        ]
+    if lepton != "0.27.0":
+        fix = "pip install leptonai==0.27.0: nemo-run's import breaks with newer ones"
+        return [Finding("nemo-run", "bad", f"{found} with leptonai {lepton}", fix)]
+    return [Finding("nemo-run", "ok", found)]
+
+
+def _containers() -> list[Finding]:
+    there = [name for name in ("apptainer", "singularity", "enroot", "docker") if shutil.which(name)]
+    return [
+        Finding(
+            "containers", "ok" if there else "none", ", ".join(there) or "no Apptainer, enroot or Docker: not needed"
+        )
+    ]

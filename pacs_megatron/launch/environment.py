@@ -1,0 +1,106 @@
+"""Where a command runs: alone, as a rank of torchrun, or as a task of srun; and what ranks need in their environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pacs_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """This process's place among the ranks."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+    def variables(self) -> dict[str, str]:
+        """The environment that `torch.distributed` reads (`env://`)."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
+    """This process's place when torchrun or srun started it as a rank; None when nothing did.
+
+    Raises ConfigError for a half-set environment.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return _from_torchrun(environ)
+    # A batch script has SLURM_PROCID too, but only tasks of srun have a step id.
+    if "SLURM_STEP_ID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return _from_srun(environ)
+    return None
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> RankPlace:
+    try:
+        return RankPlace(
+            rank=int(environ["RANK"]),
+            world_size=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ["LOCAL_RANK"]),
+            local_world_size=int(environ["LOCAL_WORLD_SIZE"]),
+            master_addr=environ["MASTER_ADDR"],
+            master_port=int(environ["MASTER_PORT"]),
+        )
+    except KeyError as error:
+        raise ConfigError(
+            f"RANK and WORLD_SIZE are set but {error.args[0]} is not; start ranks by torchrun or srun, or unset RANK"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(
+            f"RANK, WORLD_SIZE, LOCAL_* and MASTER_PORT must be integers: {error}; fix the launcher"
+        ) from None
+
+
+def _from_srun(environ: Mapping[str, str]) -> RankPlace:
+    tasks_here = environ["SLURM_STEP_TASKS_PER_NODE"].split(",")[0].split("(")[0]
+    return RankPlace(
+        rank=int(environ["SLURM_PROCID"]),
+        world_size=int(environ["SLURM_STEP_NUM_TASKS"]),
+        local_rank=int(environ["SLURM_LOCALID"]),
+        local_world_size=int(tasks_here),
+        master_addr=environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]),
+        master_port=int(environ.get("MASTER_PORT") or job_port(environ["SLURM_JOB_ID"])),
+    )
+
+
+def first_host(node_list: str) -> str:
+    """The first host of a Slurm node list such as `n[1-4]`, as `scontrol` expands it."""
+    done = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=False)
+    if done.returncode or not done.stdout:
+        raise ConfigError(f"scontrol cannot expand the node list {node_list!r}: {done.stderr.strip()}; set MASTER_ADDR")
+    return done.stdout.split()[0]
+
+
+def job_port(job_id: str) -> int:
+    """A port that every task of a job derives alike; jobs that share a node rarely collide."""
+    return 20000 + int(job_id) % 20000
+
+
+def rank_environment(local_world_size: int, *, single_host: bool) -> dict[str, str]:
+    """This process's environment plus what ranks want, where the user has not set it."""
+    environ = dict(os.environ)
+    cores = len(os.sched_getaffinity(0))
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // local_world_size)))
+    # Megatron overlaps tensor-parallel communication by queueing kernels in order, which needs a single queue.
+    environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    environ.setdefault("PYTHONUNBUFFERED", "1")
+    # How long torchrun (2.11 and later) waits for the other ranks to finish a save once one has ended.
+    environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+    if single_host:
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environ

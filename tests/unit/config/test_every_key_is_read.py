@@ -1,0 +1,67 @@
+"""No option without a reader: each key of the schema is read by code outside config/.
+
+A key counts as read where an attribute of its name is taken from something that is recognisably its section: the
+expression ends in the section's name (`config.checkpoint.every`, `checkpoint.every`), or the file names the options
+class. Checks, messages and `config explain` do not count: they act on nothing.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from pacs_megatron.config.fields import all_keys
+
+PACKAGE = Path(__file__).parents[3] / "pacs_megatron"
+READERS_IN_CONFIG = {"layout.py"}
+
+
+class Reads:
+    """The attribute reads and names of one file."""
+
+    def __init__(self, source: str) -> None:
+        self.from_section: set[tuple[str, str]] = set()
+        self.attributes: set[str] = set()
+        self.names: set[str] = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                self.attributes.add(node.attr)
+                receiver = node.value
+                if isinstance(receiver, ast.Attribute):
+                    self.from_section.add((receiver.attr, node.attr))
+                elif isinstance(receiver, ast.Name):
+                    self.from_section.add((receiver.id, node.attr))
+            if isinstance(node, ast.Name):
+                self.names.add(node.id)
+            elif isinstance(node, ast.alias):
+                self.names.add(node.name.rsplit(".", 1)[-1])
+
+    def reads(self, section: str, owner: str, field: str) -> bool:
+        """Does this file read `section.field`, a field of the class `owner`?"""
+        return (section, field) in self.from_section or (owner in self.names and field in self.attributes)
+
+
+def readers() -> Iterator[Reads]:
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "config" or path.name in READERS_IN_CONFIG:
+            yield Reads(path.read_text(encoding="utf-8"))
+
+
+def test_every_key_is_read() -> None:
+    files = list(readers())
+    unread = []
+    for key, owner, _ in all_keys():
+        *_, section, field = ["", *key.split(".")]
+        owners = [base.__name__ for base in owner.__mro__ if field in getattr(base, "__annotations__", {})]
+        owners.append(owner.__name__)
+        if not any(reads.reads(section, name, field) for reads in files for name in owners):
+            unread.append(f"{key} ({owner.__name__})")
+    assert not unread, "read by nothing: " + ", ".join(unread)
+
+
+def test_the_rule_sees_what_is_not_read() -> None:
+    reads = Reads("def f(config, other):\n    config.batch.size\n    other.every\n    config.run.steps = 1\n")
+    assert reads.reads("batch", "BatchOptions", "size")
+    assert not reads.reads("checkpoint", "CheckpointOptions", "every")
+    assert not reads.reads("run", "RunOptions", "steps")  # written, not read
+    named = Reads("def f(options: CheckpointOptions):\n    return options.every\n")
+    assert named.reads("checkpoint", "CheckpointOptions", "every")

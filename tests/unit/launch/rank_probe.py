@@ -1,0 +1,35 @@
+"""A rank for the tests of `launch.train`: `python -m tests.unit.launch.rank_probe <folder> <mode>`."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def main(folder: Path, mode: str) -> int:
+    rank = os.environ["RANK"]
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+    (folder / f"started_{rank}").write_text(
+        f"{os.getpid()} {os.environ['WORLD_SIZE']} {os.environ['MASTER_ADDR']} {os.environ['OMP_NUM_THREADS']}"
+    )
+    if mode == "fail_on_1" and rank == "1":
+        return 2
+    if mode == "die_on_1" and rank == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode in ("wait", "fail_on_1", "die_on_1"):
+        deadline = time.monotonic() + 60
+        while not stopped and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)  # a save takes a while; nobody may cut it short
+        (folder / f"saved_{rank}").write_text("")
+        if mode == "wait":
+            if rank == "0":
+                (folder / "exit_code").write_text("75\n")
+            return 75
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,125 @@
+"""Starting ranks under torchrun: exit codes, signals, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.launch.environment import RankPlace, find_rank, job_port
+from pacs_megatron.launch.train import run_train, start_ranks
+from tests.unit.config.test_load import BASE
+
+PROBE = "tests.unit.launch.rank_probe"
+
+
+def started_pids(folder: Path) -> list[int]:
+    return [int(path.read_text().split()[0]) for path in folder.glob("started_*") if path.read_text()]
+
+
+def assert_gone(folder: Path) -> None:
+    assert len(started_pids(folder)) == 2
+    assert not [pid for pid in started_pids(folder) if psutil.pid_exists(pid)]
+
+
+def test_ranks_end_well(tmp_path: Path) -> None:
+    (tmp_path / "exit_code").write_text("70")  # of an earlier run: not this one's word
+    assert start_ranks([PROBE, str(tmp_path), "ok"], 2, tmp_path / "exit_code") == 0
+    words = (tmp_path / "started_1").read_text().split()
+    assert words[1:3] == ["2", "127.0.0.1"]
+    assert int(words[3]) >= 1
+    assert_gone(tmp_path)
+
+
+def test_a_failed_rank_gives_its_code(tmp_path: Path) -> None:
+    assert start_ranks([PROBE, str(tmp_path), "fail_on_1"], 2, tmp_path / "exit_code") == 2
+    assert_gone(tmp_path)
+
+
+def test_a_killed_rank_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert start_ranks([PROBE, str(tmp_path), "die_on_1"], 2, tmp_path / "exit_code") == 128 + signal.SIGKILL
+    error = capfd.readouterr().err
+    assert "rank 1 (pid" in error
+    assert "was ended by SIGKILL" in error
+    assert "Traceback" not in error
+    assert_gone(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_ranks_and_they_save(tmp_path: Path, number: signal.Signals) -> None:
+    code = (
+        "import sys; from pathlib import Path; from pacs_megatron.launch.train import start_ranks;"
+        f"sys.exit(start_ranks(['{PROBE}', sys.argv[1], 'wait'], 2, Path(sys.argv[1]) / 'exit_code'))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    wait_for_start(tmp_path, process)
+    process.send_signal(number)
+    assert process.wait(30) == 75
+    assert {path.name for path in tmp_path.glob("saved_*")} == {"saved_0", "saved_1"}
+    assert_gone(tmp_path)
+
+
+def test_ranks_do_not_outlive_a_killed_command(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from pacs_megatron.launch.train import start_ranks;"
+        f"sys.exit(start_ranks(['{PROBE}', sys.argv[1], 'wait'], 2, Path(sys.argv[1]) / 'exit_code'))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    wait_for_start(tmp_path, process)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while any(psutil.pid_exists(pid) for pid in started_pids(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert_gone(tmp_path)
+
+
+def wait_for_start(folder: Path, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 60
+    while len(started_pids(folder)) < 2 and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.1)
+    assert len(started_pids(folder)) == 2
+
+
+def test_bad_layouts_are_refused_before_anything_starts(
+    tmp_path: Path, tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "run.yaml").write_text(BASE)
+    with pytest.raises(ConfigError, match=r"parallel\.tp=3 does not divide num_key_value_heads=.*; use"):
+        run_train(Path("run.yaml"), [f"model.path={tiny_qwen3}", "parallel.tp=3"])
+    with pytest.raises(ConfigError, match="6 ranks do not factor"):
+        run_train(Path("run.yaml"), ["parallel.tp=4", "run.nproc=6"])
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_places() -> None:
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
+    assert find_rank(torchrun | {"MASTER_PORT": "5"}) == RankPlace(3, 4, 1, 2, "h", 5)
+    with pytest.raises(ConfigError, match="MASTER_PORT is not"):
+        find_rank(torchrun)
+    with pytest.raises(ConfigError, match="must be integers"):
+        find_rank(torchrun | {"MASTER_PORT": "x"})
+    batch_script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    assert find_rank(batch_script) is None
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_PROCID": "2",
+        "SLURM_LOCALID": "0",
+        "MASTER_ADDR": "n1",
+    }
+    assert find_rank(step) == RankPlace(2, 4, 0, 2, "n1", job_port("7"))
+    assert find_rank(step | {"SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert os.environ.get("RANK") is None

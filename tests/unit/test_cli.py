@@ -1,0 +1,91 @@
+"""The command line: parsing, errors in one line, and speed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pacs_megatron.cli import build_parser, main
+from tests.unit.config.test_load import BASE
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(BASE)
+    return "run.yaml"
+
+
+def test_config_show(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", config, "run.steps=3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  #") for line in lines if line.startswith("run.steps")] == [
+        [next(line for line in lines if line.startswith("run.steps")).split("  #")[0], " override"]
+    ]
+    assert any(line.startswith("objective.beta = 2.0 ") and line.endswith("# run.yaml:8") for line in lines)
+    assert any(line.startswith("optimizer.clip_grad = 1.0 ") and line.endswith("# default") for line in lines)
+
+
+def test_config_explain(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "explain", config, "batch.updates_per_step=3", "parallel.tp=2", "run.nproc=4"]) == 0
+    values = {
+        line.split("  ")[0].strip(): line.split("=")[0].split("  ")[-2].strip()
+        for line in capsys.readouterr().out.splitlines()
+    }
+    assert values["ranks"] == "4"
+    assert values["data-parallel replicas"] == "2"
+    assert values["samples a step"] == "32"
+    assert values["samples an update"] == "8 or 12"
+    assert values["updates in the run"] == "30"
+    assert values["longest sample"] == "1,024 tokens"
+    assert values["longest samples in a micro-batch"] == "2"
+
+
+def test_config_explain_refuses_ranks_that_do_not_factor(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "explain", config, "parallel.tp=2", "--ranks", "3"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ConfigError: 3 ranks do not factor into")
+    assert error.count("\n") == 1
+
+
+def test_config_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["additionalProperties"] is False
+    assert {"run", "objective", "include"} <= set(schema["properties"])
+    described = schema["$defs"]["BatchOptions"]["properties"]["prompts_per_step"]
+    assert "one rollout batch" in described["description"]
+
+
+def test_an_error_is_one_line_and_a_code(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", config, "optimizer.lrr=1"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "ConfigError: unknown key `optimizer.lrr`; did you mean `optimizer.lr`? (override)\n"
+
+
+def test_every_verb_has_help() -> None:
+    verbs = [
+        ["train"],
+        ["eval"],
+        ["export"],
+        ["data", "preview"],
+        ["config", "show"],
+        ["convert", "verify"],
+        ["doctor"],
+    ]
+    for verb in verbs:
+        with pytest.raises(SystemExit) as caught:
+            build_parser().parse_args([*verb, "--help"])
+        assert caught.value.code == 0
+
+
+def test_a_closed_pipe_is_quiet(config: str) -> None:
+    command = f"{sys.executable} -m pacs_megatron config schema | head -1"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
+    )
+    assert done.stdout == "{\n"
+    assert "Traceback" not in done.stderr
