@@ -124,7 +124,7 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
     ("overrides", "expected"),
     [
         (["optimizer.lrr=1"], "unknown key `optimizer.lrr`; did you mean `optimizer.lr`? (override)"),
-        (["tp=4"], "unknown key `tp`; did you mean `parallel.tp`? (override)"),
+        (["lr=4"], "unknown key `lr`; did you mean `optimizer.lr`? (override)"),
         (["optimiser.lr=1"], "unknown key `optimiser`; did you mean `optimizer`? (override)"),
         (
             ["objective.clip_low=0.1"],
