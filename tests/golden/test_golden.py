@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.objective_reference import Batch, make_facts, objective_gradient, objective_scores
 
 from pacs_megatron.config.schema import PacsOptions
 from pacs_megatron.objectives import build_objective
+from tests.support.objective_reference import Batch, make_facts, objective_gradient, objective_scores
 
 OWN_FILE = Path(__file__).parent / "pacs_golden.json"
 NUM_OWN_CASES = 35
@@ -78,7 +78,11 @@ def test_authors_figures(case: dict[str, Any]) -> None:
     gradient, _ = objective_gradient(objective, batch, prepared, cuts=5)
 
     expected = case["expected"]
-    for got, key in ((proxy, "reward_proxy"), (prepared.per_sample["score"], "score"), (prepared.per_sample["weight"], "weight")):
+    for got, key in (
+        (proxy, "reward_proxy"),
+        (prepared.per_sample["score"], "score"),
+        (prepared.per_sample["weight"], "weight"),
+    ):
         np.testing.assert_allclose(got.numpy(), np.asarray(expected[key])[order], rtol=RTOL, atol=ATOL, err_msg=key)
     assert prepared.loss == pytest.approx(expected["loss"], rel=RTOL)
     wanted = np.concatenate([expected["grad_log_probs"][row] for row in order])

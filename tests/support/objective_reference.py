@@ -118,11 +118,9 @@ def reference_scores(r: torch.Tensor, score: str, floor: float | None = None) ->
     centred = r - r.mean()
     if score == "dr_grpo":
         return centred
-    if bool((r == r[0]).all()):
-        std = torch.zeros((), dtype=r.dtype)  # autograd of std is NaN here
-    else:
-        std = r.std(unbiased=True)
-    if floor is not None and float(std) < floor:
+    # Autograd of the standard deviation is NaN at 0.
+    std = torch.zeros((), dtype=r.dtype) if bool((r == r[0]).all()) else r.std(unbiased=True)
+    if floor is not None and float(std.detach()) < floor:
         std = torch.tensor(floor, dtype=r.dtype)
     return centred / (std + EPS)
 

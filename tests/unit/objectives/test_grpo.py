@@ -1,0 +1,167 @@
+"""The GRPO family against plain per-token loops with autograd in float64."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pacs_megatron.config.schema import GrpoOptions
+from pacs_megatron.contracts import Objective, SampleFacts
+from pacs_megatron.errors import NonFiniteError
+from pacs_megatron.objectives import build_objective
+from tests.support.objective_reference import Batch, make_facts, objective_gradient, random_batch
+
+MEANS: tuple[dict[str, Any], ...] = (
+    {"loss_mean": "token"},
+    {"loss_mean": "sequence"},
+    {"loss_mean": "dr_grpo", "constant_length": 7},
+)
+
+
+def grpo(updates_per_step: int = 1, **options: Any) -> Objective:
+    return build_objective(GrpoOptions(name="grpo", **options), updates_per_step=updates_per_step)
+
+
+def plain_advantages(facts: SampleFacts, kind: str) -> list[float]:
+    out = []
+    for row in range(facts.num_samples):
+        rewards = facts.rewards[facts.groups == facts.groups[row]]
+        if kind == "rloo":
+            out.append(facts.rewards[row] - (rewards.sum() - facts.rewards[row]) / (len(rewards) - 1))
+        else:
+            scale = rewards.std(ddof=1) + 1e-6 if kind == "grpo" else 1.0
+            out.append((facts.rewards[row] - rewards.mean()) / scale)
+    return out
+
+
+def plain_loss(batch: Batch, logprobs: torch.Tensor, options: GrpoOptions, advantages: list[float]) -> torch.Tensor:
+    """Sample by sample, from the definition; the ratio is taken against `batch.reference`, as the KL is."""
+    total = torch.zeros((), dtype=torch.float64)
+    num_samples, num_tokens = batch.facts.num_samples, int(batch.facts.response_lens.sum())
+    for row in range(num_samples):
+        keep = (batch.sample_of_token == row) & (batch.mask == 1)
+        log_ratio = logprobs[keep] - batch.reference[keep]
+        ratio = log_ratio.exp()
+        surrogate = torch.minimum(
+            ratio * advantages[row], ratio.clamp(1 - options.clip_low, 1 + options.clip_high) * advantages[row]
+        )
+        tokens = -surrogate + options.kl_coef * ((-log_ratio).exp() + log_ratio - 1)
+        divisor = {
+            "token": num_tokens,
+            "sequence": num_samples * int(keep.sum()),
+            "dr_grpo": num_samples * (options.constant_length or 0),
+        }[options.loss_mean]
+        total = total + tokens.sum() / divisor
+    return total
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+@pytest.mark.parametrize("mean", MEANS, ids=lambda mean: mean["loss_mean"])
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
+def test_loss_and_gradient_match_autograd(advantage: str, mean: dict[str, Any], kl_coef: float) -> None:
+    options: dict[str, Any] = {"advantage": advantage, "kl_coef": kl_coef, "clip_low": 0.1, "clip_high": 0.3, **mean}
+    for seed in range(3):
+        batch = random_batch(seed, spread=0.3)
+        objective = grpo(updates_per_step=2, **options)
+        prepared = objective.prepare(None, batch.facts, objective.prepare_step(batch.facts))
+        gradient, loss = objective_gradient(objective, batch, prepared, cuts=6, seed=seed)
+        logprobs = batch.logprobs.clone().requires_grad_(True)
+        advantages = plain_advantages(batch.facts, advantage)
+        plain = plain_loss(batch, logprobs, GrpoOptions(name="grpo", **options), advantages)
+        plain.backward()
+        assert prepared.loss is None and loss == pytest.approx(float(plain.detach()), rel=1e-10)
+        np.testing.assert_allclose(gradient, logprobs.grad, rtol=1e-10, atol=1e-15)
+
+        metrics = objective.token_metrics(batch.record(), prepared)
+        sums = {name: float((values * batch.mask).sum()) for name, values in metrics.items()}
+        ratio = (batch.logprobs - batch.reference).exp()
+        sign = torch.tensor(advantages)[batch.sample_of_token].sign()
+        clipped = ((sign > 0) & (ratio > 1.3)) | ((sign < 0) & (ratio < 0.9))
+        assert sums["grpo/clip_frac"] == pytest.approx(float((clipped * batch.mask).sum() / batch.mask.sum()))
+        assert 0 < sums["grpo/clip_frac"] < 1
+        assert (kl_coef > 0) == ("grpo/kl" in sums)
+        if kl_coef > 0:
+            k3 = 1 / ratio - 1 + ratio.log()
+            assert sums["grpo/kl"] == pytest.approx(float((k3 * batch.mask).sum() / batch.mask.sum()))
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_first_update_is_the_policy_gradient_with_and_without_stored_log_probs(updates: int) -> None:
+    batch = random_batch(4)
+    objective = grpo(updates_per_step=updates, advantage="dr_grpo", loss_mean="sequence")
+    prepared = objective.prepare(None, batch.facts, objective.prepare_step(batch.facts))
+    same = Batch(**{**vars(batch), "reference": batch.logprobs.clone()})
+    gradient, _ = objective_gradient(objective, same, prepared, cuts=3)
+    advantage = torch.tensor(plain_advantages(batch.facts, "dr_grpo"))[batch.sample_of_token]
+    lens = torch.from_numpy(batch.facts.response_lens)[batch.sample_of_token]
+    expected = -advantage * batch.mask / (batch.facts.num_samples * lens)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-10, atol=1e-16)
+
+
+def test_advantages_come_from_the_whole_rollout_batch_and_survive_any_order() -> None:
+    facts = random_batch(6, sizes=(2, 3, 5, 7) * 8).facts
+    order = np.random.default_rng(0).permutation(facts.num_samples)
+    objective = grpo()
+    step, shuffled = objective.prepare_step(facts), objective.prepare_step(facts.select(order))
+    assert step == shuffled
+    rows = order[: facts.num_samples // 2]
+    part = objective.prepare(None, facts.select(rows), step)
+    wanted = np.asarray(plain_advantages(facts, "grpo"))[rows]
+    np.testing.assert_allclose(part.per_sample["advantage"], wanted, rtol=1e-12, atol=1e-13)
+
+
+def test_equal_rewards_give_exactly_no_gradient_unless_a_kl_term_remains() -> None:
+    facts = make_facts([0, 1, 0, 1, 0], [1.0, 0.0, 1.0, 1.0, 1.0], rewards=[0.1, 0.0, 0.1, 1.0, 0.1])
+    objective = grpo()
+    prepared = objective.prepare(None, facts, objective.prepare_step(facts))
+    assert prepared.zero_gradient is not None
+    assert prepared.zero_gradient.tolist() == [True, False, True, False, True]
+    assert prepared.metrics["grpo/zero_advantage_frac"] == pytest.approx(3 / 5)
+    with_kl = grpo(kl_coef=0.1)
+    assert with_kl.prepare(None, facts, with_kl.prepare_step(facts)).zero_gradient is None
+
+
+def test_huge_ratios_leave_no_nan() -> None:
+    facts = make_facts([0, 0], [1.0, 0.0], lens=[2, 2])
+    batch = Batch(
+        facts=facts,
+        logprobs=torch.tensor([-1.0, -900.0, -1.0, -900.0], dtype=torch.float64),
+        reference=torch.tensor([-900.0, -1.0, -900.0, -1.0], dtype=torch.float64),
+        mask=torch.ones(4, dtype=torch.float64),
+        sample_of_token=torch.tensor([0, 0, 1, 1]),
+    )
+    objective = grpo(updates_per_step=2, kl_coef=0.1)
+    prepared = objective.prepare(None, facts, objective.prepare_step(facts))
+    gradient, loss = objective_gradient(objective, batch, prepared)
+    assert np.isfinite(loss) and torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize(
+    ("updates", "kl_coef", "passes"),
+    [(1, 0.0, set()), (2, 0.0, {"step_start"}), (1, 0.1, {"reference"}), (2, 0.1, {"step_start", "reference"})],
+)
+def test_which_passes_a_setting_needs(updates: int, kl_coef: float, passes: set[str]) -> None:
+    objective = grpo(updates_per_step=updates, kl_coef=kl_coef)
+    assert objective.logprob_passes() == passes
+    assert not objective.needs_scores(0) and not objective.needs_scores(1)
+
+
+def test_bugs_of_the_caller_are_refused() -> None:
+    batch = random_batch(0)
+    objective = grpo(updates_per_step=2, kl_coef=0.1)
+    prepared = objective.prepare(None, batch.facts, objective.prepare_step(batch.facts))
+    with pytest.raises(ValueError, match="no score pass"):
+        objective.token_scores(batch.record())
+    record = batch.record()
+    record.step_start_logprobs = None
+    with pytest.raises(ValueError, match="needs step_start log-probs"):
+        objective.token_loss(record, prepared)
+    record = batch.record()
+    record.reference_logprobs = None
+    with pytest.raises(ValueError, match="needs reference log-probs"):
+        objective.token_loss(record, prepared)
+    with pytest.raises(ValueError, match="alone in its group"):
+        objective.prepare_step(make_facts([0, 1, 1], [0.0, 1.0, 1.0]))
+    with pytest.raises(NonFiniteError, match="0:data/0#1"):
+        objective.prepare_step(make_facts([0, 0], [0.0, 1.0], rewards=[0.0, float("nan")]))

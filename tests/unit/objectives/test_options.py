@@ -1,0 +1,78 @@
+"""Combinations of objective options that are refused, and what the message says."""
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from pacs_megatron.config.schema import GrpoOptions, ObjectiveOptions, PacsOptions
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.objectives import build_objective
+
+OPTIONS: TypeAdapter[Any] = TypeAdapter(ObjectiveOptions)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"name": "pacs", "reward_proxy": "mean_log_prob", "reference": "frozen"}, "objective.reference=frozen"),
+        ({"name": "pacs", "reward_proxy": "mean_log_prob", "reference": "step_start"}, "reward_proxy=sum_log_ratio"),
+        ({"name": "pacs", "reference": None}, "use step_start or frozen"),
+        ({"name": "pacs", "reset_every": 5}, "objective.reset_every=5 needs objective.reference=frozen"),
+        ({"name": "pacs", "score_std_floor": 0.1}, "objective.score_std_floor is used by score grpo only"),
+        ({"name": "pacs", "score": "grpo"}, "objective.score_std_floor is required"),
+        ({"name": "pacs", "actor_scope": "own"}, "objective.actor_scope=own needs objective.actor_term > 0"),
+        ({"name": "pacs", "actor_term": 0.5, "actor_scope": None}, "use group or own"),
+        ({"name": "pacs", "actor_term": 0.5, "reward_proxy": "mean_log_prob"}, "objective.reward_proxy=sum_log_ratio"),
+        ({"name": "pacs", "actor_term": 1.5}, "less than or equal to 1"),
+        ({"name": "grpo", "advantage": "rloo", "advantage_eps": 1e-5}, "objective.advantage_eps=1e-05"),
+        ({"name": "grpo", "advantage_eps": None}, "advantage grpo needs a number"),
+        ({"name": "grpo", "constant_length": 7}, "used by loss_mean dr_grpo only"),
+        ({"name": "grpo", "loss_mean": "dr_grpo"}, "objective.constant_length is required"),
+        ({"name": "grpo", "reset_every": 5}, "needs objective.kl_coef > 0"),
+        ({"name": "sft", "loss_mean": "dr_grpo"}, "'token' or 'sequence'"),
+        ({"name": "sft", "beta": 1.0}, "Extra inputs"),
+    ],
+)
+def test_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        OPTIONS.validate_python(options)
+    # Defaults that depend on a wrong option are reported as well; the loader of the config drops those lines.
+    (problem,) = (found for found in error.value.errors() if found["type"] != "default_factory_not_called")
+    assert words in problem["msg"] and "\n" not in problem["msg"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "pacs"},
+        {"name": "pacs", "reference": "frozen"},
+        {"name": "pacs", "reference": "frozen", "reset_every": 20},
+        {"name": "pacs", "reward_proxy": "mean_log_prob", "score": "grpo"},
+        {"name": "pacs", "score": "grpo", "reference": "frozen"},
+        {"name": "pacs", "score": "grpo", "score_std_floor": 0.1},
+        {"name": "pacs", "actor_term": 1.0, "reference": "frozen"},
+        {"name": "grpo", "advantage": "dr_grpo", "loss_mean": "dr_grpo", "constant_length": 100},
+        {"name": "grpo", "kl_coef": 0.1, "reset_every": 3},
+        {"name": "sft"},
+    ],
+)
+def test_accepted_and_a_resolved_copy_reads_back(options: dict[str, Any]) -> None:
+    resolved = OPTIONS.validate_python(options)
+    assert OPTIONS.validate_python(resolved.model_dump()) == resolved
+    assert build_objective(resolved, updates_per_step=1).name == options["name"]
+
+
+def test_defaults_that_depend_on_other_options() -> None:
+    assert PacsOptions(name="pacs").reference == "step_start"
+    assert PacsOptions(name="pacs", reward_proxy="mean_log_prob").reference is None
+    assert PacsOptions(name="pacs").actor_scope is None
+    assert PacsOptions(name="pacs", actor_term=0.1).actor_scope == "group"
+    assert GrpoOptions(name="grpo").advantage_eps == 1e-6
+    assert GrpoOptions(name="grpo", advantage="rloo").advantage_eps is None
+
+
+def test_actor_term_off_policy_is_a_config_error() -> None:
+    options = PacsOptions(name="pacs", actor_term=0.5)
+    with pytest.raises(ConfigError, match=r"objective.actor_term=0.5 needs batch.updates_per_step=1, got 2"):
+        build_objective(options, updates_per_step=2)

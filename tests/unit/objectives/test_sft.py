@@ -1,0 +1,38 @@
+"""SFT against the negative log-likelihood written out."""
+
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+
+from pacs_megatron.config.schema import SftOptions
+from pacs_megatron.contracts import Objective
+from pacs_megatron.objectives import build_objective
+from tests.support.objective_reference import make_facts, objective_gradient, random_batch
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
+def test_loss_and_gradient_match_autograd(loss_mean: Literal["token", "sequence"]) -> None:
+    batch = random_batch(2)
+    objective = build_objective(SftOptions(name="sft", loss_mean=loss_mean), updates_per_step=1)
+    prepared = objective.prepare(None, batch.facts, objective.prepare_step(batch.facts))
+    gradient, loss = objective_gradient(objective, batch, prepared, cuts=4)
+    logprobs = batch.logprobs.clone().requires_grad_(True)
+    kept = [logprobs[(batch.sample_of_token == row) & (batch.mask == 1)] for row in range(batch.facts.num_samples)]
+    plain = -torch.cat(kept).mean() if loss_mean == "token" else -torch.stack([tokens.mean() for tokens in kept]).mean()
+    plain.backward()
+    assert prepared.loss is None and loss == pytest.approx(float(plain.detach()), rel=1e-12)
+    np.testing.assert_allclose(gradient, logprobs.grad, rtol=1e-12, atol=0)
+
+
+def test_groups_of_one_and_no_passes() -> None:
+    objective = build_objective(SftOptions(name="sft"), updates_per_step=1)
+    assert isinstance(objective, Objective)
+    assert objective.logprob_passes() == frozenset() and not objective.needs_scores(0)
+    facts = make_facts([0, 1, 2], [1.0, 1.0, 1.0], lens=[1, 2, 3])
+    prepared = objective.prepare(None, facts, objective.prepare_step(facts))
+    assert prepared.per_sample["token_weight"].tolist() == pytest.approx([1 / 6] * 3)
+    assert objective.token_metrics(random_batch(0).record(), prepared) == {}
+    with pytest.raises(ValueError, match="no score pass"):
+        objective.token_scores(random_batch(0).record())
