@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.schema import (
     DatasetOptions,
     DemonstrationRollout,
     Options,
     RunConfig,
     SftOptions,
+    SglangRollout,
 )
 
 
@@ -100,8 +102,36 @@ def one_of(values: list[int]) -> str:
 
 # ------------------------------------------------------------------------------------------------------ the file alone
 def _run(config: RunConfig) -> Iterator[Problem]:
-    if config.run.nproc is not None:
-        yield from _layout(config, config.run.nproc, key="run.nproc")
+    run, resources = config.run, config.resources
+    if resources.gpus_per_node:
+        if run.nproc is not None:
+            yield Problem("run.nproc", "run.nproc is not used with resources.gpus_per_node > 0: one rank a GPU; remove it")
+        if resources.gpu is None:
+            yield Problem("resources.gpu", "`resources.gpu` is missing; name the GPU: a100, h100, h200 or b200")
+        yield from _layout(config, ranks_to_start(config), key="resources.nodes")
+    elif resources.gpu is not None:
+        yield Problem("resources.gpu", "resources.gpu is not used with resources.gpus_per_node=0; remove it")
+    elif run.nproc is not None:
+        yield from _layout(config, ranks_to_start(config), key="run.nproc")
+    if config.precision.fp8 is not None and not resources.gpus_per_node:
+        yield Problem("precision.fp8", "precision.fp8 needs GPUs, got resources.gpus_per_node=0; set it or remove fp8")
+
+
+def _rollout_place(config: RunConfig) -> Iterator[Problem]:
+    resources, rollout = config.resources, config.rollout
+    if not resources.rollout_nodes:
+        return
+    if not isinstance(rollout, SglangRollout) or rollout.servers is None:
+        yield Problem(
+            "resources.rollout_nodes",
+            f"resources.rollout_nodes={resources.rollout_nodes} needs rollout.engine=sglang with rollout.servers; set 0",
+        )
+    elif rollout.servers.colocated:
+        yield Problem(
+            "rollout.servers.colocated",
+            f"rollout.servers.colocated=true with resources.rollout_nodes={resources.rollout_nodes}: the servers have "
+            "nodes of their own; set one of the two",
+        )
 
 
 def _precision(config: RunConfig) -> Iterator[Problem]:
@@ -263,6 +293,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _precision,
     _parallel,
     _strategy,
+    _rollout_place,
     _batch,
     _datasets,
     _optimizer,

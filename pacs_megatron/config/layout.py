@@ -19,6 +19,8 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
 
 
 def ranks_to_start(config: RunConfig) -> int:
-    """Ranks that `train` starts on one host: `run.nproc`, else one replica of the model."""
-    parallel = config.parallel
-    return config.run.nproc or parallel.tp * parallel.pp * parallel.cp
+    """Ranks of the whole run: one a GPU of `resources`, else `run.nproc`, else one replica of the model."""
+    resources, parallel = config.resources, config.parallel
+    if resources.gpus_per_node:
+        return resources.nodes * resources.gpus_per_node
+    return (config.run.nproc or parallel.tp * parallel.pp * parallel.cp) * resources.nodes

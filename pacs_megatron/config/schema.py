@@ -476,10 +476,30 @@ class RunOptions(Options):
     """Ranks that `train` starts on this host; default: tp * pp * cp. Ignored under torchrun or srun."""
 
 
+class ResourceOptions(Options):
+    """What the run asks of a cluster; the site's own words (partition, account, modules) are in configs/clusters/."""
+
+    nodes: PositiveInt = 1
+    """Nodes of the trainer."""
+    gpus_per_node: int = Field(default=0, ge=0)
+    """GPUs of a node, one rank each; 0: CPU, with run.nproc ranks."""
+    gpu: Literal["a100", "h100", "h200", "b200"] | None = None
+    """For `plan`: memory and speed of the GPU; required with gpus_per_node > 0."""
+    rollout_nodes: int = Field(default=0, ge=0)
+    """More nodes for SGLang servers; 0: the servers share the trainer's GPUs, or there are none."""
+    time_limit: str = Field(default="04:00:00", pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")
+    """Of one job, as Slurm writes it; the run goes on in the next one."""
+    signal_lead_s: PositiveInt = 300
+    """The signal to save and stop comes this long before the time limit: more than an update and a save take."""
+    max_attempts: PositiveInt = 5
+    """A job that ended so often in a row without a new checkpoint is not requeued."""
+
+
 class RunConfig(Options):
     """The whole file."""
 
     run: RunOptions
+    resources: ResourceOptions = ResourceOptions()
     model: ModelOptions
     precision: PrecisionOptions = PrecisionOptions()
     parallel: ParallelOptions = ParallelOptions()

@@ -20,7 +20,7 @@ import psutil
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import layout_problems, shape_problems
 from pacs_megatron.config.layout import ranks_to_start
-from pacs_megatron.errors import ExitCode
+from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.launch.environment import find_rank, rank_environment
 
 TRAINING_MODULE = "pacs_megatron.training.main"
@@ -36,6 +36,11 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
     place = find_rank(os.environ)
     world_size = place.world_size if place is not None else ranks_to_start(loaded.config)
     check_model_and_layout(loaded, world_size)
+    if place is None and loaded.config.resources.nodes > 1:
+        raise ConfigError(
+            f"resources.nodes={loaded.config.resources.nodes}: `train` starts ranks on one host only; use `submit`, or "
+            f"sbatch slurm/train.sbatch {config_path} ({loaded.where('resources.nodes')})"
+        )
     command = [TRAINING_MODULE, str(config_path), *overrides]
     if place is not None:
         environ = rank_environment(place.local_world_size, single_host=False) | place.variables()
