@@ -1,0 +1,121 @@
+"""Takes a policy's exported weights into a Hugging Face module, whole or not at all as far as sampling can see."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from pacs_megatron.contracts.digest import WeightDigest
+from pacs_megatron.errors import SyncError
+
+
+class WeightInbox:
+    """The receiving end of an export. `version` and `digest` are None while the module must not be sampled from.
+
+    A failed or broken-off update leaves it so until a complete one: the module holds a mixture.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._targets, self._aliases = _targets(module)
+        self._received: set[str] = set()
+        self._hash: WeightDigest | None = None
+        self._pending_version: int | None = None
+        self.version: int | None = None
+        self.digest: str | None = None
+
+    def begin(self, version: int) -> None:
+        """Starts (or starts over) an update; whatever was received since the last complete one counts no more."""
+        self.version = self.digest = None
+        self._pending_version = version
+        self._received = set()
+        self._hash = WeightDigest()
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Copies one weight. Raises SyncError for an unknown, repeated or misshapen one."""
+        if self._hash is None:
+            raise SyncError(f"weight {name} arrived outside an update; call begin_update first")
+        if name in self._received:
+            raise SyncError(f"weight {name} arrived twice in the update to version {self._pending_version}")
+        target = self._targets.get(name)
+        source = self._aliases.get(name)
+        if target is None and source is None:
+            raise SyncError(
+                f"weight {name} is not in the rollout model (update to version {self._pending_version}); "
+                f"its names look like {next(iter(self._targets))}"
+            )
+        self._hash.update(name, tensor)
+        if target is None:
+            assert source is not None
+            self._check_alias(name, source, tensor)
+        else:
+            if target.shape != tensor.shape:
+                raise SyncError(
+                    f"weight {name} has shape {list(tensor.shape)}, the rollout model expects {list(target.shape)}; "
+                    "policy and rollout must come from the same config.json"
+                )
+            with torch.no_grad():
+                target.copy_(tensor)
+        self._received.add(name)
+
+    def end(self, digest: str) -> None:
+        """Raises SyncError unless every weight has arrived and their digest is `digest`."""
+        if self._hash is None or self._pending_version is None:
+            raise SyncError("end_update without begin_update")
+        missing = sorted(self._targets.keys() - self._received)
+        if missing:
+            raise SyncError(
+                f"update to version {self._pending_version} ended without {len(missing)} of {len(self._targets)} weights, "
+                f"the first is {missing[0]}"
+            )
+        own = self._hash.hexdigest()
+        if own != digest:
+            raise SyncError(
+                f"update to version {self._pending_version}: the received weights have digest {own}, the sender says {digest}"
+            )
+        self.version, self.digest = self._pending_version, digest
+        self._hash = None
+
+    def _check_alias(self, name: str, source: str, tensor: torch.Tensor) -> None:
+        """A tied weight may be sent under its second name too, after the first and equal to it."""
+        target = self._targets[source]
+        if source not in self._received:
+            raise SyncError(f"weight {name} is tied to {source} in the rollout model and must not arrive before it")
+        if target.shape != tensor.shape or not torch.equal(target, tensor.to(target)):
+            raise SyncError(
+                f"weight {name} is tied to {source} in the rollout model, but differs from it; check tie_word_embeddings"
+            )
+
+
+def _targets(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Checkpoint name -> tensor to fill; second name of a tied tensor -> its first name.
+
+    Mixture-of-experts modules hold all experts of a layer in one tensor, a checkpoint has one tensor for each.
+    """
+    targets: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    first_names: dict[int, str] = {}
+    # state_dict names what a checkpoint holds, tied weights under both names.
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        first = first_names.setdefault(id(tensor), name)
+        if first != name:
+            aliases[name] = first
+        else:
+            targets.update(_split_experts(name, tensor.detach()))
+    return targets, aliases
+
+
+def _split_experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    match = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)", name)
+    if match is None or tensor.dim() != 3:
+        return {name: tensor}
+    prefix, kind = match.groups()
+    views: dict[str, torch.Tensor] = {}
+    for expert, fused in enumerate(tensor.unbind(0)):  # views: filling them fills the fused tensor
+        if kind == "down_proj":
+            views[f"{prefix}.{expert}.down_proj.weight"] = fused
+        else:
+            gate, up = fused.chunk(2, dim=0)
+            views[f"{prefix}.{expert}.gate_proj.weight"] = gate
+            views[f"{prefix}.{expert}.up_proj.weight"] = up
+    return views
