@@ -113,8 +113,6 @@ def _run(config: RunConfig) -> Iterator[Problem]:
         yield Problem("resources.gpu", "resources.gpu is not used with resources.gpus_per_node=0; remove it")
     elif run.nproc is not None:
         yield from _layout(config, ranks_to_start(config), key="run.nproc")
-    if config.precision.fp8 is not None and not resources.gpus_per_node:
-        yield Problem("precision.fp8", "precision.fp8 needs GPUs, got resources.gpus_per_node=0; set it or remove fp8")
 
 
 def _rollout_place(config: RunConfig) -> Iterator[Problem]:
@@ -140,6 +138,8 @@ def _precision(config: RunConfig) -> Iterator[Problem]:
             "precision.dtype",
             f"precision.dtype={config.precision.dtype} with precision.fp8: FP8 needs bf16; set precision.dtype=bf16",
         )
+    if config.precision.fp8 is not None and not config.resources.gpus_per_node:
+        yield Problem("precision.fp8", "precision.fp8 needs GPUs, got resources.gpus_per_node=0; set it or remove fp8")
 
 
 def _parallel(config: RunConfig) -> Iterator[Problem]:
