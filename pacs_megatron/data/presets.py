@@ -1,0 +1,152 @@
+"""Which column holds what in the well-known math data sets, and how their answers are written."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pacs_megatron.config.schema import DatasetOptions
+from pacs_megatron.data.sources import Row
+from pacs_megatron.errors import ConfigError, DataError
+
+_GSM8K_ANSWER = re.compile(r"####\s*(.+?)\s*$")
+_GSM8K_CALCULATION = re.compile(r"<<[^<>]*>>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What training and evaluation need of a row."""
+
+    problem: str
+    answer: str
+    solution: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Column names, the first that a row has wins; and how to read answer and solution out of their text.
+
+    `extract` and `demonstrate` return None when the text does not hold one.
+    """
+
+    problem: tuple[str, ...]
+    answer: tuple[str, ...]
+    solution: tuple[str, ...] = ()
+    extract: Callable[[str], str | None] = str
+    demonstrate: Callable[[str], str | None] = str
+
+
+def _gsm8k_answer(text: str) -> str | None:
+    match = _GSM8K_ANSWER.search(text)
+    return match[1].replace(",", "") if match else None
+
+
+def _gsm8k_solution(text: str) -> str | None:
+    r"""The worked solution without calculator marks; `#### 5` becomes a sentence with `\boxed{5}`."""
+    answer = _gsm8k_answer(text)
+    steps = _GSM8K_CALCULATION.sub("", text[: text.rfind("####")]).strip()
+    return f"{steps}\nThe answer is \\boxed{{{answer}}}." if answer else None
+
+
+def _aime_answer(text: str) -> str:
+    """AIME prints its integers with three digits: 025 is 25."""
+    return str(int(text)) if re.fullmatch(r"[0-9]{1,3}", text) else text
+
+
+# Copies on the hub differ in the columns' spelling; the first name is the one of the original.
+_PROBLEM = ("problem", "question", "Problem", "Question")
+_ANSWER = ("answer", "Answer")
+_SOLUTION = ("solution", "Solution")
+PRESETS: dict[str, Columns] = {
+    "deepscaler": Columns(problem=_PROBLEM, answer=_ANSWER, solution=_SOLUTION),
+    "gsm8k": Columns(
+        problem=("question",),
+        answer=("answer",),
+        solution=("answer",),
+        extract=_gsm8k_answer,
+        demonstrate=_gsm8k_solution,
+    ),
+    "math500": Columns(problem=_PROBLEM, answer=_ANSWER, solution=_SOLUTION),
+    "aime": Columns(problem=_PROBLEM, answer=_ANSWER, solution=_SOLUTION, extract=_aime_answer),
+    "amc23": Columns(problem=_PROBLEM, answer=_ANSWER),
+    "beyondaime": Columns(problem=_PROBLEM, answer=_ANSWER),
+}
+
+
+def columns_of(options: DatasetOptions) -> Columns:
+    """The preset's columns or the user's own. Raises ConfigError unless exactly one of the two is given."""
+    if (options.preset is None) == (options.columns is None):
+        given = "neither" if options.preset is None else "both"
+        raise ConfigError(
+            f"{options.path}: give exactly one of preset ({', '.join(PRESETS)}) and columns, got {given} of them"
+        )
+    if options.preset is not None:
+        return PRESETS[options.preset]
+    named = options.columns
+    assert named is not None
+    return Columns(
+        problem=(named.problem,), answer=(named.answer,), solution=() if named.solution is None else (named.solution,)
+    )
+
+
+def problem_of(row: Row, columns: Columns) -> Problem:
+    """Raises DataError naming the row and its column when one is missing, empty or of the wrong type."""
+    problem = _column(row, columns.problem)
+    text = row.values[problem]
+    if not isinstance(text, str) or not text.strip():
+        raise DataError(
+            f"{row.where}: column {problem!r} is {_shown(text)}, expected the problem's text; repair or remove the row"
+        )
+    name = _column(row, columns.answer)
+    answer = columns.extract(_answer_text(row, name))
+    if answer is None:
+        raise DataError(
+            f"{row.where}: column {name!r} ends without an answer ({_shown(row.values[name])}); expected '#### <number>' "
+            "last; repair or remove the row"
+        )
+    return Problem(problem=text, answer=answer, solution=_solution(row, columns))
+
+
+def _column(row: Row, names: tuple[str, ...]) -> str:
+    for name in names:
+        if name in row.values:
+            return name
+    raise DataError(
+        f"{row.where}: no column {' or '.join(repr(name) for name in names)}, it has "
+        f"{', '.join(repr(name) for name in row.values) or 'none'}; choose another preset or name the columns"
+    )
+
+
+def _answer_text(row: Row, name: str) -> str:
+    """Answers are text or numbers; 142.0 is 142."""
+    value = row.values[name]
+    match value:
+        case str() if value.strip():
+            return value.strip()
+        case int() if not isinstance(value, bool):
+            return str(value)
+        case float() if math.isfinite(value):
+            return str(int(value)) if value.is_integer() else repr(value)
+    raise DataError(
+        f"{row.where}: column {name!r} is {_shown(value)}, expected text or a number; repair or remove the row"
+    )
+
+
+def _solution(row: Row, columns: Columns) -> str | None:
+    """None where the data set has none; many rows of DeepScaleR hold an empty one."""
+    for name in columns.solution:
+        value = row.values.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise DataError(f"{row.where}: column {name!r} is {_shown(value)}, expected text; repair or remove the row")
+        return columns.demonstrate(value) if value.strip() else None
+    return None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str) and not value.strip():
+        return "empty"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -1,0 +1,80 @@
+"""Tokenizers of Hugging Face checkpoints, and the tokens that end a response."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from pacs_megatron.errors import DataError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_GENERATION_CONFIG = "generation_config.json"
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """The fast tokenizer of a local folder (nothing from the network) or hub id.
+
+    Raises DataError when the folder is missing or holds no tokenizer that transformers can load.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(path).expanduser()
+    if not folder.is_dir() and (folder.exists() or not _HUB_ID.fullmatch(path)):
+        raise DataError(f"tokenizer {path}: no such folder, and no hub id; correct model.path")
+    is_local = folder.is_dir()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder) if is_local else path, trust_remote_code=trust_remote_code, local_files_only=is_local
+        )
+    except Exception as error:  # the library raises bare Exception for a malformed tokenizer.json
+        fix = "the folder needs tokenizer.json and tokenizer_config.json as save_pretrained writes them"
+        if "trust_remote_code" in str(error):
+            fix = "it brings code of its own: set model.trust_remote_code=true only if you trust its author"
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise DataError(f"tokenizer {path}: transformers could not load it: {reason}; {fix}") from error
+    return tokenizer
+
+
+def stop_token_ids(tokenizer: Any, path: str) -> tuple[int, ...]:
+    """Ids that end a response, ascending: the tokenizer's end of sequence and those of generation_config.json.
+
+    Chat models end a turn with another token than their base model's; the second list holds both. Raises DataError
+    when there is none at all, or generation_config.json is malformed.
+    """
+    found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    file = _generation_config(path)
+    if file is not None:
+        found |= _eos_ids(file)
+    if not found:
+        raise DataError(
+            f"tokenizer {path}: has no end-of-sequence token; set eos_token in tokenizer_config.json or eos_token_id in "
+            f"{_GENERATION_CONFIG}"
+        )
+    return tuple(sorted(found))
+
+
+def _generation_config(path: str) -> Path | None:
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        file = folder / _GENERATION_CONFIG
+        return file if file.is_file() else None
+    from transformers.utils import cached_file
+
+    cached = cached_file(
+        path,
+        _GENERATION_CONFIG,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if cached is None else Path(cached)
+
+
+def _eos_ids(file: Path) -> set[int]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise DataError(f"{file}: malformed JSON ({error}); expected an object; repair it") from error
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(number, int) for number in ids):
+        raise DataError(f"{file}: eos_token_id is {value!r}, expected an integer or a list of them")
+    return set(ids)

@@ -1,0 +1,113 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pacs_megatron.contracts import Stateful
+from pacs_megatron.data import PromptOrder
+from pacs_megatron.errors import CheckpointError, ConfigError
+
+
+@st.composite
+def runs(draw):
+    size = draw(st.integers(1, 30))
+    takes = draw(st.lists(st.integers(0, size), max_size=20))
+    return size, takes, draw(st.integers(0, 2**40)), draw(st.booleans())
+
+
+@given(runs())
+def test_each_epoch_has_each_prompt_once_and_no_take_repeats_one(run):
+    size, takes, seed, shuffle = run
+    order = PromptOrder(size, seed, shuffle)
+    stream = []
+    for n in takes:
+        taken = order.take(n)
+        assert len(taken) == n
+        assert len(set(taken)) == n
+        stream += taken
+    for start in range(0, len(stream), size):
+        epoch = stream[start : start + size]
+        assert len(set(epoch)) == len(epoch)
+        assert set(epoch) <= set(range(size))
+
+
+@given(runs(), st.data())
+def test_resuming_anywhere_continues_the_same_order(run, data):
+    size, takes, seed, shuffle = run
+    cut = data.draw(st.integers(0, len(takes)))
+    undisturbed = PromptOrder(size, seed, shuffle)
+    expected = [undisturbed.take(n) for n in takes]
+    first = PromptOrder(size, seed, shuffle)
+    got = [first.take(n) for n in takes[:cut]]
+    second = PromptOrder(size, seed, shuffle)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    got += [second.take(n) for n in takes[cut:]]
+    assert got == expected
+    assert second.state_dict() == undisturbed.state_dict()
+
+
+def test_an_epoch_depends_on_seed_and_epoch_only():
+    def epochs(seed, sizes):
+        order = PromptOrder(60, seed, shuffle=True)
+        return [order.take(60) for _ in range(sizes)]
+
+    first = epochs(1, 3)
+    assert epochs(1, 3) == first
+    assert len({tuple(epoch) for epoch in first + epochs(2, 3)}) == 6
+    by_fours = PromptOrder(60, 1, shuffle=True)
+    assert [[prompt for _ in range(15) for prompt in by_fours.take(4)] for _ in range(3)] == first
+
+
+def test_without_shuffle_the_files_order():
+    order = PromptOrder(5, 0, shuffle=False)
+    assert [order.take(3) for _ in range(3)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
+    assert order.epoch == 1
+
+
+def test_a_prompt_skipped_at_the_epochs_end_comes_first_in_the_next_take():
+    order = PromptOrder(3, 0, shuffle=False)
+    assert [order.take(2) for _ in range(4)] == [[0, 1], [2, 0], [1, 2], [0, 1]]
+    order = PromptOrder(4, 0, shuffle=False)
+    assert [order.take(3) for _ in range(4)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0], [1, 2, 3]]
+
+
+def test_crossing_skips_what_the_take_holds():
+    seeds = [seed for seed in range(50) if PromptOrder(4, seed, True).take(4)[3] in _second_epoch(4, seed)[:2]]
+    assert seeds, "no seed exercises the skip"
+    for seed in seeds:
+        order = PromptOrder(4, seed, shuffle=True)
+        order.take(3)
+        crossing = order.take(3)
+        assert len(set(crossing)) == 3
+        assert order.take(3)[0] == crossing[0]
+
+
+def _second_epoch(size, seed):
+    order = PromptOrder(size, seed, shuffle=True)
+    order.take(size)
+    return order.take(size)
+
+
+def test_bad_requests():
+    with pytest.raises(ConfigError, match="asks for 6 different prompts but the data set keeps 5"):
+        PromptOrder(5, 0, True).take(6)
+    with pytest.raises(ConfigError, match="at least one prompt"):
+        PromptOrder(0, 0, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [((6, 0, True), "num_prompts"), ((5, 1, True), "seed"), ((5, 0, False), "shuffle")]
+)
+def test_state_of_another_run_is_refused(change, name):
+    state = PromptOrder(5, 0, True).state_dict()
+    with pytest.raises(CheckpointError, match=f"the checkpoint has {name}="):
+        PromptOrder(*change).load_state_dict(state)
+
+
+def test_is_stateful_and_needs_no_torch():
+    assert isinstance(PromptOrder(2, 0, True), Stateful)
+    code = "import sys, pacs_megatron.data.order, pacs_megatron.rewards; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

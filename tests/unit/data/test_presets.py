@@ -1,0 +1,94 @@
+import math
+
+import pytest
+
+from pacs_megatron.config.schema import ColumnOptions, DatasetOptions
+from pacs_megatron.data.presets import PRESETS, columns_of, problem_of
+from pacs_megatron.data.sources import Row, read_rows
+from pacs_megatron.errors import ConfigError, DataError
+
+SAMPLE_FILES = {
+    "deepscaler": "deepscaler.json",
+    "gsm8k": "gsm8k.jsonl",
+    "math500": "math500.json",
+    "aime": "aime.json",
+    "amc23": "amc23.json",
+    "beyondaime": "beyondaime.jsonl",
+}
+ANSWERS = {
+    "deepscaler": ["132", "x^2-3x-10", "60^\\circ", "(-\\infty,-3) \\cup (3,\\infty)", "\\frac{1}{2}"],
+    "gsm8k": ["18", "1500", "-4"],
+    "math500": ["\\left( 1, -4 \\right)", "1 \\pm \\sqrt{5}", "111_4", "\\text{east}"],
+    "aime": ["25", "900"],
+    "amc23": ["142", "-4", "2.5"],
+    "beyondaime": ["5040", "8192"],
+}
+
+
+def problems(samples, preset):
+    options = DatasetOptions(path=str(samples / SAMPLE_FILES[preset]), preset=preset)
+    return [problem_of(row, columns_of(options)) for row in read_rows(options)]
+
+
+def own(values, **columns):
+    options = DatasetOptions(path="x.json", columns=ColumnOptions(**({"problem": "q", "answer": "a"} | columns)))
+    return problem_of(Row(index=3, where="x.json:4", values=values), columns_of(options))
+
+
+def test_every_preset_has_a_sample():
+    assert PRESETS.keys() == SAMPLE_FILES.keys() == ANSWERS.keys()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_read_their_schema(samples, preset):
+    found = problems(samples, preset)
+    assert [problem.answer for problem in found] == ANSWERS[preset]
+    assert all(problem.problem.strip() for problem in found)
+
+
+def test_solutions(samples):
+    first, second, *_ = problems(samples, "deepscaler")
+    assert first.solution is None
+    assert second.solution.endswith("\\boxed{x^2-3x-10}.")
+    assert problems(samples, "gsm8k")[1].solution == ("They are 250*6=1,500 melons.\nThe answer is \\boxed{1500}.")
+    assert problems(samples, "amc23")[0].solution is None
+
+
+@pytest.mark.parametrize(("value", "answer"), [(142.0, "142"), (-4, "-4"), (0.5, "0.5"), (" x+1 ", "x+1"), (0, "0")])
+def test_answers_may_be_numbers(value, answer):
+    assert own({"q": "?", "a": value}).answer == answer
+
+
+def test_own_columns_with_solution():
+    assert own({"q": "?", "a": 1, "s": "so"}, solution="s").solution == "so"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"q": "?"}, r"x\.json:4: no column 'a', it has 'q'; "),
+        ({"a": "1"}, r"no column 'q', it has 'a'"),
+        ({"q": "?", "a": None}, r"column 'a' is None \(NoneType\), expected text or a number"),
+        ({"q": "?", "a": " "}, "column 'a' is empty"),
+        ({"q": "?", "a": True}, "column 'a' is True"),
+        ({"q": "?", "a": math.nan}, "column 'a' is nan"),
+        ({"q": "?", "a": ["1"]}, r"\(list\)"),
+        ({"q": "", "a": "1"}, "column 'q' is empty"),
+        ({"q": 7, "a": "1"}, r"column 'q' is 7 \(int\)"),
+    ],
+)
+def test_bad_rows_name_row_and_column(values, message):
+    with pytest.raises(DataError, match=message):
+        own(values)
+
+
+def test_gsm8k_row_without_answer():
+    with pytest.raises(DataError, match="ends without an answer"):
+        problem_of(Row(index=0, where="g:1", values={"question": "?", "answer": "18"}), PRESETS["gsm8k"])
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_exactly_one_of_preset_and_columns(both):
+    given = {"preset": "aime", "columns": ColumnOptions(problem="q", answer="a")} if both else {}
+    with pytest.raises(ConfigError, match="exactly one of preset"):
+        columns_of(DatasetOptions(path="x.json", **given))

@@ -1,0 +1,84 @@
+import json
+
+import numpy as np
+import pytest
+
+from pacs_megatron.config.schema import DatasetOptions
+from pacs_megatron.data import load_prompts
+from pacs_megatron.errors import ConfigError, DataError
+from tests.support.tiny_models import save_tokenizer
+from tests.unit.data.conftest import SUFFIX
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    def make(problems, **changes):
+        path = tmp_path / "own.json"
+        path.write_text(json.dumps([{"problem": problem, "answer": "1"} for problem in problems]))
+        return DatasetOptions(path=str(path), **({"preset": "deepscaler"} | changes))
+
+    return make
+
+
+def test_rendering_tokens_and_ids(dataset, data_options, tokenizer):
+    found = load_prompts(dataset(["What is 1?", "É?"]), data_options(), tokenizer)
+    first, second = found.prompts
+    assert first.text == f"<|im_start|>user\nWhat is 1? {SUFFIX}<|im_end|><|im_start|>assistant"
+    assert (first.id, second.id, first.source) == ("deepscaler/0", "deepscaler/1", "deepscaler")
+    assert (first.answer, first.problem) == ("1", "What is 1?")
+    for prompt in found.prompts:
+        assert prompt.token_ids.dtype == np.int32
+        assert tokenizer.decode(prompt.token_ids) == prompt.text
+    # The marks of a turn are single tokens, not their letters.
+    assert first.token_ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
+
+
+def test_system_prompt_suffix_and_names(dataset, data_options, tokenizer):
+    data = data_options(system_prompt="Be brief.", prompt_suffix="")
+    found = load_prompts(dataset(["What is 1?"], name="mine"), data, tokenizer)
+    assert found.prompts[0].id == "mine/0"
+    assert found.prompts[0].text == (
+        "<|im_start|>system\nBe brief.<|im_end|><|im_start|>user\nWhat is 1?<|im_end|><|im_start|>assistant"
+    )
+
+
+def test_too_long_prompts_are_dropped_and_counted_and_ids_stay(dataset, data_options, tokenizer):
+    problems = ["a" * 500, "b", "c" * 500, "d", "b "]
+    found = load_prompts(dataset(problems), data_options(max_prompt_tokens=200), tokenizer)
+    assert [prompt.id for prompt in found.prompts] == ["deepscaler/1", "deepscaler/3", "deepscaler/4"]
+    assert (found.num_rows, found.num_too_long, found.num_duplicates) == (5, 2, 1)
+
+
+def test_the_limit_is_inclusive(dataset, data_options, tokenizer):
+    length = len(load_prompts(dataset(["x"]), data_options(), tokenizer).prompts[0].token_ids)
+    assert load_prompts(dataset(["x"]), data_options(max_prompt_tokens=length), tokenizer).num_too_long == 0
+    with pytest.raises(DataError, match=r"all 1 prompts have more than data\.max_prompt_tokens"):
+        load_prompts(dataset(["x"]), data_options(max_prompt_tokens=length - 1), tokenizer)
+
+
+def test_batches_keep_rows_together(dataset, data_options, tokenizer):
+    problems = [f"number {n}" for n in range(2500)]
+    found = load_prompts(dataset(problems), data_options(prompt_suffix=""), tokenizer)
+    assert [prompt.problem for prompt in found.prompts] == problems
+    assert all(prompt.problem in prompt.text for prompt in found.prompts)
+    assert [prompt.id for prompt in found.prompts] == [f"deepscaler/{n}" for n in range(2500)]
+
+
+def test_no_chat_template(dataset, data_options, tmp_path):
+    tokenizer = save_tokenizer(tmp_path / "bare", chat_template=None)
+    with pytest.raises(DataError, match=r"has no chat template; add chat_template\.jinja"):
+        load_prompts(dataset(["x"]), data_options(), tokenizer)
+
+
+def test_template_arguments_and_failures(dataset, data_options, tmp_path):
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompt here') }}{% endif %}"
+        "{{ messages[0].content }}|{% if enable_thinking is false %}<think></think>{% endif %}"
+    )
+    tokenizer = save_tokenizer(tmp_path / "special", chat_template=template)
+    data = data_options(prompt_suffix="", chat_template_args={"enable_thinking": False})
+    assert load_prompts(dataset(["x"]), data, tokenizer).prompts[0].text == "x|<think></think>"
+    with pytest.raises(DataError, match="no system prompt here"):
+        load_prompts(dataset(["x"]), data_options(system_prompt="s"), tokenizer)
+    with pytest.raises(ConfigError, match="tokenize is set by this program"):
+        load_prompts(dataset(["x"]), data_options(chat_template_args={"tokenize": True}), tokenizer)

@@ -1,0 +1,154 @@
+import json
+import os
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pacs_megatron.config.schema import DatasetOptions
+from pacs_megatron.data.sources import read_rows
+from pacs_megatron.errors import ConfigError, DataError
+
+ROWS = [{"problem": f"p{n}\u2028", "answer": n if n % 2 else float(n) / 2} for n in range(5)]
+
+
+def read(path, **changes):
+    return read_rows(DatasetOptions(path=str(path), preset="deepscaler", **changes))
+
+
+def write(folder, kind, rows=ROWS):
+    path = folder / f"rows.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    else:
+        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
+def test_local_files(tmp_path, kind):
+    rows = read(write(tmp_path, kind))
+    assert [row.values for row in rows] == ROWS
+    assert [row.index for row in rows] == [0, 1, 2, 3, 4]
+    assert [row.values for row in read(tmp_path / f"rows.{kind}", limit=2)] == ROWS[:2]
+
+
+def test_local_reading_leaves_no_cache(tmp_path):
+    """In a process of its own: the libraries read HF_HOME at import."""
+    import subprocess
+    import sys
+
+    (tmp_path / "set").mkdir()
+    write(tmp_path, "json")
+    write(tmp_path / "set", "jsonl")
+    code = (
+        "import sys\nfrom pacs_megatron.config.schema import DatasetOptions\n"
+        "from pacs_megatron.data.sources import read_rows\n"
+        "for path in sys.argv[1:]:\n    print(len(read_rows(DatasetOptions(path=path, preset='deepscaler'))))\n"
+    )
+    home = tmp_path / "home"
+    home.mkdir()
+    environment = {**os.environ, "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
+    for name in ("HF_HOME", "HF_DATASETS_CACHE"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "rows.json"), str(tmp_path / "set")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["5", "5"]
+    assert [path for path in home.rglob("*") if path.is_file()] == []
+
+
+def test_rows_know_their_lines(tmp_path):
+    assert [row.where.rpartition(":")[2] for row in read(write(tmp_path, "jsonl"))] == ["1", "2", "3", "4", "5"]
+    text = '[\n{"a": 1},\n\n{"a":\n 2}\n]'
+    (tmp_path / "rows.json").write_text(text)
+    assert [row.where for row in read(tmp_path / "rows.json")] == [
+        f"{tmp_path}/rows.json:2 (row 0)",
+        f"{tmp_path}/rows.json:4 (row 1)",
+    ]
+
+
+@given(
+    rows=st.lists(st.dictionaries(st.text(max_size=5), st.text() | st.integers() | st.none(), max_size=3), min_size=1)
+)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_any_json_array_reads_as_json_does(rows, indent, tmp_path_factory):
+    path = tmp_path_factory.mktemp("json") / "rows.json"
+    path.write_text(json.dumps(rows, indent=indent), encoding="utf-8")
+    assert [row.values for row in read(path)] == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"a": 1}\n{"a": \n', r"a\.jsonl:2: malformed JSON at column"),
+        ("a.jsonl", '{"a": 1}\n\n[1]\n', r"a\.jsonl:3: expected an object .* got list"),
+        ("a.jsonl", "", "the file is empty"),
+        ("a.jsonl", " \n \n", "the file is empty"),
+        ("a.json", "", "the file is empty"),
+        ("a.json", "[]", "has no rows"),
+        ("a.json", '[{"a": 1},\n{"a": x}]', r"a\.json:2: malformed JSON at column 7 in row 1"),
+        ("a.json", '[{"a": 1}\n{"a": 2}]', r"a\.json:2: malformed JSON after row 0: expected ',' or '\]', got '\{'"),
+        ("a.json", '[{"a": 1}', "got 'the end of the file'"),
+        ("a.json", '[{"a": 1},', "malformed JSON"),
+        ("a.json", '{"a": 1}\n{"a": 2}', r"expected an array of objects, got '\{' first; is it \.jsonl"),
+        ("a.json", "[1]", r"a\.json:1 \(row 0\): expected an object"),
+        ("a.parquet", "", "the file is empty"),
+        ("a.parquet", "PAR1 and nothing else PAR1", "no readable parquet file"),
+        ("a.csv", "a,b\n1,2\n", r"\.csv is no supported data file"),
+    ],
+)
+def test_bad_files_end_in_one_line(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(DataError, match=message) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_truncated_parquet(tmp_path):
+    path = write(tmp_path, "parquet")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match="no readable parquet file"):
+        read(path)
+
+
+def test_not_utf8(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"a": "\xff"}\n')
+    with pytest.raises(DataError, match="byte 7 is not UTF-8"):
+        read(tmp_path / "a.jsonl")
+
+
+def test_missing(tmp_path):
+    with pytest.raises(DataError, match="no such data file"):
+        read(tmp_path / "absent.jsonl")
+    with pytest.raises(DataError, match="no such file or folder"):
+        read(tmp_path / "absent")
+
+
+def test_a_folder_goes_through_the_library(tmp_path):
+    write(tmp_path, "parquet")
+    assert [row.values for row in read(tmp_path)] == ROWS
+    with pytest.raises(DataError, match="split test: ValueError"):
+        read(tmp_path, split="test")
+
+
+def test_unreachable_hub_id_ends_in_one_line():
+    with pytest.raises(DataError, match="`datasets` could not load") as caught:
+        read("nobody/nothing-of-this-name")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"split": "test"}, {"subset": "main"}, {"revision": "v1"}])
+def test_options_that_a_file_does_not_use_are_refused(tmp_path, changes):
+    with pytest.raises(ConfigError, match=f"{next(iter(changes))}=.* is not used by a file"):
+        read(write(tmp_path, "json"), **changes)
