@@ -1,0 +1,102 @@
+"""What every objective promises the engine, whatever its name."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from pacs_megatron.config.schema import ObjectiveOptions
+from pacs_megatron.contracts import Objective, Prepared
+from pacs_megatron.objectives import build_objective
+from tests.support.objective_reference import Batch, objective_gradient, objective_scores, random_batch
+
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pacs": (1, {"name": "pacs"}),
+    "pacs-updates": (2, {"name": "pacs"}),
+    "pacs-frozen": (1, {"name": "pacs", "reference": "frozen", "score": "grpo"}),
+    "pacs-mean": (1, {"name": "pacs", "reward_proxy": "mean_log_prob"}),
+    "grpo": (1, {"name": "grpo"}),
+    "grpo-kl": (2, {"name": "grpo", "kl_coef": 0.1}),
+    "sft": (1, {"name": "sft"}),
+}
+
+
+def build(setting: str) -> tuple[Objective, int]:
+    updates, options = SETTINGS[setting]
+    resolved = TypeAdapter(ObjectiveOptions).validate_python(options)
+    return build_objective(resolved, updates_per_step=updates), updates
+
+
+def prepared_updates(objective: Objective, updates: int, batch: Batch) -> list[Prepared]:
+    step_inputs = objective.prepare_step(batch.facts)
+    return [
+        objective.prepare(
+            objective_scores(objective, batch) if objective.needs_scores(update) else None, batch.facts, step_inputs
+        )
+        for update in range(updates)
+    ]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_promises(setting: str) -> None:
+    objective, updates = build(setting)
+    batch = random_batch(8)
+    n = batch.facts.num_samples
+    assert isinstance(objective, Objective) and objective.name == SETTINGS[setting][1]["name"]
+    asked = objective.logprob_passes()
+    assert asked <= {"step_start", "reference"}
+    for prepared in prepared_updates(objective, updates, batch):
+        assert prepared.per_sample
+        for values in prepared.per_sample.values():
+            assert values.dtype == torch.float64 and values.shape == (n,) and not values.requires_grad
+            assert torch.isfinite(values).all()
+        assert all(np.isfinite(value) for value in prepared.metrics.values())
+        record = batch.record(logprobs=batch.logprobs.float())
+        # Only what the objective asked for may be needed.
+        record.step_start_logprobs = batch.reference.float() if "step_start" in asked else None
+        record.reference_logprobs = batch.reference.float() if "reference" in asked else None
+        loss = objective.token_loss(record, prepared)
+        assert loss.dtype == torch.float32 and loss.shape == record.mask.shape
+        names = set(objective.token_metrics(record, prepared))
+        few = batch.record(torch.arange(3))
+        metrics = objective.token_metrics(few, prepared)
+        assert set(metrics) == names and all(values.shape == (3,) for values in metrics.values())
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_any_cut_gives_the_same_sum_and_zero_gradient_samples_may_stay_out(setting: str) -> None:
+    objective, updates = build(setting)
+    batch = random_batch(9)
+    for prepared in prepared_updates(objective, updates, batch):
+        whole, loss = objective_gradient(objective, batch, prepared, cuts=1)
+        cut, cut_loss = objective_gradient(objective, batch, prepared, cuts=11, seed=1)
+        assert cut_loss == pytest.approx(loss, rel=1e-12)
+        np.testing.assert_allclose(cut, whole, rtol=1e-13, atol=0)
+        assert float(whole.abs().max()) > 0
+        if prepared.zero_gradient is not None:
+            assert prepared.zero_gradient.dtype == torch.bool and prepared.zero_gradient.shape == (
+                batch.facts.num_samples,
+            )
+            left_out = prepared.zero_gradient[batch.sample_of_token]
+            assert (whole[left_out] == 0).all()
+            record = batch.record(torch.nonzero(left_out)[:, 0])
+            for values in (objective.token_loss(record, prepared), *objective.token_metrics(record, prepared).values()):
+                assert (values == 0).all()
+
+
+def test_an_empty_micro_batch_is_fine() -> None:
+    """A padding micro-batch has no tokens; its sum is 0 and still carries a graph."""
+    for setting in SETTINGS:
+        objective, updates = build(setting)
+        batch = random_batch(10)
+        for prepared in prepared_updates(objective, updates, batch):
+            logprobs = batch.logprobs.clone().requires_grad_(True)
+            record = batch.record(torch.zeros(0, dtype=torch.int64), logprobs)
+            loss = (objective.token_loss(record, prepared) * record.mask).sum()
+            loss.backward()
+            assert float(loss.detach()) == 0.0 and logprobs.grad is not None and (logprobs.grad == 0).all()
+            with torch.no_grad():
+                metrics = objective.token_metrics(record, prepared)
+            assert all(float(values.sum()) == 0.0 for values in metrics.values())
