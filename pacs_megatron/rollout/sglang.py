@@ -1,0 +1,120 @@
+"""The SGLang engine of a run: attach to servers, or start and own them."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pacs_megatron.config.schema import ModelOptions, SglangRollout, SglangServers
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.rollout.sglang_api import SglangApi, check_url
+from pacs_megatron.rollout.sglang_client import ClientLimits, SglangEngine
+from pacs_megatron.rollout.sglang_fleet import FleetLimits, Server
+from pacs_megatron.rollout.sglang_server import OwnServer, ServerSpec, reap
+
+
+def api_key(options: SglangRollout) -> str | None:
+    """The servers' key from the environment. Raises ConfigError when the named variable is not set."""
+    if options.api_key_env is None:
+        return None
+    key = os.environ.get(options.api_key_env)
+    if not key:
+        raise ConfigError(f"rollout.api_key_env={options.api_key_env}: this environment variable is not set")
+    return key
+
+
+def server_apis(options: SglangRollout, urls: tuple[str, ...]) -> tuple[SglangApi, ...]:
+    """Control access to these servers, for the process that pushes weights."""
+    key = api_key(options)
+    return tuple(SglangApi(url=check_url(url), api_key=key, timeout_s=options.sync.timeout_s) for url in urls)
+
+
+def server_specs(options: SglangRollout, servers: SglangServers, model: ModelOptions, folder: Path) -> list[ServerSpec]:
+    """One for each server that the run owns; logs and pid files go to `folder`."""
+    key = api_key(options)
+    return [
+        ServerSpec(
+            name=f"server{i}",
+            folder=folder,
+            model_path=model.path,
+            python=_command(servers.python),
+            device=servers.device,
+            visible_devices=servers.visible_devices[i] if servers.visible_devices else None,
+            tp=servers.tp,
+            dtype=servers.dtype,
+            mem_fraction=servers.mem_fraction,
+            max_total_tokens=servers.max_total_tokens,
+            context_length=servers.context_length,
+            memory_saver=servers.colocated,
+            deterministic=servers.deterministic,
+            api_key=key,
+            trust_remote_code=model.trust_remote_code,
+            extra_args=servers.extra_args,
+        )
+        for i in range(servers.count)
+    ]
+
+
+def start_servers(specs: list[ServerSpec], timeout_s: float) -> list[OwnServer]:
+    """Starts them together and returns when all are ready; ends them all when one does not become ready.
+
+    What an earlier, killed run left in the folder is ended first.
+    """
+    for folder in {spec.folder for spec in specs}:
+        reap(folder)
+    servers = [OwnServer(spec) for spec in specs]
+    try:
+        for server in servers:
+            server.start()
+        with ThreadPoolExecutor(len(servers)) as pool:
+            for waiting in [pool.submit(server.wait_ready, timeout_s) for server in servers]:
+                waiting.result()
+    except BaseException:  # Ctrl-C too must not leave servers behind
+        for server in servers:
+            server.close()
+        raise
+    return servers
+
+
+def open_engine(options: SglangRollout, model: ModelOptions, folder: Path) -> SglangEngine:
+    """The engine, with all servers up and STALE: push weights, then `set_current`.
+
+    Raises RolloutError when an own server does not start, ConfigError for a bad url or key.
+    """
+    if options.servers is None:
+        servers = [Server(api) for api in server_apis(options, options.urls)]
+    else:
+        specs = server_specs(options, options.servers, model, folder)
+        owned = start_servers(specs, options.servers.start_timeout_s)
+        servers = [Server(own.api, own) for own in owned]
+    own_options = options.servers
+    return SglangEngine(
+        servers,
+        FleetLimits(
+            max_in_flight=options.max_in_flight,
+            probe_s=options.probe_s,
+            probe_timeout_s=options.probe_timeout_s,
+            dead_after_s=options.dead_after_s,
+            max_failures=options.max_failures,
+            max_restarts=0 if own_options is None else own_options.max_restarts,
+            start_timeout_s=0.0 if own_options is None else own_options.start_timeout_s,
+        ),
+        ClientLimits(
+            request_timeout_s=options.request_timeout_s,
+            retries=options.retries,
+            all_down_after_s=options.all_down_after_s,
+            decode_workers=options.decode_workers,
+        ),
+    )
+
+
+def _command(python: tuple[str, ...]) -> tuple[str, ...]:
+    """The interpreter's command; a path with a slash is checked before anything starts."""
+    program = Path(python[0])
+    if "/" in python[0] and not program.exists():
+        raise ConfigError(
+            f"rollout.servers.python: {program} does not exist; `make install-sglang` sets .venv-sglang up, or name "
+            "the interpreter that has sglang"
+        )
+    return (str(program.absolute()) if "/" in python[0] else python[0], *python[1:])

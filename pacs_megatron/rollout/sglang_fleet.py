@@ -1,0 +1,251 @@
+"""Which servers may be asked, and bringing back those that may not.
+
+Runs on the client's event loop; nothing here is called from another thread. One task a server probes it:
+
+    STALE    answers, but holds other weights than the current ones; asked nothing until a probe shows the current ones
+    HEALTHY  answered its last probe with the current weights; the only state that is asked anything
+    SUSPECT  failed a request or a probe; asked nothing new until a probe succeeds, what it works on may still come
+    DEAD     silent for `dead_after_s`, gone, or failing again and again; its requests go elsewhere at once.
+             Own servers are restarted (and come back STALE); others are probed on and come back when they answer.
+
+Truth about weights is what a server says itself: `weight_version` is set to a version only after all weights arrived
+and were verified, so a server that missed an update, was restarted or got half of it can never pass for current.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pacs_megatron.errors import PacsError, RolloutError
+from pacs_megatron.rollout.sglang_api import SglangApi, WeightVersion
+from pacs_megatron.rollout.sglang_server import OwnServer
+
+logger = logging.getLogger(__name__)
+
+
+class Health(StrEnum):
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+    STALE = "stale"
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One server as the fleet sees it."""
+
+    api: SglangApi
+    own: OwnServer | None = None
+    health: Health = Health.STALE
+    reason: str = "not probed yet"
+    in_flight: int = 0
+    failures: int = 0
+    """times it went from HEALTHY to SUSPECT since its last good answer"""
+    restarts: int = 0
+    last_ok: float = field(default_factory=time.monotonic)
+    """monotonic time of the last answered probe"""
+
+    @property
+    def url(self) -> str:
+        return self.api.url
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetLimits:
+    """Of the schema's options with the same names."""
+
+    max_in_flight: int
+    probe_s: float
+    probe_timeout_s: float
+    dead_after_s: float
+    max_failures: int
+    max_restarts: int
+    start_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerStatus:
+    """A snapshot for the driver, logs and metrics."""
+
+    url: str
+    health: Health
+    reason: str
+    in_flight: int
+    restarts: int
+
+
+Ask = Callable[[Server, float], Awaitable[str]]
+"""The `weight_version` of a server whose scheduler answers, within so many seconds; raises RolloutError."""
+
+
+class Fleet:
+    """States of the servers. `on_change` is called when one may be asked again, `on_dead` when one died."""
+
+    def __init__(
+        self,
+        servers: Iterable[Server],
+        limits: FleetLimits,
+        ask: Ask,
+        on_change: Callable[[], None],
+        on_dead: Callable[[Server], None],
+    ) -> None:
+        self.servers = tuple(servers)
+        self.limits = limits
+        self.current: WeightVersion | None = None
+        self.known: set[str] = set()
+        """every `weight_version` that was current at some time"""
+        self.epoch = 0
+        """counts updates: what was asked before an update is told from what came after"""
+        self._ask = ask
+        self._on_change = on_change
+        self._on_dead = on_dead
+        self._wake = {server: asyncio.Event() for server in self.servers}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._last_usable = time.monotonic()
+
+    # ------------------------------------------------------------------------------------------------------- lifetime
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._watch(server)) for server in self.servers]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -------------------------------------------------------------------------------------------------------- weights
+    def begin_update(self) -> None:
+        """Nothing new is asked of any server until `set_current`."""
+        self.epoch += 1
+        self.current = None
+        for server in self.servers:
+            if server.health in (Health.HEALTHY, Health.STALE):
+                self._set(server, Health.STALE, "weight update under way")
+
+    def set_current(self, version: WeightVersion) -> None:
+        """From now on this is what a server must hold. Probes follow at once."""
+        self.epoch += 1
+        self.current = version
+        self.known.add(str(version))
+        self._last_usable = time.monotonic()
+        for server in self.servers:
+            if server.health is Health.HEALTHY:
+                self._set(server, Health.STALE, "to be probed for the new weights")
+            server.last_ok = time.monotonic()  # no probes ran during the update
+            self._wake[server].set()
+
+    # -------------------------------------------------------------------------------------------------------- routing
+    def pick(self, prefer: Server | None, avoid: frozenset[str]) -> Server | None:
+        """A HEALTHY server with room: `prefer`, else the least loaded, rather not one whose url is in `avoid`."""
+        usable = [s for s in self.servers if s.health is Health.HEALTHY and s.in_flight < self.limits.max_in_flight]
+        if prefer in usable and prefer is not None and prefer.url not in avoid:
+            return prefer
+        candidates = [s for s in usable if s.url not in avoid] or usable
+        return min(candidates, key=lambda s: s.in_flight, default=None)
+
+    def answered(self, server: Server) -> None:
+        """A good answer came from it."""
+        server.failures = 0
+
+    def failed(self, server: Server, reason: str) -> None:
+        """A request to it failed in a way that may be the server's fault."""
+        if server.health is not Health.HEALTHY:
+            return
+        server.failures += 1
+        if server.failures >= self.limits.max_failures:
+            self._die(server, f"{server.failures} failures in a row, last: {reason}")
+        else:
+            self._set(server, Health.SUSPECT, reason)
+
+    # --------------------------------------------------------------------------------------------------------- status
+    def down_s(self) -> float:
+        """Seconds since a server was last usable; 0.0 while one is, or while an update is under way."""
+        if self.current is None or any(s.health is Health.HEALTHY for s in self.servers):
+            self._last_usable = time.monotonic()
+        return time.monotonic() - self._last_usable
+
+    def status(self) -> tuple[ServerStatus, ...]:
+        return tuple(
+            ServerStatus(url=s.url, health=s.health, reason=s.reason, in_flight=s.in_flight, restarts=s.restarts)
+            for s in self.servers
+        )
+
+    def why_down(self) -> str:
+        """One line with the state of every server and its reason."""
+        return "; ".join(f"{s.url} {s.health}: {s.reason}" for s in self.servers)
+
+    # --------------------------------------------------------------------------------------------------------- probes
+    async def _watch(self, server: Server) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake[server].wait(), self.limits.probe_s)
+            self._wake[server].clear()
+            if server.own is not None and server.own.exit_code() is not None and server.health is not Health.DEAD:
+                self._die(server, f"exited with {server.own.exit_code()}")
+            if server.health is Health.DEAD and server.own is not None:
+                await self._restart(server, server.own)
+            if self.current is not None:
+                await self._probe(server)
+
+    async def _probe(self, server: Server) -> None:
+        epoch = self.epoch
+        try:
+            held = await self._ask(server, self.limits.probe_timeout_s)
+        except RolloutError as error:
+            self._probe_failed(server, str(error))
+            return
+        if epoch != self.epoch:
+            return  # an update began or ended meanwhile; what it said may be of before
+        server.last_ok = time.monotonic()
+        if held != str(self.current):
+            self._set(server, Health.STALE, f"holds weights {held!r}, current are {str(self.current)!r}")
+        elif server.health is not Health.HEALTHY:
+            if server.health is Health.DEAD:
+                server.failures = 0
+            self._set(server, Health.HEALTHY, "")
+            self._on_change()
+
+    def _probe_failed(self, server: Server, reason: str) -> None:
+        silent_s = time.monotonic() - server.last_ok
+        if server.health is Health.DEAD:
+            return
+        if silent_s > self.limits.dead_after_s:
+            self._die(server, f"silent for {silent_s:.0f} s: {reason}")
+        else:
+            self._set(server, Health.SUSPECT, reason)
+
+    def _die(self, server: Server, reason: str) -> None:
+        self._set(server, Health.DEAD, reason)
+        self._on_dead(server)
+        self._wake[server].set()
+
+    async def _restart(self, server: Server, own: OwnServer) -> None:
+        if server.restarts >= self.limits.max_restarts:
+            if own.exit_code() is None:
+                await asyncio.to_thread(own.stop)
+            return
+        server.restarts += 1
+        logger.warning(
+            "restarting %s (%d of %d): %s", server.url, server.restarts, self.limits.max_restarts, server.reason
+        )
+        try:
+            await asyncio.to_thread(own.start)
+            await asyncio.to_thread(own.wait_ready, self.limits.start_timeout_s)
+        except PacsError as error:
+            server.reason = str(error)
+            return
+        server.api = own.api
+        server.failures = 0
+        server.last_ok = time.monotonic()
+        self._set(server, Health.STALE, "restarted, holds the weights of its model path")
+
+    def _set(self, server: Server, health: Health, reason: str) -> None:
+        if health is not server.health:
+            level = logging.INFO if health in (Health.HEALTHY, Health.STALE) else logging.WARNING
+            logger.log(level, "rollout server %s: %s -> %s %s", server.url, server.health, health, reason)
+        server.health, server.reason = health, reason

@@ -1,0 +1,124 @@
+"""Holds one SGLang server: ends it, with every child, when the launcher ends, however that happens.
+
+Run as a script by its path, standard library only:
+`python -I sglang_guard.py <pid file> <grace seconds> <command> ...`, standard input a pipe whose other end only the
+launcher holds. Pipe closed, launcher gone, SIGTERM, or the server's own end: the whole process group and all
+descendants are ended, the pid file is removed, and the guard exits with the server's exit status.
+
+Why a process of its own: SGLang's launcher orphans its scheduler and detokenizer when it is killed, and nothing in a
+launcher that gets SIGKILL can clean up. What remains when the guard itself is killed, the next start removes by the
+pid file (`sglang_server.reap`).
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+POLL_S = 0.2
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot: with the pid, its identity. None: no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def group_and_parent(pid: int) -> tuple[int, int] | None:
+    """(process group, parent) of a live process; None for a zombie or none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else (int(fields[2]), int(fields[1]))
+
+
+def members(group: int, ancestor: int | None = None) -> list[int]:
+    """Live processes of the process group, and all descendants of `ancestor`."""
+    table: dict[int, tuple[int, int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            found = group_and_parent(int(entry))
+            if found is not None:
+                table[int(entry)] = found
+    ours = {pid for pid, (pgrp, _) in table.items() if pgrp == group}
+    frontier = {ancestor} if ancestor is not None else set()
+    while frontier:
+        children = {pid for pid, (_, parent) in table.items() if parent in frontier and pid not in ours}
+        ours |= children
+        frontier = children
+    return sorted(ours - {os.getpid()})
+
+
+def end_all(group: int, grace_s: float, ancestor: int | None = None) -> None:
+    """SIGTERM, `grace_s`, SIGKILL; returns when none is left."""
+    signals = [(signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)]
+    for number, wait_s in signals:
+        deadline = time.monotonic() + wait_s
+        for pid in members(group, ancestor):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+                os.kill(pid, signal.SIGCONT)  # a stopped process acts on nothing but SIGKILL
+        while time.monotonic() < deadline:
+            reap_children()
+            if not members(group, ancestor):
+                return
+            time.sleep(0.05)
+
+
+def reap_children() -> None:
+    """Collects finished children (the guard adopts orphans), so that they do not stay as zombies."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def die_with_parent() -> None:
+    """In the server's first process: end when the guard is killed."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def write_pid_file(path: Path, server: int) -> None:
+    record = {
+        "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "guard": os.getpid(),
+        "guard_start": start_ticks(os.getpid()),
+        "server": server,
+        "server_start": start_ticks(server),
+    }
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record))
+    partial.replace(path)
+
+
+def main(argv: list[str]) -> int:
+    pid_file, grace_s, command = Path(argv[1]), float(argv[2]), argv[3:]
+    launcher = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    stop = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: stop.append(True))
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
+    write_pid_file(pid_file, server.pid)
+    # A forked sibling of the launcher may hold the pipe open; the parent's pid tells the launcher's end all the same.
+    while not stop and server.poll() is None and os.getppid() == launcher:
+        if select.select([sys.stdin], [], [], POLL_S)[0]:
+            break
+    end_all(server.pid, grace_s, ancestor=os.getpid())
+    pid_file.unlink(missing_ok=True)
+    return server.returncode if server.returncode is not None else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
