@@ -1,0 +1,307 @@
+"""`report.html`: one file that shows a run, made from the run folder alone. No network, no dependency, any time."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pacs_megatron.errors import DataError
+from pacs_megatron.observability.charts import MEANS_FROM, Chart, Series, format_number, line_chart, stacked_bars
+from pacs_megatron.observability.files import write_atomically
+from pacs_megatron.observability.metrics import Row, read_metrics
+from pacs_megatron.observability.page import page, safe_text
+from pacs_megatron.observability.progress import format_duration
+from pacs_megatron.observability.rollout_log import read_rollouts, rollout_files
+from pacs_megatron.observability.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, REPORT_FILE
+
+_MAX_TEXT = 6000
+"""Characters of one prompt or response in the report; the whole text is in rollouts/."""
+
+_REST = "Other metrics"
+"""Section of the keys that no chart above shows; folded."""
+
+_SUMMARY = (
+    ("model", ("model.path",)),
+    ("objective", ("objective.name", "objective.score", "objective.reward_proxy", "objective.reference")),
+    ("reward", ("reward.name",)),
+    ("data", ("data.train.preset", "data.train.path")),
+    ("batch", ("batch.prompts_per_step", "batch.samples_per_prompt", "batch.updates_per_step")),
+    ("rollout", ("rollout.engine", "rollout.sampling.temperature", "rollout.sampling.max_response_tokens")),
+    ("layout", ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep")),
+    ("precision", ("precision.dtype", "precision.fp8.recipe")),
+    ("optimizer", ("optimizer.lr", "optimizer.schedule", "optimizer.clip_grad")),
+    ("seed", ("run.seed",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What the report reads from a run folder."""
+
+    name: str
+    rows: Sequence[Row]
+    config: Mapping[str, Any]
+    environment: Mapping[str, str]
+
+
+def write_report(run_dir: Path, *, num_samples: int) -> Path:
+    """Write `<run_dir>/report.html` with up to `num_samples` answers of the first and of the last step.
+
+    Reads metrics.jsonl, config.yaml, environment.json and rollouts/ where they are; a missing one leaves its part
+    out. Raises DataError when one is malformed. Returns the report's path.
+    """
+    run = _read(run_dir)
+    body = [_header(run), _tiles(run.rows)]
+    if not run.rows:
+        body.append('<p class="soft">No step has been recorded yet.</p>')
+    for title, charts in _sections(run.rows):
+        grid = f'<div class="charts">{"".join(charts)}</div>'
+        if title == _REST and charts:
+            body.append(f"<details><summary><h2>{title} ({len(charts)})</h2></summary>{grid}</details>")
+        elif charts:
+            body.append(f"<h2>{title}</h2>{grid}")
+    if len(run.rows) >= MEANS_FROM:
+        body.append(
+            '<p class="soft"><small>Faint lines are single steps, strong lines means of neighbours.</small></p>'
+        )
+    body.append(_samples(run_dir, num_samples))
+    path = run_dir / REPORT_FILE
+    write_atomically(path, [page(run.name, f"<main>{''.join(body)}</main>").encode()])
+    return path
+
+
+def _read(run_dir: Path) -> _Run:
+    config = _mapping(run_dir / CONFIG_FILE, yaml.safe_load, yaml.YAMLError)
+    environment = _mapping(run_dir / ENVIRONMENT_FILE, json.loads, json.JSONDecodeError)
+    return _Run(run_dir.resolve().name, read_metrics(run_dir), config, environment)
+
+
+def _mapping(path: Path, parse: Callable[[str], Any], malformed: type[Exception]) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        found = parse(path.read_text(encoding="utf-8"))
+    except (malformed, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be parsed ({str(error).splitlines()[0]}); restore it or delete it") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: expected a mapping, got {type(found).__name__}; restore it or delete it")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- header
+def _header(run: _Run) -> str:
+    lines = []
+    for label, keys in _SUMMARY:
+        values = [(key, _look_up(run.config, key)) for key in keys]
+        text = ", ".join(_described(key, value) for key, value in values if value is not None)
+        if text:
+            lines.append(f"<dt>{label}</dt><dd>{safe_text(text)}</dd>")
+    summary = f'<div class="card"><dl>{"".join(lines)}</dl>{_whole_config(run.config)}</div>' if lines else ""
+    versions = " · ".join(f"{name} {version}" for name, version in run.environment.items())
+    return f'<h1>{safe_text(run.name)}</h1><p class="soft"><small>{safe_text(versions)}</small></p>{summary}'
+
+
+def _whole_config(config: Mapping[str, Any]) -> str:
+    text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+    return f'<details><summary class="soft">{CONFIG_FILE}</summary><pre>{safe_text(text)}</pre></details>'
+
+
+def _look_up(config: Mapping[str, Any], key: str) -> Any:
+    found: Any = config
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            return None
+        found = found[part]
+    return found
+
+
+def _described(key: str, value: Any) -> str:
+    word = key.rpartition(".")[2]
+    return f"{value}" if word in ("name", "path", "engine", "seed", "dtype", "preset") else f"{word} {value}"
+
+
+def _tiles(rows: Sequence[Row]) -> str:
+    tiles = []
+    if rows:
+        tiles.append(("step", str(rows[-1]["step"])))
+    passes = _matching(rows, lambda key: key.startswith("eval/") and _is_pass(key))
+    for key in ["reward/mean", *sorted(passes, key=lambda key: (key.rpartition("/")[0], _k_of(key)))]:
+        points = _points(rows, key)
+        if points:
+            label = "reward" if key == "reward/mean" else key.removeprefix("eval/").replace("/", " ")
+            ends = [f"{points[0][1]:.2f}", f"{points[-1][1]:.2f}"] if len(points) > 1 else [f"{points[0][1]:.2f}"]
+            tiles.append((label, " → ".join(ends)))
+    rates = _points(rows, "tokens_per_s")
+    if rates:
+        tiles.append(("tokens/s, mean of steps", format_number(sum(value for _, value in rates) / len(rates))))
+    seconds = _points(rows, "time/step_s")
+    if seconds:
+        tiles.append(("time in steps", format_duration(sum(value for _, value in seconds))))
+    inner = "".join(f"<div><span>{safe_text(label)}</span><b>{safe_text(value)}</b></div>" for label, value in tiles)
+    return f'<div class="tiles">{inner}</div>' if tiles else ""
+
+
+# ------------------------------------------------------------------------------------------------------------- charts
+def _sections(rows: Sequence[Row]) -> Iterable[tuple[str, list[str]]]:
+    """Sections with their charts; each key of the metrics is in exactly one chart."""
+    left = {key for row in rows for key, value in row.items() if key != "step" and value is not None}
+
+    def draw(title: str, keys: Iterable[str], note: str = "", *, may_be_log: bool = False) -> list[str]:
+        present = [key for key in keys if key in left]
+        left.difference_update(present)
+        if not present:
+            return []
+        series = [Series(name=key, points=_points(rows, key)) for key in present]
+        if len(series) > 1:
+            series = [Series(name=name, points=s.points) for name, s in zip(_short_names(present), series, strict=True)]
+        return [line_chart(Chart(title=title, series=series, note=note, may_be_log=may_be_log))]
+
+    def all_of(prefix: str) -> list[str]:
+        return [chart for key in sorted(left) if key.startswith(prefix) for chart in draw(key, [key])]
+
+    yield (
+        "Learning",
+        draw("reward", ["reward/mean"], "mean over samples")
+        + _pass_charts(rows, left)
+        + draw("distance to the label", ["pacs/residual_mean"], "mean |σ(ψ) − y|"),
+    )
+    yield (
+        "Optimization",
+        draw("loss", ["objective/loss"], "objective of the mini-batches")
+        + draw("gradient norm", ["optimizer/grad_norm"], "before clipping", may_be_log=True)
+        + draw("entropy", ["policy/entropy"], "nats a token"),
+    )
+    lengths = [key for key in sorted(left) if key.startswith("response/len_")]
+    yield "Responses", draw("response length", lengths, "tokens") + all_of("response/")
+    psi = ["pacs/psi_mean_pos", "pacs/psi_mean_neg"]
+    shares = ["pacs/one_class_group_frac", "pacs/truncated_frac", "pacs/psi_over_8_frac"]
+    yield (
+        "Scores",
+        draw("mean ψ by label", psi) + draw("shares", shares) + all_of("pacs/") + all_of("grpo/") + all_of("sft/"),
+    )
+    yield "Time", _phases(rows, left) + draw("tokens/s", ["tokens_per_s"])
+    yield _REST, [chart for key in sorted(left) for chart in draw(key, [key])]
+
+
+def _pass_charts(rows: Sequence[Row], left: set[str]) -> list[str]:
+    """One chart a benchmark, one curve for each k, with the standard error as a band."""
+    charts = []
+    for benchmark in sorted({key.rpartition("/")[0] for key in left if key.startswith("eval/") and _is_pass(key)}):
+        keys = sorted((key for key in left if key.startswith(f"{benchmark}/") and _is_pass(key)), key=_k_of)
+        series = []
+        for key in keys:
+            points = _points(rows, key)
+            errors = dict(_points(rows, f"{key}_se"))
+            width = [errors[step] for step, _ in points] if all(step in errors for step, _ in points) else None
+            series.append(Series(name=key.rpartition("/")[2], points=points, half_width=width))
+        charts.append(
+            line_chart(Chart(title=benchmark.removeprefix("eval/"), series=series, note="pass@k ± standard error"))
+        )
+        left.difference_update({*keys, *(f"{key}_se" for key in keys)})
+    return charts
+
+
+def _phases(rows: Sequence[Row], left: set[str]) -> list[str]:
+    """Where the time of a step goes: the outermost spans, and what no span covers."""
+    timed = [row for row in rows if row.get("time/step_s") is not None]
+    if not timed:
+        return []
+    phases = [key for key in _matching(timed, lambda key: key.startswith("time/")) if key.count("/") == 1]
+    phases.remove("time/step_s")
+    stacks = [(key.removeprefix("time/").removesuffix("_s"), [_number(row, key) for row in timed]) for key in phases]
+    covered = [sum(values[i] for _, values in stacks) for i in range(len(timed))]
+    rest = [max(0.0, _number(row, "time/step_s") - known) for row, known in zip(timed, covered, strict=True)]
+    stacks.sort(key=lambda stack: -sum(stack[1]))
+    left.difference_update({*phases, "time/step_s"})
+    return [
+        stacked_bars("time of each phase", "seconds a step", [_step(row) for row in timed], [*stacks, ("other", rest)])
+    ]
+
+
+def _short_names(keys: Sequence[str]) -> list[str]:
+    """Last parts of the keys, without the stem that all of them share."""
+    names = [key.rpartition("/")[2] for key in keys]
+    stem = names[0]
+    while not all(name.startswith(stem) for name in names):
+        stem = stem[:-1]
+    stem = stem[: stem.rfind("_") + 1]
+    return [name.removeprefix(stem) for name in names]
+
+
+def _matching(rows: Sequence[Row], wanted: Callable[[str], bool]) -> list[str]:
+    return sorted(key for key in {key for row in rows for key in row} if wanted(key))
+
+
+def _is_pass(key: str) -> bool:
+    return key.rpartition("/")[2].removeprefix("pass@").isdecimal()
+
+
+def _k_of(key: str) -> int:
+    return int(key.rpartition("@")[2])
+
+
+def _points(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
+    return [(_step(row), float(value)) for row in rows if (value := row.get(key)) is not None]
+
+
+def _number(row: Row, key: str) -> float:
+    return float(row.get(key) or 0.0)  # a phase that did not run in this step took no time
+
+
+def _step(row: Row) -> int:
+    return int(row["step"] or 0)
+
+
+# ------------------------------------------------------------------------------------------------------------ samples
+def _samples(run_dir: Path, num_samples: int) -> str:
+    files = rollout_files(run_dir)
+    if not files or num_samples == 0:
+        return ""
+    chosen = [files[0]] if len(files) == 1 else [files[0], files[-1]]
+    parts = []
+    for step, path in chosen:
+        records = _spread(read_rollouts(path), num_samples)
+        parts.append(f"<h2>Answers of step {step}</h2>" + "".join(_sample(record, path) for record in records))
+    return "".join(parts)
+
+
+def _spread(records: Sequence[dict[str, Any]], wanted: int) -> list[dict[str, Any]]:
+    """Evenly over the file, so that several prompts show; the same file always gives the same choice."""
+    if len(records) <= wanted:
+        return list(records)
+    # One past an even stride, or every choice would be the first sample of its group.
+    return [records[(index * len(records)) // wanted + index % (len(records) // wanted)] for index in range(wanted)]
+
+
+def _sample(record: Mapping[str, Any], path: Path) -> str:
+    missing = {"id", "prompt", "response", "answer", "label", "reward", "failure", "stop", "response_tokens"} - set(
+        record
+    )
+    if missing:
+        raise DataError(f"{path}: a sample lacks {', '.join(sorted(missing))}; restore the file or delete it")
+    if record["failure"] is not None:
+        verdict = f'<span class="verdict wrong">not judged: {safe_text(str(record["failure"]))}</span>'
+    elif record["label"] is None:
+        verdict = '<span class="verdict">no label</span>'
+    else:
+        kind, word = ("right", "✓ correct") if record["label"] else ("wrong", "✗ wrong")
+        verdict = f'<span class="verdict {kind}">{word}</span>'
+    facts = f"reward {record['reward']} · {record['response_tokens']} tokens · {record['stop']}"
+    return (
+        f'<details class="card sample"><summary>{verdict}<span class="id">{safe_text(str(record["id"]))}</span>'
+        f'<span class="soft">{safe_text(facts)}</span></summary>'
+        f"<h3>Prompt</h3><pre>{_cut(record['prompt'])}</pre>"
+        f"<h3>Response</h3><pre>{_cut(record['response'])}</pre>"
+        f"<h3>Gold answer</h3><pre>{_cut(record['answer'])}</pre></details>"
+    )
+
+
+def _cut(text: Any) -> str:
+    text = str(text)
+    if len(text) <= _MAX_TEXT:
+        return safe_text(text)
+    half = _MAX_TEXT // 2
+    return safe_text(text[:half] + f"\n… {len(text) - 2 * half} characters left out …\n" + text[-half:])
