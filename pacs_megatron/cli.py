@@ -104,6 +104,10 @@ def _add_convert(verbs: _SubParsers) -> None:
 
 
 def _add_planning(verbs: _SubParsers) -> None:
+    parser = _add_config_verb(verbs, "plan", "memory, time and fit; needs no GPU", _plan)
+    parser.add_argument("--search", action="store_true", help="compare every layout of the same GPUs")
+    parser.add_argument("--json", action="store_true", help="bytes and seconds for other programs")
+    parser.add_argument("--response-tokens", type=float, help="mean response length; default: a share of the limit")
     _add_verb(verbs, "doctor", "what works on this machine, and what to install", _doctor)
 
 
@@ -118,9 +122,12 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
+    from pacs_megatron.observability.logs import setup_logging
     from pacs_megatron.training.eval_main import run_eval
 
-    return run_eval(args)
+    setup_logging(None, 0)
+    print(run_eval(args.config, args.overrides, model=args.model, out=args.out))
+    return 0
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -177,6 +184,17 @@ def _verify(args: argparse.Namespace) -> int:
     from pacs_megatron.convert import verify
 
     return verify(args.first, args.second)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from pacs_megatron.errors import ExitCode
+    from pacs_megatron.launch.plan import run_plan
+
+    text, fits = run_plan(
+        args.config, args.overrides, search=args.search, as_json=args.json, response_tokens=args.response_tokens
+    )
+    print(text)
+    return ExitCode.OK if fits else ExitCode.MISCONFIGURED
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ both change how a matrix product is cut, and with it the last bit of a log-prob.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pacs_megatron.config.schema import EmbeddedRollout
 from pacs_megatron.contracts import Sample, SampleRequest, Span, Stop
+from pacs_megatron.data import stop_token_ids
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.rollout.kv_cache import ATTENTION, DecodingCache
 from pacs_megatron.rollout.sampling import RowSampler
@@ -43,27 +43,16 @@ class Vocabulary:
     """Token ids to text, special tokens included; looks for stop strings only."""
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Any, model_path: Path) -> Vocabulary:
-        """From a `transformers` tokenizer, plus the end tokens of generation_config.json and config.json.
+    def from_tokenizer(cls, tokenizer: Any, model_path: str) -> Vocabulary:
+        """Of a `transformers` tokenizer; its end tokens and those of the folder's generation_config.json.
 
-        Raises RolloutError when nothing names an end token.
+        Raises DataError when there is no end token.
         """
-        eos: set[int] = set()
-        if tokenizer.eos_token_id is not None:
-            eos.add(int(tokenizer.eos_token_id))
-        for file in ("generation_config.json", "config.json"):
-            path = model_path / file
-            named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-            eos.update([named] if isinstance(named, int) else named or [])
-        if not eos:
-            raise RolloutError(
-                f"{model_path}: neither the tokenizer nor generation_config.json names an end-of-sequence token; "
-                "set eos_token in tokenizer_config.json"
-            )
+        eos = stop_token_ids(tokenizer, model_path)
         pad = tokenizer.pad_token_id
         return cls(
             eos_token_ids=frozenset(eos),
-            pad_token_id=min(eos) if pad is None else int(pad),
+            pad_token_id=eos[0] if pad is None else int(pad),
             decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
         )
 

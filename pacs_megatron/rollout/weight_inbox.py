@@ -19,6 +19,7 @@ class WeightInbox:
     def __init__(self, module: torch.nn.Module) -> None:
         self._targets, self._aliases = _targets(module)
         self._received: set[str] = set()
+        self._filled: set[str] = set()
         self._hash: WeightDigest | None = None
         self._pending_version: int | None = None
         self.version: int | None = None
@@ -29,6 +30,7 @@ class WeightInbox:
         self.version = self.digest = None
         self._pending_version = version
         self._received = set()
+        self._filled = set()
         self._hash = WeightDigest()
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
@@ -37,32 +39,37 @@ class WeightInbox:
             raise SyncError(f"weight {name} arrived outside an update; call begin_update first")
         if name in self._received:
             raise SyncError(f"weight {name} arrived twice in the update to version {self._pending_version}")
-        target = self._targets.get(name)
-        source = self._aliases.get(name)
-        if target is None and source is None:
+        source = self._aliases.get(name, name)
+        target = self._targets.get(source)
+        if target is None:
             raise SyncError(
                 f"weight {name} is not in the rollout model (update to version {self._pending_version}); "
                 f"its names look like {next(iter(self._targets))}"
             )
+        if target.shape != tensor.shape:
+            raise SyncError(
+                f"weight {name} has shape {list(tensor.shape)}, the rollout model expects {list(target.shape)}; "
+                "policy and rollout must come from the same config.json"
+            )
         self._hash.update(name, tensor)
-        if target is None:
-            assert source is not None
-            self._check_alias(name, source, tensor)
-        else:
-            if target.shape != tensor.shape:
+        if source in self._filled:
+            # A tied weight may come under both of its names, if it is the same one.
+            if not torch.equal(target, tensor.to(target)):
                 raise SyncError(
-                    f"weight {name} has shape {list(tensor.shape)}, the rollout model expects {list(target.shape)}; "
-                    "policy and rollout must come from the same config.json"
+                    f"weight {name} is tied to another in the rollout model, but differs from it; check "
+                    "tie_word_embeddings in config.json"
                 )
+        else:
             with torch.no_grad():
                 target.copy_(tensor)
+        self._filled.add(source)
         self._received.add(name)
 
     def end(self, digest: str) -> None:
         """Raises SyncError unless every weight has arrived and their digest is `digest`."""
         if self._hash is None or self._pending_version is None:
             raise SyncError("end_update without begin_update")
-        missing = sorted(self._targets.keys() - self._received)
+        missing = sorted(self._targets.keys() - self._filled)
         if missing:
             raise SyncError(
                 f"update to version {self._pending_version} ended without {len(missing)} of {len(self._targets)} weights, "
@@ -75,16 +82,6 @@ class WeightInbox:
             )
         self.version, self.digest = self._pending_version, digest
         self._hash = None
-
-    def _check_alias(self, name: str, source: str, tensor: torch.Tensor) -> None:
-        """A tied weight may be sent under its second name too, after the first and equal to it."""
-        target = self._targets[source]
-        if source not in self._received:
-            raise SyncError(f"weight {name} is tied to {source} in the rollout model and must not arrive before it")
-        if target.shape != tensor.shape or not torch.equal(target, tensor.to(target)):
-            raise SyncError(
-                f"weight {name} is tied to {source} in the rollout model, but differs from it; check tie_word_embeddings"
-            )
 
 
 def _targets(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

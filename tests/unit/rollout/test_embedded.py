@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pacs_megatron.contracts import RolloutEngine, Sample, Stop, WeightReceiver
 from pacs_megatron.errors import RolloutError, SyncError
+from pacs_megatron.rollout.embedded import Vocabulary
 from tests.support.rollout import (
     checkpoint_weights,
     embedded_engine,
@@ -249,11 +250,27 @@ def test_a_broken_update_names_the_weight_and_stops_sampling(any_tiny_qwen3):
 
 def test_a_tied_weight_may_come_under_both_names_but_not_differ(tiny_qwen3_tied):
     weights = checkpoint_weights(tiny_qwen3_tied)
-    embedding = dict(weights)["model.embed_tokens.weight"]
+    rest = [item for item in weights if item[0] != "model.embed_tokens.weight"]
+    embedding = ("model.embed_tokens.weight", dict(weights)["model.embed_tokens.weight"])
+    head = ("lm_head.weight", embedding[1])
     engine = embedded_engine(tiny_qwen3_tied)
-    fill(engine, [*weights, ("lm_head.weight", embedding)], 1)
-    with pytest.raises(SyncError, match="tied"):
-        fill(engine, [*weights, ("lm_head.weight", embedding + 1)], 2)
+    requests = requests_for(random_prompts(2))
+    expected = [sample.token_ids.tolist() for sample in engine.generate_share(requests)]
+    for both in ([embedding, head], [head, embedding], [head]):
+        fill(engine, [*both, *rest], 1)
+        assert [sample.token_ids.tolist() for sample in engine.generate_share(requests)] == expected
+    for both in ([embedding, (head[0], head[1] + 1)], [head, (embedding[0], embedding[1] + 1)]):
+        with pytest.raises(SyncError, match="tied"):
+            fill(engine, [*both, *rest], 2)
+    with pytest.raises(SyncError, match=r"the first is model\.embed_tokens\.weight"):
+        fill(engine, rest, 2)
+
+
+def test_vocabulary_of_a_folder(tiny_qwen3):
+    vocabulary = Vocabulary.from_tokenizer(AutoTokenizer.from_pretrained(tiny_qwen3), str(tiny_qwen3))
+    assert vocabulary.eos_token_ids == {258}
+    assert vocabulary.pad_token_id == 256
+    assert vocabulary.decode([*vocabulary.eos_token_ids]) == "<|im_end|>"
 
 
 def test_nothing_leaks_into_training(tiny_qwen3):

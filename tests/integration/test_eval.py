@@ -1,0 +1,111 @@
+"""`pacs-megatron eval` on a real folder, with a real reward pool, through the command line's own entry point."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pacs_megatron.cli import main
+from pacs_megatron.evaluation.passk import pass_at_k
+
+REWARD = """
+def longer_than_three(prompt, response):
+    return float(len(response) > 3)
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_qwen3: Path) -> Path:
+    """Two benchmarks of 3 and 2 problems; a reward that a random model sometimes earns."""
+    for name, count in (("first", 3), ("second", 2)):
+        rows = [{"q": f"What is {i} + {i}?", "a": str(2 * i)} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text(REWARD)
+    columns = {"problem": "q", "answer": "a"}
+    # A random model hardly ever ends by itself, and a cut answer is wrong: let any small letter end it.
+    sampling = {"max_response_tokens": 16, "stop": list("abcdefghijklmnopqrstuvwxyz")}
+    tree = {
+        "run": {"name": "test", "dir": str(tmp_path / "runs"), "steps": 1, "seed": 3},
+        "model": {"path": str(tiny_qwen3)},
+        "objective": {"name": "pacs"},
+        "batch": {"prompts_per_step": 2, "samples_per_prompt": 2, "tokens_per_microbatch": 2048},
+        "rollout": {"engine": "embedded", "sampling": {"max_response_tokens": 16}, "batch_sequences": 7},
+        "reward": {"name": "custom", "function": f"{tmp_path / 'reward.py'}:longer_than_three"},
+        "data": {"train": {"path": str(tmp_path / "first.jsonl"), "columns": columns}},
+        "optimizer": {"lr": 1e-4},
+        "evaluation": {
+            "benchmarks": [
+                {"path": str(tmp_path / f"{name}.jsonl"), "columns": columns} for name in ("first", "second")
+            ],
+            "samples_per_prompt": 6,
+            "k": [1, 4],
+            "sampling": sampling,
+        },
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(tree))  # JSON is YAML, and has no anchors
+    return path
+
+
+def test_counts_estimates_and_files(config, tmp_path, tiny_qwen3, capsys):
+    assert main(["eval", str(config)]) == 0
+    out = tmp_path / "runs" / "test" / "eval"
+    results = json.loads((out / "results.json").read_text())
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 5 * 6
+    assert len({sample["id"] for sample in samples}) == len(samples)
+    labels = set()
+    for name, count in (("first", 3), ("second", 2)):
+        correct = []
+        for row in range(count):
+            mine = [sample for sample in samples if sample["prompt_id"] == f"{name}/{row}"]
+            assert len(mine) == 6
+            for sample in mine:
+                # Judged by hand: the verdict, unless the answer was cut.
+                assert sample["label"] == (len(sample["response"]) > 3 and sample["stop"] == "eos")
+                labels.add(sample["label"])
+            correct.append(sum(sample["label"] for sample in mine))
+        for k in (1, 4):
+            expected = sum(pass_at_k(6, c, k) for c in correct) / count
+            assert results["metrics"][f"eval/{name}/pass@{k}"] == pytest.approx(expected, abs=1e-12)
+        assert [problem["num_correct"] for problem in results["problems"][name]] == correct
+    assert labels == {0, 1}
+    assert results["model"] == str(tiny_qwen3)
+    printed = capsys.readouterr().out
+    assert f"{results['metrics']['eval/first/pass@4']:.4f}" in printed
+    assert "results.json" in printed
+
+
+def test_the_same_command_gives_the_same_samples_and_another_model_others(config, tmp_path, tiny_qwen3_tied):
+    first, again, other = (tmp_path / name for name in ("first", "again", "other"))
+    assert main(["eval", str(config), "--out", str(first)]) == 0
+    assert main(["eval", str(config), "--out", str(again)]) == 0
+    assert main(["eval", str(config), "--model", str(tiny_qwen3_tied), "--out", str(other)]) == 0
+    bytes_of = [(folder / "samples.jsonl").read_bytes() for folder in (first, again, other)]
+    assert bytes_of[0] == bytes_of[1] != bytes_of[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["evaluation.sampling.temperature=-1"], "evaluation.sampling.temperature"),
+        (["model.path=nowhere"], "nowhere is no folder"),
+        (["evaluation.sampling.max_response_tokens=4000"], "exceed the model's context of 1024"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(config, tmp_path, capsys, arguments, message):
+    assert main(["eval", "--out", str(tmp_path / "out"), str(config), *arguments]) != 0
+    errors = [line for line in capsys.readouterr().err.splitlines() if "Error: " in line]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_nothing_to_evaluate_is_said_with_the_place(config, tmp_path, capsys):
+    tree = yaml.safe_load(config.read_text())
+    del tree["evaluation"]
+    config.write_text(yaml.safe_dump(tree))
+    assert main(["eval", str(config)]) == 2
+    assert "evaluation.benchmarks is empty" in capsys.readouterr().err
