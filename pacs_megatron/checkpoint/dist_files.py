@@ -1,0 +1,49 @@
+"""Save and load a sharded state dict in Megatron's `torch_dist` format, without helper processes.
+
+Megatron's own writer starts a manager process and a pool at the first save, which takes 7 to 11 s on a laptop, survives a
+killed rank and needs an importable `__main__`. Its planner and format are used as they are, with torch's plain writer.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint import FileSystemWriter, save
+
+
+class PlainTorchDistSave(SaveShardedStrategy):
+    """Every rank writes its shards in this process, one file each, flushed to disk."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        save(
+            mcore_to_pyt_state_dict(renamed, False),
+            storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True, thread_count=1),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def save_sharded(state: dict[str, Any], folder: Path) -> None:
+    """Write `state` to the existing, empty `folder`. Collective."""
+    with torch.no_grad():
+        dist_checkpointing.save(state, str(folder), sharded_strategy=PlainTorchDistSave())
+
+
+def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Fill the sharded tensors of `state` from `folder`. Collective. Returns the whole state dict."""
+    loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+    return loaded

@@ -1,0 +1,135 @@
+"""The policy as a sharded state dict for Megatron's dist_checkpointing: weights, optimizer, schedule, reference, RNG.
+
+Keys: `model.*` (global layer numbers, so any layout reads them), `reference.*` likewise, `optimizer.*`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from pacs_megatron.parallel import cpu_redirects
+from pacs_megatron.policy.engine import MegatronPolicy
+
+MODEL, REFERENCE, OPTIMIZER = "model", "reference", "optimizer"
+
+
+def sharding_metadata() -> dict[str, Any]:
+    """What Megatron's modules and optimizers are told about the format of a checkpoint."""
+    return {
+        # One key a layer, numbered over the whole model: a stage can be read without knowing the others.
+        "non_homogeneous_layers": True,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        # The only format that can be read at another tensor- or pipeline-parallel size.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _model_state(policy: MegatronPolicy, prefix: str) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for number, model in enumerate(policy.models):
+        chunk = model.sharded_state_dict(metadata=sharding_metadata())
+        add_prefix_for_sharding(chunk, f"{prefix}.")
+        state[f"{prefix}{number}"] = chunk
+    return state
+
+
+def sharded_state(policy: MegatronPolicy, *, is_loading: bool, with_reference: bool) -> dict[str, Any]:
+    """What dist_checkpointing saves, or fills when loading. Collective."""
+    state = _model_state(policy, MODEL)
+    model_only = (
+        state[f"{MODEL}0"] if len(policy.models) == 1 else {f"model{k}": state[f"{MODEL}{k}"] for k in range(len(policy.models))}
+    )
+    with cpu_redirects.cuda_type_names():
+        state[OPTIMIZER] = policy.optimizer.megatron.sharded_state_dict(
+            model_only, is_loading=is_loading, metadata=sharding_metadata()
+        )
+    if with_reference:
+        assert policy.reference is not None
+        with policy.reference.swapped_in():
+            # The sharded tensors alias the parameters, so the snapshot's values are copied out while it is in.
+            state |= {name: _detach(chunk) for name, chunk in _model_state(policy, REFERENCE).items()}
+    return state
+
+
+def _detach(chunk: dict[str, Any]) -> dict[str, Any]:
+    def copy(value: Any) -> Any:
+        if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.data is not None:
+            value.data = value.data.detach().clone()
+        return value
+
+    dict_list_map_inplace(copy, chunk)
+    return chunk
+
+
+def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
+    """Put a filled state dict into the policy."""
+    for number, model in enumerate(policy.models):
+        model.load_state_dict(state[f"{MODEL}{number}"], strict=True)
+    with torch.no_grad(), _steps_apart(policy), cpu_redirects.cuda_type_names():
+        policy.optimizer.megatron.load_state_dict(state[OPTIMIZER])
+    if f"{REFERENCE}0" in state:
+        policy.take_reference(reset_optimizer=False)
+        assert policy.reference is not None
+        with policy.reference.swapped_in():
+            for number, model in enumerate(policy.models):
+                model.load_state_dict(state[f"{REFERENCE}{number}"], strict=True)
+
+
+@contextmanager
+def _steps_apart(policy: MegatronPolicy) -> Iterator[None]:
+    """Megatron's distributed optimizer takes every entry of Adam's state for a moment tensor when it loads.
+
+    torch's AdamW (used where neither Transformer Engine nor Apex is) has a per-parameter `step` there as well, which
+    the checkpoint keeps in the param group: it is set aside while moments are copied, for each parameter.
+    """
+    parts = [part for part in policy.optimizer.parts() if isinstance(part, DistributedOptimizer)]
+    for part in parts:
+        part._set_main_param_and_optimizer_states = partial(_set_moments, part)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part._set_main_param_and_optimizer_states
+
+
+def _set_moments(part: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+    group, order = part.model_param_group_index_map[model_param]
+    state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
+    step = state.pop("step", None)
+    DistributedOptimizer._set_main_param_and_optimizer_states(part, model_param, tensors)
+    if step is not None:
+        # One tensor each: Megatron shares a single one, which AdamW would then advance once for every parameter.
+        state["step"] = step.detach().clone()
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """Every generator of this rank, as uint8 tensors."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    for name, value in get_cuda_rng_tracker().get_states().items():
+        if torch.is_tensor(value):
+            state[f"tracker.{name}"] = value
+    return state
+
+
+def load_rng_state(state: dict[str, torch.Tensor]) -> None:
+    """Inverse of `rng_state`."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    tracker = get_cuda_rng_tracker()
+    saved = {name.removeprefix("tracker."): value for name, value in state.items() if name.startswith("tracker.")}
+    if saved:
+        tracker.set_states({**tracker.get_states(), **saved})

@@ -1,0 +1,62 @@
+"""Which judged samples are trained: labels, truncation, minimum group size; everything left out is counted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pacs_megatron.config.schema import AdmissionOptions
+from pacs_megatron.contracts import Group, Sample, Stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """Groups to train, and the counts of what was left out."""
+
+    groups: tuple[Group, ...]
+    counts: dict[str, int]
+
+
+def label_sample(sample: Sample, reward: float, label: int) -> Sample:
+    """With its verdict; a response cut at the limit is label 0 whatever the verifier found."""
+    return replace(sample, reward=reward, label=0 if sample.stop is Stop.LENGTH else label)
+
+
+def admit(groups: Sequence[Group], options: AdmissionOptions, *, min_group_size: int) -> Admitted:
+    """Drop unjudged and empty samples, cut ones if so configured, then groups that became too small.
+
+    Args:
+        groups: every sample has a reward and label, or a failure.
+        min_group_size: 2 where the objective compares siblings, else 1.
+    """
+    counts = {"unjudged": 0, "truncated": 0, "aborted": 0, "small_groups": 0, "one_class_groups": 0}
+    kept: list[Group] = []
+    for group in groups:
+        samples = []
+        for sample in group.samples:
+            if sample.failure is not None:
+                counts["unjudged"] += 1
+            elif sample.stop is Stop.ABORTED or sample.response_len == 0:
+                counts["aborted"] += 1
+            elif sample.stop is Stop.LENGTH and options.truncated == "drop":
+                counts["truncated"] += 1
+            else:
+                samples.append(sample)
+        if len(samples) < min_group_size:
+            counts["small_groups"] += 1
+        elif options.drop_one_class_groups and len({s.label for s in samples}) == 1:
+            counts["one_class_groups"] += 1
+        else:
+            kept.append(replace(group, samples=tuple(samples)))
+    return Admitted(groups=tuple(kept), counts=counts)
+
+
+def shuffle_labels(groups: Sequence[Group], *, seed: int, step: int) -> tuple[Group, ...]:
+    """Control experiment: the labels of all samples, permuted at random over the step."""
+    labels = [sample.label for group in groups for sample in group.samples]
+    order = np.random.Generator(np.random.PCG64([seed, step])).permutation(len(labels))
+    shuffled = iter([labels[k] for k in order])
+    return tuple(
+        replace(group, samples=tuple(replace(sample, label=next(shuffled)) for sample in group.samples))
+        for group in groups
+    )

@@ -1,0 +1,145 @@
+"""One step's samples on every rank: asks the driver, samples with the embedded engine, hands each rank its facts.
+
+Concurrency: collective. Rank 0 talks to the driver and sends decisions; the other ranks wait in `ControlChannel.receive`
+and are unblocked by GENERATE (sample your share) or by the final decision of the exchange.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pacs_megatron.batching.tables import facts_from_arrays, facts_to_arrays, tokens_from_arrays
+from pacs_megatron.contracts import Decision, DecisionKind, SampleFacts, TokenBuffers
+from pacs_megatron.errors import PacsError, RolloutError
+from pacs_megatron.parallel.control import ControlChannel
+from pacs_megatron.parallel.groups import Rank
+from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays
+from pacs_megatron.rollout.driver_client import DriverClient, named_error
+from pacs_megatron.rollout.embedded import EmbeddedEngine
+from pacs_megatron.rollout.sample_arrays import requests_from_message, samples_from_message, samples_to_message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """Admitted samples of a step. `tokens` is there on rank 0 only: the whole step's payload."""
+
+    facts: SampleFacts
+    tokens: TokenBuffers | None
+    metrics: dict[str, float]
+
+
+class Rollouts:
+    """Every rank has one; only rank 0's has a driver."""
+
+    def __init__(
+        self, rank: Rank, channel: ControlChannel, driver: DriverClient | None, engine: EmbeddedEngine | None
+    ) -> None:
+        self._rank = rank
+        self._channel = channel
+        self._driver = driver
+        self._engine = engine
+        if driver is not None:
+            driver.on_wait = lambda: channel.send(Decision(kind=DecisionKind.WAIT, reason="driver busy", detail={}))
+
+    def collect(self, step: int) -> Collected:
+        """The step's samples. Raises, on every rank, what the driver raised."""
+        header, arrays = self._exchange({"op": "rollout", "step": step})
+        wire = None
+        tokens = None
+        if self._rank.rank == 0:
+            parts = _split_prefix(arrays)
+            tokens = tokens_from_arrays(parts["tokens"])
+            wire = facts_to_arrays(facts_from_arrays(parts["facts"]))
+        facts = facts_from_arrays(broadcast_arrays(wire, src=0, group=self._rank.control))
+        return Collected(facts=facts, tokens=tokens, metrics=dict(header["metrics"]))
+
+    def evaluate(self, step: int) -> dict[str, list[dict[str, Any]]]:
+        """Benchmark -> counts of each problem, on every rank."""
+        header, _ = self._exchange({"op": "evaluate", "step": step})
+        benchmarks: dict[str, list[dict[str, Any]]] = header["benchmarks"]
+        return benchmarks
+
+    # ------------------------------------------------------------------------------------------------------ exchange
+    def _exchange(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """The final answer to `question` on every rank (its arrays on rank 0 only)."""
+        if self._rank.rank:
+            return self._follow(), {}
+        header, arrays = self._ask(question, None)
+        while header["kind"] == "generate":
+            self._channel.send(Decision(kind=DecisionKind.GENERATE, reason="sample", detail=header))
+            # Outside of `_ask`: an error in here is known to every rank already.
+            header, arrays = self._ask(*self._generate(header, arrays))
+        kind = DecisionKind.TRAIN if header["kind"] == "groups" else DecisionKind.EVALUATE
+        self._channel.send(Decision(kind=kind, reason=str(question["op"]), detail=header))
+        return header, arrays
+
+    def _ask(
+        self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Rank 0: the driver's answer. An error is told to the waiting ranks before it is raised."""
+        assert self._driver is not None
+        try:
+            self._driver.send(header, arrays)
+            return self._driver.receive()
+        except PacsError as error:
+            detail = {"type": type(error).__name__, "message": str(error)}
+            self._channel.send(Decision(kind=DecisionKind.STOP, reason="error", detail=detail))
+            raise
+
+    def _follow(self) -> dict[str, Any]:
+        while True:
+            decision = self._channel.receive()
+            match decision.kind:
+                case DecisionKind.GENERATE:
+                    self._generate(decision.detail, None)
+                case DecisionKind.STOP:
+                    raise named_error(decision.detail["type"], decision.detail["message"])
+                case _:
+                    return decision.detail
+
+    def _generate(
+        self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Every rank samples its chunks; rank 0 returns all samples as one message for the driver."""
+        assert self._engine is not None
+        shared = broadcast_arrays(arrays, src=0, group=self._rank.control)
+        requests = requests_from_message(header, shared)
+        error: PacsError | None = None
+        samples = []
+        try:
+            samples = self._engine.generate_share(requests)
+        except PacsError as caught:
+            error = caught
+        message = self._channel.first_error(None if error is None else str(error))
+        if message is not None:
+            raise error if error is not None else RolloutError(message)
+        mine_header, mine = samples_to_message(samples)
+        ids = np.frombuffer("\n".join(f"{s.id}\t{s.prompt_id}" for s in samples).encode(), dtype=np.uint8)
+        gathered = gather_arrays({**mine, "ids": ids}, group=self._rank.control)
+        if gathered is None:
+            return {}, {}
+        everything = list(samples)
+        for other in gathered[1:]:
+            everything += samples_from_message(_header_of(other, mine_header["digests"], self._engine), other)
+        return samples_to_message(everything)
+
+
+def _header_of(arrays: Mapping[str, np.ndarray], digests: list[str], engine: EmbeddedEngine) -> dict[str, Any]:
+    """The header of another rank's samples: ids from the wire; the digest is this rank's, as the weights are."""
+    text = arrays["ids"].tobytes().decode()
+    rows = [line.split("\t") for line in text.split("\n")] if text else []
+    return {
+        "ids": [row[0] for row in rows],
+        "prompt_ids": [row[1] for row in rows],
+        "digests": digests or [engine.digest],
+    }
+
+
+def _split_prefix(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    parts: dict[str, dict[str, np.ndarray]] = {"facts": {}, "tokens": {}}
+    for name, value in arrays.items():
+        prefix, rest = name.split(".", 1)
+        parts[prefix][rest] = value
+    return parts

@@ -1,0 +1,83 @@
+"""Rank 0's end of the driver: starts it, asks, waits with a heartbeat, ends it."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pacs_megatron import errors
+from pacs_megatron.rollout.wire import Connection
+
+_CLOSE_GRACE_S = 10.0
+
+
+class DriverClient:
+    """One driver process. `on_wait` is called every `heartbeat_s` while an answer is outstanding."""
+
+    def __init__(self, run_dir: Path, *, timeout_s: float, heartbeat_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._heartbeat_s = heartbeat_s
+        self.on_wait: Callable[[], None] = lambda: None
+        ours, theirs = socket.socketpair()
+        log_dir = run_dir / "logs"
+        log_dir.mkdir(parents=True, exist_ok=True)
+        with (log_dir / "driver.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pacs_megatron.rollout.driver", str(run_dir), str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            )
+        theirs.close()
+        self._connection = Connection(ours, "rollout driver")
+
+    def send(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        self._connection.send(header, arrays)
+
+    def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """The next answer. Raises the error that the driver named, or RolloutError for a time-out or its death."""
+        deadline = time.monotonic() + self._timeout_s
+        while not self._connection.poll(self._heartbeat_s):
+            if time.monotonic() > deadline:
+                raise errors.RolloutError(
+                    f"the rollout driver has not answered for parallel.control_timeout_s={self._timeout_s:g} s; "
+                    "see logs/driver.log in the run's folder"
+                )
+            self.on_wait()
+        header, arrays = self._connection.receive()
+        if header["kind"] == "error":
+            raise named_error(header["type"], header["message"])
+        return header, arrays
+
+    def ask(self, header: Mapping[str, Any]) -> dict[str, Any]:
+        """One question, one answer without arrays."""
+        self.send(header)
+        return self.receive()[0]
+
+    def close(self) -> None:
+        """End the process; safe to call at any time."""
+        if self._process.poll() is None:
+            try:
+                self._connection.send({"op": "close"})
+            except errors.RolloutError:
+                pass  # it is on its way out already
+        self._connection.close()
+        try:
+            self._process.wait(_CLOSE_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def named_error(name: str, message: str) -> errors.PacsError:
+    """The PacsError of that name: an error of another process, raised here."""
+    kinds = {kind.__name__: kind for kind in (errors.PacsError, *errors.PacsError.__subclasses__())}
+    return kinds.get(name, errors.PacsError)(message)

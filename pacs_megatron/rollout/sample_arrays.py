@@ -1,0 +1,107 @@
+"""Requests and samples as flat arrays, for the way between driver and ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pacs_megatron.contracts import Prompt, Sample, SampleRequest, SamplingParams, Span, Stop
+
+_STOPS = (Stop.EOS, Stop.LENGTH, Stop.ABORTED)
+Message = tuple[dict[str, Any], dict[str, np.ndarray]]
+
+
+def _flat(parts: Sequence[np.ndarray], dtype: type) -> tuple[np.ndarray, np.ndarray]:
+    sizes = np.array([len(part) for part in parts], dtype=np.int64)
+    offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
+    return (np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype=dtype)), offsets
+
+
+def requests_to_message(prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> Message:
+    """All requests share their sampling parameters; each names one of `prompts`."""
+    number = {prompt.id: k for k, prompt in enumerate(prompts)}
+    token_ids, offsets = _flat([prompt.token_ids for prompt in prompts], np.int32)
+    params = requests[0].params
+    header = {
+        "ids": [request.id for request in requests],
+        "prompt_ids": [prompt.id for prompt in prompts],
+        "params": {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "max_tokens": params.max_tokens,
+            "stop": list(params.stop),
+        },
+    }
+    return header, {
+        "prompt": np.array([number[request.prompt_id] for request in requests], dtype=np.int64),
+        "seeds": np.array([request.seed for request in requests], dtype=np.int64),
+        "token_ids": token_ids,
+        "offsets": offsets,
+    }
+
+
+def requests_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[SampleRequest]:
+    """Inverse of `requests_to_message`; requests of one prompt share its token array."""
+    bounds = arrays["offsets"]
+    prompts = [arrays["token_ids"][start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    params = SamplingParams(**{**header["params"], "stop": tuple(header["params"]["stop"])})
+    return [
+        SampleRequest(
+            id=sample_id,
+            prompt_id=header["prompt_ids"][number],
+            token_ids=prompts[number],
+            seed=int(seed),
+            params=params,
+        )
+        for sample_id, number, seed in zip(header["ids"], arrays["prompt"], arrays["seeds"], strict=True)
+    ]
+
+
+def samples_to_message(samples: Sequence[Sample]) -> Message:
+    """Token ids, log-probs and provenance; rewards do not travel this way."""
+    token_ids, offsets = _flat([s.token_ids for s in samples], np.int32)
+    logprobs, logprob_offsets = _flat([s.sampler_logprobs for s in samples], np.float32)
+    spans = [span for s in samples for span in s.spans]
+    header = {
+        "ids": [s.id for s in samples],
+        "prompt_ids": [s.prompt_id for s in samples],
+        "digests": sorted({span.digest for span in spans}),
+    }
+    digest_number = {digest: k for k, digest in enumerate(header["digests"])}
+    return header, {
+        "token_ids": token_ids,
+        "offsets": offsets,
+        "prompt_lens": np.array([s.prompt_len for s in samples], dtype=np.int64),
+        "logprobs": logprobs,
+        "logprob_offsets": logprob_offsets,
+        "stops": np.array([_STOPS.index(s.stop) for s in samples], dtype=np.uint8),
+        "num_spans": np.array([len(s.spans) for s in samples], dtype=np.int64),
+        "spans": np.array(
+            [[span.version, digest_number[span.digest], span.start, span.end] for span in spans], dtype=np.int64
+        ).reshape(-1, 4),
+    }
+
+
+def samples_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[Sample]:
+    """Inverse of `samples_to_message`."""
+    samples = []
+    next_span = 0
+    for k, (sample_id, prompt_id) in enumerate(zip(header["ids"], header["prompt_ids"], strict=True)):
+        rows = arrays["spans"][next_span : next_span + int(arrays["num_spans"][k])]
+        next_span += len(rows)
+        samples.append(
+            Sample(
+                id=sample_id,
+                prompt_id=prompt_id,
+                token_ids=arrays["token_ids"][arrays["offsets"][k] : arrays["offsets"][k + 1]],
+                prompt_len=int(arrays["prompt_lens"][k]),
+                sampler_logprobs=arrays["logprobs"][arrays["logprob_offsets"][k] : arrays["logprob_offsets"][k + 1]],
+                spans=tuple(
+                    Span(version=int(v), digest=header["digests"][int(d)], start=int(start), end=int(end))
+                    for v, d, start, end in rows
+                ),
+                stop=_STOPS[int(arrays["stops"][k])],
+            )
+        )
+    return samples

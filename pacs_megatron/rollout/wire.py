@@ -1,0 +1,72 @@
+"""Framed messages between rank 0 and the driver: a JSON header and flat arrays. No pickled objects.
+
+Frame: int64 header bytes, int64 payload bytes, header, payload (`parallel.transfer`'s packing).
+"""
+
+import json
+import select
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from pacs_megatron.errors import RolloutError
+from pacs_megatron.parallel.transfer import pack_arrays, unpack_arrays
+
+_PREFIX = struct.Struct("<qq")
+_CHUNK = 1 << 20
+
+
+class Connection:
+    """One end of a stream socket."""
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        self._sock = sock
+        self._peer = peer
+        self._sock.setblocking(True)
+
+    def send(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """Raises RolloutError when the other end is gone."""
+        head = json.dumps(header).encode()
+        payload = pack_arrays(arrays).numpy() if arrays else np.empty(0, dtype=np.uint8)
+        try:
+            self._sock.sendall(_PREFIX.pack(len(head), payload.size) + head)
+            self._sock.sendall(memoryview(payload))
+        except OSError as error:
+            raise self._gone() from error
+
+    def poll(self, timeout_s: float) -> bool:
+        """Whether something can be read within `timeout_s` (end of file counts)."""
+        ready, _, _ = select.select([self._sock], [], [], timeout_s)
+        return bool(ready)
+
+    def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """The next message. Raises RolloutError when the other end is gone."""
+        head_size, payload_size = _PREFIX.unpack(bytes(self._read(_PREFIX.size)))
+        header = json.loads(bytes(self._read(head_size)))
+        if not payload_size:
+            return header, {}
+        return header, unpack_arrays(torch.frombuffer(self._read(payload_size), dtype=torch.uint8))
+
+    def _read(self, size: int) -> bytearray:
+        buffer = bytearray(size)
+        view = memoryview(buffer)
+        done = 0
+        while done < size:
+            try:
+                count = self._sock.recv_into(view[done:], min(_CHUNK, size - done))
+            except OSError as error:
+                raise self._gone() from error
+            if count == 0:
+                raise self._gone()
+            done += count
+        return buffer
+
+    def _gone(self) -> RolloutError:
+        return RolloutError(f"the {self._peer} has ended unexpectedly; its log in the run's folder says why")
+
+    def close(self) -> None:
+        self._sock.close()
