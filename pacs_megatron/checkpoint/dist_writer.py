@@ -1,0 +1,159 @@
+"""Writes a `torch_dist` checkpoint tensor by tensor, without ever holding the model.
+
+The result is what Megatron's own `dist_checkpointing.save` of a GPTModel's sharded state dict leaves behind, but for the
+number of files and the borders of the pieces; `dist_checkpointing.load` reads it at any layout. torch's writer would
+need every tensor in a state dict and loses errors of its threads, so the files are written here.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pickle
+import queue
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from pacs_megatron.checkpoint.dist_metadata import COMMON_NAME, CONFIG, CONFIG_NAME, METADATA_NAME
+from pacs_megatron.checkpoint.manifest import FileFacts
+from pacs_megatron.checkpoint.staging import write_file
+from pacs_megatron.errors import CheckpointError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A box of the tensor `key` of the given full shape."""
+
+    key: str
+    shape: Shape
+    offset: Shape
+    data: torch.Tensor
+    """On the host; as many dimensions as `shape`"""
+
+
+class DistWriter:
+    """`put` may be called from several threads; as many write at once as there are files."""
+
+    def __init__(self, folder: Path, *, num_files: int, with_digests: bool) -> None:
+        self._folder = folder
+        self._streams: queue.SimpleQueue[_Stream] = queue.SimpleQueue()
+        self._all_streams = [_Stream(folder / f"__0_{k}.distcp", with_digests) for k in range(num_files)]
+        for stream in self._all_streams:
+            self._streams.put(stream)
+        self._mutex = threading.Lock()
+        self._tensors: dict[str, TensorStorageMetadata] = {}
+        self._storage: dict[MetadataIndex, _StorageInfo] = {}
+
+    def put(self, piece: Piece) -> None:
+        """Writes one piece. Raises CheckpointError where pieces of one tensor contradict each other."""
+        data = piece.data.detach().contiguous()
+        if data.untyped_storage().nbytes() != data.nbytes:
+            data = data.clone()  # torch.save writes the whole storage behind a view
+        self._register(piece)
+        stream = self._streams.get()
+        try:
+            offset = stream.position
+            torch.save(data, cast("IO[bytes]", stream))
+            length = stream.position - offset
+        finally:
+            self._streams.put(stream)
+        info = _StorageInfo(stream.path.name, offset, length)
+        with self._mutex:
+            self._storage[MetadataIndex(piece.key, piece.offset)] = info
+
+    def finish(self) -> dict[str, FileFacts]:
+        """Checks that every tensor is whole, writes the index, flushes; returns what was written, by file name."""
+        for key, tensor in self._tensors.items():
+            covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+            if covered != math.prod(tensor.size):
+                raise CheckpointError(f"{key}: {covered} of {math.prod(tensor.size)} values were written")
+            tensor.chunks.sort(key=lambda chunk: tuple(chunk.offsets))
+        facts = {stream.path.name: stream.finish() for stream in self._all_streams}
+        index = Metadata(
+            state_dict_metadata=dict(sorted(self._tensors.items())),
+            storage_data=dict(
+                sorted(self._storage.items(), key=lambda item: (item[0].fqn, tuple(item[0].offset or ())))
+            ),
+            storage_meta=StorageMeta(),
+        )
+        common = io.BytesIO()
+        torch.save({}, common)
+        small = {
+            COMMON_NAME: common.getvalue(),
+            METADATA_NAME: pickle.dumps(index),
+            CONFIG_NAME: json.dumps(CONFIG).encode(),
+        }
+        for name, data in small.items():
+            write_file(self._folder / name, data)
+            facts[name] = FileFacts(len(data), xxhash.xxh3_128_hexdigest(data))
+        return facts
+
+    def close(self) -> None:
+        """Closes the files; what is there remains for the caller to keep or remove."""
+        for stream in self._all_streams:
+            stream.close()
+
+    def _register(self, piece: Piece) -> None:
+        with self._mutex:
+            tensor = self._tensors.setdefault(
+                piece.key, TensorStorageMetadata(TensorProperties(dtype=piece.data.dtype), torch.Size(piece.shape), [])
+            )
+            if tensor.properties.dtype != piece.data.dtype or tuple(tensor.size) != piece.shape:
+                raise CheckpointError(
+                    f"{piece.key}: a piece of {piece.data.dtype} {list(piece.shape)} follows one of "
+                    f"{tensor.properties.dtype} {list(tensor.size)}"
+                )
+            if any(tuple(chunk.offsets) == piece.offset for chunk in tensor.chunks):
+                raise CheckpointError(f"{piece.key}: the piece at {list(piece.offset)} was written twice")
+            chunk = ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.data.shape))
+            tensor.chunks.append(chunk)
+
+
+class _Stream(io.RawIOBase):
+    """An append-only file that counts and, if asked, digests what passes through it."""
+
+    def __init__(self, path: Path, with_digest: bool) -> None:
+        super().__init__()
+        self.path = path
+        self.position = 0
+        self._file: IO[bytes] = path.open("xb", buffering=1 << 20)
+        self._digest = xxhash.xxh3_128() if with_digest else None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        view = memoryview(data).cast("B")  # type: ignore[arg-type]
+        self._file.write(view)
+        if self._digest is not None:
+            self._digest.update(view)
+        self.position += len(view)
+        return len(view)
+
+    def finish(self) -> FileFacts:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileFacts(self.position, None if self._digest is None else self._digest.hexdigest())
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
