@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import xxhash
 
@@ -20,10 +19,8 @@ from pacs_megatron.errors import CheckpointError
 MANIFEST_NAME = "manifest.json"
 DIST_FOLDER = "dist"
 HF_FOLDER = "hf"
-_VERSION = 1
+FORMAT = 1
 _BLOCK_BYTES = 8 << 20
-
-Kind = Literal["converted", "training"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +33,17 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """`step` is the training step, None for a conversion. `files` maps paths relative to the folder."""
+    """`step` is the training step, None for a conversion. `files` maps paths relative to the folder to their facts."""
 
-    kind: Kind
     step: int | None
     files: Mapping[str, FileFacts]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes and flushes manifest.json."""
-    content = {"version": _VERSION, "kind": manifest.kind, "step": manifest.step}
-    files = {name: asdict(facts) for name, facts in sorted(manifest.files.items())}
-    write_file(folder / MANIFEST_NAME, (json.dumps(content | {"files": files}, indent=1) + "\n").encode())
+    files = {name: {"bytes": f.nbytes, "xxh3_128": f.xxh3_128} for name, f in sorted(manifest.files.items())}
+    content = {"format": FORMAT, "step": manifest.step, "files": files}
+    write_file(folder / MANIFEST_NAME, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -55,15 +51,15 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        version = content["version"]
-        files = {name: FileFacts(f["nbytes"], f["xxh3_128"]) for name, f in content["files"].items()}
-        manifest = Manifest(kind=content["kind"], step=content["step"], files=files)
+        number = content["format"]
+        files = {name: FileFacts(f["bytes"], f["xxh3_128"]) for name, f in content["files"].items()}
+        manifest = Manifest(step=content["step"], files=files)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; {folder} is no checkpoint, or was not written to its end") from None
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({error!r}); use another checkpoint") from None
-    if version != _VERSION:
-        raise CheckpointError(f"{path} has version {version}, this program reads {_VERSION}; use a matching release")
+    if number != FORMAT:
+        raise CheckpointError(f"{path} has format {number}, this release reads {FORMAT}; use the release that wrote it")
     return manifest
 
 
@@ -76,12 +72,6 @@ def digest_file(path: Path) -> FileFacts:
             digest.update(block)
             size += len(block)
     return FileFacts(size, digest.hexdigest())
-
-
-def digest_folder(folder: Path) -> dict[str, FileFacts]:
-    """Of every file below `folder`, by relative path; hidden lock files are left out, `.metadata` is not."""
-    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in (MANIFEST_NAME, ".writing")]
-    return {str(p.relative_to(folder)): digest_file(p) for p in files}
 
 
 def check_files(folder: Path, manifest: Manifest, *, digests: bool) -> None:

@@ -1,0 +1,112 @@
+"""The policy's weights in a Megatron checkpoint, by the weight table: for export, and as if it were a HF folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pacs_megatron.checkpoint.dist_metadata import MODEL_PREFIX
+from pacs_megatron.checkpoint.dist_reader import DistReader
+from pacs_megatron.checkpoint.hf_folder import HfFolder
+from pacs_megatron.checkpoint.manifest import DIST_FOLDER, HF_FOLDER, MANIFEST_NAME, check_files, read_manifest
+from pacs_megatron.errors import CheckpointError
+from pacs_megatron.models import Entry, load_config, read_spec, weight_table
+
+_NOT_WEIGHTS = "._extra_state"
+"""Objects that Megatron's linear layers add (FP8 scales, or nothing)"""
+
+
+class MegatronWeights:
+    """Opens a converted or training checkpoint. `get` answers Hugging Face names, as HfFolder does.
+
+    Raises CheckpointError for files that are missing or truncated, a key that no row of the table maps, a row without a
+    key, or a wrong shape.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path)
+        check_files(self.path, self.manifest, digests=False)
+        self.metadata_folder = self.path / HF_FOLDER
+        self.config: dict[str, Any] = load_config(self.metadata_folder)
+        self.table = weight_table(read_spec(self.config))
+        self._reader = DistReader(self.path / DIST_FOLDER)
+        self._check_keys()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Hugging Face names in the table's order"""
+        return tuple(self.table.by_hf)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all weights (a policy has one)."""
+        return self._reader.dtype(MODEL_PREFIX + self.table.entries[0].checkpoint_key)
+
+    def get_entry(self, entry: Entry) -> torch.Tensor:
+        """The full Megatron tensor, vocabulary padded. Safe from any thread."""
+        return self._reader.get(MODEL_PREFIX + entry.checkpoint_key, entry.expert)
+
+    def get(self, name: str) -> torch.Tensor:
+        """One Hugging Face tensor; reads the whole Megatron tensor that it is a part of."""
+        if name not in self.table.by_hf:
+            raise CheckpointError(f"{self.path} has no tensor {name}; it belongs to another model")
+        entry = self.table.by_hf[name]
+        return entry.to_hf(self.get_entry(entry))[entry.hf_names.index(name)]
+
+    def _check_keys(self) -> None:
+        folder = self.path / DIST_FOLDER
+        expected = {MODEL_PREFIX + e.checkpoint_key: e for e in self.table.entries}
+        found = {k for k in self._reader.keys if k.startswith(MODEL_PREFIX) and _NOT_WEIGHTS not in k}
+        family = self.table.spec.family
+        for key in sorted(found - expected.keys()):
+            raise CheckpointError(f"{folder} holds {key}, which no row of the table of family {family} maps")
+        for key in sorted(expected.keys() - found):
+            raise CheckpointError(f"{folder} lacks {key}, which the table of family {family} needs")
+        for key, entry in expected.items():
+            if self._reader.shape(key) != entry.checkpoint_shape:
+                raise CheckpointError(
+                    f"{folder}: {key} is {list(self._reader.shape(key))}, expected {list(entry.checkpoint_shape)} from "
+                    f"{HF_FOLDER}/config.json; they belong to different models"
+                )
+        dtypes = {self._reader.dtype(key) for key in expected}
+        if len(dtypes) > 1:
+            raise CheckpointError(f"{folder}: weights of several dtypes ({', '.join(map(str, dtypes))})")
+
+
+def is_megatron_checkpoint(path: str | Path) -> bool:
+    """Whether the folder is a checkpoint with a manifest (and no Hugging Face folder)."""
+    return (Path(path) / MANIFEST_NAME).is_file()
+
+
+def open_weights(path: str | Path) -> HfFolder | MegatronWeights:
+    """What `model.path` names: a Hugging Face folder, a converted checkpoint or a training checkpoint."""
+    return MegatronWeights(path) if is_megatron_checkpoint(path) else HfFolder(path)
+
+
+def find_checkpoint(path: str | Path, step: int | None) -> Path:
+    """`path` itself, or in a run's folder (or its `checkpoints`) the one of `step`; None: the newest whole one.
+
+    Raises CheckpointError naming the steps that are there.
+    """
+    folder = Path(path)
+    if is_megatron_checkpoint(folder):
+        found = read_manifest(folder).step
+        if step is not None and step != found:
+            raise CheckpointError(f"{folder} is the checkpoint of step {found}, asked for step {step}")
+        return folder
+    parent = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    by_step: dict[int, Path] = {}
+    for child in sorted(parent.iterdir()) if parent.is_dir() else []:
+        child_step = read_manifest(child).step if is_megatron_checkpoint(child) else None
+        if child_step is not None and ".partial" not in child.name:
+            by_step[child_step] = child
+    if not by_step:
+        raise CheckpointError(f"{folder} holds no checkpoint ({MANIFEST_NAME} is what marks one)")
+    wanted = max(by_step) if step is None else step
+    if wanted not in by_step:
+        steps = ", ".join(str(s) for s in sorted(by_step))
+        raise CheckpointError(f"{parent} has no checkpoint of step {step}; there are {steps}")
+    return by_step[wanted]
