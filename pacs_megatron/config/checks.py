@@ -105,7 +105,9 @@ def _run(config: RunConfig) -> Iterator[Problem]:
     run, resources = config.run, config.resources
     if resources.gpus_per_node:
         if run.nproc is not None:
-            yield Problem("run.nproc", "run.nproc is not used with resources.gpus_per_node > 0: one rank a GPU; remove it")
+            yield Problem(
+                "run.nproc", "run.nproc is not used with resources.gpus_per_node > 0: one rank a GPU; remove it"
+            )
         if resources.gpu is None:
             yield Problem("resources.gpu", "`resources.gpu` is missing; name the GPU: a100, h100, h200 or b200")
         yield from _layout(config, ranks_to_start(config), key="resources.nodes")
@@ -117,18 +119,43 @@ def _run(config: RunConfig) -> Iterator[Problem]:
 
 def _rollout_place(config: RunConfig) -> Iterator[Problem]:
     resources, rollout = config.resources, config.rollout
-    if not resources.rollout_nodes:
+    if not isinstance(rollout, SglangRollout):
+        if resources.rollout_nodes:
+            yield Problem(
+                "resources.rollout_nodes",
+                f"resources.rollout_nodes={resources.rollout_nodes} needs rollout.engine=sglang, got {rollout.engine}; set 0",
+            )
         return
-    if not isinstance(rollout, SglangRollout) or rollout.servers is None:
+    servers = rollout.servers
+    if servers is None or servers.device == "cpu":
+        return
+    wanted = servers.count * servers.tp
+    if resources.rollout_nodes:
+        offered, where = resources.rollout_nodes * resources.gpus_per_node, "resources.rollout_nodes * gpus_per_node"
+        if servers.colocated:
+            yield Problem(
+                "rollout.servers.colocated",
+                f"rollout.servers.colocated=true with resources.rollout_nodes={resources.rollout_nodes}: the servers "
+                "have nodes of their own; set one of the two",
+            )
+    else:
+        offered, where = resources.gpus_per_node, "resources.gpus_per_node"
+        if servers.colocated and resources.nodes > 1:
+            yield Problem(
+                "resources.nodes",
+                f"resources.nodes={resources.nodes} with rollout.servers.colocated=true: a run starts its servers on its "
+                "first node only; give them nodes of their own (resources.rollout_nodes)",
+            )
+        if servers.count > 1 and not servers.visible_devices:
+            yield Problem(
+                "rollout.servers.visible_devices",
+                f"rollout.servers.count={servers.count} on the same GPUs; name each server's in visible_devices",
+            )
+    if wanted > offered:
         yield Problem(
-            "resources.rollout_nodes",
-            f"resources.rollout_nodes={resources.rollout_nodes} needs rollout.engine=sglang with rollout.servers; set 0",
-        )
-    elif rollout.servers.colocated:
-        yield Problem(
-            "rollout.servers.colocated",
-            f"rollout.servers.colocated=true with resources.rollout_nodes={resources.rollout_nodes}: the servers have "
-            "nodes of their own; set one of the two",
+            "rollout.servers.count",
+            f"rollout.servers.count * tp = {servers.count} * {servers.tp} = {wanted} GPUs, but {where} offers {offered}; "
+            f"use at most {offered // servers.tp} servers",
         )
 
 

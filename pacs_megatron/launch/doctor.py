@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -105,7 +105,7 @@ def _cuda() -> list[Finding]:
     for index in range(torch.cuda.device_count()):
         props = torch.cuda.get_device_properties(index)
         rows.append(f"{props.name} ({props.total_memory / 2**30:.0f} GiB, sm_{props.major}{props.minor})")
-    nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
+    nccl = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     return [
         Finding("CUDA", "ok", f"{torch.version.cuda}, NCCL {nccl}, {len(rows)} GPUs: {', '.join(sorted(set(rows)))}")
     ]
@@ -133,10 +133,7 @@ def _apex() -> list[Finding]:
         return [Finding("NVIDIA Apex", "ok", "fused optimizer kernels are there")]
     found = installed("apex")
     if found is not None:
-        author = distribution("apex").metadata.get("Home-page") or "PyPI"
-        detail = (
-            f"`apex` {found} is installed, but without NVIDIA's kernels (from {author}): PyPI's apex is another package"
-        )
+        detail = f"`apex` {found} is installed, but without NVIDIA's kernels: PyPI's apex is another package"
         return [
             Finding("NVIDIA Apex", "bad", detail, "pip uninstall apex; build NVIDIA's from source or use NGC's image")
         ]

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType, TracebackType
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import layout_problems, shape_problems

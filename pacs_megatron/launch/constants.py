@@ -1,0 +1,95 @@
+"""Numbers that `plan` cannot derive: each with its source, a measurement file of this repository or "assumed"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A number and where it comes from."""
+
+    value: float
+    source: str
+    """`docs/measurements/...` where this project measured it, else a text that begins with `assumed`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU model; figures of its vendor's data sheet (dense, without sparsity), taken on trust."""
+
+    name: str
+    memory_gib: float
+    """What a process can allocate, less than the printed size."""
+    bf16_tflops: float
+    fp8_tflops: float | None
+    """None: no FP8 matrix units."""
+    memory_gb_s: float
+    nvlink_gb_s: float
+    """One direction, one GPU, inside a node."""
+
+
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        gpu.name: gpu
+        for gpu in (
+            Gpu(name="a100", memory_gib=79.1, bf16_tflops=312, fp8_tflops=None, memory_gb_s=2039, nvlink_gb_s=300),
+            Gpu(name="h100", memory_gib=79.1, bf16_tflops=989, fp8_tflops=1979, memory_gb_s=3350, nvlink_gb_s=450),
+            Gpu(name="h200", memory_gib=139.8, bf16_tflops=989, fp8_tflops=1979, memory_gb_s=4800, nvlink_gb_s=450),
+            Gpu(name="b200", memory_gib=178.3, bf16_tflops=2250, fp8_tflops=4500, memory_gb_s=8000, nvlink_gb_s=900),
+        )
+    }
+)
+GPU_SOURCE = "assumed: vendor's data sheet"
+
+CUDA_CONTEXT_BYTES = Constant(0.8 * GIB, "assumed: CUDA context and loaded kernels of one process")
+NCCL_BYTES_PER_GROUP = Constant(0.35 * GIB, "assumed: NCCL buffers of one process group")
+FRAGMENTATION = Constant(0.04, "assumed: share of the peak that the caching allocator cannot use")
+TRAIN_MFU = Constant(0.40, "assumed: share of the bf16 peak in matrix products, single replica without bubble")
+FORWARD_MFU = Constant(0.45, "assumed: share of the bf16 peak in a forward-only pass")
+FP8_SPEEDUP = Constant(1.3, "assumed: training step in FP8 against bf16")
+TP_LOSS = Constant(0.04, "assumed: share of time lost for each doubling of tp inside a node")
+CP_LOSS = Constant(0.05, "assumed: share of time lost for each doubling of cp")
+DECODE_BANDWIDTH_FRAC = Constant(0.6, "assumed: share of the memory bandwidth that decoding reaches")
+DECODE_MFU = Constant(0.25, "assumed: share of the bf16 peak in a decoding step")
+DECODE_OVERHEAD_S = Constant(0.004, "assumed: scheduling and launches of one decoding step of SGLang")
+SGLANG_MEMORY_FRAC = Constant(0.85, "assumed: SGLang's own choice of mem_fraction where none is set")
+SGLANG_OVERHEAD_BYTES = Constant(3.0 * GIB, "assumed: SGLang's CUDA context, graphs and activations")
+MEAN_RESPONSE_FRAC = Constant(0.45, "assumed: mean response length as a share of the limit")
+MEAN_PROMPT_FRAC = Constant(0.15, "assumed: mean prompt length as a share of the limit")
+NETWORK_GB_S = Constant(40.0, "assumed: one GPU's share of the network between nodes (400 Gbit/s, 80 %)")
+SYNC_FRAC = Constant(0.5, "assumed: share of the link that a weight sync reaches")
+DISK_GB_S = Constant(2.0, "assumed: write and read of a shared file system, one job")
+FP8_WEIGHT_COPIES_BYTES = Constant(
+    2.0, "assumed: Transformer Engine keeps two FP8 copies of each matrix (rows, columns)"
+)
+FP8_ACTIVATION_FRAC = Constant(0.75, "assumed: saved activations in FP8 against bf16 (inputs of matrix products)")
+FREE_DISK_FACTOR = Constant(1.2, "assumed: room beside the files themselves")
+
+MEASURABLE = (
+    CUDA_CONTEXT_BYTES,
+    NCCL_BYTES_PER_GROUP,
+    FRAGMENTATION,
+    TRAIN_MFU,
+    FORWARD_MFU,
+    FP8_SPEEDUP,
+    TP_LOSS,
+    CP_LOSS,
+    DECODE_BANDWIDTH_FRAC,
+    DECODE_MFU,
+    DECODE_OVERHEAD_S,
+    SGLANG_MEMORY_FRAC,
+    SGLANG_OVERHEAD_BYTES,
+    MEAN_RESPONSE_FRAC,
+    MEAN_PROMPT_FRAC,
+    NETWORK_GB_S,
+    SYNC_FRAC,
+    DISK_GB_S,
+    FP8_WEIGHT_COPIES_BYTES,
+    FP8_ACTIVATION_FRAC,
+    FREE_DISK_FACTOR,
+)

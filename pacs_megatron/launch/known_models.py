@@ -1,0 +1,110 @@
+"""Architectures of published models by hub id, so that `plan` needs neither the checkpoint nor a network.
+
+The values are those of each repository's config.json; `fetch` compares them with the file it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.models import ModelSpec, load_spec, read_spec
+
+
+def _qwen3(hidden: int, layers: int, heads: int, ffn: int, *, tied: bool) -> Mapping[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": ffn,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": tied,
+        "rope_theta": 1000000,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+_QWEN3_30B_A3B: Mapping[str, Any] = {
+    **_qwen3(2048, 48, 32, 6144, tied=False),
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+_QWEN25_7B: Mapping[str, Any] = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+}
+
+KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
+        "Qwen/Qwen3-1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
+        "Qwen/Qwen3-4B": _qwen3(2560, 36, 32, 9728, tied=True),
+        "Qwen/Qwen3-8B": _qwen3(4096, 36, 32, 12288, tied=False),
+        "Qwen/Qwen3-14B": _qwen3(5120, 40, 40, 17408, tied=False),
+        "Qwen/Qwen3-32B": _qwen3(5120, 64, 64, 25600, tied=False),
+        "Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B,
+        "Qwen/Qwen2.5-7B": _QWEN25_7B,
+    }
+)
+
+
+def find_spec(model_path: str) -> ModelSpec | None:
+    """The architecture of a local folder or of a known hub id; None for a hub id that is not in the table.
+
+    Raises ConversionError where a folder's config.json cannot be used.
+    """
+    if (Path(model_path) / "config.json").is_file():
+        return load_spec(model_path)
+    known = KNOWN_MODELS.get(known_name(model_path))
+    return read_spec(known) if known is not None else None
+
+
+def need_spec(model_path: str, where: str) -> ModelSpec:
+    """`find_spec`, or ConfigError: `plan` needs to know the architecture."""
+    spec = find_spec(model_path)
+    if spec is None:
+        raise ConfigError(
+            f"model.path={model_path}: no such folder with a config.json, and not one of {', '.join(KNOWN_MODELS)}; run "
+            f"`pacs-megatron fetch` on a machine with network first ({where})"
+        )
+    return spec
+
+
+def known_name(model_path: str) -> str:
+    """The hub id that a path stands for: itself, or the last two parts of a folder such as `models/Qwen/Qwen3-14B`."""
+    if model_path in KNOWN_MODELS:
+        return model_path
+    return "/".join(Path(model_path).parts[-2:])
