@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pacs_megatron.contracts import RolloutEngine, Sample, Stop, WeightReceiver
 from pacs_megatron.errors import RolloutError, SyncError
 from pacs_megatron.rollout.embedded import Vocabulary
+from tests.support.ranks import run_ranks
 from tests.support.rollout import (
     checkpoint_weights,
     embedded_engine,
@@ -154,6 +155,20 @@ def test_bit_identical_for_any_number_of_ranks_and_reproducible(tiny_qwen3):
         requests_for(random_prompts(7), samples=4, params=sampling(max_tokens=20), run_seed=1)
     )
     assert not any(same(left, right) for left, right in zip(whole, other, strict=True))
+
+
+def test_bit_identical_in_real_ranks(tiny_qwen3):
+    requests = requests_for(random_prompts(6), samples=4, params=sampling(max_tokens=20, top_p=0.9))
+
+    def rank_main(rank: int, world_size: int) -> list[Sample]:
+        engine = embedded_engine(tiny_qwen3, rank=rank, num_ranks=world_size, batch_sequences=8)
+        return engine.generate_share(requests)
+
+    (whole,) = run_ranks(rank_main, 1, init_process_group=False)
+    shares = run_ranks(rank_main, 2, init_process_group=False)
+    assert [len(share) for share in shares] == [16, 8]
+    by_id = {sample.id: sample for share in shares for sample in share}
+    assert all(same(by_id[sample.id], sample) for sample in whole)
 
 
 def test_tokens_do_not_depend_on_the_chunk_size(tiny_qwen3):
