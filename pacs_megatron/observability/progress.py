@@ -1,6 +1,7 @@
 """Progress: one live bar on a terminal, plain log lines elsewhere."""
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,8 @@ logger = logging.getLogger(PROGRESS_LOGGER)
 Unit = Literal["step", "bytes"]
 _RATE_WEIGHT = 0.3
 """Weight of the newest step in the moving average that the time left is computed from."""
+_ROWS = 20
+_FALLBACK_COLUMNS = 80
 _BAR = "{desc} |{bar}| {postfix}"
 
 
@@ -62,7 +65,11 @@ class Progress:
         self._phase = ""
         self._bar: Any = None
         if enabled and is_terminal(console.stream):
-            self._bar = tqdm(total=total, initial=done, file=console.stream, dynamic_ncols=True, bar_format=_BAR)
+            # The height is given because tqdm draws nothing in a terminal that says it has none, as containers' do.
+            columns = _columns(console.stream)
+            self._bar = tqdm(
+                total=total, initial=done, file=console.stream, bar_format=_BAR, ncols=columns, nrows=_ROWS
+            )
             self._draw()
 
     def advance(self, done: int, fields: Mapping[str, float] | None = None) -> None:
@@ -134,7 +141,16 @@ class Progress:
         tail = self._tail()
         self._bar.set_description_str(self._head(), refresh=False)
         self._bar.set_postfix_str("  ".join(part for part in (tail, self._phase) if part), refresh=False)
+        self._bar.ncols = _columns(self._bar.fp)
         self._bar.refresh()
+
+
+def _columns(stream: TextIO) -> int:
+    """Width of the terminal now. A container's may say 0, on which tqdm would draw nothing."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _FALLBACK_COLUMNS
+    except OSError:  # no descriptor, or none of a terminal
+        return _FALLBACK_COLUMNS
 
 
 def training_fields(row: Mapping[str, MetricValue]) -> dict[str, float]:

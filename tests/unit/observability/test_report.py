@@ -1,0 +1,306 @@
+"""report.html: self-contained, complete, safe, for runs of any length."""
+
+import math
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pacs_megatron.contracts import Prompt, Sample, Stop
+from pacs_megatron.errors import DataError
+from pacs_megatron.observability.charts import MAX_POINTS, Chart, Series, format_number, line_chart, stacked_bars
+from pacs_megatron.observability.metrics import MetricsWriter
+from pacs_megatron.observability.report import write_report
+from pacs_megatron.observability.rollout_log import rollout_path, write_rollouts
+from pacs_megatron.observability.run_folder import write_environment
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e&amp; \udc80 <!-- "
+VOID = {"meta", "img", "br", "input", "link"}
+
+
+class Page(HTMLParser):
+    """Collects elements and text; complains about a tag that is closed but not open."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.elements)
+
+
+def report(run_dir: Path, rows: list[dict[str, Any]], num_samples: int = 8) -> tuple[str, Page]:
+    with MetricsWriter(run_dir) as writer:
+        for row in rows:
+            writer.append(row)
+    html = write_report(run_dir, num_samples=num_samples).read_text(encoding="utf-8")
+    return html, Page(html)
+
+
+def step_row(step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "reward/mean": 0.5 + 0.4 * math.sin(step),
+        "objective/loss": 0.6931,
+        "optimizer/grad_norm": 4.0 + step % 3,
+        "policy/entropy": 1.0 / (step + 1),
+        "response/len_mean": 20.0 + step,
+        "response/len_max": 32,
+        "pacs/residual_mean": 0.5,
+        "pacs/psi_mean_pos": None if step % 2 else 0.1,
+        "pacs/psi_mean_neg": -0.1,
+        "time/rollout_s": 1.0,
+        "time/update_s": 2.0,
+        "time/update/forward_s": 0.5,
+        "time/step_s": 3.5,
+        "tokens_per_s": 1000.0,
+        "custom/thing": float(step),
+    }
+
+
+def write_samples(run_dir: Path, step: int, text: str, num: int = 8) -> None:
+    prompt = Prompt(id="p/0", text=text, token_ids=np.array([1], np.int32), answer=text, problem=text)
+    samples = [
+        Sample(
+            id=f"{step}:p/0#{i}",
+            prompt_id="p/0",
+            token_ids=np.array([1, 2], np.int32),
+            prompt_len=1,
+            sampler_logprobs=np.array([-0.1], np.float32),
+            spans=(),
+            stop=Stop.EOS,
+            reward=None if i == 1 else 1.0,
+            label=None if i == 1 else i % 2,
+            failure=text if i == 1 else None,
+        )
+        for i in range(num)
+    ]
+    write_rollouts(rollout_path(run_dir, step), samples, {"p/0": prompt}, lambda _: text)
+
+
+def test_every_curve_of_the_issue_is_there(tmp_path: Path) -> None:
+    rows = [step_row(step) for step in range(1, 11)]
+    rows[4] |= {"eval/toy/pass@1": 0.3, "eval/toy/pass@1_se": 0.05, "eval/toy/pass@8": 0.8}
+    rows[9] |= {"eval/toy/pass@1": 0.9, "eval/toy/pass@1_se": 0.02, "eval/toy/pass@8": 1.0}
+    (tmp_path / "config.yaml").write_text("model: {path: some/model}\nobjective: {name: pacs, score: rloo}\n")
+    write_environment(tmp_path, {"device": "two <CPU> cores"})
+    _, page = report(tmp_path, rows)
+    titles = [
+        "reward", "toy", "loss", "distance to the label", "gradient norm", "entropy", "response length",
+        "mean ψ by label", "time of each phase", "tokens/s", "custom/thing", "time/update/forward_s",
+    ]  # fmt: skip
+    for title in titles:
+        assert title in page.text, title
+    assert page.count("figure") == len(titles)
+    labels = [attrs["aria-label"] or "" for tag, attrs in page.elements if tag == "svg"]
+    assert "toy: pass@1 0.9, pass@8 1" in labels
+    assert "time of each phase: update 57%, rollout 29%, other 14%" in labels
+    assert "0.30 → 0.90" in page.text, "the rise of pass@1, at the top"
+    for fact in ("some/model", "pacs, score rloo", "two <CPU> cores", f"numpy {np.__version__}"):
+        assert fact in page.text
+
+
+def test_nothing_is_loaded_from_anywhere(tmp_path: Path) -> None:
+    write_samples(tmp_path, 1, "see https://example.org/x.js")
+    html, page = report(tmp_path, [step_row(1), step_row(2)])
+    for tag, attrs in page.elements:
+        assert tag not in {"link", "iframe", "img", "object", "embed", "base"}
+        assert not {"src", "href", "xlink:href", "action", "srcset"} & set(attrs), (tag, attrs)
+    assert "url(" not in html
+    assert "@import" not in html
+    policies = [a["content"] or "" for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    assert len(policies) == 1
+    assert policies[0].startswith("default-src 'none'")
+    assert "script-src 'sha256-" in policies[0]
+
+
+def test_hostile_text_stays_text_everywhere(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run<script>"
+    run_dir.mkdir()
+    clean = tmp_path / "clean"
+    clean.mkdir()
+    for folder, text in ((run_dir, HOSTILE), (clean, "text")):
+        write_samples(folder, 1, text)
+        (folder / "config.yaml").write_text("model: {path: '</pre><script>alert(3)</script>'}\n")
+        write_environment(folder, {"device": "</p><script>alert(4)</script>"})
+    name = "eval/</script><script>alert(5)</script>/pass@1"
+    html, page = report(run_dir, [{**step_row(1), name: 0.5}, {**step_row(2), name: 0.5}])
+    _, reference = report(clean, [{**step_row(1), "eval/b/pass@1": 0.5}, {**step_row(2), "eval/b/pass@1": 0.5}])
+    assert page.count("script") == reference.count("script")
+    assert page.count("img") == 0
+    assert not re.search(r"<script[^>]*>\s*alert", html)
+    assert page.text.count("<img src=x onerror=alert(2)>") >= 8 * 3, "it is shown, as text"
+    assert "\x1b" not in html
+    assert "\u202e" not in html
+    assert r"\u001b[31m\u202e&amp;" in page.text
+
+
+def test_every_svg_is_well_formed_and_finite(tmp_path: Path) -> None:
+    html, page = report(tmp_path, [step_row(step) for step in range(1, 400)])
+    drawings = re.findall(r"<svg.*?</svg>", html, flags=re.S)
+    assert len(drawings) == page.count("figure") > 8
+    for drawing in drawings:
+        ET.fromstring(drawing)  # noqa: S314 (our own text)
+        assert not re.search(r"\b(nan|inf)\b", drawing)
+
+
+def test_an_empty_run_and_a_run_of_one_step(tmp_path: Path) -> None:
+    _, page = report(tmp_path / "empty", [])
+    assert "No step has been recorded yet." in page.text
+    assert page.count("figure") == 0
+    _, page = report(tmp_path / "one", [step_row(1)])
+    assert page.count("figure") > 8
+    assert "1:p" not in page.text
+    _, page = report(tmp_path / "zero", [{"step": 0, "eval/toy/pass@1": 0.0, "time/step_s": 0.0}])
+    assert page.count("figure") == 2
+
+
+def test_a_folder_that_holds_nothing(tmp_path: Path) -> None:
+    page = Page(write_report(tmp_path, num_samples=8).read_text())
+    assert "No step has been recorded yet." in page.text
+
+
+def test_samples_of_first_and_last_step_with_their_verdicts(tmp_path: Path) -> None:
+    for step in (1, 2, 30):
+        write_samples(tmp_path, step, f"answer of {step} " + "x" * 9000)
+    html, page = report(tmp_path, [step_row(1)], num_samples=3)
+    assert "Answers of step 1" in page.text
+    assert "Answers of step 30" in page.text
+    assert "answer of 2 " not in page.text
+    assert html.count('class="card sample"') == 6
+    assert "characters left out" in page.text
+    _, page = report(tmp_path, [], num_samples=8)
+    assert page.text.count("✗ wrong") == 8, "0, 2, 4, 6 of both steps"
+    assert page.text.count("✓ correct") == 6
+    assert page.text.count("not judged: answer of") == 2
+    assert "Answers of" not in report(tmp_path, [], num_samples=0)[1].text
+
+
+def test_one_file_of_samples_is_shown_once(tmp_path: Path) -> None:
+    write_samples(tmp_path, 1, "a", num=2)
+    html, _ = report(tmp_path, [])
+    assert html.count("Answers of step 1") == 1
+    assert html.count('class="card sample"') == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("config.yaml", "a: [", "config.yaml: cannot be parsed"),
+        ("config.yaml", "- a", "config.yaml: expected a mapping, got list"),
+        ("environment.json", "{", "environment.json: cannot be parsed"),
+        ("metrics.jsonl", "x\n", "metrics.jsonl:1: not JSON"),
+        ("rollouts/step_000001.jsonl", '{"id": 1}\n', "a sample lacks answer"),
+    ],
+)
+def test_malformed_inputs_are_named_and_the_old_report_stays(
+    tmp_path: Path, name: str, content: str, complaint: str
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    (tmp_path / "report.html").write_text("old")
+    with pytest.raises(DataError) as raised:
+        write_report(tmp_path, num_samples=8)
+    assert complaint in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert (tmp_path / "report.html").read_text() == "old"
+
+
+def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:
+    write_samples(tmp_path, 1, "a")
+    first, _ = report(tmp_path, [step_row(step) for step in range(1, 50)])
+    assert write_report(tmp_path, num_samples=8).read_text() == first
+
+
+# ------------------------------------------------------------------------------------------------------------- charts
+def curve_places(figure: str) -> list[tuple[float, float]]:
+    points = re.findall(r'<polyline class="curve s0" points="([^"]*)"', figure)[0]
+    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in points.split())]
+
+
+def test_a_curve_is_where_its_values_are() -> None:
+    figure = line_chart(Chart(title="t", series=[Series(name="x", points=[(0, 0.0), (5, 1.0), (10, 0.5)])]))
+    (x0, y0), (x1, y1), (x2, y2) = curve_places(figure)
+    assert x1 - x0 == pytest.approx(x2 - x1)
+    assert y0 - y1 == pytest.approx(2 * (y0 - y2), abs=0.2)
+    ticks = {
+        text: float(y) for y, text in re.findall(r'<text class="y" x="[\d.]+" y="([\d.]+)">([^<]+)</text>', figure)
+    }
+    assert ticks["0"] - 3.5 == pytest.approx(y0, abs=0.1)
+    assert ticks["1.0"] - 3.5 == pytest.approx(y1, abs=0.1)
+
+
+def test_a_spike_survives_thinning() -> None:
+    points = [(step, 1.0) for step in range(20_000)]
+    points[12_345] = (12_345, 9.0)
+    figure = line_chart(Chart(title="t", series=[Series(name="x", points=points)]))
+    assert "[12345,9.0]" in figure
+    assert "[19999,1.0]" in figure
+    assert len(re.findall(r"\[\d+,", figure)) <= MAX_POINTS + 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.0, 0.0],
+        [5.0, 5.0],
+        [0.6931471805599453, 0.6931471805599454],
+        [-3.0, -2.0],
+        [1e-9, 3e-9],
+        [1e12, 5e12],
+        [0.0, 1e-30],
+    ],
+)
+def test_axes_of_any_range_have_distinct_labels(values: list[float]) -> None:
+    figure = line_chart(Chart(title="t", series=[Series(name="x", points=list(enumerate(values)))]))
+    labels = re.findall(r'<text class="y"[^>]*>([^<]+)</text>', figure)
+    assert len(labels) >= 2
+    assert len(set(labels)) == len(labels), labels
+    assert all(0 <= y <= 220 for _, y in curve_places(figure))
+
+
+def test_a_wide_range_gets_a_logarithmic_axis_only_where_asked() -> None:
+    series = [Series(name="x", points=[(1, 0.01), (2, 1.0), (3, 100.0)])]
+    (_, a), (_, b), (_, c) = curve_places(line_chart(Chart(title="t", series=series, may_be_log=True)))
+    assert a - b == pytest.approx(b - c, abs=0.2)
+    (_, a), (_, b), (_, c) = curve_places(line_chart(Chart(title="t", series=series)))
+    assert a - b < 0.02 * (b - c)
+
+
+def test_bars_pile_up_to_the_sum() -> None:
+    figure = stacked_bars("t", "s", [1, 2], [("a", [1.0, 2.0]), ("b", [3.0, 2.0])])
+    heights = [float(h) for h in re.findall(r'<rect[^>]* height="([\d.]+)"', figure)]
+    assert heights[1] == pytest.approx(3 * heights[0], abs=0.2)
+    assert heights[0] + heights[1] == pytest.approx(heights[2] + heights[3], abs=0.2)
+    assert "a <b>38%</b>" in figure
+    assert len(re.findall("<rect", stacked_bars("t", "s", list(range(1000)), [("a", [1.0] * 1000)]))) <= 80
+
+
+def test_numbers() -> None:
+    values = [0, 0.693147, 12.34, 123.456, 1234.5, 23456, 5e6, 2e10, 1.2e-5, -0.5]
+    texts = ["0", "0.693", "12.3", "123.5", "1,234", "23.46k", "5M", "2.00e+10", "1.2e-05", "-0.5"]
+    assert [format_number(value) for value in values] == texts

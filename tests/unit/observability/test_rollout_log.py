@@ -1,0 +1,150 @@
+"""Rollout files: their bytes, their order, cutting them back."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pacs_megatron.contracts import Prompt, Sample, Span, Stop
+from pacs_megatron.errors import DataError
+from pacs_megatron.observability.metrics import MetricsWriter, read_metrics
+from pacs_megatron.observability.rollout_log import (
+    read_rollouts,
+    rollout_files,
+    rollout_path,
+    truncate_rollouts,
+    write_rollouts,
+)
+from pacs_megatron.observability.run_folder import truncate_after, write_environment
+
+
+def prompt(prompt_id: str, text: str = "1 + 1?") -> Prompt:
+    return Prompt(id=prompt_id, text=text, token_ids=np.array([1, 2], np.int32), answer="2", problem=text, source="toy")
+
+
+def sample(sample_id: str, *, response: tuple[int, ...] = (7, 8), **changes: object) -> Sample:
+    fields: dict[str, object] = {
+        "id": sample_id,
+        "prompt_id": sample_id.partition(":")[2].partition("#")[0],
+        "token_ids": np.array([1, 2, *response], np.int32),
+        "prompt_len": 2,
+        "sampler_logprobs": np.full(len(response), -0.5, np.float32),
+        "spans": (Span(version=3, digest="d3", start=0, end=len(response)),),
+        "stop": Stop.EOS,
+        "reward": 1.0,
+        "label": 1,
+    }
+    return Sample(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def decode(ids: np.ndarray) -> str:
+    return " ".join(str(i) for i in ids)
+
+
+def test_a_record_holds_text_verdict_lengths_and_weights(tmp_path: Path) -> None:
+    path = rollout_path(tmp_path, 12)
+    assert path == tmp_path / "rollouts" / "step_000012.jsonl"
+    write_rollouts(path, [sample("12:toy/0#0")], {"toy/0": prompt("toy/0")}, decode)
+    assert read_rollouts(path) == [
+        {
+            "id": "12:toy/0#0",
+            "prompt_id": "toy/0",
+            "source": "toy",
+            "prompt": "1 + 1?",
+            "answer": "2",
+            "response": "7 8",
+            "reward": 1.0,
+            "label": 1,
+            "failure": None,
+            "stop": "eos",
+            "prompt_tokens": 2,
+            "response_tokens": 2,
+            "sampler_logprob_mean": -0.5,
+            "spans": [{"version": 3, "digest": "d3", "start": 0, "end": 2}],
+        }
+    ]
+
+
+def test_arrival_order_does_not_show_and_numbers_sort_as_numbers(tmp_path: Path) -> None:
+    ids = [f"1:toy/{p}#{g}" for p in range(3) for g in range(12)]
+    prompts = {f"toy/{p}": prompt(f"toy/{p}") for p in range(3)}
+    contents = []
+    for seed in range(3):
+        shuffled = ids.copy()
+        random.Random(seed).shuffle(shuffled)
+        path = rollout_path(tmp_path, seed)
+        write_rollouts(path, [sample(i) for i in shuffled], prompts, decode)
+        contents.append(path.read_bytes())
+    assert contents[0] == contents[1] == contents[2]
+    assert [r["id"] for r in read_rollouts(path)] == ids
+
+
+@pytest.mark.parametrize("text", ["new\nline \u2028 \u0085", "lone \udc80 surrogate", "中文 😀", '"}\x00', "</script>"])
+def test_any_text_survives_as_one_line(tmp_path: Path, text: str) -> None:
+    path = rollout_path(tmp_path, 1)
+    write_rollouts(path, [sample("1:toy/0#0")], {"toy/0": prompt("toy/0", text)}, lambda _: text)
+    assert path.read_bytes().count(b"\n") == 1
+    (record,) = read_rollouts(path)
+    assert record["response"] == record["prompt"] == text
+
+
+def test_unjudged_aborted_and_empty(tmp_path: Path) -> None:
+    path = rollout_path(tmp_path, 1)
+    odd = sample("1:toy/0#0", response=(), reward=None, label=None, failure="TimeoutError", stop=Stop.ABORTED, spans=())
+    write_rollouts(path, [odd], {"toy/0": prompt("toy/0")}, decode)
+    (record,) = read_rollouts(path)
+    assert (record["reward"], record["label"], record["failure"]) == (None, None, "TimeoutError")
+    assert (record["stop"], record["response_tokens"], record["sampler_logprob_mean"]) == ("aborted", 0, None)
+
+
+def test_a_failed_write_leaves_nothing_that_is_read(tmp_path: Path) -> None:
+    def fail(ids: np.ndarray) -> str:
+        raise UnicodeError("tokenizer broke")
+
+    with pytest.raises(UnicodeError):
+        write_rollouts(rollout_path(tmp_path, 1), [sample("1:toy/0#0")], {"toy/0": prompt("toy/0")}, fail)
+    assert rollout_files(tmp_path) == []
+
+
+def test_resume_cuts_metrics_and_rollouts_alike(tmp_path: Path) -> None:
+    prompts = {"toy/0": prompt("toy/0")}
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(5):
+            writer.append({"step": step})
+            write_rollouts(rollout_path(tmp_path, step), [sample(f"{step}:toy/0#0")], prompts, decode)
+            write_rollouts(rollout_path(tmp_path, step, "eval"), [sample(f"eval{step}:toy/0#0")], prompts, decode)
+    torn = tmp_path / "rollouts" / "step_000005.jsonl.partial"
+    torn.write_bytes(b'{"id": ')
+    note = tmp_path / "rollouts" / "step_notes.jsonl"
+    note.write_text("kept")
+    for _ in range(2):
+        truncate_after(tmp_path, 2)
+        assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
+        assert [step for step, _ in rollout_files(tmp_path)] == [0, 1, 2]
+        assert [step for step, _ in rollout_files(tmp_path, "eval")] == [0, 1, 2]
+        assert not torn.exists()
+        assert note.exists()
+
+
+def test_files_sort_by_step_beyond_six_digits(tmp_path: Path) -> None:
+    for step in (10**6, 999_999, 2):
+        write_rollouts(rollout_path(tmp_path, step), [], {}, decode)
+    assert [step for step, _ in rollout_files(tmp_path)] == [2, 999_999, 10**6]
+    assert truncate_rollouts(tmp_path, 999_999) == 1
+
+
+def test_malformed_rollouts_name_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"id": 1}\n{"id"\n')
+    with pytest.raises(DataError, match=r"x\.jsonl:2: not JSON"):
+        read_rollouts(path)
+
+
+def test_environment_names_versions(tmp_path: Path) -> None:
+    write_environment(tmp_path, {"device": "CPU"})
+    found = json.loads((tmp_path / "environment.json").read_text())
+    assert found["device"] == "CPU"
+    assert found["numpy"] == np.__version__
+    assert "pacs-megatron" in found

@@ -1,0 +1,146 @@
+"""TensorBoard files as TensorBoard reads them; W&B against a recording stand-in with its calls."""
+
+import importlib.util
+import subprocess
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pacs_megatron.config.schema import LoggingOptions, WandbOptions
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.observability import writers
+from pacs_megatron.observability.writers import TensorBoardWriter, WandbWriter, open_sinks
+
+
+def scalars(run_dir: Path, tag: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_values_arrive_and_nulls_do_not(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(tmp_path, first_step=0)
+    writer.write({"step": 0, "eval/a/pass@1": 0.25, "x": None})
+    writer.write({"step": 1, "reward/mean": 0.5, "n": 3})
+    writer.close()
+    assert scalars(tmp_path, "eval/a/pass@1") == [(0, 0.25)]
+    assert scalars(tmp_path, "reward/mean") == [(1, 0.5)]
+    with pytest.raises(KeyError):
+        scalars(tmp_path, "x")
+
+
+def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
+    first = TensorBoardWriter(tmp_path, first_step=1)
+    for step in range(1, 8):
+        first.write({"step": step, "x": float(step)})
+    # Killed: the process never closes its file, and the last record is torn.
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    content = path.read_bytes()
+    first.close()
+    path.write_bytes(content[:-5])
+    second = TensorBoardWriter(tmp_path, first_step=5)
+    for step in range(5, 10):
+        second.write({"step": step, "x": 100.0 + step})
+    second.close()
+    expected = [(s, float(s)) for s in range(1, 5)] + [(s, 100.0 + s) for s in range(5, 10)]
+    assert scalars(tmp_path, "x") == expected
+
+
+def test_neither_torch_nor_tensorflow_is_imported() -> None:
+    code = (
+        "import sys, tempfile, pathlib\n"
+        "from pacs_megatron.observability.writers import TensorBoardWriter\n"
+        "import pacs_megatron.observability.report, pacs_megatron.observability.progress\n"
+        "w = TensorBoardWriter(pathlib.Path(tempfile.mkdtemp()), 0); w.write({'step': 0, 'x': 1.0}); w.close()\n"
+        "bad = {'torch', 'tensorflow', 'megatron', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(str(bad) if bad else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(writers, "find_spec", lambda name: None if name == package else real(name))
+
+
+def test_missing_tensorboard_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "tensorboard")
+    with pytest.raises(ConfigError, match=r"logging.tensorboard=true.*pip install tensorboard"):
+        open_sinks(tmp_path, "r", LoggingOptions(), first_step=0, config={})
+    open_sinks(tmp_path, "r", LoggingOptions(tensorboard=False), first_step=0, config={}).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_wandb_is_a_clear_error_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "wandb")
+    options = LoggingOptions(wandb=WandbOptions(project="p"))
+    with pytest.raises(ConfigError, match=r"logging.wandb.project=p: .*pip install wandb"):
+        open_sinks(tmp_path, "r", options, first_step=0, config={})
+    assert list(tmp_path.iterdir()) == []
+
+
+class Recorder:
+    """Stands in for the wandb package, which the locked environment does not have: records the calls."""
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.logs: list[tuple[dict[str, Any], int]] = []
+        self.finished = 0
+
+    def module(self) -> types.ModuleType:
+        module = types.ModuleType("wandb")
+        module.__spec__ = ModuleSpec("wandb", None)
+        module.util = types.SimpleNamespace(generate_id=lambda: "abc123")  # type: ignore[attr-defined]
+        module.init = self.init  # type: ignore[attr-defined]
+        return module
+
+    def init(self, **options: Any) -> "Recorder":
+        self.inits.append(options)
+        return self
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logs.append((values, step))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setitem(sys.modules, "wandb", recorder.module())
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    return recorder
+
+
+def test_wandb_gets_rows_and_a_resumed_run_keeps_its_id(tmp_path: Path, wandb: Recorder) -> None:
+    options = WandbOptions(project="p", entity="e")
+    for _ in range(2):
+        writer = WandbWriter(tmp_path, "name", options, {"run": {"seed": 1}})
+        writer.write({"step": 3, "x": 1.0, "y": None})
+        writer.close()
+    assert [init["id"] for init in wandb.inits] == ["abc123", "abc123"]
+    assert wandb.inits[1]["resume"] == "allow"
+    assert wandb.inits[0]["project"] == "p"
+    assert wandb.inits[0]["entity"] == "e"
+    assert wandb.logs == [({"x": 1.0}, 3)] * 2
+    assert wandb.finished == 2
+
+
+def test_wandb_without_key_is_refused_but_offline_is_not(
+    tmp_path: Path, wandb: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY")
+    with pytest.raises(ConfigError, match="WANDB_API_KEY is not set"):
+        WandbWriter(tmp_path, "name", WandbOptions(project="p"), {})
+    assert wandb.inits == []
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    WandbWriter(tmp_path, "name", WandbOptions(project="p"), {}).close()
+    assert len(wandb.inits) == 1
