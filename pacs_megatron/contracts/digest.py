@@ -29,7 +29,7 @@ class WeightDigest:
         self._state.update(f"{name}|{dtype}|{list(tensor.shape)}|".encode())
         flat = tensor.detach().to("cpu").contiguous().reshape(-1)
         if flat.numel():
-            self._state.update(memoryview(flat.view(torch.uint8).numpy()))
+            self._state.update(flat.view(torch.uint8).numpy().data)
 
     def hexdigest(self) -> str:
         """32 hexadecimal digits."""

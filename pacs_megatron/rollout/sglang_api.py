@@ -18,7 +18,8 @@ PauseMode = Literal["abort", "in_place", "retract"]
 """`abort`: running requests return what they have. `retract`: they wait, and their KV cache is computed anew by the
 new weights. `in_place`: they wait and go on with the old KV cache."""
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
-UNKNOWN_VERSION = "unknown"
+FRESH_VERSION = "default"
+"""The `weight_version` of a server that was just started."""
 
 
 class ServerUnreachableError(RolloutError):
@@ -51,6 +52,11 @@ class WeightVersion:
         if not number.isdecimal() or not digest or digest == UPDATING:
             return None
         return cls(int(number), digest)
+
+    @staticmethod
+    def is_fresh(text: str) -> bool:
+        """Whether it is the version of a server that nothing was pushed to since its start."""
+        return text == FRESH_VERSION
 
 
 UPDATING = "updating"

@@ -1,0 +1,45 @@
+"""Blockwise FP8 of linear weights: e4m3 values and one scale for each block of 128 x 128, as FP8 checkpoints of Hugging
+Face have them (`quantization_config: {quant_method: fp8, weight_block_size: [128, 128]}`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+
+BLOCK = 128
+E4M3_MAX = 448.0
+_LINEAR = re.compile(r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)\.weight")
+
+
+def quantize_blockwise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(values, scale_inv)`: float8_e4m3fn [n, k] and float32 [ceil(n/128), ceil(k/128)], weight ~ values * scale_inv.
+
+    scale_inv = (largest magnitude of the block) / 448; a block of zeros gets scale 1. Blocks at the edges are smaller.
+    """
+    rows, columns = weight.shape
+    pad_rows, pad_columns = -rows % BLOCK, -columns % BLOCK
+    padded = torch.nn.functional.pad(weight.detach().to(torch.float32), (0, pad_columns, 0, pad_rows))
+    blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    largest = blocks.abs().amax(dim=(1, 3))
+    scale_inv = torch.where(largest > 0, largest / E4M3_MAX, torch.ones_like(largest))
+    scaled = (blocks / scale_inv[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
+    values = scaled.reshape(padded.shape)[:rows, :columns].to(torch.float8_e4m3fn)
+    return values.contiguous(), scale_inv
+
+
+def is_quantized(name: str) -> bool:
+    """Linear layers of attention and MLP; embeddings, norms, router and lm_head stay as they are."""
+    return _LINEAR.fullmatch(name) is not None
+
+
+def quantized_export(export: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The export with each linear weight replaced by its values and `<name>_scale_inv`."""
+    for name, tensor in export:
+        if not is_quantized(name):
+            yield name, tensor
+            continue
+        values, scale_inv = quantize_blockwise(tensor)
+        yield name, values
+        yield name.removesuffix("weight") + "weight_scale_inv", scale_inv
