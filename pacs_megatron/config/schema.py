@@ -239,7 +239,6 @@ class SglangServers(Options):
     """CUDA_VISIBLE_DEVICES of each server; empty: all inherit the trainer's."""
     tp: PositiveInt = 1
     """GPUs a server."""
-    dtype: Literal["fp32", "bf16"] = "bf16"
     mem_fraction: float | None = Field(default=None, gt=0, lt=1)
     """Share of GPU memory for weights and KV cache; None: SGLang's choice."""
     max_total_tokens: PositiveInt | None = None
@@ -273,6 +272,11 @@ class SglangSync(Options):
     way: Literal["disk", "broadcast", "ipc"]
     """`disk`: a safetensors folder that all servers can read. `broadcast`: NCCL on GPU, gloo on CPU. `ipc`: shared
     memory of this host (CUDA handles when colocated)."""
+    quantize: Literal["none", "fp8_blockwise"] = "none"
+    """`fp8_blockwise`: linear weights as e4m3 with a scale a 128 x 128 block, for servers that run the model so (own
+    servers are started so; GPU only). `verify` then looks at the other weights only."""
+    host: str = "127.0.0.1"
+    """With `way: broadcast`: the trainer's address that servers connect to; loopback unless they are on other hosts."""
     folder: str | None = None
     """With `way: disk`: the folder on a file system that servers share; None: in the run's folder."""
     pause: Literal["abort", "retract", "in_place"] = "abort"
@@ -294,6 +298,8 @@ class SglangRollout(Options):
     urls: tuple[str, ...] = Field(default=(), strict=False)
     """Running servers to attach to; exactly one of `urls` and `servers`."""
     servers: SglangServers | None = None
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Of the servers' weights; the policy's are cast to it on the way."""
     api_key_env: str | None = None
     """Environment variable with the servers' API key."""
     max_in_flight: PositiveInt = 512
@@ -319,6 +325,10 @@ class SglangRollout(Options):
             raise ValueError("rollout.engine=sglang needs exactly one of `urls` and `servers`")
         if self.sync.folder is not None and self.sync.way != "disk":
             raise ValueError(f"sync.folder is not used by sync.way={self.sync.way}; remove it")
+        if self.sync.host != "127.0.0.1" and self.sync.way != "broadcast":
+            raise ValueError(f"sync.host is not used by sync.way={self.sync.way}; remove it")
+        if self.sync.quantize != "none" and self.servers is not None and self.servers.device == "cpu":
+            raise ValueError(f"sync.quantize={self.sync.quantize} needs servers.device=cuda; SGLang has no FP8 on CPU")
         return self
 
 

@@ -13,6 +13,12 @@ from pacs_megatron.rollout.sglang_client import ClientLimits, SglangEngine
 from pacs_megatron.rollout.sglang_fleet import FleetLimits, Server
 from pacs_megatron.rollout.sglang_server import OwnServer, ServerSpec, reap
 
+FP8_BLOCKWISE_ARGS = (
+    *("--load-format", "dummy"),  # the folder's weights are bf16; the first push brings all of them quantized
+    "--json-model-override-args",
+    '{"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}}',
+)
+
 
 def api_key(options: SglangRollout) -> str | None:
     """The servers' key from the environment. Raises ConfigError when the named variable is not set."""
@@ -33,6 +39,7 @@ def server_apis(options: SglangRollout, urls: tuple[str, ...]) -> tuple[SglangAp
 def server_specs(options: SglangRollout, servers: SglangServers, model: ModelOptions, folder: Path) -> list[ServerSpec]:
     """One for each server that the run owns; logs and pid files go to `folder`."""
     key = api_key(options)
+    quantized = FP8_BLOCKWISE_ARGS if options.sync.quantize == "fp8_blockwise" else ()
     return [
         ServerSpec(
             name=f"server{i}",
@@ -42,7 +49,7 @@ def server_specs(options: SglangRollout, servers: SglangServers, model: ModelOpt
             device=servers.device,
             visible_devices=servers.visible_devices[i] if servers.visible_devices else None,
             tp=servers.tp,
-            dtype=servers.dtype,
+            dtype=options.dtype,
             mem_fraction=servers.mem_fraction,
             max_total_tokens=servers.max_total_tokens,
             context_length=servers.context_length,
@@ -50,7 +57,7 @@ def server_specs(options: SglangRollout, servers: SglangServers, model: ModelOpt
             deterministic=servers.deterministic,
             api_key=key,
             trust_remote_code=model.trust_remote_code,
-            extra_args=servers.extra_args,
+            extra_args=(*quantized, *servers.extra_args),
         )
         for i in range(servers.count)
     ]

@@ -4,7 +4,6 @@ Face have them (`quantization_config: {quant_method: fp8, weight_block_size: [12
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -34,12 +33,6 @@ def is_quantized(name: str) -> bool:
     return _LINEAR.fullmatch(name) is not None
 
 
-def quantized_export(export: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The export with each linear weight replaced by its values and `<name>_scale_inv`."""
-    for name, tensor in export:
-        if not is_quantized(name):
-            yield name, tensor
-            continue
-        values, scale_inv = quantize_blockwise(tensor)
-        yield name, values
-        yield name.removesuffix("weight") + "weight_scale_inv", scale_inv
+def scale_name(name: str) -> str:
+    """Name of the scales that belong to the weight `name`."""
+    return f"{name}_scale_inv"

@@ -37,6 +37,7 @@ from pacs_megatron.rollout.sglang_api import (
 )
 from pacs_megatron.weight_sync.bucket import Bucket
 from pacs_megatron.weight_sync.checksums import ExpectedChecksums, ModelDims, compare, hash_for
+from pacs_megatron.weight_sync.fp8 import is_quantized, quantize_blockwise, scale_name
 from pacs_megatron.weight_sync.transports import Transport
 
 logger = logging.getLogger(__name__)
@@ -52,12 +53,14 @@ class SyncSettings:
     """Of the schema's options with the same names, and of the model."""
 
     dtype: torch.dtype
-    """of the servers' weights: floating tensors are cast to it on the way; float8 ones stay"""
+    """of the servers' weights: floating tensors are cast to it on the way"""
     bucket_bytes: int
     pause: PauseMode
     verify: Literal["off", "sample", "full"]
     timeout_s: float
     dims: ModelDims
+    fp8: bool = False
+    """Linear weights go as FP8 blocks; they are then left out of `verify`"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,10 +128,18 @@ class ServerSync:
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """One weight under its Hugging Face name. Sends a bucket when it is full. Raises SyncError when no server is left."""
-        if tensor.is_floating_point() and tensor.element_size() > 1:
+        if self._settings.fp8 and is_quantized(name):
+            values, scale_inv = quantize_blockwise(tensor)
+            self._pack(name, values)
+            self._pack(scale_name(name), scale_inv)
+            return
+        if tensor.is_floating_point():
             tensor = tensor.to(self._settings.dtype)
         for expected in self._expected.values():
             expected.add(name, tensor, self._sample)
+        self._pack(name, tensor)
+
+    def _pack(self, name: str, tensor: torch.Tensor) -> None:
         if not self._bucket.fits(tensor):
             self._flush()
         self._bucket.add(name, tensor)
@@ -205,7 +216,7 @@ class ServerSync:
     def _verify(self, api: SglangApi, expected: ExpectedChecksums) -> int:
         skip = [] if self._sample is None else [name for name in self._names if name not in self._sample]
         got = api.checksums(skip, self._settings.timeout_s)
-        return compare(api.url, expected.by_name, got, complete=self._sample is None)
+        return compare(api.url, expected.by_name, got, complete=self._sample is None and not self._settings.fp8)
 
     def _new_expected(self, api: SglangApi) -> ExpectedChecksums:
         info = api.server_info()

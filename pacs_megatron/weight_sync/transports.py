@@ -32,6 +32,7 @@ from pacs_megatron.errors import SyncError
 from pacs_megatron.rollout.sglang_api import SglangApi
 from pacs_megatron.weight_sync.bucket import Bucket
 
+Kind = Literal["nccl", "gloo"]
 CUDA_ARG_DEVICE = 6
 """Position of the device among the arguments of torch's `rebuild_cuda_tensor`; SGLang takes a GPU's UUID there."""
 
@@ -149,8 +150,7 @@ class BroadcastTransport:
     `host` only (torch's own would listen on all interfaces).
     """
 
-    def __init__(self, backend: Literal["nccl", "gloo"], host: str, timeout_s: float) -> None:
-        self._backend = backend
+    def __init__(self, host: str, timeout_s: float) -> None:
         self._host = host
         self._timeout_s = timeout_s
         self._groups: dict[str, _Group] = {}
@@ -207,7 +207,9 @@ class BroadcastTransport:
         self._calls.shutdown(wait=False, cancel_futures=True)
 
     def _connect(self, api: SglangApi) -> _Group:
-        num_ranks = 1 + int(api.server_info()["tp_size"])
+        info = api.server_info()
+        num_ranks = 1 + int(info["tp_size"])
+        kind: Kind = "gloo" if info["device"] == "cpu" else "nccl"
         name = f"pacs-{uuid.uuid4().hex[:12]}"  # a name is used once: the server may still hold a broken group
         listener = socket.socket()
         listener.bind((self._host, 0))
@@ -223,22 +225,22 @@ class BroadcastTransport:
             "rank_offset": 1,
             "world_size": num_ranks,
             "group_name": name,
-            "backend": self._backend,
+            "backend": kind,
         }
         call: Future[bytes] = self._calls.submit(api.call, "/init_weights_update_group", body, self._timeout_s)
         try:
-            backend = self._new_backend(name, num_ranks, store)
+            backend = self._new_backend(kind, name, num_ranks, store)
         except RuntimeError as error:
-            raise SyncError(f"{api.url}: no {self._backend} group within {self._timeout_s:g} s: {error}") from error
+            raise SyncError(f"{api.url}: no {kind} group within {self._timeout_s:g} s: {error}") from error
         call.result()
         return _Group(name, backend, store)
 
-    def _new_backend(self, name: str, num_ranks: int, store: TCPStore) -> Any:
+    def _new_backend(self, kind: Kind, name: str, num_ranks: int, store: TCPStore) -> Any:
         """Rank 0 of the group; key prefixes as `torch.distributed` forms them on the server's side."""
         limit = timedelta(seconds=self._timeout_s)
-        device = "cuda" if self._backend == "nccl" else "cpu"
+        device = "cuda" if kind == "nccl" else "cpu"
         prefixed = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
-        if self._backend == "nccl":
+        if kind == "nccl":
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = limit
             return dist.ProcessGroupNCCL(prefixed, 0, num_ranks, nccl)

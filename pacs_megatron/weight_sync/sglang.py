@@ -1,0 +1,40 @@
+"""The weight sync that a run's configuration asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pacs_megatron.config.schema import SglangRollout
+from pacs_megatron.models import ModelSpec
+from pacs_megatron.weight_sync.checksums import ModelDims
+from pacs_megatron.weight_sync.server_sync import ServerSync, SyncSettings
+from pacs_megatron.weight_sync.transports import BroadcastTransport, DiskTransport, IpcTransport, Transport
+
+MIB = 1 << 20
+
+
+def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> ServerSync:
+    """A `WeightReceiver` for the run's servers; name them with `set_targets` before each push.
+
+    `folder` takes the weights of `way: disk` unless the configuration names another.
+    """
+    sync = options.sync
+    settings = SyncSettings(
+        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype],
+        bucket_bytes=sync.bucket_mib * MIB,
+        pause=sync.pause,
+        verify=sync.verify,
+        timeout_s=sync.timeout_s,
+        dims=ModelDims(num_kv_heads=spec.num_kv_heads, num_experts=0 if spec.moe is None else spec.moe.num_experts),
+        fp8=sync.quantize == "fp8_blockwise",
+    )
+    transport: Transport
+    if sync.way == "disk":
+        transport = DiskTransport(Path(sync.folder) if sync.folder is not None else folder, sync.timeout_s)
+    elif sync.way == "broadcast":
+        transport = BroadcastTransport(sync.host, sync.timeout_s)
+    else:
+        transport = IpcTransport(sync.timeout_s)
+    return ServerSync(transport, settings)
