@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,10 @@ class HfFolder:
         self._file_of = self._open()
         self.names: tuple[str, ...] = tuple(self._file_of)
         """In the order of the files"""
+
+    def info(self, name: str) -> TensorInfo:
+        """dtype, shape and size, without reading the tensor."""
+        return self._stored(name).info
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._stored(name).info.shape
@@ -138,8 +142,22 @@ class HfFolderWriter:
         while written < len(data):
             written += os.pwrite(descriptor, data[written:], stored.offset + written)
 
-    def finish(self, metadata_from: Path, extra_files: Mapping[str, bytes] | None = None) -> Path:
-        """Adds config.json (dtype brought up to date), tokenizer files and index; flushes, renames, returns the path.
+    @property
+    def path(self) -> Path:
+        """The folder as it is being written; whole, but for its name, between `seal` and `commit`."""
+        return self._staged.path
+
+    def finish(self, metadata_from: Path) -> Path:
+        """`seal` and `commit`."""
+        self.seal(metadata_from)
+        return self.commit()
+
+    def commit(self) -> Path:
+        """Gives the sealed folder its name and returns it."""
+        return self._staged.commit()
+
+    def seal(self, metadata_from: Path) -> None:
+        """Adds config.json (dtype brought up to date), tokenizer files and index; flushes and closes the shards.
 
         Raises CheckpointError naming a tensor that was announced and not put.
         """
@@ -154,12 +172,9 @@ class HfFolderWriter:
             total = sum(info.nbytes for info in infos)
             index = {"metadata": {"total_size": total}, "weight_map": self._weight_map}
             write_file(self._staged.path / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
-        for name, data in (extra_files or {}).items():
-            write_file(self._staged.path / name, data)
         for descriptor in self._descriptors:
             os.fsync(descriptor)
         self._close()
-        return self._staged.commit()
 
     def abort(self) -> None:
         """Removes what was written; does nothing after `finish`."""
@@ -188,9 +203,9 @@ class HfFolderWriter:
         self._descriptors = []
 
 
-def hf_tensors(entries: Iterable[Entry], dtype: torch.dtype) -> list[TensorInfo]:
+def hf_tensors(entries: Iterable[Entry], dtype_of: Callable[[Entry], torch.dtype]) -> list[TensorInfo]:
     """What a folder of these entries holds, for HfFolderWriter."""
-    return [TensorInfo(n, dtype, s) for e in entries for n, s in zip(e.hf_names, e.hf_shapes, strict=True)]
+    return [TensorInfo(n, dtype_of(e), s) for e in entries for n, s in zip(e.hf_names, e.hf_shapes, strict=True)]
 
 
 def metadata_files(folder: Path) -> list[Path]:

@@ -40,10 +40,8 @@ class MegatronWeights:
         """Hugging Face names in the table's order"""
         return tuple(self.table.by_hf)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of all weights (a policy has one)."""
-        return self._reader.dtype(MODEL_PREFIX + self.table.entries[0].checkpoint_key)
+    def dtype(self, entry: Entry) -> torch.dtype:
+        return self._reader.dtype(MODEL_PREFIX + entry.checkpoint_key)
 
     def get_entry(self, entry: Entry) -> torch.Tensor:
         """The full Megatron tensor, vocabulary padded. Safe from any thread."""
@@ -71,9 +69,6 @@ class MegatronWeights:
                     f"{folder}: {key} is {list(self._reader.shape(key))}, expected {list(entry.checkpoint_shape)} from "
                     f"{HF_FOLDER}/config.json; they belong to different models"
                 )
-        dtypes = {self._reader.dtype(key) for key in expected}
-        if len(dtypes) > 1:
-            raise CheckpointError(f"{folder}: weights of several dtypes ({', '.join(map(str, dtypes))})")
 
 
 def is_megatron_checkpoint(path: str | Path) -> bool:

@@ -1,0 +1,110 @@
+"""The certificate of a conversion: every tensor of both sides with its digest, and what was checked."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import threading
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import xxhash
+
+from pacs_megatron.checkpoint.safetensors_file import tensor_bytes
+from pacs_megatron.checkpoint.staging import write_file
+from pacs_megatron.models import ModelSpec
+
+CERTIFICATE_NAME = "certificate.json"
+_FORMAT = 1
+_VERSIONS_OF = ("pacs-megatron", "torch", "megatron-core", "transformers", "safetensors")
+
+Side = Literal["hf", "megatron"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One tensor of one side; full shapes. `xxh3_128` digests its row-major bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    xxh3_128: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was looked at, and what came out; a failed check raises instead."""
+
+    name: str
+    result: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Certificate:
+    """Filled by several threads; tensors are sorted by name when written."""
+
+    direction: Literal["hf-to-megatron", "megatron-to-hf", "verify"]
+    source: str
+    target: str
+    spec: ModelSpec
+    checks: list[Check] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Hugging Face tensors that carry no information (a second copy of tied embeddings, rotary tables)"""
+    logits: dict[str, Any] | None = None
+    _tensors: dict[Side, dict[str, TensorRecord]] = field(default_factory=lambda: {"hf": {}, "megatron": {}})
+    _mutex: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, side: Side, name: str, tensor: torch.Tensor, *, with_digest: bool) -> TensorRecord:
+        """Records one tensor and returns the record."""
+        digest = xxhash.xxh3_128_hexdigest(tensor_bytes(tensor)) if with_digest else None
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        record = TensorRecord(name, tuple(tensor.shape), dtype, tensor.nbytes, digest)
+        with self._mutex:
+            self._tensors[side][name] = record
+        return record
+
+    def records(self, side: Side) -> list[TensorRecord]:
+        """Sorted by name."""
+        return [record for _, record in sorted(self._tensors[side].items())]
+
+    def to_json(self) -> str:
+        sides = {}
+        for side in ("hf", "megatron"):
+            records = self.records(side)
+            sides[side] = {
+                "num_tensors": len(records),
+                "nbytes": sum(r.nbytes for r in records),
+                "tensors": [asdict(r) for r in records],
+            }
+        content = {
+            "format": _FORMAT,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "direction": self.direction,
+            "source": self.source,
+            "target": self.target,
+            "family": self.spec.family,
+            "versions": _versions(),
+            "checks": [asdict(check) for check in self.checks],
+            "left_out": sorted(self.left_out),
+            "logits": self.logits,
+            **sides,
+        }
+        return json.dumps(content, indent=1) + "\n"
+
+    def write(self, path: Path) -> None:
+        write_file(path, self.to_json().encode())
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _VERSIONS_OF:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

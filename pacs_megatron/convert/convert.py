@@ -1,0 +1,230 @@
+"""HF folder -> Megatron checkpoint and back, tensor by tensor; neither side is ever held in memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from pacs_megatron.checkpoint.dist_metadata import MODEL_PREFIX
+from pacs_megatron.checkpoint.dist_writer import DistWriter, Piece
+from pacs_megatron.checkpoint.hf_folder import HfFolder, HfFolderWriter, copy_hf_metadata, hf_tensors
+from pacs_megatron.checkpoint.manifest import (
+    DIST_FOLDER,
+    HF_FOLDER,
+    FileFacts,
+    Manifest,
+    digest_file,
+    write_manifest,
+)
+from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
+from pacs_megatron.checkpoint.staging import StagedFolder, check_free_disk
+from pacs_megatron.convert.certificate import CERTIFICATE_NAME, Certificate, Check
+from pacs_megatron.convert.pipeline import Job, run_jobs
+from pacs_megatron.convert.source import DTYPES, check_names, local_hf_folder
+from pacs_megatron.convert.verify import compare
+from pacs_megatron.models import Entry, WeightTable, read_spec, weight_table
+
+logger = logging.getLogger(__name__)
+
+_MAX_PIECES = 8
+_MIN_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What both directions share. `dtype` is a key of DTYPES, None keeps what is there."""
+
+    out: Path
+    dtype: str | None = None
+    verify: bool = False
+    digests: bool = True
+    show_progress: bool = True
+    workers: int = min(4, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What was done, for the summary."""
+
+    out: Path
+    num_tensors: int
+    nbytes: int
+    convert_s: float
+    verify_s: float | None
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.out}: {self.num_tensors} tensors, {self.nbytes / 1e9:.3f} GB in {self.convert_s:.1f} s "
+            f"({self.nbytes / 1e9 / max(self.convert_s, 1e-9):.2f} GB/s)"
+        )
+        if self.verify_s is None:
+            return text + "; not read back (--verify does)"
+        return text + f"; read back and equal bit for bit in {self.verify_s:.1f} s"
+
+
+def hf_to_megatron(hf: str, options: Options) -> Report:
+    """Writes a Megatron checkpoint that loads at any TP x PP x VPP x EP.
+
+    Raises PacsError subclasses for a source that is not whole, a full disk or an existing output; then nothing remains.
+    """
+    start = time.perf_counter()
+    folder = HfFolder(local_hf_folder(hf))
+    table = weight_table(read_spec(folder.config))
+    certificate = Certificate(
+        direction="hf-to-megatron", source=str(folder.path), target=str(options.out), spec=table.spec
+    )
+    certificate.left_out = check_names(folder, table)
+    certificate.checks.append(Check("names and shapes", f"{len(table.by_hf)} tensors fill {len(table.entries)} rows"))
+    cast = None if options.dtype is None else DTYPES[options.dtype]
+    total = sum(_target_bytes(entry, cast or folder.dtype(entry.hf_names[0])) for entry in table.entries)
+    check_free_disk(options.out, total)
+    with StagedFolder(options.out) as staged:
+        files = _write_dist(folder, table, staged.path, cast, certificate, options)
+        (staged.path / HF_FOLDER).mkdir()
+        dtypes = {folder.dtype(name) for name in table.by_hf} if cast is None else {cast}
+        copy_hf_metadata(folder.path, staged.path / HF_FOLDER, dtypes=dtypes)
+        for path in sorted((staged.path / HF_FOLDER).rglob("*")):
+            if path.is_file():
+                files[str(path.relative_to(staged.path))] = digest_file(path)
+        write_manifest(staged.path, Manifest(step=None, files=files))
+        convert_s = time.perf_counter() - start
+        verify_s = None
+        if options.verify:
+            verify_s = _verified(folder, MegatronWeights(staged.path), certificate, options)
+        certificate.write(staged.path / CERTIFICATE_NAME)
+        staged.commit()
+    return Report(out=options.out, num_tensors=len(table.by_hf), nbytes=total, convert_s=convert_s, verify_s=verify_s)
+
+
+def megatron_to_hf(checkpoint: str | Path, options: Options, *, step: int | None, max_shard_bytes: int) -> Report:
+    """Writes a Hugging Face folder from a converted or a training checkpoint (`step`: which; None: the newest)."""
+    start = time.perf_counter()
+    weights = MegatronWeights(find_checkpoint(checkpoint, step))
+    table = weights.table
+    cast = None if options.dtype is None else DTYPES[options.dtype]
+    infos = hf_tensors(table.entries, lambda entry: cast or weights.dtype(entry))
+    total = sum(info.nbytes for info in infos)
+    check_free_disk(options.out, total)
+    certificate = Certificate(
+        direction="megatron-to-hf", source=str(weights.path), target=str(options.out), spec=table.spec
+    )
+    certificate.checks.append(Check("names and shapes", f"{len(table.entries)} rows give {len(infos)} tensors"))
+    with HfFolderWriter(options.out, infos, max_shard_bytes=max_shard_bytes) as writer:
+        jobs = [
+            Job(
+                _target_bytes(entry, weights.dtype(entry)),
+                partial(_export, entry, weights, writer, certificate, options),
+            )
+            for entry in table.entries
+        ]
+        run_jobs("to hf", jobs, workers=options.workers, show_progress=options.show_progress)
+        writer.seal(weights.metadata_folder)
+        convert_s = time.perf_counter() - start
+        verify_s = None
+        if options.verify:
+            verify_s = _verified(HfFolder(writer.path), weights, certificate, options)
+        certificate.write(writer.path / CERTIFICATE_NAME)
+        writer.commit()
+    return Report(out=options.out, num_tensors=len(infos), nbytes=total, convert_s=convert_s, verify_s=verify_s)
+
+
+def _write_dist(
+    folder: HfFolder,
+    table: WeightTable,
+    target: Path,
+    cast: torch.dtype | None,
+    certificate: Certificate,
+    options: Options,
+) -> dict[str, FileFacts]:
+    (target / DIST_FOLDER).mkdir()
+    writer = DistWriter(target / DIST_FOLDER, num_files=options.workers, with_digests=options.digests)
+
+    def convert(entry: Entry) -> None:
+        tensors = [folder.get(name) for name in entry.hf_names]
+        for name, tensor in zip(entry.hf_names, tensors, strict=True):
+            certificate.add("hf", name, tensor, with_digest=options.digests)
+        full = entry.to_megatron([t if cast is None else t.to(cast) for t in tensors])
+        certificate.add("megatron", entry.megatron_name, full, with_digest=options.digests)
+        for piece in pieces(entry, full):
+            writer.put(piece)
+
+    jobs = [
+        Job(
+            _target_bytes(e, max((folder.dtype(e.hf_names[0]), cast or torch.uint8), key=lambda d: d.itemsize)),
+            partial(convert, e),
+        )
+        for e in table.entries
+    ]
+    try:
+        run_jobs("to megatron", jobs, workers=options.workers, show_progress=options.show_progress)
+        facts = writer.finish()
+    finally:
+        writer.close()
+    return {f"{DIST_FOLDER}/{name}": fact for name, fact in facts.items()}
+
+
+def pieces(entry: Entry, full: torch.Tensor) -> Iterator[Piece]:
+    """A tensor cut where tensor parallelism cuts it, so that a rank reads little more than its own shard."""
+    key = MODEL_PREFIX + entry.checkpoint_key
+    dim = entry.transform.tp_dim
+    parts: list[torch.Tensor] = [full]
+    if dim is not None:
+        num = _num_pieces(entry, full)
+        parts = [p for part in full.chunk(entry.transform.tp_parts, dim=dim) for p in part.chunk(num, dim=dim)]
+    at = 0
+    for part in parts:
+        offset = [0] * full.ndim
+        if dim is not None:
+            offset[dim] = at
+            at += part.shape[dim]
+        if entry.expert is None:
+            yield Piece(key=key, shape=entry.checkpoint_shape, offset=tuple(offset), data=part)
+        else:
+            stacked = (entry.expert, *offset)
+            yield Piece(key=key, shape=entry.checkpoint_shape, offset=stacked, data=part.unsqueeze(0))
+
+
+def _num_pieces(entry: Entry, full: torch.Tensor) -> int:
+    """A power of two that divides what a tensor-parallel size would have to divide."""
+    units = entry.transform.tp_units(entry.dims)
+    num = 1
+    while (
+        num < _MAX_PIECES
+        and units % (2 * num) == 0
+        and full.nbytes >= 2 * num * entry.transform.tp_parts * _MIN_PIECE_BYTES
+    ):
+        num *= 2
+    return num
+
+
+def _export(
+    entry: Entry, weights: MegatronWeights, writer: HfFolderWriter, certificate: Certificate, options: Options
+) -> None:
+    full = weights.get_entry(entry)
+    certificate.add("megatron", entry.megatron_name, full, with_digest=options.digests)
+    for name, tensor in zip(entry.hf_names, entry.to_hf(full), strict=True):
+        out = tensor if options.dtype is None else tensor.to(DTYPES[options.dtype])
+        certificate.add("hf", name, out, with_digest=options.digests)
+        writer.put(name, out)
+
+
+def _verified(folder: HfFolder, weights: MegatronWeights, certificate: Certificate, options: Options) -> float:
+    start = time.perf_counter()
+    certificate.checks.append(
+        compare(folder, weights, certificate, workers=options.workers, show_progress=options.show_progress)
+    )
+    return time.perf_counter() - start
+
+
+def _target_bytes(entry: Entry, dtype: torch.dtype) -> int:
+    num = 1
+    for size in entry.megatron_shape:
+        num *= size
+    return num * dtype.itemsize

@@ -1,0 +1,52 @@
+"""Independent jobs on a few threads under a limit of bytes in flight: reading, transforming and writing overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from pacs_megatron.observability.progress import Progress
+
+IN_FLIGHT_BYTES = 384 << 20
+"""A job needs about three times its size for a moment (read, rearranged, cut); this keeps all of them below 2 GiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`nbytes` is what the job reads or writes, whichever is more."""
+
+    nbytes: int
+    run: Callable[[], None]
+
+
+def run_jobs(label: str, jobs: Iterable[Job], *, workers: int, show_progress: bool) -> None:
+    """Runs all jobs, starting them in order; a job larger than the limit runs alone.
+
+    The first error, or an interrupt, stops new jobs, waits for those that run, and is raised.
+    """
+    todo = list(jobs)
+    running: dict[Future[None], int] = {}
+    done_bytes = 0
+    with (
+        Progress(label, sum(job.nbytes for job in todo), unit="bytes", enabled=show_progress) as progress,
+        ThreadPoolExecutor(max_workers=workers, thread_name_prefix="convert") as pool,
+    ):
+        try:
+            for job in todo:
+                while running and (len(running) >= 2 * workers or sum(running.values()) + job.nbytes > IN_FLIGHT_BYTES):
+                    done_bytes = _collect(running, done_bytes, progress)
+                running[pool.submit(job.run)] = job.nbytes
+            while running:
+                done_bytes = _collect(running, done_bytes, progress)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _collect(running: dict[Future[None], int], done_bytes: int, progress: Progress) -> int:
+    finished, _ = wait(running, return_when=FIRST_COMPLETED)
+    for future in finished:
+        done_bytes += running.pop(future)
+        future.result()
+    progress.advance(done_bytes)
+    return done_bytes
