@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -84,7 +85,7 @@ class WandbWriter:
             project=options.project,
             entity=options.entity,
             name=name,
-            id=_run_id(run_dir, wandb),
+            id=_run_id(run_dir),
             resume="allow",
             dir=str(run_dir),
             config=dict(config),
@@ -99,10 +100,10 @@ class WandbWriter:
         self._run.finish()
 
 
-def _run_id(run_dir: Path, wandb: Any) -> str:
+def _run_id(run_dir: Path) -> str:
     path = run_dir / _WANDB_ID_FILE
     if not path.exists():
-        write_atomically(path, [wandb.util.generate_id().encode()])
+        write_atomically(path, [secrets.token_hex(8).encode()])
     return path.read_text(encoding="utf-8").strip()
 
 

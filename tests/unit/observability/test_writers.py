@@ -1,6 +1,7 @@
 """TensorBoard files as TensorBoard reads them; W&B against a recording stand-in with its calls."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import types
@@ -96,7 +97,6 @@ class Recorder:
     def module(self) -> types.ModuleType:
         module = types.ModuleType("wandb")
         module.__spec__ = ModuleSpec("wandb", None)
-        module.util = types.SimpleNamespace(generate_id=lambda: "abc123")  # type: ignore[attr-defined]
         module.init = self.init  # type: ignore[attr-defined]
         return module
 
@@ -126,12 +126,15 @@ def test_wandb_gets_rows_and_a_resumed_run_keeps_its_id(tmp_path: Path, wandb: R
         writer = WandbWriter(tmp_path, "name", options, {"run": {"seed": 1}})
         writer.write({"step": 3, "x": 1.0, "y": None})
         writer.close()
-    assert [init["id"] for init in wandb.inits] == ["abc123", "abc123"]
+    assert wandb.inits[0]["id"] == wandb.inits[1]["id"] != ""
+    other = tmp_path / "other"
+    WandbWriter(other, "name", options, {}).close()
+    assert wandb.inits[2]["id"] != wandb.inits[0]["id"]
     assert wandb.inits[1]["resume"] == "allow"
     assert wandb.inits[0]["project"] == "p"
     assert wandb.inits[0]["entity"] == "e"
     assert wandb.logs == [({"x": 1.0}, 3)] * 2
-    assert wandb.finished == 2
+    assert wandb.finished == 3
 
 
 def test_wandb_without_key_is_refused_but_offline_is_not(
@@ -144,3 +147,24 @@ def test_wandb_without_key_is_refused_but_offline_is_not(
     monkeypatch.setenv("WANDB_MODE", "offline")
     WandbWriter(tmp_path, "name", WandbOptions(project="p"), {}).close()
     assert len(wandb.inits) == 1
+
+
+def test_the_real_wandb_takes_the_same_calls(tmp_path: Path) -> None:
+    """Offline, in a process of its own: it starts a service. Keeps the stand-in above honest where wandb is there."""
+    if importlib.util.find_spec("wandb") is None:
+        pytest.skip("wandb is not installed (the optional extra `wandb`)")
+    code = (
+        "import sys; from pathlib import Path; from pacs_megatron.config.schema import WandbOptions\n"
+        "from pacs_megatron.observability.writers import WandbWriter\n"
+        "for first in (1, 2):\n"
+        "    w = WandbWriter(Path(sys.argv[1]), 'name', WandbOptions(project='p'), {'seed': 1})\n"
+        "    for step in range(first, 4): w.write({'step': step, 'reward/mean': 0.5, 'x': None})\n"
+        "    w.close()\n"
+    )
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    run_id = (tmp_path / "wandb_id").read_text()
+    assert len(list(tmp_path.glob(f"wandb/offline-run-*-{run_id}"))) >= 1
