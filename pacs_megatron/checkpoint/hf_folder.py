@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -203,9 +203,9 @@ class HfFolderWriter:
         self._descriptors = []
 
 
-def hf_tensors(entries: Iterable[Entry], dtype_of: Callable[[Entry], torch.dtype]) -> list[TensorInfo]:
+def hf_tensors(entries: Iterable[Entry], dtype: torch.dtype) -> list[TensorInfo]:
     """What a folder of these entries holds, for HfFolderWriter."""
-    return [TensorInfo(n, dtype_of(e), s) for e in entries for n, s in zip(e.hf_names, e.hf_shapes, strict=True)]
+    return [TensorInfo(n, dtype, s) for e in entries for n, s in zip(e.hf_names, e.hf_shapes, strict=True)]
 
 
 def metadata_files(folder: Path) -> list[Path]:

@@ -109,7 +109,7 @@ def megatron_to_hf(checkpoint: str | Path, options: Options, *, step: int | None
     weights = MegatronWeights(find_checkpoint(checkpoint, step))
     table = weights.table
     cast = None if options.dtype is None else DTYPES[options.dtype]
-    infos = hf_tensors(table.entries, lambda entry: cast or weights.dtype(entry))
+    infos = [info for entry in table.entries for info in hf_tensors([entry], cast or weights.dtype(entry))]
     total = sum(info.nbytes for info in infos)
     check_free_disk(options.out, total)
     certificate = Certificate(
