@@ -277,6 +277,20 @@ def kv_bytes_per_token(spec: ModelSpec, tp: int, width: int = 2) -> float:
     return 2 * heads * spec.head_dim * width * spec.num_layers
 
 
+def sampler_weight_bytes(rollout: SglangRollout, spec: ModelSpec) -> float:
+    """Weights of one SGLang server. FP8: the layers' matrices, with an fp32 scale for each block of 128 x 128."""
+    width = 2 if rollout.dtype == "bf16" else 4
+    shapes = [(entry.place, shape) for entry in weight_table(spec).entries for shape in entry.hf_shapes]
+    if rollout.sync.quantize == "none":
+        return sum(math.prod(shape) for _, shape in shapes) * width
+    total = 0.0
+    for place, shape in shapes:
+        is_quantized = place == "layer" and len(shape) == 2
+        scales = 4 * math.prod(-(-size // 128) for size in shape)
+        total += math.prod(shape) + scales if is_quantized else math.prod(shape) * width
+    return total
+
+
 def rollout_memory(config: RunConfig, spec: ModelSpec, layout: Layout, gpu_bytes: float) -> StageMemory | None:
     """One GPU while it samples; None where nothing is sampled on GPUs of this plan (attached or no servers)."""
     rollout = config.rollout
@@ -301,10 +315,9 @@ def rollout_memory(config: RunConfig, spec: ModelSpec, layout: Layout, gpu_bytes
     if not isinstance(rollout, SglangRollout) or rollout.servers is None:
         return None
     servers = rollout.servers
-    width = 2 if servers.dtype == "bf16" else 4
-    items = [
-        Item(f"SGLang weights ({servers.dtype}), tp={servers.tp}", table.num_parameters * width / servers.tp, "exact")
-    ]
+    kind = rollout.dtype if rollout.sync.quantize == "none" else rollout.sync.quantize
+    weights = sampler_weight_bytes(rollout, spec) / servers.tp
+    items = [Item(f"SGLang weights ({kind}), tp={servers.tp}", weights, "exact")]
     overhead = constants.SGLANG_OVERHEAD_BYTES
     items.append(Item("SGLang context, graphs, activations", overhead.value, overhead.source))
     if servers.colocated:

@@ -20,7 +20,7 @@ from pacs_megatron.config.schema import (
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.launch import constants
 from pacs_megatron.launch.constants import Gpu
-from pacs_megatron.launch.memory import StageMemory, kv_bytes_per_token
+from pacs_megatron.launch.memory import StageMemory, kv_bytes_per_token, sampler_weight_bytes
 from pacs_megatron.models import ModelSpec, num_parameters
 
 
@@ -163,7 +163,9 @@ def _rollout(
     fits = cache / (per_token * (lengths.prompt + lengths.response / 2))
     limit = _max_running(config)
     concurrent = max(1.0, min(fits, limit, samples / replicas))
-    weights = 2 * num_parameters(spec) / tp
+    rollout = config.rollout
+    bytes_held = sampler_weight_bytes(rollout, spec) if isinstance(rollout, SglangRollout) else 4 * num_parameters(spec)
+    weights = bytes_held / tp
     if spec.moe is not None:  # few sequences read few experts; many read all
         touched = min(1.0, concurrent * spec.moe.top_k / spec.moe.num_experts)
         weights *= touched
@@ -216,7 +218,7 @@ def _max_running(config: RunConfig) -> float:
 
 def _sync(config: RunConfig, spec: ModelSpec, gpu: Gpu) -> Phase:
     assert isinstance(config.rollout, SglangRollout)
-    num_bytes = 2.0 * num_parameters(spec)
+    num_bytes = sampler_weight_bytes(config.rollout, spec)
     way = config.rollout.sync.way
     if way == "disk":
         seconds = 2 * num_bytes / (constants.DISK_GB_S.value * 1e9)

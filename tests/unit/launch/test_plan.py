@@ -1,0 +1,200 @@
+"""`plan` against independent counts, and every shipped configuration."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pacs_megatron.config import load_config
+from pacs_megatron.config.schema import GrpoOptions, PacsOptions
+from pacs_megatron.contracts import Layout
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.launch import constants, memory, timing
+from pacs_megatron.launch.known_models import KNOWN_MODELS, find_spec, known_name
+from pacs_megatron.launch.plan import make_plan, plan_of, run_plan, search_layouts
+from pacs_megatron.models import load_spec, num_parameters
+
+ROOT = Path(__file__).parents[3]
+RUNS = sorted((ROOT / "configs" / "runs").glob("*.yaml"))
+CLUSTER_RUNS = [path for path in RUNS if load_config(path).config.resources.gpus_per_node]
+BIG = ROOT / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml"
+
+
+def test_published_parameter_counts() -> None:
+    # As printed on the models' pages or counted from their index files, independently of our table.
+    published = {
+        "Qwen/Qwen3-4B": 4_022_468_096,
+        "Qwen/Qwen3-8B": 8_190_735_360,
+        "Qwen/Qwen3-14B": 14_768_307_200,
+        "Qwen/Qwen3-32B": 32_762_123_264,
+        "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+        "Qwen/Qwen2.5-7B": 7_615_616_512,
+    }
+    for name, count in published.items():
+        spec = find_spec(name)
+        assert spec is not None
+        assert num_parameters(spec) == count
+    assert set(published) <= set(KNOWN_MODELS)
+
+
+def test_known_names() -> None:
+    assert known_name("models/Qwen/Qwen3-14B") == "Qwen/Qwen3-14B"
+    assert find_spec("someone/else") is None
+
+
+@pytest.mark.parametrize("path", CLUSTER_RUNS, ids=lambda path: path.stem)
+def test_shipped_configs_plan_and_fit(path: Path) -> None:
+    loaded = load_config(path)
+    plan = make_plan(loaded)
+    assert plan.fits
+    assert plan.peak.total > 0.3 * constants.GPUS["h100"].memory_gib * constants.GIB  # else the layout wastes GPUs
+    resources, parallel = loaded.config.resources, loaded.config.parallel
+    objective, rest = path.stem.split("-", 1)
+    assert loaded.config.objective.name == objective
+    assert loaded.config.run.name == path.stem
+    assert loaded.config.model.path.split("/")[-1].lower() in rest
+    assert f"{resources.nodes + resources.rollout_nodes}n{resources.gpus_per_node}g" in rest
+    assert f"ep{parallel.ep}" in rest if parallel.ep > 1 else f"tp{parallel.tp}" in rest
+    assert path.stem.endswith("-fp8") == (loaded.config.precision.fp8 is not None)
+
+
+def test_every_model_has_both_objectives_and_precisions() -> None:
+    names = {path.stem for path in CLUSTER_RUNS}
+    for model in ("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "qwen2.5-7b"):
+        mine = {name for name in names if f"-{model}-" in name}
+        assert {name.split("-")[0] for name in mine} == {"pacs", "grpo"}
+        assert {name.endswith("-fp8") for name in mine} == {True, False}
+
+
+def test_the_command_is_quick_and_needs_no_torch() -> None:
+    start = time.perf_counter()
+    code = "import sys; from pacs_megatron.cli import main; c = main(sys.argv[1:]); print('torch' in sys.modules); sys.exit(c)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", str(BIG)], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert time.perf_counter() - start < 5
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "FITS: at most" in done.stdout
+
+
+def test_what_does_not_fit_says_what_to_change() -> None:
+    text, fits = run_plan(
+        BIG,
+        ["parallel.tp=1", "parallel.sequence_parallel=false", "parallel.distributed_optimizer=false"],
+        search=False,
+        as_json=False,
+        response_tokens=None,
+    )
+    assert not fits
+    assert "DOES NOT FIT" in text
+    assert "change parallel.distributed_optimizer=true" in text
+
+
+def test_search_finds_a_layout_that_fits() -> None:
+    loaded = load_config(BIG, ["parallel.tp=1", "parallel.sequence_parallel=false"])
+    plans = search_layouts(make_plan(loaded))
+    assert plans[0].fits
+    fitting = [plan.step_s for plan in plans if plan.fits]
+    assert fitting == sorted(fitting)
+    assert all(plan.layout.world_size == 8 for plan in plans)
+    layouts = {(plan.layout.tp, plan.layout.pp) for plan in plans}
+    assert {(1, 1), (8, 1), (2, 4)} <= layouts
+    assert (3, 1) not in layouts
+
+
+def test_search_needs_gpus(tmp_path: Path, tiny_qwen3: Path) -> None:
+    from tests.unit.config.test_load import BASE
+
+    (tmp_path / "run.yaml").write_text(BASE)
+    loaded = load_config(tmp_path / "run.yaml", [f"model.path={tiny_qwen3}"])
+    with pytest.raises(ConfigError, match=r"set resources\.gpus_per_node"):
+        search_layouts(make_plan(loaded))
+
+
+def test_json_is_the_same_plan() -> None:
+    text, _ = run_plan(BIG, [], search=False, as_json=True, response_tokens=2000)
+    found = json.loads(text)
+    plan = make_plan(load_config(BIG), 2000)
+    assert found["step_s"] == pytest.approx(plan.step_s)
+    assert found["memory"][0]["total"] == pytest.approx(plan.stages[0].total)
+    assert all(row["source"].startswith(("assumed", "docs/measurements/")) for row in found["assumptions"])
+
+
+def test_every_constant_has_a_source() -> None:
+    declared = {name for name, value in vars(constants).items() if isinstance(value, constants.Constant)}
+    assert {id(getattr(constants, name)) for name in declared} == {id(constant) for constant in constants.MEASURABLE}
+    for constant in constants.MEASURABLE:
+        measured = constant.source.startswith("docs/measurements/")
+        assert constant.source.startswith("assumed") or (ROOT / constant.source.split("#")[0]).is_file() == measured
+
+
+def test_flops_are_what_torch_counts(tiny_qwen3: Path) -> None:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    spec = load_spec(tiny_qwen3)
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen3, attn_implementation="eager")
+    batch, length = 3, 48
+    ids = torch.randint(0, 250, (batch, length))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(ids)
+    tokens = batch * length
+    ours = timing.forward_flops(spec, tokens, length, tokens)
+    # Eager attention computes the masked half too, and transformers makes all the rotary angles by a matrix product.
+    masked_half = 2 * length * spec.num_heads * spec.head_dim * spec.num_layers * tokens
+    assert counter.get_total_flops() == pytest.approx(ours + masked_half, rel=0.01)
+
+
+@pytest.mark.parametrize("updates", [1, 4])
+def test_forward_passes_are_the_objectives_own(updates: int) -> None:
+    from pacs_megatron.objectives import build_objective
+
+    options: list[PacsOptions | GrpoOptions] = [
+        PacsOptions(name="pacs"),
+        PacsOptions(name="pacs", reference="frozen"),
+        PacsOptions(name="pacs", reward_proxy="mean_log_prob"),
+        PacsOptions(name="pacs", importance_cap=2.0),
+        PacsOptions(name="pacs", reference="frozen", importance_cap=2.0),
+        GrpoOptions(name="grpo"),
+        GrpoOptions(name="grpo", kl_coef=0.1),
+    ]
+    base = load_config(BIG).config
+    for objective in options:
+        config = base.model_copy(
+            update={"objective": objective, "batch": base.batch.model_copy(update={"updates_per_step": updates})}
+        )
+        real = build_objective(objective, updates_per_step=updates)
+        passes = len(real.logprob_passes()) * updates + sum(real.needs_scores(index) for index in range(updates))
+        assert timing.num_forward_passes(config) == passes
+        assert memory.needs_reference_snapshot(config) == ("reference" in real.logprob_passes())
+
+
+def test_layers_are_dealt_as_megatron_does() -> None:
+    assert memory.layers_of_stage(8, Layout(world_size=2, pp=2), 1) == [4, 5, 6, 7]
+    assert memory.layers_of_stage(8, Layout(world_size=2, pp=2, vpp=2), 0) == [0, 1, 4, 5]
+    assert memory.microbatches_in_flight(Layout(world_size=4, pp=4), 0) == 4
+    assert memory.microbatches_in_flight(Layout(world_size=4, pp=4), 3) == 1
+
+
+def test_parallel_axes_divide_what_they_should() -> None:
+    spec = find_spec("Qwen/Qwen3-30B-A3B")
+    assert spec is not None
+    for tp, pp, ep in product((1, 2, 4), (1, 2, 4), (1, 8)):
+        layout = Layout(world_size=32, tp=tp, pp=pp, ep=ep)
+        parts: list[Any] = [memory.rank_parameters(spec, layout, stage) for stage in range(pp)]
+        experts = sum(sum(part.experts) for part in parts) * tp * ep
+        assert experts == 48 * 128 * 3 * 2048 * 768
+    config = load_config(BIG).config
+    spec14 = find_spec("Qwen/Qwen3-14B")
+    assert spec14 is not None
+    one = plan_of(config.model_copy(update={"parallel": config.parallel.model_copy(update={"tp": 1})}), spec14)
+    four = plan_of(config, spec14)
+    assert one.stages[0].items[0].num_bytes > 3.9 * four.stages[0].items[0].num_bytes
