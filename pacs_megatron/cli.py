@@ -91,16 +91,13 @@ def _add_groups(verbs: _SubParsers) -> None:
 
 
 def _add_convert(verbs: _SubParsers) -> None:
+    from pacs_megatron.convert.commands import DESCRIPTIONS, add_arguments
+
     convert = _add_group(verbs, "convert", "between Hugging Face and Megatron checkpoints")
-    parser = _add_verb(convert, "to-megatron", "Hugging Face folder -> Megatron dist_checkpointing", _to_megatron)
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path)
-    parser = _add_verb(convert, "to-hf", "Megatron dist_checkpointing -> Hugging Face folder", _to_hf)
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path)
-    parser = _add_verb(convert, "verify", "compare two checkpoints tensor by tensor", _verify)
-    parser.add_argument("first", type=Path)
-    parser.add_argument("second", type=Path)
+    for verb, text in DESCRIPTIONS.items():
+        parser = _add_verb(convert, verb, text, _convert)
+        parser.set_defaults(conversion=verb)
+        add_arguments(verb, parser)
 
 
 def _add_planning(verbs: _SubParsers) -> None:
@@ -168,22 +165,13 @@ def _data_preview(args: argparse.Namespace) -> int:
     return 0
 
 
-def _to_megatron(args: argparse.Namespace) -> int:
-    from pacs_megatron.convert import hf_to_megatron
+def _convert(args: argparse.Namespace) -> int:
+    from pacs_megatron.convert.commands import run
+    from pacs_megatron.observability.logs import setup_logging
 
-    return hf_to_megatron(args.source, args.target)
-
-
-def _to_hf(args: argparse.Namespace) -> int:
-    from pacs_megatron.convert import megatron_to_hf
-
-    return megatron_to_hf(args.source, args.target)
-
-
-def _verify(args: argparse.Namespace) -> int:
-    from pacs_megatron.convert import verify
-
-    return verify(args.first, args.second)
+    setup_logging(None, 0)
+    print(run(args.conversion, args))
+    return 0
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -1,0 +1,1 @@
+"""Streaming conversion between Hugging Face folders and Megatron checkpoints, with a certificate."""

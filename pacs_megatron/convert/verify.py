@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from pacs_megatron.checkpoint.hf_folder import HfFolder
-from pacs_megatron.checkpoint.megatron_weights import MegatronWeights
+from pacs_megatron.checkpoint.manifest import check_files
+from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
 from pacs_megatron.convert.certificate import Certificate, Check
+from pacs_megatron.convert.logits import LogitsOptions, compare_logits
 from pacs_megatron.convert.pipeline import Job, run_jobs
+from pacs_megatron.convert.source import check_names, local_hf_folder
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import Entry
+
+
+def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | None, logits: LogitsOptions | None) -> str:
+    """Compares a folder with a checkpoint and writes the certificate; returns the summary.
+
+    Raises ConversionError or CheckpointError at the first thing that does not hold; then no certificate is written.
+    """
+    folder = HfFolder(local_hf_folder(hf))
+    weights = MegatronWeights(find_checkpoint(checkpoint, step))
+    certificate = Certificate(
+        direction="verify", source=str(folder.path), target=str(weights.path), spec=weights.table.spec
+    )
+    certificate.left_out = check_names(folder, weights.table)
+    certificate.checks.append(
+        Check("names and shapes", f"{len(weights.table.by_hf)} tensors, {len(weights.table.entries)} rows")
+    )
+    check_files(weights.path, weights.manifest, digests=True)
+    digested = sum(facts.xxh3_128 is not None for facts in weights.manifest.files.values())
+    certificate.checks.append(Check("files of the checkpoint", f"{digested} as the manifest's digests say"))
+    result = compare(folder, weights, certificate, workers=min(4, os.cpu_count() or 1), show_progress=True)
+    certificate.checks.append(result)
+    summary = f"{folder.path} and {weights.path}: {result.result}"
+    if logits is not None:
+        certificate.logits = compare_logits(folder.path, weights.path, logits)
+        summary += (
+            f"; logits at tp={logits.tp} pp={logits.pp} ep={logits.ep} in {logits.dtype} differ from transformers by at "
+            f"most {certificate.logits['max_abs_difference']:.2e}"
+        )
+    certificate.write(certificate_file)
+    return f"{summary}; certificate: {certificate_file}"
 
 
 def compare(

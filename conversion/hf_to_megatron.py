@@ -1,0 +1,14 @@
+"""Hugging Face folder or hub id -> Megatron checkpoint; `--help` lists the options.
+
+The same as `pacs-megatron convert to-megatron`.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from a checkout as it stands
+
+from pacs_megatron.convert.commands import script
+
+if __name__ == "__main__":
+    sys.exit(script("to-megatron"))

@@ -1,0 +1,139 @@
+"""The three commands, for `pacs-megatron convert` and for the scripts in conversion/: arguments in, summary out."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+from pacs_megatron.errors import ConversionError, PacsError
+
+Verb = Literal["to-megatron", "to-hf", "verify"]
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB)?", re.IGNORECASE)
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_DTYPES = ("fp32", "bf16", "fp16")
+
+DESCRIPTIONS: dict[Verb, str] = {
+    "to-megatron": "Hugging Face folder -> Megatron checkpoint that loads at any TP x PP x EP",
+    "to-hf": "converted or training checkpoint -> Hugging Face folder",
+    "verify": "compare both sides tensor by tensor, write a certificate",
+}
+
+
+def add_arguments(verb: Verb, parser: argparse.ArgumentParser) -> None:
+    """The arguments of one command."""
+    if verb == "to-megatron":
+        parser.add_argument("--hf", required=True, metavar="DIR_OR_HUB_ID", help="source: folder or hub id")
+    if verb == "to-hf":
+        parser.add_argument("--checkpoint", required=True, type=Path, metavar="CKPT", help="source: checkpoint or run")
+        parser.add_argument("--step", type=int, help="of a run's checkpoints, this one; default: the newest")
+        parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)")
+    if verb == "verify":
+        _add_verify_arguments(parser)
+        return
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="target; must not exist")
+    parser.add_argument("--dtype", choices=_DTYPES, help="cast the weights; default: keep what they are")
+    parser.add_argument("--verify", action="store_true", help="read the result back and compare every bit")
+    parser.add_argument("--no-digests", action="store_true", help="leave the digests out of the certificate")
+
+
+def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hf", required=True, metavar="DIR_OR_HUB_ID", help="folder or hub id")
+    parser.add_argument("--checkpoint", required=True, type=Path, metavar="CKPT", help="converted checkpoint or run")
+    parser.add_argument("--step", type=int, help="of a run's checkpoints, this one; default: the newest")
+    parser.add_argument("--certificate", required=True, type=Path, metavar="FILE", help="JSON file to write")
+    parser.add_argument("--logits", action="store_true", help="also compare logits with transformers")
+    for axis in ("tp", "pp", "ep"):
+        parser.add_argument(f"--{axis}", type=int, default=1, help=f"{axis} of the policy that computes the logits")
+    parser.add_argument("--logits-dtype", choices=("fp32", "bf16"), default="fp32", help="of both models")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="let transformers run code of the checkpoint (--logits)"
+    )
+
+
+def run(verb: Verb, arguments: argparse.Namespace) -> str:
+    """Runs one command and returns its summary. Raises PacsError subclasses."""
+    previous = signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        return _RUN[verb](arguments)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def script(verb: Verb, arguments: Sequence[str] | None = None) -> int:
+    """A whole command-line program; returns the exit code."""
+    from pacs_megatron.observability.logs import setup_logging
+
+    parser = argparse.ArgumentParser(description=DESCRIPTIONS[verb])
+    add_arguments(verb, parser)
+    parsed = parser.parse_args(arguments)
+    setup_logging(None, 0)
+    try:
+        sys.stdout.write(run(verb, parsed) + "\n")
+    except PacsError as error:
+        sys.stderr.write(f"{type(error).__name__}: {' '.join(str(error).splitlines())}\n")
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; nothing is left behind\n")
+        return 128 + signal.SIGINT
+    return 0
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `5GB`, `500 MB`, `1e9` is not accepted. Raises ConversionError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise ConversionError(f"--max-shard-size={text!r} is no size; write a number and a unit, such as 5GB or 500MB")
+    return max(1, int(float(match[1]) * _UNITS[(match[2] or "B").upper()]))
+
+
+def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
+    # So that `with` blocks remove what was written, as after Ctrl-C.
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _to_megatron(arguments: argparse.Namespace) -> str:
+    from pacs_megatron.convert.convert import Options, hf_to_megatron
+
+    options = Options(
+        out=arguments.out, dtype=arguments.dtype, verify=arguments.verify, digests=not arguments.no_digests
+    )
+    return str(hf_to_megatron(arguments.hf, options))
+
+
+def _to_hf(arguments: argparse.Namespace) -> str:
+    from pacs_megatron.convert.convert import Options, megatron_to_hf
+
+    max_shard_bytes = parse_size(arguments.max_shard_size)
+    options = Options(
+        out=arguments.out, dtype=arguments.dtype, verify=arguments.verify, digests=not arguments.no_digests
+    )
+    return str(megatron_to_hf(arguments.checkpoint, options, step=arguments.step, max_shard_bytes=max_shard_bytes))
+
+
+def _verify(arguments: argparse.Namespace) -> str:
+    from pacs_megatron.convert.logits import LogitsOptions
+    from pacs_megatron.convert.verify import verify
+
+    logits = None
+    if arguments.logits:
+        logits = LogitsOptions(
+            tp=arguments.tp,
+            pp=arguments.pp,
+            ep=arguments.ep,
+            dtype=arguments.logits_dtype,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+    return verify(arguments.hf, arguments.checkpoint, arguments.certificate, step=arguments.step, logits=logits)
+
+
+_RUN: dict[Verb, Callable[[argparse.Namespace], str]] = {
+    "to-megatron": _to_megatron,
+    "to-hf": _to_hf,
+    "verify": _verify,
+}

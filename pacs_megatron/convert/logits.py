@@ -1,0 +1,197 @@
+"""Logits of a converted checkpoint, run by the policy at a layout, against transformers on the Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from pacs_megatron.errors import ConversionError
+
+_PROMPT_LENS = (7, 33, 64, 18)
+_FP32_TOLERANCE = 2e-5
+"""Of the largest logit, where that exceeds 1. In bf16 the difference is stated, without a limit."""
+_TIMEOUT_S = 3600.0
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsOptions:
+    """Layout and dtype (`fp32` or `bf16`) of the comparison."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    dtype: str = "fp32"
+    trust_remote_code: bool = False
+
+    @property
+    def world_size(self) -> int:
+        # Expert parallelism needs data-parallel ranks; they compute the same.
+        return self.tp * self.pp * self.ep
+
+
+def fixed_prompts(vocab_size: int) -> list[list[int]]:
+    """The same token ids in every release: certificates stay comparable."""
+    generator = random.Random(20250902)  # noqa: S311  # not a secret
+    return [[generator.randrange(vocab_size) for _ in range(length)] for length in _PROMPT_LENS]
+
+
+def compare_logits(hf: Path, checkpoint: Path, options: LogitsOptions) -> dict[str, Any]:
+    """What goes into the certificate. Raises ConversionError where the difference exceeds the tolerance."""
+    import torch
+    from safetensors.torch import load_file
+
+    reference = _transformers_logits(hf, options)
+    with tempfile.TemporaryDirectory(prefix="pacs-logits-") as scratch:
+        _run_ranks(checkpoint, options, Path(scratch))
+        ours = load_file(Path(scratch) / "logits.safetensors")["logits"]
+    difference = (ours - reference).abs().max().item()
+    largest = reference.abs().max().item()
+    tolerance = _FP32_TOLERANCE * max(1.0, largest) if options.dtype == "fp32" else None
+    found = {
+        "max_abs_difference": difference,
+        "max_abs_logit": largest,
+        "same_argmax_frac": (ours.argmax(-1) == reference.argmax(-1)).double().mean().item(),
+        "num_tokens": len(reference),
+        "dtype": options.dtype,
+        "tp": options.tp,
+        "pp": options.pp,
+        "ep": options.ep,
+        "tolerance": tolerance,
+    }
+    if not bool(torch.isfinite(ours).all()) or (tolerance is not None and not difference <= tolerance):
+        raise ConversionError(
+            f"logits of {checkpoint} at tp={options.tp} pp={options.pp} ep={options.ep} differ from transformers on {hf} "
+            f"by {difference:.3g}, allowed {tolerance}; the weights or the architecture do not match"
+        )
+    return found
+
+
+def _transformers_logits(hf: Path, options: LogitsOptions) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        hf, dtype=_torch_dtype(options.dtype), local_files_only=True, trust_remote_code=options.trust_remote_code
+    ).eval()
+    with torch.no_grad():
+        parts = [model(torch.tensor([p])).logits[0].float() for p in fixed_prompts(model.config.vocab_size)]
+    return torch.cat(parts)
+
+
+def _torch_dtype(name: str) -> Any:
+    from pacs_megatron.convert.source import DTYPES
+
+    return DTYPES[name]
+
+
+def _run_ranks(checkpoint: Path, options: LogitsOptions, scratch: Path) -> None:
+    """One process a rank, meeting through a file: nothing listens. Their output goes to files, shown on failure."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC_"))}
+    environment |= {"WORLD_SIZE": str(options.world_size), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment.pop("MASTER_ADDR", None)
+    job = json.dumps({"checkpoint": str(checkpoint.absolute()), "scratch": str(scratch), "options": asdict(options)})
+    command = [sys.executable, "-m", "pacs_megatron.convert.logits", job]
+    package_root = str(Path(__file__).parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join([package_root, *filter(None, [environment.get("PYTHONPATH")])])
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(options.world_size):
+            with (scratch / f"rank{rank}.log").open("wb") as log:
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        deadline = time.monotonic() + _TIMEOUT_S
+        while any(process.poll() is None for process in ranks):
+            if time.monotonic() > deadline or any(process.poll() for process in ranks):
+                break
+            time.sleep(_POLL_S)
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    for rank, process in enumerate(ranks):
+        if process.returncode > 0:
+            raise ConversionError(f"rank {rank} of the policy failed: {_last_line(scratch / f'rank{rank}.log')}")
+    if any(process.returncode for process in ranks):
+        raise ConversionError(
+            "a rank of the policy was killed or ran out of time; is there enough memory for the model?"
+        )
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"
+
+
+def run_rank(arguments: Sequence[str]) -> None:
+    """One rank: builds the model, loads its weights from the checkpoint, runs the prompts; the last stage writes."""
+    import torch.distributed as dist
+    from safetensors.torch import save_file
+
+    from pacs_megatron.checkpoint.megatron_weights import MegatronWeights
+    from pacs_megatron.config.schema import ParallelOptions, PrecisionOptions
+    from pacs_megatron.contracts import Layout
+    from pacs_megatron.parallel import groups
+
+    job = json.loads(arguments[0])
+    options = LogitsOptions(**job["options"])
+    scratch = Path(job["scratch"])
+    world_size = options.world_size
+    rank_number = int(os.environ["RANK"])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    parallel = ParallelOptions(tp=options.tp, pp=options.pp, ep=options.ep)
+    layout = Layout(world_size=world_size, tp=options.tp, pp=options.pp, ep=options.ep)
+    backend = _backend()
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{scratch / 'rendezvous'}",
+        rank=rank_number,
+        world_size=world_size,
+        timeout=timedelta(seconds=_TIMEOUT_S),
+    )
+    rank = groups.initialize(layout, seed=0, control_timeout_s=_TIMEOUT_S)
+    from pacs_megatron.policy import model, precision, weights
+    from pacs_megatron.policy.logits import logits
+
+    source = MegatronWeights(Path(job["checkpoint"]))
+    spec = source.table.spec
+    precision_options = PrecisionOptions(dtype="bf16" if options.dtype == "bf16" else "fp32")
+    machine = precision.inspect_machine()
+    config = model.transformer_config(spec, parallel, precision_options, machine)
+    chunks = model.build_chunks(spec, source.table.padded_vocab, config, machine, rank)
+    for chunk in chunks:
+        chunk.eval()
+    weights.load([model.unwrap(chunk) for chunk in chunks], source.table, source.get)
+    found = logits(chunks, spec, fixed_prompts(spec.vocab_size))
+    if found is not None and rank.tp == 0 and rank.dp == 0:
+        save_file({"logits": found.cpu().contiguous()}, scratch / "logits.safetensors")
+    dist.barrier(group=rank.control)
+    groups.shutdown()
+
+
+def _backend() -> str:
+    import torch
+
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+if __name__ == "__main__":
+    run_rank(sys.argv[1:])
