@@ -27,12 +27,13 @@ POLL_S = 0.2
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot: with the pid, its identity. None: no such process."""
+    """Start time of a live process in clock ticks since boot: with the pid, its identity. None: none, or a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return int(stat.rpartition(")")[2].split()[19])
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else int(fields[19])
 
 
 def group_and_parent(pid: int) -> tuple[int, int] | None:

@@ -23,7 +23,7 @@ from pacs_megatron.rollout.sglang_api import SglangApi
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 3.0
+GRACE_S = 1.5
 """Between SIGTERM and SIGKILL. A server holds nothing worth saving."""
 POLL_S = 0.25
 START_ATTEMPTS = 3

@@ -1,0 +1,37 @@
+"""A stand-in for `python -m sglang.launch_server` in tests of its life and death: answers /ready and has children.
+
+Like the real one it leaves children that do not end by themselves. `--dummy-exit N` ends at once with status N.
+"""
+
+import multiprocessing
+import signal
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def stubborn() -> None:
+    """A child that ignores SIGTERM, as a scheduler in a long kernel does."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    args = sys.argv[1:]
+    if "--dummy-exit" in args:
+        print("dummy server: told to fail")
+        sys.exit(int(args[args.index("--dummy-exit") + 1]))
+    for _ in range(2):
+        multiprocessing.get_context("fork").Process(target=stubborn).start()
+    HTTPServer(("127.0.0.1", int(args[args.index("--port") + 1])), Handler).serve_forever()

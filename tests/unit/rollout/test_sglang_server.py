@@ -1,0 +1,192 @@
+"""Life and death of owned servers, with a stand-in program of the same habits (the real one: tests/integration/sglang)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tests.support.dummy_server as dummy
+from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.errors import ConfigError, RolloutError
+from pacs_megatron.rollout import sglang, sglang_guard, sglang_server
+from pacs_megatron.rollout.sglang_server import OwnServer, ServerSpec, reap
+
+PYTHON = (sys.executable, dummy.__file__)
+TOOK_S = 20.0
+
+
+def spec(folder: Path, *extra: str, name: str = "server0") -> ServerSpec:
+    return ServerSpec(
+        name=name,
+        folder=folder,
+        model_path="none",
+        python=PYTHON,
+        device="cpu",
+        tp=1,
+        dtype="bf16",
+        extra_args=extra,
+    )
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if sglang_guard.group_and_parent(pid) is not None]
+
+
+def tree(server: OwnServer) -> list[int]:
+    """Guard, server and its children."""
+    record = json.loads(server.pid_file.read_text())
+    return [record["guard"], *sglang_guard.members(record["server"])]
+
+
+def gone(pids: list[int], within_s: float = TOOK_S) -> bool:
+    deadline = time.monotonic() + within_s
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pids)
+
+
+def test_close_ends_every_child_also_stubborn_ones(tmp_path: Path) -> None:
+    server = OwnServer(spec(tmp_path))
+    server.start()
+    server.wait_ready(TOOK_S)
+    pids = tree(server)
+    assert len(alive(pids)) == 4  # guard, server, two children
+    server.close()
+    assert not alive(pids)
+    assert not server.pid_file.exists()
+    with pytest.raises(RolloutError, match="was closed"):
+        server.start()
+
+
+def test_a_stopped_server_is_ended_too(tmp_path: Path) -> None:
+    server = OwnServer(spec(tmp_path))
+    server.start()
+    server.wait_ready(TOOK_S)
+    pids = tree(server)
+    for pid in pids[1:]:
+        os.kill(pid, signal.SIGSTOP)
+    server.close()
+    assert not alive(pids)
+
+
+def test_killing_the_server_ends_its_orphans_and_a_restart_keeps_the_port(tmp_path: Path) -> None:
+    server = OwnServer(spec(tmp_path))
+    server.start()
+    server.wait_ready(TOOK_S)
+    url, pids = server.url, tree(server)
+    os.kill(json.loads(server.pid_file.read_text())["server"], signal.SIGKILL)
+    assert gone(pids)
+    assert server.exit_code() == -signal.SIGKILL % 256 or server.exit_code() == -signal.SIGKILL
+    server.start()
+    server.wait_ready(TOOK_S)
+    assert server.url == url
+    server.close()
+
+
+def test_a_server_that_fails_to_start_says_why(tmp_path: Path) -> None:
+    server = OwnServer(spec(tmp_path, "--dummy-exit", "3"))
+    server.start()
+    with pytest.raises(RolloutError, match="exited with 3 while starting: .*told to fail"):
+        server.wait_ready(TOOK_S)
+
+
+def test_one_failing_server_ends_the_others(tmp_path: Path) -> None:
+    good, bad = spec(tmp_path), spec(tmp_path, "--dummy-exit", "3", name="server1")
+    with pytest.raises(RolloutError, match="server1 exited with 3"):
+        sglang.start_servers([good, bad], TOOK_S)
+    assert list(tmp_path.glob("*.pid")) == []
+
+
+LAUNCHER = """
+import sys, time
+from pathlib import Path
+from tests.unit.rollout.test_sglang_server import spec, tree
+from pacs_megatron.rollout.sglang_server import OwnServer
+server = OwnServer(spec(Path(sys.argv[1])))
+server.start()
+server.wait_ready(20)
+print(*tree(server), flush=True)
+time.sleep(60)
+"""
+
+
+def launch(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    process = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_servers_end_with_their_launcher_however_it_ends(tmp_path: Path, number: int) -> None:
+    process, pids = launch(tmp_path)
+    assert len(pids) == 4
+    process.send_signal(number)
+    process.wait(TOOK_S)
+    assert gone(pids)
+
+
+def test_the_next_start_ends_what_a_killed_launcher_and_a_killed_guard_left(tmp_path: Path) -> None:
+    process, pids = launch(tmp_path)
+    process.kill()
+    os.kill(pids[0], signal.SIGKILL)
+    process.wait(TOOK_S)
+    assert gone(pids[:2])  # the server itself goes with its guard, its children do not
+    left = alive(pids)
+    assert len(left) == 2
+    assert sorted(reap(tmp_path)) == sorted(left)
+    assert gone(pids)
+    assert reap(tmp_path) == []
+
+
+def test_reap_leaves_a_stranger_with_a_reused_pid_alone(tmp_path: Path) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    try:
+        started = sglang_guard.start_ticks(stranger.pid)
+        assert started is not None
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        record = {"boot_id": boot, "guard": stranger.pid, "guard_start": started - 1}
+        record |= {"server": stranger.pid, "server_start": started - 1}
+        (tmp_path / "server0.pid").write_text(json.dumps(record))
+        assert reap(tmp_path) == []
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_the_key_is_in_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_KEY", "very-secret")
+    options = SglangRollout(
+        engine="sglang",
+        sampling=SamplingOptions(max_response_tokens=1),
+        sync=SglangSync(way="disk"),
+        servers=SglangServers(python=(sys.executable,), device="cpu"),
+        api_key_env="ROLLOUT_KEY",
+    )
+    assert options.servers is not None
+    [made] = sglang.server_specs(options, options.servers, ModelOptions(path="m"), tmp_path)
+    assert made.api_key == "very-secret"
+    assert "very-secret" not in repr(made)
+    command = made.command(1, 2)
+    assert "very-secret" not in " ".join(sglang_server._with_key_from_environment(command))
+    monkeypatch.delenv("ROLLOUT_KEY")
+    with pytest.raises(ConfigError, match="ROLLOUT_KEY"):
+        sglang.api_key(options)
+
+
+def test_a_missing_interpreter_is_a_config_error(tmp_path: Path) -> None:
+    options = SglangRollout(
+        engine="sglang",
+        sampling=SamplingOptions(max_response_tokens=1),
+        sync=SglangSync(way="disk"),
+        servers=SglangServers(python=("no/such/python",), device="cpu"),
+    )
+    with pytest.raises(ConfigError, match="no/such/python does not exist"):
+        sglang.open_engine(options, ModelOptions(path="m"), tmp_path)
