@@ -1,0 +1,172 @@
+"""What a batch script asks of Python: `python -m pacs_megatron.launch.job describe | begin | end`.
+
+A run is a chain of attempts (Slurm jobs, or requeues of one). `begin` opens an attempt's folder, `end` says whether the
+next one is worth a place in the queue: not after success, a wrong configuration, or several attempts without progress.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pacs_megatron.config import load_config
+from pacs_megatron.config.layout import ranks_to_start
+from pacs_megatron.config.schema import SglangRollout
+from pacs_megatron.errors import ConfigError, ExitCode, PacsError
+from pacs_megatron.launch.serve import servers_here, wait_for_urls
+from pacs_megatron.launch.train import check_model_and_layout, run_folder
+
+ATTEMPTS_FILE = "attempts.jsonl"
+LATEST = "latest"
+REQUEUE = 10
+"""Exit code of `end`: the batch script requeues its job."""
+_CHECKPOINT = re.compile(r"step_(\d+)")
+
+
+def latest_step(run_dir: Path) -> int:
+    """Step of the newest whole checkpoint, -1 without one."""
+    steps = [
+        int(match[1])
+        for path in (run_dir / "checkpoints").glob("step_*")
+        if (match := _CHECKPOINT.fullmatch(path.name)) and (path / "manifest.json").is_file()
+    ]
+    return max(steps, default=-1)
+
+
+def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
+    """What a batch script must know of a run, as shell variables. Raises ConfigError for a wrong configuration."""
+    loaded = load_config(config_path, overrides)
+    config = loaded.config
+    world_size = ranks_to_start(config)
+    check_model_and_layout(loaded, world_size)
+    resources, rollout = config.resources, config.rollout
+    if resources.rollout_nodes:
+        servers_here(config)
+    servers = rollout.servers if isinstance(rollout, SglangRollout) else None
+    return {
+        "RUN_DIR": str(run_folder(loaded)),
+        "RUN_NAME": config.run.name,
+        "TRAIN_NODES": str(resources.nodes),
+        "ROLLOUT_NODES": str(resources.rollout_nodes),
+        "RANKS_PER_NODE": str(world_size // resources.nodes),
+        "GPUS_PER_NODE": str(resources.gpus_per_node),
+        "SERVER_TIMEOUT_S": str(servers.start_timeout_s if servers is not None else 0),
+        "TIME_LIMIT": resources.time_limit,
+        "SIGNAL_LEAD_S": str(resources.signal_lead_s),
+        "MAX_ATTEMPTS": str(resources.max_attempts),
+    }
+
+
+def begin(run_dir: Path, job_id: str) -> Path:
+    """Open the next attempt: its log folder, the link `logs/latest`, a row in attempts.jsonl. Returns the folder.
+
+    An old STOP file is removed: it belonged to the attempt before.
+    """
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    (run_dir / "STOP").unlink(missing_ok=True)
+    rows = read_attempts(run_dir)
+    number = len(rows) + 1
+    folder = logs / f"attempt_{number}"
+    folder.mkdir(exist_ok=True)
+    link = logs / LATEST
+    beside = logs / f".{LATEST}.{os.getpid()}"
+    beside.symlink_to(folder.name)
+    beside.replace(link)
+    row = {"attempt": number, "job_id": job_id, "begin": time.time(), "begin_step": latest_step(run_dir)}
+    _append(run_dir, row)
+    return folder
+
+
+def end(run_dir: Path, code: int, max_attempts: int) -> tuple[bool, str]:
+    """Close the attempt: (whether to requeue, why)."""
+    rows = read_attempts(run_dir)
+    if not rows:
+        raise ConfigError(f"{run_dir}/logs/{ATTEMPTS_FILE} is empty; call `begin` before `end`")
+    rows[-1] |= {"end": time.time(), "end_step": latest_step(run_dir), "code": code}
+    _rewrite(run_dir, rows)
+    if code == ExitCode.OK:
+        return False, "done"
+    if code == ExitCode.MISCONFIGURED:
+        return False, "the configuration or the data are wrong; the log says what to change"
+    idle = 0
+    for row in reversed(rows):
+        if "end_step" in row and row["end_step"] > row["begin_step"]:
+            break
+        idle += 1
+    if idle >= max_attempts:
+        return False, f"{idle} attempts in a row without a new checkpoint (resources.max_attempts={max_attempts})"
+    if code == ExitCode.PREEMPTED:
+        return True, "stopped by a signal and saved"
+    return True, f"failed with code {code}; the next attempt resumes from step {max(rows[-1]['end_step'], 0)}"
+
+
+def read_attempts(run_dir: Path) -> list[dict[str, float | int | str]]:
+    """The rows of attempts.jsonl; empty when there is none."""
+    path = run_dir / "logs" / ATTEMPTS_FILE
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def _append(run_dir: Path, row: dict[str, float | int | str]) -> None:
+    with (run_dir / "logs" / ATTEMPTS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _rewrite(run_dir: Path, rows: Sequence[dict[str, float | int | str]]) -> None:
+    path = run_dir / "logs" / ATTEMPTS_FILE
+    beside = path.with_suffix(".tmp")
+    beside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    beside.replace(path)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code; `describe` and `begin` print for the shell."""
+    parser = argparse.ArgumentParser(prog="python -m pacs_megatron.launch.job")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verb = verbs.add_parser("describe")
+    verb.add_argument("config", type=Path)
+    verb.add_argument("overrides", nargs="*")
+    verb = verbs.add_parser("begin")
+    verb.add_argument("run_dir", type=Path)
+    verb = verbs.add_parser("end")
+    verb.add_argument("run_dir", type=Path)
+    verb.add_argument("code", type=int)
+    verb.add_argument("max_attempts", type=int)
+    verb = verbs.add_parser("urls")
+    verb.add_argument("folder", type=Path)
+    verb.add_argument("timeout_s", type=float)
+    verb.add_argument("hosts", nargs="+")
+    args = parser.parse_args(arguments)
+    try:
+        return _run_verb(args)
+    except PacsError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return int(error.exit_code)
+
+
+def _run_verb(args: argparse.Namespace) -> int:
+    if args.verb == "describe":
+        lines = [f"{key}={shlex.quote(value)}" for key, value in describe(args.config, args.overrides).items()]
+        sys.stdout.write("\n".join(lines) + "\n")
+    elif args.verb == "begin":
+        sys.stdout.write(f"{begin(args.run_dir, os.environ.get('SLURM_JOB_ID', 'none'))}\n")
+    elif args.verb == "urls":
+        sys.stdout.write(",".join(wait_for_urls(args.folder, args.hosts, args.timeout_s)) + "\n")
+    else:
+        again, reason = end(args.run_dir, args.code, args.max_attempts)
+        sys.stdout.write(f"{'requeue' if again else 'stop'}: {reason}\n")
+        return REQUEUE if again else 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
