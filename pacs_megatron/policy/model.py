@@ -127,6 +127,9 @@ def _layer_spec(spec: ModelSpec, machine: precision.Machine) -> ModuleSpec:
     if spec.qk_norm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
+    if spec.moe is not None:
+        # With experts Transformer Engine keeps this norm apart, so its checkpoints know it under its own name.
+        del local.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     return local
 
 

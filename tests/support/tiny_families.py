@@ -1,0 +1,84 @@
+"""Tiny random checkpoints of every supported family, saved by transformers: names and shapes are its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+}
+# name -> (family, changes): KV heads 1, 2 and = heads; tied and not; odd vocabularies; head_dim != hidden / heads
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied-mqa": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3-tied-mha-odd-vocabulary": (
+        "qwen3",
+        {"tie_word_embeddings": True, "num_key_value_heads": 4, "vocab_size": 97, "head_dim": 24},
+    ),
+    "qwen3-padded-already": ("qwen3", {"vocab_size": 256, "head_dim": 8}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+    "qwen3_moe-tied-not-normalised": (
+        "qwen3_moe",
+        EXPERTS | {"tie_word_embeddings": True, "norm_topk_prob": False, "num_key_value_heads": 1},
+    ),
+    "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-tied-mha": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+}
+
+
+def config_of(family: str, changes: dict[str, Any]) -> Any:
+    """A transformers config object."""
+    import transformers
+
+    kind = {
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
+        "llama": transformers.LlamaConfig,
+        "mistral": transformers.MistralConfig,
+    }[family]
+    return kind(**({"tie_word_embeddings": False} | _SHAPE | changes))
+
+
+def make_family(folder: Path, case: str, *, seed: int = 0, dtype: str = "float32", **changes: Any) -> Path:
+    """Writes CASES[case] (with `changes`) to `folder` and returns it; no tokenizer. Every parameter is random."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    family, own = CASES[case]
+    config = config_of(family, own | changes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+                else:
+                    parameter.normal_(std=0.15)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder

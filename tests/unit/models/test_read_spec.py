@@ -1,0 +1,262 @@
+"""config.json of transformers 4 and 5 -> ModelSpec, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pacs_megatron.errors import ConversionError
+from pacs_megatron.models import ModelSpec, MoeSpec, load_spec, num_parameters, read_spec
+from tests.support.tiny_families import CASES, LLAMA3_ROPE, config_of
+
+# As published with the checkpoints (transformers 4 style); the counts are the models' own.
+QWEN3 = {
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
+QWEN3_14B = QWEN3 | {
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "max_window_layers": 40,
+}
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Qwen3-0.6B": (
+        QWEN3
+        | {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 28,
+            "tie_word_embeddings": True,
+        },
+        596_049_920,
+    ),
+    "Qwen3-14B": (QWEN3_14B, 14_768_307_200),
+    "Qwen3-30B-A3B": (
+        QWEN3
+        | {
+            "model_type": "qwen3_moe",
+            "decoder_sparse_step": 1,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+        },
+        30_532_122_624,
+    ),
+    "Qwen2.5-7B": (
+        {
+            "model_type": "qwen2",
+            "hidden_act": "silu",
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "max_position_embeddings": 131072,
+            "max_window_layers": 28,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "sliding_window": 131072,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "use_sliding_window": False,
+            "vocab_size": 152064,
+        },
+        7_615_616_512,
+    ),
+    "Llama-3.1-8B": (
+        {
+            "model_type": "llama",
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 128256,
+        },
+        8_030_261_248,
+    ),
+    "Mistral-7B-v0.3": (
+        {
+            "model_type": "mistral",
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 32768,
+        },
+        7_248_023_552,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_published_size(name: str) -> None:
+    config, size = PUBLISHED[name]
+    assert num_parameters(read_spec(config)) == size
+
+
+def test_every_field_of_a_published_config() -> None:
+    config, _ = PUBLISHED["Qwen3-30B-A3B"]
+    assert read_spec(config) == ModelSpec(
+        family="qwen3_moe",
+        num_layers=48,
+        hidden_size=2048,
+        ffn_size=6144,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+        max_positions=40960,
+        tied=False,
+        rope_theta=1e6,
+        rope_scaling=None,
+        norm_eps=1e-6,
+        qk_norm=True,
+        qkv_bias=False,
+        moe=MoeSpec(num_experts=128, top_k=8, expert_ffn_size=768, norm_topk_prob=True),
+        dtype="bfloat16",
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_5_config_objects_agree(case: str) -> None:
+    family, changes = CASES[case]
+    config = config_of(family, changes)
+    spec = read_spec(config.to_dict())
+    assert spec.family == family
+    assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    assert spec.tied == config.tie_word_embeddings
+    assert spec.rope_theta == config.rope_parameters["rope_theta"]
+    assert (spec.rope_scaling is not None) == (config.rope_parameters["rope_type"] == "llama3")
+
+
+def test_rope_scaling_of_both_styles_reads_alike() -> None:
+    config, _ = PUBLISHED["Llama-3.1-8B"]
+    new = {k: v for k, v in config.items() if k not in ("rope_scaling", "rope_theta", "torch_dtype")}
+    new |= {"rope_parameters": config["rope_scaling"] | {"rope_theta": 500000.0}, "dtype": "bfloat16"}
+    assert read_spec(new) == read_spec(config)
+    assert read_spec(config).rope_scaling == config["rope_scaling"]
+
+
+def test_defaults_that_transformers_takes_for_missing_keys() -> None:
+    config = {k: v for k, v in QWEN3_14B.items() if k not in ("head_dim", "num_key_value_heads", "torch_dtype")}
+    del config["tie_word_embeddings"]
+    spec = read_spec(config)
+    assert (spec.head_dim, spec.num_kv_heads, spec.dtype, spec.tied) == (128, 40, "float32", False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gemma3"}, "model_type='gemma3'"),
+        ({"use_sliding_window": True, "max_window_layers": 4, "sliding_window": 512}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_hidden_layers": "forty"}, "num_hidden_layers='forty'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings=1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"torch_dtype": "int4"}, "dtype='int4'"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConversionError) as caught:
+        read_spec(QWEN3_14B | change)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_family_rules() -> None:
+    window = {"use_sliding_window": True, "sliding_window": 512}
+    assert read_spec(QWEN3_14B | window | {"max_window_layers": 40}).num_layers == 40  # no layer is windowed
+    mistral, _ = PUBLISHED["Mistral-7B-v0.3"]
+    assert read_spec(mistral | {"sliding_window": 32768}).family == "mistral"  # a window as long as the positions
+    with pytest.raises(ConversionError, match="sliding_window=4096"):
+        read_spec(mistral | {"sliding_window": 4096})
+    moe, _ = PUBLISHED["Qwen3-30B-A3B"]
+    with pytest.raises(ConversionError, match="decoder_sparse_step=2"):
+        read_spec(moe | {"decoder_sparse_step": 2})
+    with pytest.raises(ConversionError, match="mlp_only_layers"):
+        read_spec(moe | {"mlp_only_layers": [0]})
+    renamed = {k: v for k, v in moe.items() if k != "num_experts"} | {"num_local_experts": 128}
+    assert read_spec(renamed) == read_spec(moe)
+    llama, _ = PUBLISHED["Llama-3.1-8B"]
+    with pytest.raises(ConversionError, match="mlp_bias"):
+        read_spec(llama | {"mlp_bias": True})
+    assert read_spec(llama | {"rope_scaling": LLAMA3_ROPE}).rope_theta == 500000.0
+
+
+def test_folder_errors_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match=r"config\.json is missing"):
+        load_spec(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConversionError, match=r"config\.json is not valid JSON"):
+        load_spec(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConversionError, match="holds a list"):
+        load_spec(tmp_path)
+
+
+def test_import_needs_neither_torch_nor_megatron() -> None:
+    code = "import sys, pacs_megatron.models; print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3]
+    )
+    assert done.stdout.strip() == "[]"
