@@ -138,7 +138,7 @@ class SglangEngine:
 
     def set_current(self, version: int, digest: str) -> None:
         """The servers' current weights; call after every push, also one that failed for some servers."""
-        self._run(self._call(lambda: self._fleet.set_current(WeightVersion(version, digest))))
+        self._run(self._fleet.set_current(WeightVersion(version, digest)))
 
     def status(self) -> tuple[ServerStatus, ...]:
         status: tuple[ServerStatus, ...] = self._run(self._call(lambda: self._fleet.status()))

@@ -102,6 +102,7 @@ class Fleet:
         """every `weight_version` that was current at some time"""
         self.epoch = 0
         """counts updates: what was asked before an update is told from what came after"""
+        self._settling = False
         self._ask = ask
         self._on_change = on_change
         self._on_dead = on_dead
@@ -127,8 +128,11 @@ class Fleet:
             if server.health in (Health.HEALTHY, Health.STALE):
                 self._set(server, Health.STALE, "weight update under way")
 
-    def set_current(self, version: WeightVersion) -> None:
-        """From now on this is what a server must hold. Probes follow at once."""
+    async def set_current(self, version: WeightVersion) -> None:
+        """From now on this is what a server must hold. Returns when all were probed, or `probe_timeout_s` passed.
+
+        Nothing is asked before that: the server that answers its probe first would get everything that waits.
+        """
         self.epoch += 1
         self.current = version
         self.known.add(str(version))
@@ -137,11 +141,18 @@ class Fleet:
             if server.health is Health.HEALTHY:
                 self._set(server, Health.STALE, "to be probed for the new weights")
             server.last_ok = time.monotonic()  # no probes ran during the update
-            self._wake[server].set()
+        self._settling = True
+        try:
+            await asyncio.gather(*(self._probe(server) for server in self.servers))
+        finally:
+            self._settling = False
+        self._on_change()
 
     # -------------------------------------------------------------------------------------------------------- routing
     def pick(self, prefer: Server | None, avoid: frozenset[str]) -> Server | None:
         """A HEALTHY server with room: `prefer`, else the least loaded, rather not one whose url is in `avoid`."""
+        if self.current is None or self._settling:
+            return None
         usable = [s for s in self.servers if s.health is Health.HEALTHY and s.in_flight < self.limits.max_in_flight]
         if prefer in usable and prefer is not None and prefer.url not in avoid:
             return prefer

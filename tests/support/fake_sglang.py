@@ -1,0 +1,171 @@
+"""A server with SGLang's answers, chosen latency, and faults on command. Held to the real one by
+tests/integration/sglang/test_contract.py.
+
+Runs in a thread of the test's process. It samples nothing: response i of a request is token `(seed + i) % 251`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Literal
+
+from aiohttp import web
+
+Fault = Literal["none", "http_500", "truncated", "nan", "short_logprobs", "other_id", "old_version", "hang"]
+
+
+class FakeSglang:
+    """`fault` and `latency_s` may be changed at any time. Use as a context manager."""
+
+    def __init__(
+        self, *, latency_s: Callable[[dict[str, Any]], float] = lambda _: 0.0, api_key: str | None = None
+    ) -> None:
+        self.fault: Fault = "none"
+        self.latency_s = latency_s
+        self.api_key = api_key
+        self.weight_version = "default"
+        self.paused = False
+        self.asked: Counter[str] = Counter()
+        """request id without the try -> times it was asked"""
+        self.bodies: list[dict[str, Any]] = []
+        self.answered = 0
+        self.aborted: list[str] = []
+        self.most_in_flight = 0
+        self._in_flight = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.port = 0
+        self._run(self._open())
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def refuse(self) -> None:
+        """Closes the port: connections are refused, open ones broken."""
+        self._run(self._runner.cleanup())
+
+    def accept(self) -> None:
+        """Opens the same port again."""
+        self._run(self._open())
+
+    def close(self) -> None:
+        self._run(self._runner.cleanup())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> FakeSglang:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+
+    async def _open(self) -> None:
+        app = web.Application(client_max_size=1 << 30, middlewares=[self._authorize])
+        app.router.add_get("/ready", self._empty)
+        app.router.add_get("/server_info", self._server_info)
+        app.router.add_get("/model_info", self._model_info)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        app.router.add_post("/update_weight_version", self._set_version)
+        app.router.add_post("/pause_generation", self._pause)
+        app.router.add_post("/continue_generation", self._resume)
+        app.router.add_post("/flush_cache", self._empty)
+        # handler_cancellation: a client that goes away ends its request, as on the real server.
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    @web.middleware
+    async def _authorize(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        expected = f"Bearer {self.api_key}"
+        if self.api_key is not None and request.path != "/ready" and request.headers.get("Authorization") != expected:
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    async def _empty(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        if self.fault == "hang":
+            await asyncio.sleep(3600)
+        return web.json_response({"version": "0.5.23", "tp_size": 1, "device": "cpu", "weight_version": "default"})
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_path": "fake", "weight_version": self.weight_version})
+
+    async def _set_version(self, request: web.Request) -> web.Response:
+        self.weight_version = (await request.json())["new_version"]
+        return web.json_response({"success": True, "message": "", "new_version": self.weight_version})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        self.paused = True
+        return web.json_response({"status": "ok"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        self.paused = False
+        return web.json_response({"status": "ok"})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self.aborted.append(str((await request.json()).get("rid")))
+        return web.Response()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        rid = str(body["rid"])
+        self.asked[rid.rpartition("/")[0]] += 1
+        self.bodies.append(body)
+        self._in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        try:
+            while self.paused or self.fault == "hang":
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(self.latency_s(body))
+            return await self._answer(request, body, rid)
+        finally:
+            self._in_flight -= 1
+
+    async def _answer(self, request: web.Request, body: dict[str, Any], rid: str) -> web.StreamResponse:
+        params = body["sampling_params"]
+        num_tokens, seed = int(params["max_new_tokens"]), int(params["sampling_seed"])
+        if len(body["input_ids"]) > 4096:
+            return web.json_response({"error": {"message": "The input is longer than the context"}}, status=400)
+        if self.fault == "http_500":
+            return web.Response(status=500, text="Internal Server Error")
+        ids = [(seed + i) % 251 for i in range(num_tokens)]
+        logprobs: list[list[Any]] = [[-0.5, token, None] for token in ids]
+        version = "0:old" if self.fault == "old_version" else self.weight_version
+        if self.fault == "short_logprobs":
+            logprobs.pop()
+        if self.fault == "nan":
+            logprobs[-1][0] = None  # what the real server's JSON makes of NaN and Inf
+        meta = {
+            "id": "somebody-else" if self.fault == "other_id" else rid,
+            "finish_reason": {"type": "length", "length": num_tokens},
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": num_tokens,
+            "cached_tokens": 0,
+            "num_retractions": 0,
+            "weight_version": version,
+            "weight_versions": [{"version": version, "start": 0, "end": num_tokens}],
+            "output_token_logprobs": logprobs,
+            "input_token_logprobs": [],
+        }
+        answer = {"text": "", "output_ids": ids, "meta_info": meta}
+        if self.fault == "truncated":
+            whole = web.json_response(answer).body
+            assert isinstance(whole, bytes)
+            return web.Response(body=whole[: len(whole) // 2], content_type="application/json")
+        self.answered += 1
+        return web.json_response(answer)
