@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -83,9 +84,11 @@ class DistReader:
             window = _Window(file, info.offset, info.length)
             try:
                 data: Any = torch.load(cast("IO[bytes]", window), map_location="cpu", weights_only=True)
-            except (RuntimeError, ValueError, EOFError, OSError) as error:
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise CheckpointError(f"{path}: the piece of {index.fqn} cannot be read ({reason})") from None
+            except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
+                # Not the message: torch's advises to load without its guard.
+                raise CheckpointError(
+                    f"{path}: the piece of {index.fqn} cannot be read ({type(error).__name__}); use another copy"
+                ) from None
         if not torch.is_tensor(data) or tuple(data.shape) != sizes or data.dtype != dtype:
             raise CheckpointError(f"{path}: the piece of {index.fqn} is not what the index says; use another copy")
         return data.detach()

@@ -1,0 +1,246 @@
+"""Hugging Face folders: what is whole loads, what is not is named; nothing half-written keeps a good name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pacs_megatron.checkpoint import staging
+from pacs_megatron.checkpoint.hf_folder import HfFolder, HfFolderWriter, hf_tensors
+from pacs_megatron.checkpoint.safetensors_file import TensorInfo
+from pacs_megatron.errors import CheckpointError, ConversionError, PacsError
+from pacs_megatron.models import load_spec, weight_table
+
+
+@pytest.fixture
+def sharded(tiny_qwen3: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model in several shards with an index, written by our writer."""
+    source = HfFolder(tiny_qwen3)
+    infos = [source.info(name) for name in source.names]
+    with HfFolderWriter(tmp_path / "sharded", infos, max_shard_bytes=100_000) as writer:
+        for name in source.names:
+            writer.put(name, source.get(name))
+        return writer.finish(tiny_qwen3)
+
+
+def test_reads_what_safetensors_wrote(tiny_qwen3: Path) -> None:
+    folder = HfFolder(tiny_qwen3)
+    expected = load_file(tiny_qwen3 / "model.safetensors")
+    assert set(folder.names) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(folder.get(name), tensor)
+        assert (folder.shape(name), folder.dtype(name)) == (tuple(tensor.shape), tensor.dtype)
+    assert folder.nbytes == sum(t.nbytes for t in expected.values())
+    assert folder.config["model_type"] == "qwen3"
+
+
+def test_a_view_never_reaches_the_file(tiny_qwen3: Path) -> None:
+    name = "model.norm.weight"
+    before = HfFolder(tiny_qwen3).get(name).clone()
+    HfFolder(tiny_qwen3).get(name).zero_()
+    assert torch.equal(HfFolder(tiny_qwen3).get(name), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
+def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.arange(6).reshape(2, 3).to(dtype),
+        "b": torch.ones(5, dtype=torch.uint8),
+        "empty": torch.zeros(0, 3),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    folder = HfFolder(tmp_path)
+    assert all(torch.equal(folder.get(name), tensor) for name, tensor in tensors.items())
+
+
+def test_transformers_loads_what_was_written(sharded: Path, tiny_qwen3: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    files = sorted(p.name for p in sharded.glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (sharded, tiny_qwen3))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+    tokenizers = [AutoTokenizer.from_pretrained(f) for f in (sharded, tiny_qwen3)]
+    message = [{"role": "user", "content": "1+1?"}]
+    rendered = [t.apply_chat_template(message, tokenize=False, add_generation_prompt=True) for t in tokenizers]
+    assert rendered[0] == rendered[1]
+
+
+def test_one_shard_has_the_plain_name_and_dtype_reaches_the_config(tiny_qwen3: Path, tmp_path: Path) -> None:
+    source = HfFolder(tiny_qwen3)
+    table = weight_table(load_spec(tiny_qwen3))
+    with HfFolderWriter(tmp_path / "out", hf_tensors(table.entries, torch.bfloat16), max_shard_bytes=10**9) as writer:
+        for name in source.names:
+            writer.put(name, source.get(name))
+        out = writer.finish(tiny_qwen3)
+    assert [p.name for p in out.glob("*.safetensors*")] == ["model.safetensors"]
+    written = load_file(out / "model.safetensors")
+    assert all(torch.equal(written[n], source.get(n).bfloat16()) for n in source.names)
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (out / "tokenizer.json").exists() and (out / "chat_template.jinja").exists()
+
+
+# --------------------------------------------------------------------------------------------------- damaged folders
+def _first_shard(folder: Path) -> Path:
+    return min(folder.glob("*.safetensors"))
+
+
+def _truncate(folder: Path) -> None:
+    shard = _first_shard(folder)
+    with shard.open("r+b") as file:
+        file.truncate(shard.stat().st_size - 1)
+
+
+def _grow(folder: Path) -> None:
+    with _first_shard(folder).open("ab") as file:
+        file.write(b"\0")
+
+
+def _rewrite_header(folder: Path, change: Callable[[str], str]) -> None:
+    shard = _first_shard(folder)
+    data = shard.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    text = change(data[8 : 8 + length].decode()).encode()
+    shard.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+def _edit_index(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def _duplicate_over_files(folder: Path) -> None:
+    shards = sorted(folder.glob("*.safetensors"))
+    tensors = load_file(shards[1])
+    name, tensor = next(iter(load_file(shards[0]).items()))
+    save_file(tensors | {name: tensor}, shards[1])
+
+
+def _same_name_twice(header: str) -> str:
+    name, entry = next((n, e) for n, e in json.loads(header).items() if n != "__metadata__")
+    return header.rstrip()[:-1] + f',"{name}":{json.dumps(entry)}' + "}"
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing shard": (lambda f: _first_shard(f).unlink(), r"model-00001-of-\d+\.safetensors is missing"),
+    "truncated shard": (_truncate, r"model-00001-of-\d+\.safetensors is \d+ bytes, its header says \d+: truncated"),
+    "bytes too many": (_grow, "truncated or overwritten"),
+    "empty shard": (lambda f: _first_shard(f).write_bytes(b""), "no whole safetensors file"),
+    "header longer than the file": (lambda f: _first_shard(f).write_bytes(b"\xff" * 64), "no whole safetensors file"),
+    "header is no JSON": (lambda f: _rewrite_header(f, lambda h: h.replace("{", "[", 1)), "header is not JSON"),
+    "unknown dtype": (lambda f: _rewrite_header(f, lambda h: h.replace('"F32"', '"F99"', 1)), "dtype 'F99'"),
+    "wrong shape": (lambda f: _rewrite_header(f, lambda h: h.replace("[272,64]", "[271,64]", 1)), "header is damaged"),
+    "name twice in a file": (lambda f: _rewrite_header(f, _same_name_twice), "is there twice"),
+    "name twice over files": (_duplicate_over_files, r"is in model-00001.* and in model-00002"),
+    "name not in the index": (
+        lambda f: _edit_index(f, lambda m: m.pop("model.norm.weight")),
+        "model.norm.weight, which .*index",
+    ),
+    "name in the wrong file": (
+        lambda f: _edit_index(f, lambda m: m.update({"model.norm.weight": _first_shard(f).name})),
+        "puts model.norm.weight into",
+    ),
+    "name in no file": (
+        lambda f: _edit_index(f, lambda m: m.update({"ghost": _first_shard(f).name})),
+        "puts ghost into",
+    ),
+    "path in the index": (
+        lambda f: _edit_index(f, lambda m: m.update({"x": "../../etc/passwd"})),
+        "not a file of this folder",
+    ),
+    "index is no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "index.json is damaged"),
+    "index missing": (lambda f: (f / "model.safetensors.index.json").unlink(), "index.json is missing"),
+    "config missing": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_folder_is_refused_in_one_line(fault: str, sharded: Path) -> None:
+    HfFolder(sharded)
+    damage, words = FAULTS[fault]
+    damage(sharded)
+    with pytest.raises(PacsError, match=words) as caught:
+        HfFolder(sharded)
+    assert isinstance(caught.value, CheckpointError | ConversionError)
+    assert "\n" not in str(caught.value)
+
+
+def test_pickled_weights_are_not_loaded(tiny_qwen3: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny_qwen3 / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match="has no weights"):
+        HfFolder(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="pickled weights only"):
+        HfFolder(tmp_path)
+    with pytest.raises(CheckpointError, match="is no folder"):
+        HfFolder(tmp_path / "nowhere")
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+INFOS = [TensorInfo("a", torch.float32, (2, 2)), TensorInfo("b", torch.float32, (3,))]
+
+
+def test_an_incomplete_or_wrong_write_leaves_nothing(tiny_qwen3: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cases: list[tuple[Callable[[HfFolderWriter], object], str]] = [
+        (lambda w: w.finish(tiny_qwen3), "2 tensors were never written, e.g. a"),
+        (lambda w: (w.put("a", torch.ones(2, 2)), w.put("a", torch.ones(2, 2))), "a was written already"),
+        (lambda w: w.put("c", torch.ones(1)), "c was not announced"),
+        (lambda w: w.put("b", torch.ones(4)), r"b: shape \[4\], announced as \[3\]"),
+    ]
+    for action, words in cases:
+        with pytest.raises(CheckpointError, match=words), HfFolderWriter(out, INFOS, max_shard_bytes=100) as writer:
+            action(writer)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_output_is_never_touched(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("keep")
+    with pytest.raises(CheckpointError, match="exists already"):
+        HfFolderWriter(tmp_path / "out", INFOS, max_shard_bytes=100)
+    assert (tmp_path / "out" / "mine").read_text() == "keep"
+
+
+def test_leftovers_of_a_killed_writer_are_removed_but_not_those_of_a_living_one(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom pacs_megatron.checkpoint.staging import StagedFolder\n"
+        "s = StagedFolder(Path(sys.argv[1]))\n(s.path / 'x').write_text('x')\nprint('ready', flush=True)\ntime.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "out")], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    (leftover,) = tmp_path.glob("out.partial-*")
+    with staging.StagedFolder(tmp_path / "out"):
+        assert leftover.exists()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    time.sleep(0.05)
+    assert leftover.exists()
+    with staging.StagedFolder(tmp_path / "out") as staged:
+        assert not leftover.exists()
+        staged.commit()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"] and list((tmp_path / "out").iterdir()) == []
+
+
+def test_free_disk_is_checked_before_anything_is_written(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    staging.check_free_disk(tmp_path / "a" / "b", free // 2)
+    with pytest.raises(CheckpointError, match=r"needs [\d.]+ GB and .* has [\d.]+ GB free"):
+        staging.check_free_disk(tmp_path / "a" / "b", 2 * free)
+    assert list(tmp_path.iterdir()) == []
