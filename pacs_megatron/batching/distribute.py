@@ -16,38 +16,33 @@ def cut_step(
     *,
     updates_per_step: int,
     tokens_per_microbatch: int,
-    heads: tuple[int, ...],
 ) -> list[Part]:
     """The mini-batches of a step, each with its plan and this rank's share of the tokens. Collective.
 
     Args:
         facts: of all admitted samples, on every rank.
         tokens: of all of them, on rank 0; None elsewhere.
-        heads: global rank of each replica's head, by data-parallel rank.
     """
     parts = []
     for rows in split_by_group(facts, updates_per_step):
         part_facts = facts.select(rows)
         plan = plan_microbatches(
             part_facts,
-            dp=rank.layout.dp,
+            layout=rank.layout,
             tokens_per_microbatch=tokens_per_microbatch,
-            equal_counts=rank.layout.needs_equal_microbatches,
         )
         owners = plan.owners(part_facts.num_samples)
-        mine = _share(tokens, rows, owners, rank, heads)
+        mine = _share(tokens, rows, owners, rank)
         parts.append(Part(facts=part_facts, tokens=mine, plan=plan))
     return parts
 
 
-def _share(
-    tokens: TokenBuffers | None, rows: np.ndarray, owners: np.ndarray, rank: Rank, heads: tuple[int, ...]
-) -> TokenBuffers:
+def _share(tokens: TokenBuffers | None, rows: np.ndarray, owners: np.ndarray, rank: Rank) -> TokenBuffers:
     """Rank 0 sends each head its samples; every head broadcasts to its replica."""
     own = None
     if rank.rank == 0:
         assert tokens is not None
-        for replica, head in enumerate(heads):
+        for replica, head in enumerate(rank.heads):
             members = np.flatnonzero(owners == replica)
             share = tokens_to_arrays(select_tokens(tokens, rows[members], members))
             if head == 0:

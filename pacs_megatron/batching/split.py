@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pacs_megatron.contracts import MicroBatchPlan, SampleFacts
+from pacs_megatron.contracts import Layout, MicroBatchPlan, SampleFacts
 from pacs_megatron.errors import ConfigError
 
 
@@ -24,18 +24,17 @@ def split_by_group(facts: SampleFacts, num_parts: int) -> list[np.ndarray]:
 def plan_microbatches(
     facts: SampleFacts,
     *,
-    dp: int,
+    layout: Layout,
     tokens_per_microbatch: int,
-    equal_counts: bool,
     rows: np.ndarray | None = None,
     owner_of_row: np.ndarray | None = None,
 ) -> MicroBatchPlan:
-    """Deal the samples to `dp` ranks and pack each rank's share into micro-batches within the token budget.
+    """Deal the samples to the data-parallel ranks and pack each rank's share into micro-batches within the token budget.
 
     Longest first to the least loaded rank, then first fit: within 4/3 of the best balance, and siblings may land
     anywhere, which the objectives allow. `rows` restricts the plan to some samples (default: all); `owner_of_row`
-    (int64 [n]) keeps each on the rank that has its tokens already. With `equal_counts` every rank gets the same number
-    of micro-batches (empty ones at the end). A rank without samples gets one empty micro-batch.
+    (int64 [n]) keeps each on the rank that has its tokens already. Empty micro-batches are added where the layout asks for
+    equal counts on all ranks, or for a multiple of the pipeline's size; a rank without samples gets one at least.
 
     Raises ConfigError when one sample exceeds the budget.
     """
@@ -48,17 +47,20 @@ def plan_microbatches(
             f"{int(lens[worst])} tokens; raise it to data.max_prompt_tokens + the response limit"
         )
     order = rows[np.argsort(-lens[rows], kind="stable")]
-    load = np.zeros(dp, dtype=np.int64)
-    shares: list[list[int]] = [[] for _ in range(dp)]
+    load = np.zeros(layout.dp, dtype=np.int64)
+    shares: list[list[int]] = [[] for _ in range(layout.dp)]
     for row in order:
         rank = int(load.argmin()) if owner_of_row is None else int(owner_of_row[row])
         shares[rank].append(int(row))
         load[rank] += lens[row]
     packed = [_first_fit(share, lens, tokens_per_microbatch) for share in shares]
-    count = max(1, *(len(batches) for batches in packed)) if equal_counts else 1
+    counts = [-(-max(len(batches), 1) // layout.microbatch_multiple) * layout.microbatch_multiple for batches in packed]
+    if layout.needs_equal_microbatches:
+        counts = [max(counts)] * layout.dp
     return MicroBatchPlan(
         by_dp_rank=tuple(
-            tuple(batches + [np.empty(0, dtype=np.int64)] * max(0, count - len(batches))) for batches in packed
+            tuple(batches + [np.empty(0, dtype=np.int64)] * (count - len(batches)))
+            for batches, count in zip(packed, counts, strict=True)
         )
     )
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import xxhash
 
 from pacs_megatron.checkpoint.dist_files import load_sharded, save_sharded
+from pacs_megatron.checkpoint.hf_folder import copy_hf_metadata
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.observability.files import sync_folder, write_atomically
 from pacs_megatron.parallel.groups import Rank
@@ -56,6 +57,7 @@ def save_checkpoint(
     state: Mapping[str, Any],
     rng: Mapping[str, torch.Tensor],
     hf_metadata: Path,
+    dtype: torch.dtype,
     keep_last: int,
 ) -> Path:
     """Write a whole checkpoint. Collective. An interrupted one leaves only a `.partial` folder, removed next time."""
@@ -68,7 +70,8 @@ def save_checkpoint(
             shutil.rmtree(leftover)
         for name in ("dist", "rng"):
             (partial / name).mkdir(parents=True)
-        _copy_hf_metadata(hf_metadata, partial / "hf")
+        (partial / "hf").mkdir()
+        copy_hf_metadata(hf_metadata, partial / "hf", dtypes={dtype})
         write_atomically(partial / "state.json", [json.dumps({"step": step, **state}, indent=1).encode()])
     dist.barrier(group=rank.control)
     save_file(dict(rng), partial / "rng" / f"rank_{rank.rank:05d}.safetensors")
@@ -85,14 +88,6 @@ def save_checkpoint(
         _prune(final.parent, keep_last)
     dist.barrier(group=rank.control)
     return final
-
-
-def _copy_hf_metadata(source: Path, target: Path) -> None:
-    """Everything small that is not weights: config, generation config, tokenizer, chat template."""
-    target.mkdir()
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt") and "safetensors" not in path.name:
-            shutil.copyfile(path, target / path.name)
 
 
 def _prune(folder: Path, keep_last: int) -> None:

@@ -32,6 +32,8 @@ class Rank:
     """gloo over the tp x pp x cp ranks of this data-parallel replica"""
     model_parallel_ranks: tuple[int, ...]
     """global ranks of `model_parallel`, the head (which receives the replica's tokens) first"""
+    heads: tuple[int, ...]
+    """global rank of every replica's head, by data-parallel rank"""
 
     @property
     def is_head(self) -> bool:
@@ -106,36 +108,36 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=on_cpu)
     control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=control_timeout_s))
-    replica, ranks = _model_parallel_group(parallel_state.get_data_parallel_rank(), control, control_timeout_s)
+    dp_rank = parallel_state.get_data_parallel_rank()
+    replicas = _replicas(dp_rank, control)
     return Rank(
         rank=rank,
         local_rank=local_rank,
         layout=layout,
-        dp=parallel_state.get_data_parallel_rank(),
+        dp=dp_rank,
         tp=parallel_state.get_tensor_model_parallel_rank(),
         pp=parallel_state.get_pipeline_model_parallel_rank(),
         ep=parallel_state.get_expert_model_parallel_rank(),
         device=device,
         control=control,
-        model_parallel=replica,
-        model_parallel_ranks=ranks,
+        model_parallel=_model_parallel_group(replicas, dp_rank, control_timeout_s),
+        model_parallel_ranks=replicas[dp_rank],
+        heads=tuple(ranks[0] for ranks in replicas),
     )
 
 
-def _model_parallel_group(
-    dp_rank: int, control: dist.ProcessGroup, timeout_s: float
-) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
-    """A gloo group over each replica's ranks; every rank creates all of them, in the same order."""
+def _replicas(dp_rank: int, control: dist.ProcessGroup) -> list[tuple[int, ...]]:
+    """Global ranks of each replica, by data-parallel rank."""
     dp_of_rank = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(dp_of_rank, torch.tensor([dp_rank]), group=control)
-    mine: tuple[dist.ProcessGroup, tuple[int, ...]] | None = None
-    for replica in sorted({int(dp) for dp in dp_of_rank}):
-        ranks = tuple(rank for rank, dp in enumerate(dp_of_rank) if int(dp) == replica)
-        group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
-        if replica == dp_rank:
-            mine = (group, ranks)
-    assert mine is not None
-    return mine
+    numbers = [int(dp) for dp in dp_of_rank]
+    return [tuple(rank for rank, dp in enumerate(numbers) if dp == replica) for replica in range(max(numbers) + 1)]
+
+
+def _model_parallel_group(replicas: list[tuple[int, ...]], dp_rank: int, timeout_s: float) -> dist.ProcessGroup:
+    """A gloo group over this rank's replica; every rank creates all of them, in the same order."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return [dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in replicas][dp_rank]
 
 
 def shutdown() -> None:

@@ -40,8 +40,6 @@ class Rollouts:
         self._channel = channel
         self._driver = driver
         self._engine = engine
-        if driver is not None:
-            driver.on_wait = lambda: channel.send(Decision(kind=DecisionKind.WAIT, reason="driver busy", detail={}))
 
     def collect(self, step: int) -> Collected:
         """The step's samples. Raises, on every rank, what the driver raised."""
@@ -82,11 +80,15 @@ class Rollouts:
         assert self._driver is not None
         try:
             self._driver.send(header, arrays)
-            return self._driver.receive()
+            return self._driver.receive(on_wait=self._heartbeat)
         except PacsError as error:
             detail = {"type": type(error).__name__, "message": str(error)}
             self._channel.send(Decision(kind=DecisionKind.STOP, reason="error", detail=detail))
             raise
+
+    def _heartbeat(self) -> None:
+        """The other ranks are in `receive` now, and only now."""
+        self._channel.send(Decision(kind=DecisionKind.WAIT, reason="driver busy", detail={}))
 
     def _follow(self) -> dict[str, Any]:
         while True:

@@ -19,8 +19,8 @@ import numpy as np
 
 from pacs_megatron.batching.tables import facts_to_arrays, tabulate, tokens_to_arrays
 from pacs_megatron.config import load_config
-from pacs_megatron.config.schema import DemonstrationRollout, RunConfig, SamplingOptions
-from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest, SamplingParams, Span, Stop
+from pacs_megatron.config.schema import DemonstrationRollout, RunConfig
+from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest, Span, Stop
 from pacs_megatron.data import PromptOrder, load_prompts, load_tokenizer, stop_token_ids
 from pacs_megatron.data.prompts import PromptSet
 from pacs_megatron.errors import DataError, PacsError
@@ -30,7 +30,7 @@ from pacs_megatron.rewards.pool import RewardPool
 from pacs_megatron.rollout.admission import admit, shuffle_labels
 from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.rollout.sample_arrays import requests_to_message, samples_from_message
-from pacs_megatron.rollout.seeds import sample_seed
+from pacs_megatron.rollout.requests import sample_requests
 from pacs_megatron.rollout.wire import Connection
 
 logger = logging.getLogger(__name__)
@@ -115,29 +115,6 @@ class Driver:
         return found
 
     # ------------------------------------------------------------------------------------------------------ sampling
-    def _requests(
-        self, prompts: Sequence[Prompt], count: int, step: int, sampling: SamplingOptions, purpose: str
-    ) -> list[SampleRequest]:
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_response_tokens,
-            stop=sampling.stop,
-        )
-        prefix = f"{step}:" if purpose == "train" else f"{purpose}{step}:"
-        return [
-            SampleRequest(
-                id=f"{prefix}{prompt.id}#{index}",
-                prompt_id=prompt.id,
-                token_ids=prompt.token_ids,
-                seed=sample_seed(self._config.run.seed, step, prompt.id, index, purpose=purpose),
-                params=params,
-            )
-            for prompt in prompts
-            for index in range(count)
-        ]
-
     def _sample(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> Iterable[Sample]:
         """Embedded engine: the ranks sample, and rank 0 sends what they found."""
         header, arrays = requests_to_message(prompts, requests)
@@ -177,8 +154,13 @@ class Driver:
             judged = self._demonstrated(prompts, step)
         else:
             assert self._judge is not None
-            requests = self._requests(
-                prompts, config.batch.samples_per_prompt, step, config.rollout.sampling, "train"
+            requests = sample_requests(
+                prompts,
+                config.batch.samples_per_prompt,
+                config.rollout.sampling,
+                run_seed=config.run.seed,
+                step=step,
+                purpose="train",
             )
             judged = self._judge.judge(self._sample(prompts, requests), by_id)
         groups = _group(judged, [prompt.id for prompt in prompts])
@@ -201,8 +183,13 @@ class Driver:
         assert config.evaluation.sampling is not None and self._judge is not None
         prompts = [prompt for benchmark in self._benchmarks for prompt in benchmark.prompts]
         by_id = {prompt.id: prompt for prompt in prompts}
-        requests = self._requests(
-            prompts, config.evaluation.samples_per_prompt, step, config.evaluation.sampling, "eval"
+        requests = sample_requests(
+            prompts,
+            config.evaluation.samples_per_prompt,
+            config.evaluation.sampling,
+            run_seed=config.run.seed,
+            step=step,
+            purpose="eval",
         )
         judged = self._judge.judge(self._sample(prompts, requests), by_id)
         if config.logging.save_rollouts:

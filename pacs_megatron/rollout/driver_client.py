@@ -18,12 +18,11 @@ _CLOSE_GRACE_S = 10.0
 
 
 class DriverClient:
-    """One driver process. `on_wait` is called every `heartbeat_s` while an answer is outstanding."""
+    """One driver process."""
 
     def __init__(self, run_dir: Path, *, timeout_s: float, heartbeat_s: float) -> None:
         self._timeout_s = timeout_s
         self._heartbeat_s = heartbeat_s
-        self.on_wait: Callable[[], None] = lambda: None
         ours, theirs = socket.socketpair()
         log_dir = run_dir / "logs"
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -42,8 +41,11 @@ class DriverClient:
     def send(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         self._connection.send(header, arrays)
 
-    def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """The next answer. Raises the error that the driver named, or RolloutError for a time-out or its death."""
+    def receive(self, on_wait: Callable[[], None] | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """The next answer; `on_wait` is called every `heartbeat_s` while it is outstanding.
+
+        Raises the error that the driver named, or RolloutError for a time-out or its death.
+        """
         deadline = time.monotonic() + self._timeout_s
         while not self._connection.poll(self._heartbeat_s):
             if time.monotonic() > deadline:
@@ -51,7 +53,8 @@ class DriverClient:
                     f"the rollout driver has not answered for parallel.control_timeout_s={self._timeout_s:g} s; "
                     "see logs/driver.log in the run's folder"
                 )
-            self.on_wait()
+            if on_wait is not None:
+                on_wait()
         header, arrays = self._connection.receive()
         if header["kind"] == "error":
             raise named_error(header["type"], header["message"])

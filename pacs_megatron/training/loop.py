@@ -1,0 +1,211 @@
+"""Steps in order: evaluation, metrics, checkpoints, and how a run ends."""
+
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from pacs_megatron.checkpoint import run_checkpoint
+from pacs_megatron.errors import ExitCode
+from pacs_megatron.evaluation.passk import ProblemCounts, benchmark_metrics
+from pacs_megatron.observability.metrics import MetricsWriter
+from pacs_megatron.observability.progress import Progress, training_fields
+from pacs_megatron.observability.report import write_report
+from pacs_megatron.observability.run_folder import truncate_after
+from pacs_megatron.observability.writers import MetricSinks, open_sinks
+from pacs_megatron.policy import state as policy_state
+from pacs_megatron.training.export import export_hf
+from pacs_megatron.training.signals import Interrupted
+from pacs_megatron.training.step import sync, train_step
+from pacs_megatron.training.world import World
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Progressed:
+    """How far the run is: what a checkpoint holds beside the policy. Changes at step boundaries only."""
+
+    step: int = 0
+    driver: dict[str, Any] | None = None
+    """the driver's state at this boundary (rank 0)"""
+
+
+class Outputs:
+    """Rank 0's files and screens; does nothing on the other ranks."""
+
+    def __init__(self, w: World, first_step: int, stack: ExitStack) -> None:
+        self._on = w.rank.rank == 0
+        self._w = w
+        if not self._on:
+            return
+        truncate_after(w.run_dir, first_step)
+        self._metrics = stack.enter_context(MetricsWriter(w.run_dir))
+        self._sinks: MetricSinks = stack.enter_context(
+            open_sinks(
+                w.run_dir,
+                w.config.run.name,
+                w.config.logging,
+                first_step=first_step + 1,
+                config=w.config.model_dump(mode="json"),
+            )
+        )
+        self.progress = stack.enter_context(
+            Progress(w.config.run.name, w.config.run.steps, done=max(first_step, 0))
+        )
+        w.timer.on_change(self.progress.phase)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """One row of metrics, on disk when this returns."""
+        if not self._on:
+            return
+        self._metrics.append(row)
+        self._sinks.write(row)
+        self.progress.advance(int(row["step"]), training_fields(row))
+
+    def report(self) -> None:
+        if self._on:
+            write_report(self._w.run_dir, num_samples=self._w.config.logging.samples_in_report)
+
+
+def run(w: World) -> ExitCode:
+    """Train to the last step, from the newest checkpoint if there is one. Returns how the run ended."""
+    done = resume(w)
+    fresh = done is None
+    done = done or Progressed(driver=_driver_state(w))
+    with ExitStack() as stack:
+        out = Outputs(w, -1 if fresh else done.step, stack)
+        sync(w)
+        w.timer.take()
+        try:
+            if fresh:
+                row = evaluate(w, 0)
+                if row:
+                    out.write({"step": 0, **row, **w.timer.take()})
+            while done.step < w.config.run.steps:
+                _one_step(w, done, out)
+        except Interrupted:
+            save(w, done)
+            out.report()
+            if w.rank.rank == 0:
+                logger.info("stopped after step %d; saved; the same command continues", done.step)
+            return ExitCode.PREEMPTED
+        if run_checkpoint.latest_checkpoint(w.run_dir) != run_checkpoint.checkpoint_folder(w.run_dir, done.step):
+            save(w, done)
+        export_hf(w, w.run_dir / "hf")
+        out.report()
+    return ExitCode.OK
+
+
+def _one_step(w: World, done: Progressed, out: Outputs) -> None:
+    step = done.step + 1
+    metrics = train_step(w, step)
+    done.step, done.driver = step, _driver_state(w)
+    if _due(step, w.config.evaluation.every) or step == w.config.run.steps:
+        metrics |= evaluate(w, step)
+    times = w.timer.take()
+    tokens = metrics.get("response/tokens")
+    if tokens is not None:
+        times["tokens_per_s"] = tokens / times["time/step_s"]
+    out.write({"step": step, **metrics, **times})
+    if _due(step, w.config.checkpoint.every) or step == w.config.run.steps:
+        save(w, done)
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def evaluate(w: World, step: int) -> dict[str, float | None]:
+    """pass@k of every benchmark with the weights after `step`; empty when none is configured. Collective."""
+    if not w.config.evaluation.benchmarks:
+        return {}
+    with w.timer.span("evaluation"):
+        benchmarks = w.rollouts.evaluate(step)
+    metrics: dict[str, float | None] = {}
+    for name, problems in benchmarks.items():
+        counts = [
+            ProblemCounts(
+                problem_id=p["id"],
+                num_samples=p["samples"],
+                num_correct=p["correct"],
+                num_unjudged=p["unjudged"],
+            )
+            for p in problems
+        ]
+        metrics |= benchmark_metrics(name, counts, w.config.evaluation.k)
+        total = sum(p["samples"] + p["unjudged"] for p in problems)
+        metrics[f"eval/{name}/truncated_frac"] = sum(p["truncated"] for p in problems) / total
+        metrics[f"eval/{name}/len_mean"] = sum(p["tokens"] for p in problems) / total
+    return metrics
+
+
+def _driver_state(w: World) -> dict[str, Any] | None:
+    return None if w.driver is None else w.driver.ask({"op": "state"})["order"]
+
+
+def save(w: World, done: Progressed) -> None:
+    """Checkpoint of the boundary `done`. Collective."""
+    with w.timer.span("checkpoint"):
+        folder = run_checkpoint.save_checkpoint(
+            w.run_dir,
+            done.step,
+            w.rank,
+            sharded=policy_state.sharded_state(w.policy, is_loading=False, with_reference=w.policy.reference is not None),
+            state={
+                "policy_version": w.policy.version,
+                "schedule": w.policy.optimizer.schedule.state_dict(),
+                "driver": done.driver,
+                "digest": w.digest,
+                "has_reference": w.policy.reference is not None,
+            },
+            rng=policy_state.rng_state(),
+            hf_metadata=w.model_dir,
+            dtype=w.policy.config.params_dtype,
+            keep_last=w.config.checkpoint.keep_last,
+        )
+    if w.rank.rank == 0:
+        logger.info("saved %s", folder)
+
+
+def resume(w: World) -> Progressed | None:
+    """Load the newest checkpoint; None when there is none: the run starts. Collective.
+
+    Raises CheckpointError when it is damaged or belongs to another run.
+    """
+    folder = _agreed_checkpoint(w)
+    if folder is None:
+        if w.has_reference:
+            w.policy.take_reference(reset_optimizer=False)
+        return None
+    run_checkpoint.verify_checkpoint(folder, w.rank)
+    saved = run_checkpoint.read_state(folder)
+    if saved["has_reference"] and w.policy.reference is None:
+        w.policy.take_reference(reset_optimizer=False)
+    state = policy_state.sharded_state(w.policy, is_loading=True, with_reference=saved["has_reference"])
+    filled, rng = run_checkpoint.load_checkpoint(folder, w.rank, state)
+    policy_state.load_sharded_state(w.policy, filled)
+    if rng is not None:
+        policy_state.load_rng_state(rng)
+    w.policy.version = saved["policy_version"]
+    w.policy.optimizer.schedule.load_state_dict(saved["schedule"])
+    if w.driver is not None:
+        w.driver.ask({"op": "load_state", "order": saved["driver"]})
+    if w.rank.rank == 0:
+        logger.info("resumed from %s", folder)
+    return Progressed(step=saved["step"], driver=saved["driver"])
+
+
+def _agreed_checkpoint(w: World) -> Any:
+    """Rank 0's choice, on every rank: a shared file system may show a new folder later elsewhere."""
+    from pathlib import Path
+
+    from pacs_megatron.parallel.transfer import broadcast_arrays
+    from pacs_megatron.training.world import array_of
+
+    found = run_checkpoint.latest_checkpoint(w.run_dir) if w.rank.rank == 0 else None
+    answer = broadcast_arrays(array_of("" if found is None else str(found)), src=0, group=w.rank.control)
+    text = answer["text"].tobytes().decode()
+    return Path(text) if text else None

@@ -1,0 +1,136 @@
+"""One rank of a training run: `python -m pacs_megatron.training.main <config> [key=value ...]` under torchrun or srun."""
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from pacs_megatron.config import LoadedConfig, load_config
+from pacs_megatron.errors import ConfigError, ExitCode, PacsError
+from pacs_megatron.observability.files import write_atomically
+from pacs_megatron.observability.logs import setup_logging
+from pacs_megatron.observability.run_folder import CONFIG_FILE, LOG_FOLDER, write_environment
+
+logger = logging.getLogger(__name__)
+EXIT_CODE_FILE = "exit_code"
+_FIXED = ("run.seed", "model.path", "objective.name", "data.", "batch.prompts_per_step", "batch.samples_per_prompt")
+"""Keys that may not change when a run goes on: its metrics would mix two experiments."""
+
+
+def prepare_folder(loaded: LoadedConfig, run_dir: Path) -> None:
+    """Rank 0: the resolved configuration into the run's folder.
+
+    Raises ConfigError when the folder belongs to a run with another data set, model, objective or seed.
+    """
+    target = run_dir / CONFIG_FILE
+    if target.exists():
+        before = load_config(target).config
+        changed = _changed_keys(before.model_dump(mode="json"), loaded.config.model_dump(mode="json"))
+        refused = [key for key in changed if any(key.startswith(fixed) for fixed in _FIXED)]
+        if refused:
+            raise ConfigError(
+                f"{run_dir} holds a run with another {refused[0]}; continue it with the same value, or choose another "
+                "run.name"
+            )
+        for key in changed:
+            logger.info("changed since the last attempt: %s", key)
+    write_atomically(target, [loaded.to_yaml().encode()])
+    write_environment(run_dir, {})
+
+
+def _changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = sorted({*before, *after})
+        return [key for name in keys for key in _changed_keys(before.get(name), after.get(name), f"{prefix}{name}.")]
+    return [] if before == after else [prefix.rstrip(".")]
+
+
+def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
+    """Everything from the configuration to the exit code. Raises PacsError for what a user can cure."""
+    loaded = load_config(config_path, overrides)
+    config = loaded.config
+    run_dir = Path(config.run.dir) / config.run.name
+    rank_number = int(os.environ.get("RANK", "0"))
+    setup_logging(run_dir / LOG_FOLDER, rank_number)
+    # After the cheap checks: these imports take seconds.
+    from pacs_megatron.rollout.driver_client import DriverClient
+    from pacs_megatron.training import loop, world
+    from pacs_megatron.training.signals import StopFlag
+
+    stop = StopFlag(run_dir)
+    stop.install()
+    driver = None
+    model_dir = world.resolve_model(config.model.path)
+    if rank_number == 0:
+        stop.clear_file()
+        prepare_folder(loaded, run_dir)
+        # The driver loads data while this process builds the model.
+        driver = DriverClient(
+            run_dir, timeout_s=config.parallel.control_timeout_s, heartbeat_s=config.parallel.heartbeat_s
+        )
+    try:
+        rank, channel = world.join(config)
+        error: PacsError | None = None
+        built = None
+        try:
+            has_checkpoint = loop.run_checkpoint.latest_checkpoint(run_dir) is not None
+            built = world.build(
+                config, run_dir, model_dir, rank, channel, driver, stop, load_weights=not has_checkpoint
+            )
+            if driver is not None:
+                driver.receive()  # "ready", or the driver's error
+        except PacsError as caught:
+            error = caught
+        message = channel.first_error(None if error is None else f"{type(error).__name__}|{error}")
+        if message is not None:
+            if error is not None:
+                raise error
+            from pacs_megatron.rollout.driver_client import named_error
+
+            raise named_error(*message.split("|", 1))
+        assert built is not None
+        code = loop.run(built)
+    finally:
+        if driver is not None:
+            driver.close()
+    world.groups.shutdown()
+    return code
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code, and leaves it in the run's folder (torchrun hides it)."""
+    if not arguments:
+        sys.stderr.write("usage: python -m pacs_megatron.training.main <config> [key=value ...]\n")
+        return int(ExitCode.MISCONFIGURED)
+    config_path, overrides = Path(arguments[0]), arguments[1:]
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        code = run_rank(config_path, overrides)
+    except PacsError as error:
+        if is_first:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        logger.debug("%s", traceback.format_exc())
+        code = error.exit_code
+    if is_first:
+        _leave_exit_code(config_path, overrides, code)
+    # Other ranks may hang in a collective that this one left: end without waiting for anything.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(code))
+
+
+def _leave_exit_code(config_path: Path, overrides: Sequence[str], code: ExitCode) -> None:
+    try:
+        config = load_config(config_path, overrides).config
+    except ConfigError:
+        return  # there is no run folder to leave it in
+    run_dir = Path(config.run.dir) / config.run.name
+    if run_dir.is_dir():
+        write_atomically(run_dir / EXIT_CODE_FILE, [f"{int(code)}\n".encode()])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,40 @@
+"""A signal sets a flag; the loop reads it at every phase boundary and turns it into a decision for all ranks."""
+
+import signal
+from pathlib import Path
+from types import FrameType
+
+STOP_FILE = "STOP"
+"""A batch script touches `<run>/STOP` where signals do not reach the ranks."""
+
+
+class Interrupted(Exception):  # noqa: N818  (not an error: the run was asked to stop)
+    """All ranks agreed to abandon the step; the last boundary is what gets saved."""
+
+
+class StopFlag:
+    """Set by SIGTERM, SIGINT or SIGUSR1, or by the stop file."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = run_dir / STOP_FILE
+        self.reason = ""
+
+    def install(self) -> None:
+        """Handle the signals in this process. A second SIGINT interrupts at once."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self.reason = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def is_set(self) -> bool:
+        """Whether this rank was asked to stop."""
+        if not self.reason and self._file.exists():
+            self.reason = f"file {STOP_FILE}"
+        return bool(self.reason)
+
+    def clear_file(self) -> None:
+        """At the start of an attempt: an old stop file does not count."""
+        self._file.unlink(missing_ok=True)

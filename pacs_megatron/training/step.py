@@ -1,0 +1,76 @@
+"""One step, as a page: samples in, updates, new weights to the rollout engine."""
+
+from dataclasses import replace
+
+from pacs_megatron.batching.distribute import cut_step
+from pacs_megatron.contracts import Part
+from pacs_megatron.observability.metrics import MetricSums
+from pacs_megatron.training.signals import Interrupted
+from pacs_megatron.training.world import World
+from pacs_megatron.weight_sync.inprocess import push_inprocess
+
+
+def train_step(w: World, step: int) -> dict[str, float | None]:
+    """Step `step` (from 1): its metrics. Collective.
+
+    Raises Interrupted before the first update if a rank was asked to stop: nothing has changed then.
+    """
+    with w.timer.span("rollout"):
+        collected = w.rollouts.collect(step)
+    metrics: dict[str, float | None] = dict(collected.metrics)
+    poll(w)
+    with w.timer.span("batch"):
+        parts = cut_step(
+            collected.facts,
+            collected.tokens,
+            w.rank,
+            updates_per_step=w.config.batch.updates_per_step,
+            tokens_per_microbatch=w.config.batch.tokens_per_microbatch,
+        )
+    with w.timer.span("logprobs"):
+        parts = [with_logprobs(w, part) for part in parts]
+    step_inputs = w.objective.prepare_step(collected.facts)
+    poll(w)
+    sums = MetricSums()
+    for index, part in enumerate(parts):
+        scores = None
+        if w.objective.needs_scores(index):
+            with w.timer.span("scores"):
+                scores = w.policy.scores(part, w.objective)
+        with w.timer.span("update"):
+            prepared = w.objective.prepare(scores, part.facts, step_inputs)
+            report = w.policy.update(part, prepared, w.objective, scores)
+        sums.add_means(report.metrics, part.facts.num_samples)
+        sums.add_means({"optimizer/grad_norm": report.grad_norm, "optimizer/lr": report.lr}, 1)
+    if w.reset_every and step % w.reset_every == 0:
+        w.policy.take_reference(reset_optimizer=True)
+    sync(w)
+    metrics |= sums.values()
+    metrics["admission/num_samples"] = float(collected.facts.num_samples)
+    metrics["admission/num_groups"] = float(collected.facts.num_groups)
+    return metrics
+
+
+def with_logprobs(w: World, part: Part) -> Part:
+    """`part` with the trainer's own log-probs that the objective asks for: same plan as the update."""
+    passes = w.objective.logprob_passes()
+    if "step_start" in passes:
+        part = replace(part, step_start_logprobs=w.policy.logprobs(part, "step_start"))
+        part = w.policy.with_log_ratio_to_sampler(part)
+    if "reference" in passes:
+        part = replace(part, reference_logprobs=w.policy.logprobs(part, "reference"))
+    return part
+
+
+def sync(w: World) -> None:
+    """The policy's weights into the rollout engine; versions and digests are equal afterwards, or SyncError."""
+    if w.engine is None:
+        return
+    with w.timer.span("sync"):
+        w.digest = push_inprocess(w.policy.export_weights(), w.engine, w.policy.version, w.rank)
+
+
+def poll(w: World) -> None:
+    """Collective: whether any rank was asked to stop. Raises Interrupted on all of them."""
+    if w.channel.any_rank(w.stop.is_set()):
+        raise Interrupted

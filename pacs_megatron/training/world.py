@@ -1,0 +1,165 @@
+"""Everything that one rank of a run holds, built in the order in which it can fail."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pacs_megatron.checkpoint.hf_folder import HfFolder
+from pacs_megatron.config.schema import DemonstrationRollout, EmbeddedRollout, GrpoOptions, PacsOptions, RunConfig
+from pacs_megatron.contracts import Layout, Objective
+from pacs_megatron.data import load_tokenizer
+from pacs_megatron.models import load_spec
+from pacs_megatron.objectives import build_objective
+from pacs_megatron.observability.spans import Timer
+from pacs_megatron.parallel import groups
+from pacs_megatron.parallel.control import ControlChannel
+from pacs_megatron.parallel.groups import Rank
+from pacs_megatron.policy.engine import MegatronPolicy
+from pacs_megatron.rollout.collect import Rollouts
+from pacs_megatron.rollout.driver_client import DriverClient
+from pacs_megatron.rollout.embedded import EmbeddedEngine, Vocabulary
+from pacs_megatron.training.signals import StopFlag
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class World:
+    """One rank's parts of the run."""
+
+    config: RunConfig
+    run_dir: Path
+    model_dir: Path
+    rank: Rank
+    channel: ControlChannel
+    policy: MegatronPolicy
+    objective: Objective
+    rollouts: Rollouts
+    driver: DriverClient | None
+    """on rank 0"""
+    engine: EmbeddedEngine | None
+    timer: Timer
+    stop: StopFlag
+    digest: str = ""
+    """of the weights that the rollout engine holds"""
+
+    @property
+    def reset_every(self) -> int | None:
+        """Steps between hard resets of the frozen reference."""
+        options = self.config.objective
+        return options.reset_every if isinstance(options, PacsOptions | GrpoOptions) else None
+
+    @property
+    def has_reference(self) -> bool:
+        return "reference" in self.objective.logprob_passes()
+
+
+def layout_of(config: RunConfig, world_size: int) -> Layout:
+    """The run's layout on so many ranks."""
+    options = config.parallel
+    return Layout(
+        world_size=world_size,
+        tp=options.tp,
+        pp=options.pp,
+        cp=options.cp,
+        ep=options.ep,
+        vpp=options.vpp,
+        sequence_parallel=options.sequence_parallel,
+    )
+
+
+def join(config: RunConfig) -> tuple[Rank, ControlChannel]:
+    """Process groups and the control channel. Collective."""
+    _, _, world_size = groups.world_from_environment()
+    if not torch.cuda.is_available():
+        # One thread a rank unless told otherwise: results do not depend on how many cores a host has.
+        torch.set_num_threads(1)
+    rank = groups.initialize(
+        layout_of(config, world_size), seed=config.run.seed, control_timeout_s=config.parallel.control_timeout_s
+    )
+    return rank, ControlChannel(rank)
+
+
+def build(
+    config: RunConfig,
+    run_dir: Path,
+    model_dir: Path,
+    rank: Rank,
+    channel: ControlChannel,
+    driver: DriverClient | None,
+    stop: StopFlag,
+    *,
+    load_weights: bool,
+) -> World:
+    """The model and the engines. Without `load_weights` the weights are arbitrary: a checkpoint follows."""
+    rollout = config.rollout
+    temperature = 1.0 if isinstance(rollout, DemonstrationRollout) else rollout.sampling.temperature
+    policy = MegatronPolicy(
+        load_spec(model_dir),
+        rank,
+        parallel=config.parallel,
+        precision_options=config.precision,
+        optimizer=config.optimizer,
+        total_updates=config.run.steps * config.batch.updates_per_step,
+        tokens_per_microbatch=config.batch.tokens_per_microbatch,
+        temperature=temperature,
+    )
+    if load_weights:
+        folder = HfFolder(model_dir)
+        policy.load_weights(lambda name: folder.get(name).to(policy.config.params_dtype))
+    policy.compare_with_sampler = not isinstance(rollout, DemonstrationRollout)
+    engine = None
+    if isinstance(rollout, EmbeddedRollout):
+        tokenizer = load_tokenizer(str(model_dir), config.model.trust_remote_code)
+        engine = EmbeddedEngine(
+            model_dir,
+            rollout,
+            Vocabulary.from_tokenizer(tokenizer, str(model_dir)),
+            rank=rank.rank,
+            num_ranks=rank.layout.world_size,
+        )
+    return World(
+        config=config,
+        run_dir=run_dir,
+        model_dir=model_dir,
+        rank=rank,
+        channel=channel,
+        policy=policy,
+        objective=build_objective(config.objective, updates_per_step=config.batch.updates_per_step),
+        rollouts=Rollouts(rank, channel, driver, engine),
+        driver=driver,
+        engine=engine,
+        timer=Timer(),
+        stop=stop,
+    )
+
+
+def resolve_model(path: str) -> Path:
+    """A local folder as it is; a hub id from the local cache or the hub.
+
+    Raises CheckpointError when it is neither.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    from pacs_megatron.errors import CheckpointError
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+        return Path(snapshot_download(path, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"model.path={path}: no such folder, and the hub does not give it ({type(error).__name__}); correct the path, "
+            "or run `pacs-megatron fetch` on a machine with network"
+        ) from error
+
+
+def array_of(text: str) -> dict[str, np.ndarray]:
+    """A string for the wire."""
+    return {"text": np.frombuffer(text.encode(), dtype=np.uint8)}
