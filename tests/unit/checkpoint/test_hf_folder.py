@@ -22,15 +22,22 @@ from pacs_megatron.errors import CheckpointError, ConversionError, PacsError
 from pacs_megatron.models import load_spec, weight_table
 
 
-@pytest.fixture
-def sharded(tiny_qwen3: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny model in several shards with an index, written by our writer."""
+@pytest.fixture(scope="module")
+def written(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model in several shards with an index, written by our writer; read only."""
     source = HfFolder(tiny_qwen3)
     infos = [source.info(name) for name in source.names]
-    with HfFolderWriter(tmp_path / "sharded", infos, max_shard_bytes=100_000) as writer:
+    out = tmp_path_factory.mktemp("written") / "sharded"
+    with HfFolderWriter(out, infos, max_shard_bytes=100_000) as writer:
         for name in source.names:
             writer.put(name, source.get(name))
         return writer.finish(tiny_qwen3)
+
+
+@pytest.fixture
+def sharded(written: Path, tmp_path: Path) -> Path:
+    """A copy of `written` to damage."""
+    return shutil.copytree(written, tmp_path / "sharded")
 
 
 def test_reads_what_safetensors_wrote(tiny_qwen3: Path) -> None:
