@@ -29,3 +29,8 @@ class Layout:
     def needs_equal_microbatches(self) -> bool:
         """True where a collective inside the forward pass spans data-parallel ranks, so counts must agree."""
         return self.ep > 1
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """A rank's number of micro-batches must be a multiple of this: the interleaved schedule fills whole rounds."""
+        return self.pp if self.vpp is not None else 1

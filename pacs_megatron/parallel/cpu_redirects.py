@@ -72,7 +72,16 @@ class _Stream:
 
     def __init__(self, *_args: object, **_kwargs: object) -> None: ...
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
     def synchronize(self) -> None: ...
+
+    def record_event(self, *_args: object) -> _Event:
+        return _Event()
 
     def wait_stream(self, _stream: object) -> None: ...
 
@@ -145,6 +154,16 @@ def _redirect(module: ModuleType) -> None:
         # These two reach into torch.cuda's private generators.
         module.__dict__["_get_cuda_rng_state"] = lambda *_a, **_k: torch.get_rng_state()
         module.__dict__["_set_cuda_rng_state"] = lambda state, *_a, **_k: torch.set_rng_state(state)
+
+
+    if module.__name__ == f"{PREFIX}.transformer.moe.token_dispatcher":
+        module.__dict__["maybe_move_tensor_to_cpu"] = _on_host
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Stands in for `maybe_move_tensor_to_cpu`, which makes the sizes of an all-to-all numpy only on their way from a
+    GPU; gloo wants them so too."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 class _RedirectingFinder(importlib.abc.MetaPathFinder):

@@ -73,10 +73,8 @@ class _ChunkedLogProb(torch.autograd.Function):
             log_z.append(log_sum + top)
             if want_entropy:
                 entropies.append(log_sum - sums[2] / sums[0])
-        empty = hidden.new_zeros(0, dtype=torch.float32)
-        logprob = torch.cat(logprobs) if logprobs else empty
-        entropy = torch.cat(entropies) if entropies else empty
-        ctx.save_for_backward(hidden, weight, targets, torch.cat(log_z) if log_z else empty)
+        logprob, entropy = _join(logprobs, hidden), _join(entropies, hidden)
+        ctx.save_for_backward(hidden, weight, targets, _join(log_z, hidden))
         ctx.vocab_start, ctx.num_valid, ctx.temperature = vocab_start, num_valid, temperature
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
@@ -101,6 +99,12 @@ class _ChunkedLogProb(torch.autograd.Function):
             grad_hidden[rows] = grad_logits @ weight
             grad_weight += grad_logits.t() @ hidden[rows]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _join(chunks: list[Tensor], like: Tensor) -> Tensor:
+    """A new tensor every time: were two outputs of no rows one object, the log-probs would lose their gradient with the
+    entropies, and a micro-batch without targets its backward pass, in which peers wait for this rank."""
+    return torch.cat(chunks) if chunks else like.new_zeros(0, dtype=torch.float32)
 
 
 def _reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:

@@ -1,22 +1,26 @@
 """What one forward pass sees: packed tokens, sequence bounds, the tokens to predict, and the record for the objective."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from pacs_megatron.contracts import Part, TokenRecord
+from pacs_megatron.policy.context import zigzag_index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Packed samples of one micro-batch, on the device.
 
-    The last token of a sample is never fed: nothing is predicted from it. `t` counts fed tokens and padding, `k`
-    response tokens.
+    The last token of a sample is never fed: nothing is predicted from it. `t` counts fed tokens and padding that this
+    rank holds, `k` all response tokens; with context parallelism this rank predicts some of them, `local`.
     """
 
     rows: np.ndarray
@@ -32,13 +36,29 @@ class MicroBatch:
     """int64 [k], row in the mini-batch's SampleFacts"""
     response_lens: np.ndarray
     """int64 [samples]"""
+    local: Tensor | None
+    """int64 [k / cp, about], which of the k response tokens this rank predicts, in its order; None: all of them"""
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[local] of every context-parallel rank -> [k] in packed order, on each. Collective; no gradient."""
+        if self.local is None:
+            return values
+        full = torch.zeros(len(self.sample_of_token), dtype=values.dtype, device=values.device)
+        # A sum with zeros changes no bit: every token is predicted on exactly one rank.
+        full[self.local] = values
+        dist.all_reduce(full, group=parallel_state.get_context_parallel_group())
+        return full
 
 
 def build_microbatch(part: Part, rows: np.ndarray, *, multiple: int, device: torch.device) -> MicroBatch:
-    """Packs `rows` of `part`, padded by one dummy sequence to a multiple of `multiple` tokens.
+    """Packs `rows` of `part`, padded by one dummy sequence so that a rank holds a multiple of `multiple` tokens.
 
-    No rows give a padding micro-batch: dummy tokens that run the graph and predict nothing.
+    No rows give a padding micro-batch: dummy tokens that run the graph and predict nothing. With context parallelism
+    every sequence is padded at its end to a multiple of 2 cp, where causal attention hides the padding.
     """
+    cp = parallel_state.get_context_parallel_world_size()
+    sequence_multiple = 2 * cp if cp > 1 else 1
+    multiple = math.lcm(multiple * cp, sequence_multiple)
     position_of_row = {int(row): position for position, row in enumerate(part.tokens.index)}
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
@@ -49,9 +69,10 @@ def build_microbatch(part: Part, rows: np.ndarray, *, multiple: int, device: tor
         prompt_len = int(part.facts.prompt_lens[row])
         label = np.full(len(tokens) - 1, -1, dtype=np.int64)
         label[prompt_len - 1 :] = tokens[prompt_len:]
-        ids.append(tokens[:-1])
-        positions.append(np.arange(len(tokens) - 1))
-        labels.append(label)
+        fill = -(len(tokens) - 1) % sequence_multiple
+        ids.append(np.pad(tokens[:-1], (0, fill)))
+        positions.append(np.arange(len(tokens) - 1 + fill))
+        labels.append(np.pad(label, (0, fill), constant_values=-1))
     total = sum(len(part_ids) for part_ids in ids)
     padding = -total % multiple if total else multiple
     if padding:
@@ -63,45 +84,74 @@ def build_microbatch(part: Part, rows: np.ndarray, *, multiple: int, device: tor
     longest = max(lens)
     response_lens = part.facts.response_lens[rows]
 
-    def row_tensor(parts: list[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts))[None].to(device)
+    label_row = torch.from_numpy(np.concatenate(labels))
+    mine, local = None, None
+    if cp > 1:
+        mine = zigzag_index(bounds.tolist(), cp)[parallel_state.get_context_parallel_rank()]
+        number = (label_row >= 0).cumsum(0) - 1
+        local = number[mine][label_row[mine] >= 0].to(device)
+
+    def row_tensor(row: Tensor) -> Tensor:
+        return (row if mine is None else row[mine])[None].to(device)
 
     return MicroBatch(
         rows=rows,
-        input_ids=row_tensor(ids),
-        position_ids=row_tensor(positions),
-        labels=row_tensor(labels),
+        input_ids=row_tensor(torch.from_numpy(np.concatenate(ids))),
+        position_ids=row_tensor(torch.from_numpy(np.concatenate(positions))),
+        labels=row_tensor(label_row),
+        # Padding counts as a part of its sequence, so the padded bounds that Transformer Engine's context parallelism
+        # also asks for are the same ones.
         packed=PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=bounds if cp > 1 else None,
+            cu_seqlens_kv_padded=bounds if cp > 1 else None,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
         ),
         sample_of_token=torch.from_numpy(np.repeat(rows, response_lens)).to(device),
         response_lens=response_lens,
+        local=local,
     )
 
 
 def build_record(
-    part: Part, batch: MicroBatch, logprobs: Tensor, entropy: Tensor | None, all_response_lens: Tensor
+    part: Part,
+    batch: MicroBatch,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    all_response_lens: Tensor,
+    *,
+    gathered: bool,
 ) -> TokenRecord:
-    """The objective's view of a micro-batch whose log-probs were computed. `all_response_lens`: int64 [n]."""
-    device = logprobs.device
+    """The objective's view of a micro-batch whose log-probs were computed: all k of them (`gathered`), or this rank's
+    `local` ones. `all_response_lens`: int64 [n].
+    """
+    local = batch.local if batch.local is not None and not gathered else None
+
+    def pick(values: Tensor) -> Tensor:
+        values = values.to(logprobs.device)
+        return values if local is None else values[local]
+
+    def by_token(values: Mapping[int, np.ndarray] | None) -> Tensor | None:
+        return None if values is None else pick(_by_token(values, batch))
+
     return TokenRecord(
         logprobs=logprobs,
         mask=torch.ones_like(logprobs, requires_grad=False),
-        sample_of_token=batch.sample_of_token,
+        sample_of_token=pick(batch.sample_of_token),
         response_lens=all_response_lens,
-        step_start_logprobs=_by_token(part.step_start_logprobs, batch, device),
-        reference_logprobs=_by_token(part.reference_logprobs, batch, device),
-        sampler_logprobs=_sampler_logprobs(part, batch).to(device),
+        step_start_logprobs=by_token(part.step_start_logprobs),
+        reference_logprobs=by_token(part.reference_logprobs),
+        sampler_logprobs=pick(_sampler_logprobs(part, batch)),
         entropy=entropy,
     )
 
 
-def _by_token(values: Mapping[int, np.ndarray] | None, batch: MicroBatch, device: torch.device) -> Tensor | None:
-    if values is None:
-        return None
+def _by_token(values: Mapping[int, np.ndarray], batch: MicroBatch) -> Tensor:
     parts = [values[int(row)] for row in batch.rows]
-    joined = np.concatenate(parts) if parts else np.empty(0, dtype=np.float32)
-    return torch.from_numpy(joined).to(device)
+    return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=np.float32))
 
 
 def _sampler_logprobs(part: Part, batch: MicroBatch) -> Tensor:

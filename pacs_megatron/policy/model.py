@@ -21,7 +21,7 @@ from pacs_megatron.config.schema import ParallelOptions, PrecisionOptions
 from pacs_megatron.models import ModelSpec
 from pacs_megatron.parallel import cpu_redirects
 from pacs_megatron.parallel.groups import Rank
-from pacs_megatron.policy import precision
+from pacs_megatron.policy import patches, precision
 from pacs_megatron.policy.head import token_logprobs
 from pacs_megatron.policy.modules import PackedAttention, RMSNorm
 
@@ -102,8 +102,14 @@ def transformer_config(
             "moe_router_topk": spec.moe.top_k,
             "moe_router_pre_softmax": not spec.moe.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
+            # fp32 routing scores: a rounding that differs between two passes would choose another expert.
+            "moe_router_dtype": "fp32",
             "moe_grouped_gemm": machine.cuda and machine.transformer_engine is not None,
         }
+    if parallel.vpp is not None:
+        # The batched exchange of the interleaved schedule pairs sends and receives wrongly where both neighbours are
+        # the same rank (pp = 2); one direction at a time is right at any size.
+        arguments |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if parallel.recompute.granularity != "none":
         arguments["recompute_granularity"] = parallel.recompute.granularity
         if parallel.recompute.granularity == "full":
@@ -175,6 +181,7 @@ def build_chunks(
     rank: Rank,
 ) -> list[torch.nn.Module]:
     """This rank's model chunks (one, or `vpp`), on its device, in bf16 wrapped in Float16Module. Weights are arbitrary."""
+    patches.apply()
     chunks: list[torch.nn.Module] = []
     vpp = config.virtual_pipeline_model_parallel_size
     for stage in range(vpp or 1):

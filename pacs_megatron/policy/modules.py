@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from pacs_megatron.policy.context import gather_sequence, zigzag_index
 
 _MAX_PADDING_FACTOR = 2.0
 """Sequences are padded to one batch while that costs at most this many times the tokens; else one by one."""
@@ -33,7 +36,11 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention over packed sequences with torch's scaled_dot_product_attention."""
+    """Causal attention over packed sequences with torch's scaled_dot_product_attention.
+
+    With context parallelism every rank gathers the whole sequence and computes all of it: right, not economical. It is
+    the CPU's path; on a GPU Transformer Engine passes keys and values round the ring.
+    """
 
     def __init__(
         self,
@@ -46,6 +53,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self.cp_group = parallel_state.get_context_parallel_group()
 
     def forward(
         self,
@@ -60,11 +68,17 @@ class PackedAttention(MegatronModule):
         """query [t, heads, d], key and value [t, kv heads, d] -> [t, heads * d]; sequences by `cu_seqlens_q`."""
         assert packed_seq_params is not None, "the policy always packs"
         bounds = packed_seq_params.cu_seqlens_q.tolist()
+        cp = self.cp_group.size()
+        if cp > 1:
+            index = zigzag_index(bounds, cp).to(query.device)
+            query, key, value = (gather_sequence(x, index, self.cp_group) for x in (query, key, value))
         lens = [stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
         if len(lens) * max(lens) <= _MAX_PADDING_FACTOR * bounds[-1]:
             out = self._padded(query, key, value, bounds, lens)
         else:
             out = self._one_by_one(query, key, value, bounds)
+        if cp > 1:
+            out = out.index_select(0, index[self.cp_group.rank()])
         return out.reshape(out.shape[0], -1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

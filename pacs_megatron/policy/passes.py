@@ -34,15 +34,16 @@ def _run(
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
-        collect_non_loss_data=forward_only,
     )
 
 
 def forward(chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch]) -> list[Tensor]:
     """Log-probs float32 [k] of every micro-batch, on the last pipeline stage; an empty list elsewhere. No grad."""
 
-    def keep(_batch: MicroBatch, output: tuple[Tensor, Tensor], non_loss_data: bool = False) -> Tensor:
-        return output[0]
+    def keep(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        logprobs = output[0]
+        # Given as a loss, because Megatron asks it for its device when the model has experts; nothing uses its value.
+        return logprobs.sum(), torch.zeros((), dtype=torch.int, device=logprobs.device), batch.gather(logprobs)
 
     with torch.no_grad():
         results = _run(chunks, batches, keep, forward_only=True)

@@ -100,9 +100,8 @@ def make_part(facts: SampleFacts, tokens: TokenBuffers, policy: Any, tokens_per_
     layout = policy.rank.layout
     plan = plan_microbatches(
         facts,
-        dp=layout.dp,
+        layout=layout,
         tokens_per_microbatch=tokens_per_microbatch,
-        equal_counts=layout.needs_equal_microbatches,
     )
     mine = np.flatnonzero(plan.owners(facts.num_samples) == policy.rank.dp)
     return Part(facts=facts, tokens=select_tokens(tokens, mine, mine), plan=plan)

@@ -1,0 +1,53 @@
+"""Context parallelism: every packed sequence is dealt over the ranks as Transformer Engine expects it.
+
+A sequence of length L (a multiple of 2 cp) is cut into 2 cp chunks; rank r holds chunks r and 2 cp - 1 - r, so that
+causal attention costs every rank the same.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def zigzag_index(bounds: Sequence[int], cp: int) -> Tensor:
+    """int64 [cp, t / cp]: for each rank the positions it holds of sequences with bounds [n + 1], in its local order."""
+    shares: list[list[Tensor]] = [[] for _ in range(cp)]
+    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        chunks = torch.arange(start, stop).chunk(2 * cp)
+        assert (stop - start) % (2 * cp) == 0, "sequences are padded to a multiple of 2 cp"
+        if stop == start:
+            continue
+        for rank in range(cp):
+            shares[rank] += [chunks[rank], chunks[2 * cp - 1 - rank]]
+    return torch.stack([torch.cat(share) for share in shares])
+
+
+class _GatherSequence(torch.autograd.Function):
+    """Local tokens -> the whole packed sequence on every rank; backward sums over the ranks and takes the local part."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
+        parts = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        full = local.new_empty(index.numel(), *local.shape[1:])
+        for rank, part in enumerate(parts):
+            full[index[rank]] = part
+        ctx.save_for_backward(index)
+        ctx.group = group
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        total = grads[0].contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total[index[ctx.group.rank()]], None, None
+
+
+def gather_sequence(local: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[t / cp, ...] of every rank -> [t, ...] in packed order; `index` of `zigzag_index`. Collective; differentiable."""
+    full: Tensor = _GatherSequence.apply(local, index, group)
+    return full

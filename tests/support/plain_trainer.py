@@ -1,0 +1,110 @@
+"""The training loop written the plain way: transformers, autograd through the whole loss, torch's AdamW.
+
+Nothing of the package's arithmetic is used here: the losses are objective.md's formulas on log-probs with a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pacs_megatron.contracts import SampleFacts, TokenBuffers
+from tests.support.policy_cases import OPTIMIZER, reference_pacs_loss
+
+Logps = list[torch.Tensor]
+"""Per sample, [response], nats"""
+Loss = Callable[[Logps], torch.Tensor]
+
+
+def plain_logprobs(
+    model: Any, facts: SampleFacts, tokens: TokenBuffers, temperature: float = 1.0
+) -> tuple[Logps, Logps]:
+    """(log-probs with graph, entropies) of every sample from plain transformers, one sample at a time, unpacked."""
+    logps, entropies = [], []
+    for row in range(facts.num_samples):
+        ids = torch.from_numpy(tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]].astype(np.int64))
+        start = int(facts.prompt_lens[row])
+        every = torch.log_softmax(model(ids[None]).logits[0].float()[start - 1 : -1] / temperature, dim=-1)
+        logps.append(every.gather(1, ids[start:, None])[:, 0])
+        entropies.append(-(every.exp() * every).sum(-1).detach())
+    return logps, entropies
+
+
+def pacs_loss(starts: Logps, facts: SampleFacts) -> Loss:
+    """(8) against the reference log-probs `starts`."""
+    return lambda logps: reference_pacs_loss(logps, starts, facts)
+
+
+def grpo_loss(
+    starts: Logps | None, references: Logps | None, facts: SampleFacts, kl_coef: float, clip: float = 0.2
+) -> Loss:
+    """Clipped ratio times (R - mean)/(std + 1e-6), mean over all tokens, plus kl_coef * k3. No `starts`: ratio 1."""
+    advantages = np.empty(facts.num_samples)
+    for group in np.unique(facts.groups):
+        rows = facts.groups == group
+        rewards = facts.rewards[rows]
+        advantages[rows] = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+
+    def loss(logps: Logps) -> torch.Tensor:
+        terms = []
+        for row, logp in enumerate(logps):
+            ratio = (logp - (logp.detach() if starts is None else starts[row])).exp()
+            advantage = float(advantages[row])
+            term = -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+            if references is not None:
+                difference = references[row] - logp
+                term = term + kl_coef * (difference.exp() - difference - 1)
+            terms.append(term)
+        return torch.cat(terms).mean()
+
+    return loss
+
+
+def sft_loss(logps: Logps) -> torch.Tensor:
+    """Mean negative log-likelihood over all response tokens."""
+    return -torch.cat(logps).mean()
+
+
+class PlainTrainer:
+    """A transformers model and torch's AdamW; `clip` 0 switches clipping off."""
+
+    def __init__(self, folder: Path, *, clip: float = 1.0, temperature: float = 1.0) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.clip, self.temperature = clip, temperature
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=OPTIMIZER["lr"], betas=(0.9, 0.95), eps=OPTIMIZER["adam_eps"], weight_decay=0.0
+        )
+
+    def logprobs(self, facts: SampleFacts, tokens: TokenBuffers) -> Logps:
+        """Without graph."""
+        with torch.no_grad():
+            return plain_logprobs(self.model, facts, tokens, self.temperature)[0]
+
+    def entropy_mean(self, facts: SampleFacts, tokens: TokenBuffers) -> float:
+        """Over all response tokens."""
+        with torch.no_grad():
+            return float(torch.cat(plain_logprobs(self.model, facts, tokens, self.temperature)[1]).mean())
+
+    def update(self, facts: SampleFacts, tokens: TokenBuffers, loss: Loss) -> tuple[float, float]:
+        """One update. Returns (loss, gradient norm before clipping)."""
+        self.optimizer.zero_grad()
+        value = loss(plain_logprobs(self.model, facts, tokens, self.temperature)[0])
+        value.backward()  # type: ignore[no-untyped-call]
+        limit = self.clip or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        self.optimizer.step()
+        return float(value.detach()), float(norm)
+
+    def reset_moments(self) -> None:
+        """A new AdamW on the same weights."""
+        self.optimizer.state.clear()
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Hugging Face names, float32."""
+        return {name: p.detach().numpy().copy() for name, p in self.model.named_parameters()}
