@@ -1,0 +1,136 @@
+"""`sbatch slurm/train.sbatch` on a real Slurm: two nodes, a signal, a requeue, and the same bits as without them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.slurm import Slurm
+from tests.support.tiny_models import make_tiny_qwen3
+from tests.support.tiny_run import write_tiny_run
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of the same run on this host, without Slurm."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    config = write_tiny_run(folder, make_tiny_qwen3(folder / "model"))
+    command = [sys.executable, "-m", "pacs_megatron", "train", str(config), f"run.steps={STEPS}", "checkpoint.every=3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "runs" / "tiny"
+
+
+def submit(slurm: Slurm, repo: Path, config: Path, *overrides: str, launcher: str = "srun") -> str:
+    # Both nodes are this host: their names resolve nowhere, and gloo stays on loopback.
+    env = {
+        "PACS_PYTHON": sys.executable,
+        "PACS_MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PACS_LAUNCHER": launcher,
+        "PYTHONPATH": str(repo),
+    }
+    script = str(repo / "slurm" / "train.sbatch")
+    resources = ["resources.nodes=2", "run.nproc=1", f"run.steps={STEPS}", "checkpoint.every=3"]
+    out = f"--output={config.parent}/job.log"
+    return slurm.submit("--nodes=2", out, script, str(config), *resources, *overrides, cwd=config.parent, env=env)
+
+
+def wait_for_rows(run_dir: Path, count: int, timeout_s: float = 90) -> None:
+    path = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + timeout_s
+    while not (path.is_file() and path.read_text().count("\n") >= count):
+        assert time.monotonic() < deadline, f"no {count} rows in {path}"
+        time.sleep(0.05)
+
+
+def metrics(run_dir: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens_per_s"} for row in rows]
+
+
+def job_text(config: Path) -> str:
+    run_dir = config.parent / "runs" / "tiny"
+    logs = "".join(path.read_text() for path in sorted(run_dir.glob("logs/attempt_*/output.log")))
+    return (config.parent / "job.log").read_text() + logs
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.full)])
+def test_signal_requeue_resume_gives_the_same_bits(
+    slurm: Slurm, repo: Path, tmp_path: Path, undisturbed: Path, launcher: str
+) -> None:
+    config = write_tiny_run(tmp_path, undisturbed.parents[1] / "model", delay_s=0.05)
+    job_id = submit(slurm, repo, config, launcher=launcher)
+    run_dir = tmp_path / "runs" / "tiny"
+    wait_for_rows(run_dir, 2)
+    slurm.run("scancel", "--signal=USR1", "--batch", job_id)  # what --signal=B:USR1@300 does before the time limit
+    fields = slurm.wait(job_id, 150)
+    text = job_text(config)
+    assert fields["JobState"] == "COMPLETED", text
+    assert int(fields["Restarts"]) == 1
+    attempts = [json.loads(line) for line in (run_dir / "logs" / "attempts.jsonl").read_text().splitlines()]
+    assert [row["code"] for row in attempts] == [75, 0], text
+    assert 2 <= attempts[0]["end_step"] < STEPS
+    assert attempts[1]["begin_step"] == attempts[0]["end_step"]
+    assert os.readlink(run_dir / "logs" / "latest") == "attempt_2"
+    assert metrics(run_dir) == metrics(undisturbed)
+    assert (run_dir / "hf" / "model.safetensors").read_bytes() == (
+        undisturbed / "hf" / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.timeout(180)
+def test_a_wrong_configuration_ends_with_its_code_and_is_not_requeued(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
+    job_id = submit(slurm, repo, config, f"data.train.path={tmp_path}/nothere.jsonl")
+    fields = slurm.wait(job_id, 90)
+    text = job_text(config)
+    assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "2:0"), text
+    assert fields["Restarts"] == "0"
+    assert "DataError: " in text
+    assert "nothere.jsonl" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.timeout(60)
+def test_wrong_number_of_nodes_is_refused_at_once(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
+    job_id = submit(slurm, repo, config, "resources.nodes=1", "run.nproc=2")
+    assert slurm.wait(job_id)["ExitCode"] == "2:0"
+    assert "needs 1 + 0 nodes, the job has 2; pass --nodes" in (tmp_path / "job.log").read_text()
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)
+def test_cancel_leaves_no_process(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.05)
+    job_id = submit(slurm, repo, config)
+    wait_for_rows(tmp_path / "runs" / "tiny", 1)
+    slurm.run("scancel", job_id)
+    assert slurm.wait(job_id, 60)["JobState"] == "CANCELLED"
+    deadline = time.monotonic() + 30
+    while (left := running(str(config))) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+
+
+def running(word: str) -> list[str]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if word in line and "pytest" not in line:
+            found.append(line)
+    return found

@@ -1,0 +1,68 @@
+"""The smallest run that goes through every phase: a tiny model, a few sums, two steps of PACS."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+CONFIG = """\
+run:
+  name: tiny
+  dir: {folder}/runs
+  steps: 2
+  seed: 5
+model:
+  path: {model}
+precision:
+  dtype: fp32
+parallel:
+  tp: 2
+objective:
+  name: pacs
+batch:
+  prompts_per_step: 4
+  samples_per_prompt: 4
+  updates_per_step: 2
+  tokens_per_microbatch: 512
+rollout:
+  engine: embedded
+  sampling:
+    max_response_tokens: 8
+  batch_sequences: 8
+reward:
+  name: custom
+  function: {folder}/reward.py:reward
+data:
+  prompt_suffix: ""
+  max_prompt_tokens: 128
+  train:
+    path: {folder}/train.jsonl
+    columns: {{problem: problem, answer: answer}}
+optimizer:
+  lr: 1e-3
+checkpoint:
+  every: 1
+logging:
+  tensorboard: false
+"""
+# A random model answers nothing right: its labels come from the text itself, the same on every machine.
+REWARD = """import time
+
+
+def reward(prompt, response):
+    time.sleep({delay_s})
+    return float(sum(response.encode()) % 2)
+"""
+
+
+def write_tiny_run(folder: Path, model: Path, delay_s: float = 0.0) -> Path:
+    """Writes data, reward and configuration below `folder` and returns the configuration's path.
+
+    Every answer takes its verifier `delay_s`, so that a test can stop a run in the middle.
+    """
+    rows = [{"problem": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD.format(delay_s=delay_s))
+    path = folder / "run.yaml"
+    path.write_text(CONFIG.format(folder=folder, model=model))
+    return path
