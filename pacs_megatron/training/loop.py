@@ -1,10 +1,10 @@
 """Steps in order: evaluation, metrics, checkpoints, and how a run ends."""
 
-import json
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pacs_megatron.checkpoint import run_checkpoint
@@ -15,11 +15,12 @@ from pacs_megatron.observability.progress import Progress, training_fields
 from pacs_megatron.observability.report import write_report
 from pacs_megatron.observability.run_folder import truncate_after
 from pacs_megatron.observability.writers import MetricSinks, open_sinks
+from pacs_megatron.parallel.transfer import broadcast_arrays
 from pacs_megatron.policy import state as policy_state
 from pacs_megatron.training.export import export_hf
 from pacs_megatron.training.signals import Interrupted
 from pacs_megatron.training.step import sync, train_step
-from pacs_megatron.training.world import World
+from pacs_megatron.training.world import World, array_of
 
 logger = logging.getLogger(__name__)
 
@@ -198,13 +199,8 @@ def resume(w: World) -> Progressed | None:
     return Progressed(step=saved["step"], driver=saved["driver"])
 
 
-def _agreed_checkpoint(w: World) -> Any:
+def _agreed_checkpoint(w: World) -> Path | None:
     """Rank 0's choice, on every rank: a shared file system may show a new folder later elsewhere."""
-    from pathlib import Path
-
-    from pacs_megatron.parallel.transfer import broadcast_arrays
-    from pacs_megatron.training.world import array_of
-
     found = run_checkpoint.latest_checkpoint(w.run_dir) if w.rank.rank == 0 else None
     answer = broadcast_arrays(array_of("" if found is None else str(found)), src=0, group=w.rank.control)
     text = answer["text"].tobytes().decode()

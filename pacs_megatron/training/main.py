@@ -2,9 +2,11 @@
 
 import logging
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from pacs_megatron.config import LoadedConfig, load_config
@@ -50,10 +52,10 @@ def _changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
 def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
     """Everything from the configuration to the exit code. Raises PacsError for what a user can cure."""
     loaded = load_config(config_path, overrides)
-    config = loaded.config
-    run_dir = Path(config.run.dir) / config.run.name
+    run_dir = run_folder(loaded)
     rank_number = int(os.environ.get("RANK", "0"))
-    setup_logging(run_dir / LOG_FOLDER, rank_number)
+    setup_logging(None, rank_number)
+    created = rank_number == 0 and not run_dir.exists()
     # After the cheap checks: these imports take seconds.
     from pacs_megatron.rollout.driver_client import DriverClient
     from pacs_megatron.training import loop, world
@@ -61,42 +63,36 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
 
     stop = StopFlag(run_dir)
     stop.install()
-    driver = None
-    model_dir = world.resolve_model(config.model.path)
-    if rank_number == 0:
-        stop.clear_file()
-        prepare_folder(loaded, run_dir)
-        # The driver loads data while this process builds the model.
-        driver = DriverClient(
-            run_dir, timeout_s=config.parallel.control_timeout_s, heartbeat_s=config.parallel.heartbeat_s
-        )
-    try:
-        rank, channel = world.join(config)
-        error: PacsError | None = None
-        built = None
+    with ExitStack() as stack:
         try:
-            has_checkpoint = loop.run_checkpoint.latest_checkpoint(run_dir) is not None
-            built = world.build(
-                config, run_dir, model_dir, rank, channel, driver, stop, load_weights=not has_checkpoint
-            )
-            if driver is not None:
-                driver.receive()  # "ready", or the driver's error
-        except PacsError as caught:
-            error = caught
-        message = channel.first_error(None if error is None else f"{type(error).__name__}|{error}")
-        if message is not None:
-            if error is not None:
-                raise error
-            from pacs_megatron.rollout.driver_client import named_error
-
-            raise named_error(*message.split("|", 1))
-        assert built is not None
+            model_dir = world.resolve_model(loaded.config.model.path)
+            driver = None
+            if rank_number == 0:
+                stop.clear_file()
+                prepare_folder(loaded, run_dir)
+                # The driver loads data while this process builds the model.
+                driver = DriverClient(
+                    run_dir,
+                    timeout_s=loaded.config.parallel.control_timeout_s,
+                    heartbeat_s=loaded.config.parallel.heartbeat_s,
+                )
+                stack.callback(driver.close)
+            built = world.build_on_all_ranks(loaded.config, run_dir, model_dir, driver, stop)
+        except PacsError:
+            stack.close()
+            if created:
+                # Nothing has been computed: a wrong input leaves no half-made run behind.
+                shutil.rmtree(run_dir, ignore_errors=True)
+            raise
+        setup_logging(run_dir / LOG_FOLDER, rank_number)
         code = loop.run(built)
-    finally:
-        if driver is not None:
-            driver.close()
     world.groups.shutdown()
     return code
+
+
+def run_folder(loaded: LoadedConfig) -> Path:
+    """`<run.dir>/<run.name>`."""
+    return Path(loaded.config.run.dir) / loaded.config.run.name
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -124,10 +120,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _leave_exit_code(config_path: Path, overrides: Sequence[str], code: ExitCode) -> None:
     try:
-        config = load_config(config_path, overrides).config
+        run_dir = run_folder(load_config(config_path, overrides))
     except ConfigError:
         return  # there is no run folder to leave it in
-    run_dir = Path(config.run.dir) / config.run.name
     if run_dir.is_dir():
         write_atomically(run_dir / EXIT_CODE_FILE, [f"{int(code)}\n".encode()])
 

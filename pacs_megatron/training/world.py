@@ -8,9 +8,11 @@ import numpy as np
 import torch
 
 from pacs_megatron.checkpoint.hf_folder import HfFolder
+from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint
 from pacs_megatron.config.schema import DemonstrationRollout, EmbeddedRollout, GrpoOptions, PacsOptions, RunConfig
 from pacs_megatron.contracts import Layout, Objective
 from pacs_megatron.data import load_tokenizer
+from pacs_megatron.errors import CheckpointError, PacsError
 from pacs_megatron.models import load_spec
 from pacs_megatron.objectives import build_objective
 from pacs_megatron.observability.spans import Timer
@@ -19,7 +21,7 @@ from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.rollout.collect import Rollouts
-from pacs_megatron.rollout.driver_client import DriverClient
+from pacs_megatron.rollout.driver_client import DriverClient, named_error
 from pacs_megatron.rollout.embedded import EmbeddedEngine, Vocabulary
 from pacs_megatron.training.signals import StopFlag
 
@@ -81,6 +83,26 @@ def join(config: RunConfig) -> tuple[Rank, ControlChannel]:
         layout_of(config, world_size), seed=config.run.seed, control_timeout_s=config.parallel.control_timeout_s
     )
     return rank, ControlChannel(rank)
+
+
+def build_on_all_ranks(
+    config: RunConfig, run_dir: Path, model_dir: Path, driver: DriverClient | None, stop: StopFlag
+) -> World:
+    """Join the other ranks and build; an error on one rank is raised on all, so that none waits for it. Collective."""
+    rank, channel = join(config)
+    built, error = None, None
+    try:
+        load_weights = latest_checkpoint(run_dir) is None
+        built = build(config, run_dir, model_dir, rank, channel, driver, stop, load_weights=load_weights)
+        if driver is not None:
+            driver.receive()  # "ready", or the driver's error
+    except PacsError as caught:
+        error = caught
+    message = channel.first_error(None if error is None else f"{type(error).__name__}|{error}")
+    if message is not None:
+        raise error if error is not None else named_error(*message.split("|", 1))
+    assert built is not None
+    return built
 
 
 def build(
@@ -148,15 +170,13 @@ def resolve_model(path: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    from pacs_megatron.errors import CheckpointError
-
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
         return Path(snapshot_download(path, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"model.path={path}: no such folder, and the hub does not give it ({type(error).__name__}); correct the path, "
-            "or run `pacs-megatron fetch` on a machine with network"
+            f"model.path={path}: no such folder, and the hub does not give it ({type(error).__name__}); correct the "
+            "path, or run `pacs-megatron fetch` on a machine with network"
         ) from error
 
 
