@@ -35,6 +35,8 @@ class HfFolder:
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path} is no folder; give the folder of a Hugging Face checkpoint")
         self.config: dict[str, Any] = load_config(self.path)
+        self.metadata_folder = self.path
+        """Where config and tokenizer files are"""
         self._file_of = self._open()
         self.names: tuple[str, ...] = tuple(self._file_of)
         """In the order of the files"""
