@@ -281,7 +281,8 @@ class SglangSync(Options):
     """With `way: disk`: the folder on a file system that servers share; None: in the run's folder."""
     pause: Literal["abort", "retract", "in_place"] = "abort"
     """Requests in flight during an update: `abort` ends them and samples them anew; `retract` keeps their tokens and
-    recomputes their KV cache; `in_place` keeps both. The last two give samples of several versions."""
+    recomputes their KV cache; `in_place` keeps both, and with them the cached prompts of the old weights. The last two
+    give samples of several versions."""
     bucket_mib: PositiveInt = 512
     """Weights sent at a time, MiB; the trainer holds one bucket (or the largest tensor) more than its model."""
     timeout_s: float = Field(default=600.0, gt=0)

@@ -208,8 +208,7 @@ class ServerSync:
             with self._lock:
                 self.report.verified += num_equal
         self._take_back(api, "kv_cache")
-        if self._settings.pause != "in_place":
-            _flush_cache(api)
+        _flush_cache(api, required=self._settings.pause != "in_place")
         api.set_weight_version(str(WeightVersion(self.report.version, digest)))
         api.resume()
 
@@ -261,13 +260,20 @@ class ServerSync:
         self._transport.forget(target.api)
 
 
-def _flush_cache(api: SglangApi) -> None:
-    """Drops KV cache of the old weights; a request that is just ending may delay it."""
-    for attempt in range(FLUSH_TRIES):
+def _flush_cache(api: SglangApi, required: bool) -> None:
+    """Drops KV cache of the old weights; a request that is just ending may delay it.
+
+    Not `required`: the server refuses while requests that were paused in place need it, and then keeps all of it.
+    """
+    tries = FLUSH_TRIES if required else 1
+    for attempt in range(tries):
         try:
             api.flush_cache()
             return
         except ServerRefusedError as refused:
-            if attempt == FLUSH_TRIES - 1:
+            if not required:
+                logger.debug("%s keeps KV cache of the old weights: %s", api.url, refused)
+            elif attempt == tries - 1:
                 raise RolloutError(f"{api.url} kept KV cache of the old weights: {refused}") from refused
-            time.sleep(FLUSH_WAIT_S)
+            else:
+                time.sleep(FLUSH_WAIT_S)

@@ -278,7 +278,7 @@ def test_a_refused_request_is_not_tried_again(fakes: Callable[..., list[FakeSgla
     servers = fakes(2)
     with (
         engine(servers) as client,
-        pytest.raises(RolloutError, match="failed 1 times.*HTTP 400.*longer than the context"),
+        pytest.raises(RolloutError, match=r"failed 1 times.*HTTP 400.*longer than the context"),
     ):
         list(client.stream(requests(1, prompt=5000)))
 

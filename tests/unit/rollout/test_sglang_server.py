@@ -93,7 +93,7 @@ def test_killing_the_server_ends_its_orphans_and_a_restart_keeps_the_port(tmp_pa
 def test_a_server_that_fails_to_start_says_why(tmp_path: Path) -> None:
     server = OwnServer(spec(tmp_path, "--dummy-exit", "3"))
     server.start()
-    with pytest.raises(RolloutError, match="exited with 3 while starting: .*told to fail"):
+    with pytest.raises(RolloutError, match=r"exited with 3 while starting: .*told to fail"):
         server.wait_ready(TOOK_S)
 
 

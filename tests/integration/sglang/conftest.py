@@ -1,0 +1,150 @@
+"""One real SGLang server for the whole session: starting one takes 30 to 70 s and 2 GB.
+
+It is left with the weights of `models[0]` by nobody in particular: a test that cares pushes what it needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.contracts import SampleRequest, SamplingParams
+from pacs_megatron.models import load_spec
+from pacs_megatron.rollout import sglang
+from pacs_megatron.rollout.sglang_client import SglangEngine
+from pacs_megatron.weight_sync.push import Pushed, push
+from pacs_megatron.weight_sync.server_sync import ServerSync
+from pacs_megatron.weight_sync.sglang import server_sync
+from tests.support.tiny_models import make_tiny_qwen3
+
+ROOT = Path(__file__).parents[3]
+PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
+START_S = 300.0
+
+
+class Lab:
+    """The server, two sets of weights for it, and what tests do with them."""
+
+    def __init__(self, url: str, folders: list[Path], tmp: Path) -> None:
+        self.url = url
+        self.folders = folders
+        self.tmp = tmp
+        self.version = 0
+        """of the last push; grows over the session, as a trainer's does"""
+        self._models: dict[tuple[int, bool], torch.nn.Module] = {}
+        self.engine: SglangEngine
+        self.sync: ServerSync
+
+    def options(self, *urls: str, **changes: Any) -> SglangRollout:
+        sync = {"way": "broadcast", "verify": "full", "timeout_s": 30.0} | changes.pop("sync", {})
+        quick = {"probe_s": 0.2, "probe_timeout_s": 3.0, "dead_after_s": 6.0, "all_down_after_s": 60.0}
+        return SglangRollout(
+            engine="sglang",
+            urls=urls or (self.url,),
+            sampling=SamplingOptions(max_response_tokens=32),
+            sync=SglangSync(**sync),
+            **(quick | changes),
+        )
+
+    @contextmanager
+    def opened(self, *urls: str, weights: int | None = 0, **changes: Any) -> Iterator[Lab]:
+        """An engine and a sync; `weights` are pushed first unless None."""
+        options = self.options(*urls, **changes)
+        self.sync = server_sync(options, load_spec(self.folders[0]), self.tmp / "weights")
+        self.sync.set_targets(sglang.server_apis(options, options.urls))
+        try:
+            with sglang.open_engine(options, ModelOptions(path=str(self.folders[0])), self.tmp) as self.engine:
+                if weights is not None:
+                    self.push(weights)
+                yield self
+        finally:
+            self.sync.close()
+
+    def push(self, weights: int) -> Pushed:
+        self.version += 1
+        self.engine.begin_update()
+        pushed = push(self.version, self.export(weights), [self.sync])
+        self.engine.set_current(pushed.version, pushed.digest)
+        return pushed
+
+    def export(self, weights: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """As a policy exports: Hugging Face names, its own dtype (fp32)."""
+        yield from self.model(weights).state_dict().items()
+
+    def model(self, weights: int, rounded: bool = False) -> torch.nn.Module:
+        """By Hugging Face, in fp32; `rounded` to bf16's values first."""
+        from transformers import Qwen3ForCausalLM
+
+        key = (weights, rounded)
+        if key not in self._models:
+            model = Qwen3ForCausalLM.from_pretrained(self.folders[weights], dtype=torch.float32).eval()
+            self._models[key] = model.to(torch.bfloat16).to(torch.float32) if rounded else model
+        return self._models[key]
+
+    def logprobs(self, weights: int, token_ids: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
+        """float32 [tokens - 1, vocab]: log-probs of every next token by Hugging Face, weights rounded to bf16."""
+        model = self.model(weights, rounded=True)
+        with torch.no_grad():
+            logits = model(torch.from_numpy(token_ids.astype(np.int64))[None]).logits[0, :-1]
+        return torch.log_softmax(logits / temperature, -1)
+
+
+def sample_requests(num: int, *, tokens: int = 16, tag: str, **params: Any) -> list[SampleRequest]:
+    """Prompts of different lengths, four samples each."""
+    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": tokens} | params
+    return [
+        SampleRequest(
+            id=f"{tag}:p{i // 4}#{i % 4}",
+            prompt_id=f"p{i // 4}",
+            token_ids=np.arange(40, 43 + i // 4 % 7, dtype=np.int32),
+            seed=i,
+            params=SamplingParams(**values),
+        )
+        for i in range(num)
+    ]
+
+
+@pytest.fixture(scope="session")
+def lab_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two checkpoints of one architecture."""
+    tmp = tmp_path_factory.mktemp("sglang-models")
+    return [make_tiny_qwen3(tmp / f"m{seed}", seed=seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="session")
+def lab(lab_folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    running = os.environ.get("PACS_SGLANG_URL")  # while developing: a server of `make_tiny_qwen3`'s shape
+    if running is not None:
+        yield Lab(running, lab_folders, tmp_path_factory.mktemp("sglang-server"))
+        return
+    if not PYTHON.exists():
+        pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
+    tmp = tmp_path_factory.mktemp("sglang-server")
+    options = own_options()
+    assert options.servers is not None
+    specs = sglang.server_specs(options, options.servers, ModelOptions(path=str(lab_folders[0])), tmp)
+    [server] = sglang.start_servers(specs, START_S)
+    try:
+        yield Lab(server.url, lab_folders, tmp)
+    finally:
+        server.close()
+
+
+def own_options(**changes: Any) -> SglangRollout:
+    """Own servers on CPU."""
+    servers = {"python": (str(PYTHON),), "device": "cpu", "max_total_tokens": 16384} | changes.pop("servers", {})
+    return SglangRollout(
+        engine="sglang",
+        sampling=SamplingOptions(max_response_tokens=32),
+        sync=SglangSync(way="disk"),
+        servers=SglangServers(**servers),
+        **changes,
+    )

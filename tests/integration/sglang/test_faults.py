@@ -1,0 +1,113 @@
+"""Servers that are killed and stopped while they generate, beside one that goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pacs_megatron.config.schema import ModelOptions
+from pacs_megatron.contracts import Sample
+from pacs_megatron.rollout import sglang, sglang_guard
+from pacs_megatron.rollout.sglang_fleet import Health
+from tests.integration.sglang.conftest import START_S, Lab, own_options, sample_requests
+from tests.support.fake_sglang import FakeSglang
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+
+def until(condition: Callable[[], bool], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def server_pids(port: str) -> list[int]:
+    """Processes of the process group of the server that has this port on its command line."""
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            try:
+                words = Path(f"/proc/{entry}/cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue
+            if "sglang.launch_server" in words and port in words and "sglang_guard.py" not in " ".join(words):
+                return sglang_guard.members(os.getpgid(int(entry)))
+    raise AssertionError(f"no server on port {port}")
+
+
+def test_a_stopped_server_loses_its_work_to_another_and_comes_back(lab: Lab) -> None:
+    """SIGSTOP, then SIGCONT. The other server is the fake one: what is tested is the real one's silence and return."""
+    with FakeSglang() as other, lab.opened(weights=0, max_in_flight=8):
+        version, digest = lab.version, lab.sync.report.digest
+        other.weight_version = f"{version}:{digest}"
+        options = lab.options(lab.url, other.url, dead_after_s=2.0, probe_timeout_s=1.0, max_in_flight=8)
+        pids = server_pids(lab.url.rpartition(":")[2])
+        with sglang.open_engine(options, ModelOptions(path="unused"), lab.tmp) as engine:
+            engine.set_current(version, digest)
+            assert [s.health for s in engine.status()] == [Health.HEALTHY] * 2
+            asked = sample_requests(32, tag="stop", tokens=64)
+            done: list[Sample] = []
+            reader = threading.Thread(target=lambda: done.extend(engine.stream(asked)))
+            other.latency_s = lambda _: 0.2
+            reader.start()
+            assert until(lambda: engine.status()[0].in_flight == 8, 20)
+            try:
+                for pid in pids:
+                    os.kill(pid, signal.SIGSTOP)
+                reader.join(60)
+                assert sorted(s.id for s in done) == sorted(r.id for r in asked)
+                assert engine.status()[0].health is Health.DEAD
+            finally:
+                for pid in pids:
+                    os.kill(pid, signal.SIGCONT)
+            assert until(lambda: engine.status()[0].health is Health.HEALTHY, 60)
+            again = sample_requests(8, tag="cont", tokens=8)
+            assert sorted(s.id for s in engine.stream(again)) == sorted(r.id for r in again)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_an_owned_server_killed_while_it_generates_is_replaced(
+    lab_folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kill -9 of the real launcher process: nothing of it stays, it is started anew, is STALE, takes weights, serves.
+    With an API key on all of it."""
+    monkeypatch.setenv("ROLLOUT_KEY", "sesame")
+    options = own_options(api_key_env="ROLLOUT_KEY", probe_s=0.2, all_down_after_s=300.0)
+    with sglang.open_engine(options, ModelOptions(path=str(lab_folders[0])), tmp_path) as engine:
+        [api] = sglang.server_apis(options, (engine.status()[0].url,))
+        api.set_weight_version("1:aa")
+        engine.set_current(1, "aa")
+        asked = sample_requests(64, tag="kill", tokens=200)
+        done: list[Sample] = []
+        reader = threading.Thread(target=lambda: done.extend(engine.stream(asked)))
+        reader.start()
+        assert until(lambda: len(done) > 0, 60)
+        record = json.loads((tmp_path / "server0.pid").read_text())
+        pids = sglang_guard.members(record["server"])
+        assert len(pids) >= 3  # launcher, scheduler, detokenizer
+        os.kill(record["server"], signal.SIGKILL)
+        assert until(lambda: not any(sglang_guard.group_and_parent(pid) for pid in pids), 30)
+        assert until(lambda: engine.status()[0].restarts == 1, 30)
+        assert until(lambda: engine.status()[0].health is Health.STALE, START_S)
+        assert "holds weights 'default'" in engine.status()[0].reason or "restarted" in engine.status()[0].reason
+        num_before = len(done)
+        time.sleep(1.0)
+        assert len(done) == num_before  # nothing is sampled from the restarted server's own weights
+        [api] = sglang.server_apis(options, (engine.status()[0].url,))
+        api.set_weight_version("1:aa")
+        reader.join(120)
+        assert sorted(s.id for s in done) == sorted(r.id for r in asked)
+        left = sglang_guard.members(json.loads((tmp_path / "server0.pid").read_text())["server"])
+    assert not any(sglang_guard.group_and_parent(pid) for pid in left)
+    with pytest.raises(OSError, match="refused"):
+        import socket
+
+        socket.create_connection(("127.0.0.1", int(api.url.rpartition(":")[2])))
