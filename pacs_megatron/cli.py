@@ -105,7 +105,28 @@ def _add_planning(verbs: _SubParsers) -> None:
     parser.add_argument("--search", action="store_true", help="compare every layout of the same GPUs")
     parser.add_argument("--json", action="store_true", help="bytes and seconds for other programs")
     parser.add_argument("--response-tokens", type=float, help="mean response length; default: a share of the limit")
+    _add_jobs(verbs)
     _add_verb(verbs, "doctor", "what works on this machine, and what to install", _doctor)
+
+
+def _add_jobs(verbs: _SubParsers) -> None:
+    parser = _add_config_verb(verbs, "submit", "submit to Slurm by NeMo-Run", _submit)
+    parser.add_argument("--cluster", type=Path, required=True, help="the site's file (configs/clusters/)")
+    parser.add_argument("--dry-run", action="store_true", help="print batch script and resolved configuration only")
+    parser.add_argument("--sweep", action="append", default=[], metavar="key=a,b,c", help="one run for each value")
+    parser.add_argument("--seeds", type=int, default=1, help="that many runs with seeds from run.seed on")
+    parser.add_argument("--convert", action="store_true", help="a job before: convert the model to Megatron's format")
+    parser.add_argument("--evaluate", action="store_true", help="a job after: evaluate the exported model")
+    parser = _add_verb(verbs, "status", "attempts, job, checkpoint and last metrics of a run", _status)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser = _add_verb(verbs, "logs", "the end of a run's log", _logs)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("--attempt", type=int, help="default: the latest")
+    parser.add_argument("--lines", type=int, default=40)
+    parser.add_argument("--follow", action="store_true", help="go on as it grows")
+    parser = _add_verb(verbs, "cancel", "cancel a run's jobs", _cancel)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("--save", action="store_true", help="let it save and end by itself instead")
 
 
 _SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -119,10 +140,8 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from pacs_megatron.observability.logs import setup_logging
     from pacs_megatron.training.eval_main import run_eval
 
-    setup_logging(None, 0)
     print(run_eval(args.config, args.overrides, model=args.model, out=args.out))
     return 0
 
@@ -183,6 +202,46 @@ def _plan(args: argparse.Namespace) -> int:
     )
     print(text)
     return ExitCode.OK if fits else ExitCode.MISCONFIGURED
+
+
+def _submit(args: argparse.Namespace) -> int:
+    from pacs_megatron.config.cluster import load_cluster
+    from pacs_megatron.launch.submit import Request, submit
+
+    request = Request(
+        config=args.config,
+        overrides=tuple(args.overrides),
+        cluster=load_cluster(args.cluster),
+        sweep=tuple(args.sweep),
+        seeds=args.seeds,
+        convert=args.convert,
+        evaluate=args.evaluate,
+    )
+    for text in submit(request, dry_run=args.dry_run):
+        print(text)
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    from pacs_megatron.launch.runs import status
+
+    print(status(args.run))
+    return 0
+
+
+def _logs(args: argparse.Namespace) -> int:
+    from pacs_megatron.launch.runs import log_lines
+
+    for line in log_lines(args.run, args.attempt, args.lines, follow=args.follow):
+        print(line, flush=args.follow)
+    return 0
+
+
+def _cancel(args: argparse.Namespace) -> int:
+    from pacs_megatron.launch.runs import cancel
+
+    print(cancel(args.run, save=args.save))
+    return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from pacs_megatron.errors import ConfigError
 
-
 _KNOWN_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",

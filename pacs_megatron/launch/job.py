@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -21,12 +22,16 @@ from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError
 from pacs_megatron.launch.serve import servers_here, wait_for_urls
-from pacs_megatron.launch.train import check_model_and_layout, run_folder
+from pacs_megatron.launch.train import EXIT_CODE_FILE, check_model_and_layout, run_folder
 
 ATTEMPTS_FILE = "attempts.jsonl"
 LATEST = "latest"
-REQUEUE = 10
-"""Exit code of `end`: the batch script requeues its job."""
+KILLED_WITHIN_S = 120.0
+"""Slurm ends a requeued job's script; it must not end by itself before."""
+CANCEL_FILE = "CANCEL"
+"""`cancel --save` leaves it beside STOP: save, end, and do not come back."""
+Row = dict[str, float | int | str]
+"""One attempt."""
 _CHECKPOINT = re.compile(r"step_(\d+)")
 
 
@@ -71,7 +76,8 @@ def begin(run_dir: Path, job_id: str) -> Path:
     """
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    (run_dir / "STOP").unlink(missing_ok=True)
+    for name in ("STOP", CANCEL_FILE):
+        (run_dir / name).unlink(missing_ok=True)
     rows = read_attempts(run_dir)
     number = len(rows) + 1
     folder = logs / f"attempt_{number}"
@@ -80,35 +86,60 @@ def begin(run_dir: Path, job_id: str) -> Path:
     beside = logs / f".{LATEST}.{os.getpid()}"
     beside.symlink_to(folder.name)
     beside.replace(link)
-    row = {"attempt": number, "job_id": job_id, "begin": time.time(), "begin_step": latest_step(run_dir)}
+    row: Row = {"attempt": number, "job_id": job_id, "begin": time.time(), "begin_step": latest_step(run_dir)}
     _append(run_dir, row)
     return folder
 
 
-def end(run_dir: Path, code: int, max_attempts: int) -> tuple[bool, str]:
-    """Close the attempt: (whether to requeue, why)."""
+def end(run_dir: Path, code: int, max_attempts: int) -> tuple[int, bool, str]:
+    """Close the attempt: (exit code, whether another attempt is worth it, why).
+
+    Rank 0's own word in `<run>/exit_code` wins over `code`: srun reports the largest code of all ranks.
+    """
     rows = read_attempts(run_dir)
     if not rows:
         raise ConfigError(f"{run_dir}/logs/{ATTEMPTS_FILE} is empty; call `begin` before `end`")
+    told = run_dir / EXIT_CODE_FILE
+    if told.is_file() and told.stat().st_mtime >= float(rows[-1]["begin"]):
+        code = int(told.read_text(encoding="utf-8"))
     rows[-1] |= {"end": time.time(), "end_step": latest_step(run_dir), "code": code}
     _rewrite(run_dir, rows)
+    again, reason = _verdict(rows, code, max_attempts)
+    if again and (run_dir / CANCEL_FILE).exists():
+        again, reason = False, "cancelled by `pacs-megatron cancel --save`"
+    return code, again, reason
+
+
+def _verdict(rows: Sequence[Row], code: int, max_attempts: int) -> tuple[bool, str]:
     if code == ExitCode.OK:
         return False, "done"
     if code == ExitCode.MISCONFIGURED:
         return False, "the configuration or the data are wrong; the log says what to change"
     idle = 0
     for row in reversed(rows):
-        if "end_step" in row and row["end_step"] > row["begin_step"]:
+        if "end_step" in row and float(row["end_step"]) > float(row["begin_step"]):
             break
         idle += 1
     if idle >= max_attempts:
         return False, f"{idle} attempts in a row without a new checkpoint (resources.max_attempts={max_attempts})"
     if code == ExitCode.PREEMPTED:
         return True, "stopped by a signal and saved"
-    return True, f"failed with code {code}; the next attempt resumes from step {max(rows[-1]['end_step'], 0)}"
+    return True, f"failed with code {code}; the next attempt resumes from step {max(int(rows[-1]['end_step']), 0)}"
 
 
-def read_attempts(run_dir: Path) -> list[dict[str, float | int | str]]:
+def requeue(job_id: str) -> bool:
+    """Put the running job back into the queue; False where it is being cancelled, which a requeue would undo."""
+    state = subprocess.run(["squeue", "-h", "-j", job_id, "-o", "%T"], capture_output=True, text=True, check=False)
+    if state.stdout.split()[:1] != ["RUNNING"]:
+        return False
+    done = subprocess.run(["scontrol", "requeue", job_id], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"scontrol requeue {job_id}: {done.stderr.strip()}; submit the same command again by hand")
+    time.sleep(KILLED_WITHIN_S)
+    return True
+
+
+def read_attempts(run_dir: Path) -> list[Row]:
     """The rows of attempts.jsonl; empty when there is none."""
     path = run_dir / "logs" / ATTEMPTS_FILE
     if not path.is_file():
@@ -116,12 +147,12 @@ def read_attempts(run_dir: Path) -> list[dict[str, float | int | str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
-def _append(run_dir: Path, row: dict[str, float | int | str]) -> None:
+def _append(run_dir: Path, row: Row) -> None:
     with (run_dir / "logs" / ATTEMPTS_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
-def _rewrite(run_dir: Path, rows: Sequence[dict[str, float | int | str]]) -> None:
+def _rewrite(run_dir: Path, rows: Sequence[Row]) -> None:
     path = run_dir / "logs" / ATTEMPTS_FILE
     beside = path.with_suffix(".tmp")
     beside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -141,10 +172,11 @@ def main(arguments: Sequence[str]) -> int:
     verb.add_argument("run_dir", type=Path)
     verb.add_argument("code", type=int)
     verb.add_argument("max_attempts", type=int)
+    verb.add_argument("--requeue", action="store_true", help="put this job back into the queue where that is worth it")
     verb = verbs.add_parser("urls")
     verb.add_argument("folder", type=Path)
     verb.add_argument("timeout_s", type=float)
-    verb.add_argument("hosts", nargs="+")
+    verb.add_argument("num_nodes", type=int)
     args = parser.parse_args(arguments)
     try:
         return _run_verb(args)
@@ -160,11 +192,14 @@ def _run_verb(args: argparse.Namespace) -> int:
     elif args.verb == "begin":
         sys.stdout.write(f"{begin(args.run_dir, os.environ.get('SLURM_JOB_ID', 'none'))}\n")
     elif args.verb == "urls":
-        sys.stdout.write(",".join(wait_for_urls(args.folder, args.hosts, args.timeout_s)) + "\n")
+        sys.stdout.write(",".join(wait_for_urls(args.folder, args.num_nodes, args.timeout_s)) + "\n")
     else:
-        again, reason = end(args.run_dir, args.code, args.max_attempts)
-        sys.stdout.write(f"{'requeue' if again else 'stop'}: {reason}\n")
-        return REQUEUE if again else 0
+        code, again, reason = end(args.run_dir, args.code, args.max_attempts)
+        sys.stdout.write(f"exit code {code}: {'another attempt' if again else 'stop'}: {reason}\n")
+        sys.stdout.flush()
+        if again and args.requeue:
+            requeue(os.environ["SLURM_JOB_ID"])
+        return code
     return 0
 
 

@@ -71,22 +71,20 @@ def serve(folder: Path, config: RunConfig, host: str) -> int:
     return 0
 
 
-def wait_for_urls(folder: Path, hosts: Sequence[str], timeout_s: float) -> list[str]:
-    """Addresses of the servers on `hosts`, once every host has published its own.
+def wait_for_urls(folder: Path, num_nodes: int, timeout_s: float) -> list[str]:
+    """Addresses of the servers on all rollout nodes, once every node has published its own.
 
     Raises ConfigError when one has not after `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
-    while True:
-        missing = [host for host in hosts if not (folder / f"{host}.urls").is_file()]
-        if not missing:
-            return [url for host in hosts for url in (folder / f"{host}.urls").read_text(encoding="utf-8").split()]
+    while len(files := sorted(folder.glob("*.urls"))) < num_nodes:
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"no SGLang servers on {', '.join(missing)} after {timeout_s:.0f} s (rollout.servers.start_timeout_s); "
-                f"see the logs under {folder}"
+                f"SGLang servers of {len(files)} of {num_nodes} rollout nodes are up after {timeout_s:.0f} s "
+                f"(rollout.servers.start_timeout_s); see the logs under {folder}"
             )
         time.sleep(0.5)
+    return [url for file in files for url in file.read_text(encoding="utf-8").split()]
 
 
 def main(arguments: Sequence[str]) -> int:

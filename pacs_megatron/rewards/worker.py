@@ -77,8 +77,9 @@ def _die_with(parent_pid: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_pid:  # the parent ended before the line above
             sys.exit(1)
-    # Ctrl-C reaches the whole foreground group; the pool decides when workers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches the whole foreground group, Slurm's signals every process; the pool decides when workers end.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _limit_memory(limit_bytes: int) -> None:

@@ -2,7 +2,7 @@
 
 Concurrency: rank 0 asks one question at a time over a socket and gets one final answer; for the embedded engine the
 driver asks back (`generate`) in between. The driver ends when the socket closes, and the kernel ends it when rank 0 dies.
-It ignores SIGINT and SIGTERM: rank 0 turns signals into decisions and then closes the socket.
+It ignores SIGINT, SIGTERM and SIGUSR1: rank 0 turns signals into decisions and then closes the socket.
 """
 
 import ctypes
@@ -286,8 +286,8 @@ def _die_with_parent() -> None:
 def main(arguments: Sequence[str]) -> int:
     """`python -m pacs_megatron.rollout.driver <run folder> <socket fd>`: started by rank 0 only."""
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # Slurm signals every process of a step
+        signal.signal(number, signal.SIG_IGN)
     run_dir, fd = Path(arguments[0]), int(arguments[1])
     setup_logging(None, 0)
     connection = Connection(socket.socket(fileno=fd), "trainer")

@@ -40,7 +40,8 @@ def init_worker() -> None:
     """A worker outlives no driver, not even one that was killed: its queue's other end never closes by itself."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # Slurm signals every process of a step
+        signal.signal(number, signal.SIG_IGN)
 
 
 def decode(body: bytes, rid: str, max_tokens: int) -> Answer:

@@ -1,0 +1,269 @@
+"""`submit`: the run as a NeMo-Run experiment on Slurm, one job or a chain, one run or a sweep of them.
+
+The job does what slurm/train.sbatch does by hand: it opens an attempt, every rank is a task of srun (or a torchrun on
+each node), the signal before the time limit reaches the ranks, and the script's end decides about a requeue. NeMo-Run
+writes the batch script and submits it; its own retries stay off, because it would retry a wrong configuration too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pacs_megatron.config import LoadedConfig, load_config
+from pacs_megatron.config.cluster import ClusterConfig
+from pacs_megatron.config.layout import ranks_to_start
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.launch.serve import servers_here
+from pacs_megatron.launch.train import check_model_and_layout, run_folder
+
+EXPERIMENTS = ".nemo_run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the command line asks for."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    cluster: ClusterConfig
+    sweep: tuple[str, ...] = ()
+    """`key=a,b,c` each; every combination is a run."""
+    seeds: int = 1
+    convert: bool = False
+    """A job before training that converts the model to a Megatron checkpoint."""
+    evaluate: bool = False
+    """A job after training that evaluates the exported model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run of a request."""
+
+    name: str
+    overrides: tuple[str, ...]
+    loaded: LoadedConfig
+
+
+def expand(request: Request) -> list[Job]:
+    """The runs of a request, each loaded and checked. Raises ConfigError before anything is submitted."""
+    axes = [_axis(text) for text in request.sweep]
+    if request.seeds > 1:
+        first = load_config(request.config, request.overrides).config.run.seed
+        axes.append([f"run.seed={first + index}" for index in range(request.seeds)])
+    base = load_config(request.config, request.overrides).config.run.name
+    jobs = []
+    for choice in itertools.product(*axes):
+        name = "-".join([base, *(_short(text) for text in choice)])
+        overrides = (*request.overrides, *choice, *([f"run.name={name}"] if choice else []))
+        loaded = load_config(request.config, overrides)
+        check_model_and_layout(loaded, ranks_to_start(loaded.config))
+        if loaded.config.resources.rollout_nodes:
+            servers_here(loaded.config)
+        jobs.append(Job(name=name, overrides=overrides, loaded=loaded))
+    return jobs
+
+
+def _axis(text: str) -> list[str]:
+    key, equals, values = text.partition("=")
+    if not equals or not all(values.split(",")):
+        raise ConfigError(f"--sweep {text!r}: expected key=a,b,c such as objective.beta=0.5,1,2")
+    return [f"{key}={value}" for value in values.split(",")]
+
+
+def _short(override: str) -> str:
+    key, _, value = override.partition("=")
+    return re.sub(r"[^A-Za-z0-9.]+", "_", f"{key.rsplit('.', 1)[-1]}{value}")
+
+
+# ------------------------------------------------------------------------------------------------------------- commands
+def train_command(job: Job, request: Request) -> str:
+    """What every task of the trainer runs."""
+    arguments = [str(request.config.resolve()), *job.overrides]
+    if request.convert:
+        arguments.append(f"model.path={_converted(job)}")
+    python = _python(request.cluster)
+    resources = job.loaded.config.resources
+    lines = [f"cd {shlex.quote(os.getcwd())}"]
+    attached = ""
+    if resources.rollout_nodes:
+        timeout = _server_timeout(job)
+        folder = '"$PACS_ATTEMPT/servers"'
+        lines.append(
+            f"urls=$({python} -m pacs_megatron.launch.job urls {folder} {timeout} {resources.rollout_nodes}) || exit $?"
+        )
+        attached = ' rollout.servers=null "rollout.urls=[$urls]" "rollout.sync.host=$MASTER_ADDR"'
+    if request.cluster.launcher == "torchrun":
+        start = (
+            f"{python} -m pacs_megatron.launch.agent --nnodes={resources.nodes} "
+            f"--nproc-per-node={ranks_to_start(job.loaded.config) // resources.nodes} --rdzv-backend=c10d "
+            '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" -m pacs_megatron'
+        )
+    else:
+        start = f"{python} -m pacs_megatron"
+    lines.append(f"exec {start} train {shlex.join(arguments)}{attached}")
+    return "\n".join(lines)
+
+
+def serve_command(job: Job, request: Request) -> str:
+    """What the task of each rollout node runs."""
+    arguments = shlex.join([str(request.config.resolve()), *job.overrides])
+    return (
+        f"cd {shlex.quote(os.getcwd())}\n"
+        f'exec {_python(request.cluster)} -m pacs_megatron.launch.serve "$PACS_ATTEMPT/servers" {arguments}'
+    )
+
+
+def setup_lines(job: Job, request: Request) -> str:
+    """Shell lines of the batch script before its first srun: the site's setup, the attempt, the end."""
+    cluster, config = request.cluster, job.loaded.config
+    # Without the container's command: the batch script runs on the bare node.
+    python = shlex.join(cluster.python)
+    run_dir = shlex.quote(str(run_folder(job.loaded).resolve()))
+    lines = [f"module load {module}" for module in cluster.modules]
+    lines.extend(cluster.setup)
+    lines.extend(
+        [
+            f"cd {shlex.quote(os.getcwd())}",
+            'export MASTER_ADDR="${PACS_MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"',
+            "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
+            f"export PACS_ATTEMPT=$({python} -m pacs_megatron.launch.job begin {run_dir})",
+            'PACS_ATTEMPT=$(readlink -f "$PACS_ATTEMPT")',
+            f"trap 'pacs_code=$?; trap - EXIT; {python} -m pacs_megatron.launch.job end --requeue {run_dir} "
+            f"$pacs_code {config.resources.max_attempts}; exit' EXIT",
+        ]
+    )
+    return "\n".join(lines)
+
+
+def _python(cluster: ClusterConfig) -> str:
+    return shlex.join([*cluster.command_prefix(), *cluster.python])
+
+
+def _server_timeout(job: Job) -> float:
+    servers = getattr(job.loaded.config.rollout, "servers", None)
+    assert servers is not None
+    return float(servers.start_timeout_s)
+
+
+def _converted(job: Job) -> Path:
+    return (run_folder(job.loaded) / "converted").resolve()
+
+
+# ------------------------------------------------------------------------------------------------------------- NeMo-Run
+def _nemo_run() -> Any:
+    try:
+        import nemo_run
+    except ImportError as error:
+        raise ConfigError(
+            f"NeMo-Run is not usable here ({error}); pip install nemo-run==0.11.1 leptonai==0.27.0, or: sbatch "
+            "slurm/train.sbatch CONFIG"
+        ) from None
+    return nemo_run
+
+
+def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
+    """Yields what to print: for a dry run each batch script and resolved configuration, else the jobs' ids.
+
+    Raises ConfigError before anything is submitted.
+    """
+    jobs = expand(request)
+    # NeMo-Run reads these when it is imported.
+    os.environ.setdefault("NEMORUN_HOME", str((Path(jobs[0].loaded.config.run.dir) / EXPERIMENTS).resolve()))
+    os.environ.setdefault("NEMORUN_SKIP_CONFIRM_DRYRUN", "1")
+    run = _nemo_run()
+    for job in jobs:
+        with run.Experiment(job.name) as experiment:
+            _add_tasks(run, experiment, job, request)
+            if dry_run:
+                experiment.dryrun(log=False, delete_exp_dir=False)
+                folder = Path(experiment._exp_dir)
+                yield f"# {job.name}: resolved configuration\n{job.loaded.to_yaml()}"
+                for script in sorted(folder.rglob("*_sbatch.sh")):
+                    yield f"# {job.name}: {script.name}\n{script.read_text(encoding='utf-8')}"
+                for script in sorted(folder.rglob("scripts/*.sh")):
+                    yield f"# {job.name}: {script.name}, run by every task\n{script.read_text(encoding='utf-8')}"
+                shutil.rmtree(folder)
+                continue
+            experiment.run(detach=True, tail_logs=False)
+            handles = ", ".join(f"{task.id}={_job_id(task)}" for task in experiment.jobs)
+            yield f"{job.name}: submitted {handles}; pacs-megatron status {run_folder(job.loaded)}"
+
+
+def _job_id(task: Any) -> str:
+    handles = getattr(task, "handles", None) or [task.handle]
+    return ", ".join(str(handle).rsplit("/", 1)[-1] for handle in handles)
+
+
+def _add_tasks(run: Any, experiment: Any, job: Job, request: Request) -> None:
+    config, cluster = job.loaded.config, request.cluster
+    before: list[str] = []
+    python = f"cd {shlex.quote(os.getcwd())} && exec {_python(cluster)} -m pacs_megatron"
+    if request.convert:
+        text = f"{python} convert to-megatron --hf {shlex.quote(config.model.path)} --out {shlex.quote(str(_converted(job)))}"
+        before = [
+            experiment.add(
+                run.Script(inline=text), executor=_executor(run, job, cluster, nodes=1, tasks=1), name="convert"
+            )
+        ]
+    per_node = ranks_to_start(config) // config.resources.nodes
+    tasks = 1 if cluster.launcher == "torchrun" else per_node
+    trainer = _executor(run, job, cluster, nodes=config.resources.nodes, tasks=tasks)
+    trainer.setup_lines = setup_lines(job, request)
+    script = run.Script(inline=train_command(job, request))
+    if config.resources.rollout_nodes:
+        servers = _executor(run, job, cluster, nodes=config.resources.rollout_nodes, tasks=1)
+        trainer.heterogeneous = servers.heterogeneous = True
+        server_script = run.Script(inline=serve_command(job, request))
+        train = experiment.add([script, server_script], executor=[trainer, servers], name="train", dependencies=before)
+    else:
+        train = experiment.add(script, executor=trainer, name="train", dependencies=before)
+    if request.evaluate:
+        model = run_folder(job.loaded) / "hf"
+        arguments = shlex.join([str(request.config.resolve()), *job.overrides, "--model", str(model)])
+        text = f"{python} eval {arguments}"
+        executor = _executor(run, job, cluster, nodes=1, tasks=1)
+        experiment.add(run.Script(inline=text), executor=executor, name="eval", dependencies=[train])
+
+
+def _executor(run: Any, job: Job, cluster: ClusterConfig, *, nodes: int, tasks: int) -> Any:
+    from nemo_run.core.tunnel.client import LocalTunnel
+
+    config, container = job.loaded.config, cluster.container
+    gpus = config.resources.gpus_per_node
+    pyxis = container is not None and container.runtime == "pyxis"
+    srun_args = ["--label", *([f"--cpu-bind={cluster.cpu_bind}"] if cluster.cpu_bind else []), *cluster.srun_args]
+    # `requeue` keeps the job's id and place over attempts; without B: the signal reaches the tasks, that is the ranks.
+    return run.SlurmExecutor(
+        account=cluster.account,
+        partition=cluster.partition,
+        qos=cluster.qos,
+        constraint=cluster.constraint,
+        job_name_prefix="pacs.",
+        nodes=nodes,
+        ntasks_per_node=tasks,
+        cpus_per_task=cluster.cpus_per_task,
+        gpus_per_node=gpus if gpus and cluster.gpu_request == "gpus-per-node" else None,
+        gres=f"gpu:{gpus}" if gpus and cluster.gpu_request == "gres" else None,
+        mem=cluster.mem,
+        exclusive=True if cluster.exclusive else None,
+        time=config.resources.time_limit,
+        signal=f"USR1@{config.resources.signal_lead_s}",
+        additional_parameters={"requeue": True},
+        retries=0,
+        container_image=container.image if pyxis and container is not None else None,
+        container_mounts=list(container.mounts) if pyxis and container is not None else [],
+        env_vars=cluster.task_environment(),
+        srun_args=srun_args,
+        monitor_group_job_wait_time=5,
+        poll_estimated_start_time=False,
+        packager=run.Packager(),
+        tunnel=LocalTunnel(job_dir=""),
+    )
