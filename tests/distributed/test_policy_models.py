@@ -82,7 +82,9 @@ def expected_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
             before = [t.numpy() for t in trainer.logprobs(*STEPS[0])]
             start = trainer.weights()
             found = [trainer.update(f, t, pacs_loss(trainer.logprobs(f, t), f)) for f, t in STEPS]
-            known[key] = Expected(folder, before, [x[0] for x in found], [x[1] for x in found], start, trainer.weights())
+            known[key] = Expected(
+                folder, before, [x[0] for x in found], [x[1] for x in found], start, trainer.weights()
+            )
         return known[key]
 
     return find

@@ -27,6 +27,7 @@ def make_policy(
     dtype: str = "fp32",
     optimizer: dict[str, Any] | None = None,
     total_updates: int = 100,
+    temperature: float = 1.0,
     **parallel: Any,
 ) -> Any:
     """MegatronPolicy on the calling ranks, loaded from the Hugging Face folder. Call it inside `run_ranks`."""
@@ -56,6 +57,7 @@ def make_policy(
         optimizer=OptimizerOptions(**(OPTIMIZER | (optimizer or {}))),
         total_updates=total_updates,
         tokens_per_microbatch=tokens_per_microbatch,
+        temperature=temperature,
     )
     tensors = load_file(folder / "model.safetensors")
     policy.load_weights(lambda name: tensors[name].to(policy.config.params_dtype))
