@@ -38,7 +38,8 @@ class ModelDims:
 @dataclass(slots=True)
 class _Fused:
     num_parts: int
-    parts: dict[int, torch.Tensor] = field(default_factory=dict)
+    parts: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
+    """Hugging Face name and tensor of each part"""
 
 
 class ExpectedChecksums:
@@ -62,10 +63,10 @@ class ExpectedChecksums:
         if only is not None and target not in only:
             return
         fused = self._waiting.setdefault(target, _Fused(num_parts))
-        fused.parts[part] = tensor if num_parts == 1 else tensor.clone()
+        fused.parts[part] = name, tensor if num_parts == 1 else tensor.clone()
         if len(fused.parts) == fused.num_parts:
             del self._waiting[target]
-            shards = [self._shard(name, fused, rank) for rank in range(self._tp)]
+            shards = [self._shard(fused, rank) for rank in range(self._tp)]
             self.by_name[target] = [self._hash(shard) for shard in shards]
 
     def place(self, name: str) -> tuple[str, int, int]:
@@ -87,22 +88,23 @@ class ExpectedChecksums:
         for name, fused in self._waiting.items():
             raise SyncError(f"sync.verify: {name} got {len(fused.parts)} of its {fused.num_parts} parts in this export")
 
-    def _shard(self, name: str, fused: _Fused, rank: int) -> torch.Tensor:
-        parts = [self._slice(name, part, fused.parts[part], rank) for part in range(fused.num_parts)]
-        if "experts." not in name:
+    def _shard(self, fused: _Fused, rank: int) -> torch.Tensor:
+        parts = [self._slice(*fused.parts[part], rank) for part in range(fused.num_parts)]
+        name = fused.parts[0][0]
+        if _EXPERT.fullmatch(name) is None:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
-        if "down_proj" in name:
+        if ".down_proj." in name:
             return torch.stack(parts)
         return torch.stack([torch.cat(parts[i : i + 2]) for i in range(0, len(parts), 2)])
 
-    def _slice(self, name: str, part: int, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    def _slice(self, name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         if "embed_tokens." in name or name.startswith("lm_head."):
             missing = -len(tensor) % VOCAB_MULTIPLE
             padded = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
             return padded.chunk(self._tp)[rank]
         if self._tp == 1:
             return tensor
-        if re.search(r"\.(k_proj|v_proj)\.", name) or (".q_proj." in name and part > 0):
+        if re.search(r"\.(k_proj|v_proj)\.", name):
             num_shards = min(self._tp, self._dims.num_kv_heads)
             return tensor.chunk(num_shards)[rank * num_shards // self._tp]
         if re.search(r"\.(q_proj|gate_proj|up_proj)\.", name):
