@@ -36,7 +36,7 @@ install-slurm: ## Slurm and munge from Debian, when root and missing
 	@tools/install_slurm.sh
 
 quickstart: install ## tiny model -> warm start -> PACS -> Hugging Face checkpoint, on two CPU cores
-	@$(PY) examples/quickstart/run.py
+	@$(PY) -m examples.quickstart.run
 
 test: install-dev install-sglang install-slurm ## every test but the GPU's and the long ones
 	@$(PY) -m pytest -m "not gpu and not full" --session-timeout=$(TEST_BUDGET_S) $(PYTEST_ARGS)

@@ -74,7 +74,7 @@ def _add_evaluation(verbs: _SubParsers) -> None:
     parser = _add_verb(verbs, "export", "write a run's weights as a Hugging Face checkpoint", _export)
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--step", type=int, help="the checkpoint to export; default: the newest")
-    parser.add_argument("--out", type=Path, help="target folder; default: <run>/hf/step_<n>")
+    parser.add_argument("--out", type=Path, help="target folder; default: <run>/hf-step_<n>")
 
 
 def _add_groups(verbs: _SubParsers) -> None:
@@ -105,6 +105,12 @@ def _add_planning(verbs: _SubParsers) -> None:
     parser.add_argument("--search", action="store_true", help="compare every layout of the same GPUs")
     parser.add_argument("--json", action="store_true", help="bytes and seconds for other programs")
     parser.add_argument("--response-tokens", type=float, help="mean response length; default: a share of the limit")
+    parser = _add_config_verb(
+        verbs, "preflight", "check a run before it waits in a queue, or inside its job", _preflight
+    )
+    parser.add_argument("--json", action="store_true", help="for other programs")
+    parser = _add_config_verb(verbs, "fetch", "download model, tokenizer and data, so that jobs run offline", _fetch)
+    parser.add_argument("--wheels", type=Path, help="also download this project's locked wheels to a folder")
     _add_jobs(verbs)
     _add_verb(verbs, "doctor", "what works on this machine, and what to install", _doctor)
 
@@ -147,9 +153,10 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from pacs_megatron.training.export import run_export
+    from pacs_megatron.launch.export import export
 
-    return run_export(args)
+    print(export(args.run, step=args.step, out=args.out))
+    return 0
 
 
 def _config_show(args: argparse.Namespace) -> int:
@@ -202,6 +209,26 @@ def _plan(args: argparse.Namespace) -> int:
     )
     print(text)
     return ExitCode.OK if fits else ExitCode.MISCONFIGURED
+
+
+def _preflight(args: argparse.Namespace) -> int:
+    from pacs_megatron.errors import ExitCode
+    from pacs_megatron.launch.preflight import render, run_preflight
+    from pacs_megatron.launch.preflight_ranks import run_rank_checks
+
+    checks = run_preflight(args.config, args.overrides) + run_rank_checks(args.config, args.overrides)
+    text = render(checks, as_json=args.json)
+    if text:
+        print(text)
+    return ExitCode.MISCONFIGURED if any(check.level == "fail" for check in checks) else ExitCode.OK
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    from pacs_megatron.launch.fetch import fetch
+
+    for line in fetch(args.config, args.overrides, wheels=args.wheels):
+        print(line, flush=True)
+    return 0
 
 
 def _submit(args: argparse.Namespace) -> int:

@@ -51,6 +51,4 @@ def _share(tokens: TokenBuffers | None, rows: np.ndarray, owners: np.ndarray, ra
                 send_arrays(share, dst=head, group=rank.control)
     elif rank.is_head:
         own = receive_arrays(src=0, group=rank.control)
-    return tokens_from_arrays(
-        broadcast_arrays(own, src=rank.model_parallel_ranks[0], group=rank.model_parallel)
-    )
+    return tokens_from_arrays(broadcast_arrays(own, src=rank.model_parallel_ranks[0], group=rank.model_parallel))

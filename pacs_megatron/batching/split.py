@@ -1,5 +1,7 @@
 """Cut a step into mini-batches and mini-batches into micro-batches. Pure and deterministic: every rank computes the same."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from pacs_megatron.contracts import Layout, MicroBatchPlan, SampleFacts
@@ -15,10 +17,7 @@ def split_by_group(facts: SampleFacts, num_parts: int) -> list[np.ndarray]:
     if num_groups == 0:
         return []
     bounds = np.linspace(0, num_groups, min(num_parts, num_groups) + 1).round().astype(np.int64)
-    return [
-        np.flatnonzero((facts.groups >= start) & (facts.groups < stop))
-        for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
+    return [np.flatnonzero((facts.groups >= start) & (facts.groups < stop)) for start, stop in pairwise(bounds)]
 
 
 def plan_microbatches(

@@ -13,7 +13,7 @@ from pacs_megatron.contracts.protocols import (
     UpdateReport,
     WeightReceiver,
 )
-from pacs_megatron.contracts.samples import Group, Prompt, Sample, SamplingParams, SampleRequest, Span, Stop
+from pacs_megatron.contracts.samples import Group, Prompt, Sample, SampleRequest, SamplingParams, Span, Stop
 from pacs_megatron.contracts.step_data import MicroBatchPlan, Part, SampleFacts, TokenBuffers
 
 __all__ = [

@@ -37,7 +37,8 @@ class SampleFacts:
     @property
     def lens(self) -> np.ndarray:
         """int64 [n], prompt + response"""
-        return self.prompt_lens + self.response_lens
+        total: np.ndarray = self.prompt_lens + self.response_lens
+        return total
 
     def select(self, index: np.ndarray) -> "SampleFacts":
         """The rows `index` (int64 [m]), in that order, with group numbers made dense again."""

@@ -155,7 +155,6 @@ def _redirect(module: ModuleType) -> None:
         module.__dict__["_get_cuda_rng_state"] = lambda *_a, **_k: torch.get_rng_state()
         module.__dict__["_set_cuda_rng_state"] = lambda state, *_a, **_k: torch.set_rng_state(state)
 
-
     if module.__name__ == f"{PREFIX}.transformer.moe.token_dispatcher":
         module.__dict__["maybe_move_tensor_to_cpu"] = _on_host
 
@@ -222,7 +221,7 @@ def cuda_type_names() -> Iterator[None]:
         return answer
 
     torch.Tensor.type = type_name  # type: ignore[method-assign,assignment]
-    torch.Tensor.cuda = lambda self, *_a, **_k: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *_a, **_k: self  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from pacs_megatron.contracts import Layout
 from pacs_megatron.errors import ConfigError
@@ -62,7 +63,7 @@ def _rendezvous(rank: int, world_size: int, backend: str) -> None:
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
     elif world_size == 1:
         # A store in memory: a single process opens no port.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         raise ConfigError(
             f"MASTER_ADDR is not set although the world has {world_size} ranks; start the ranks with torchrun, "
@@ -137,7 +138,8 @@ def _replicas(dp_rank: int, control: dist.ProcessGroup) -> list[tuple[int, ...]]
 def _model_parallel_group(replicas: list[tuple[int, ...]], dp_rank: int, timeout_s: float) -> dist.ProcessGroup:
     """A gloo group over this rank's replica; every rank creates all of them, in the same order."""
     timeout = datetime.timedelta(seconds=timeout_s)
-    return [dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in replicas][dp_rank]
+    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in replicas]
+    return groups[dp_rank]
 
 
 def shutdown() -> None:

@@ -89,4 +89,3 @@ def all_gather_by_index(
         mask = other_have.to("cpu").bool()
         result[mask] = other_values.to("cpu")[mask]
     return result
-

@@ -11,7 +11,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from pacs_megatron.observability.rollout_log import rollout_path, write_rollouts
 from pacs_megatron.rewards.pool import RewardPool
 from pacs_megatron.rollout.admission import admit, shuffle_labels
 from pacs_megatron.rollout.judge import Judge
-from pacs_megatron.rollout.sample_arrays import requests_to_message, samples_from_message
 from pacs_megatron.rollout.requests import sample_requests
+from pacs_megatron.rollout.sample_arrays import Message, requests_to_message, samples_from_message
 from pacs_megatron.rollout.wire import Connection
 
 logger = logging.getLogger(__name__)
@@ -40,11 +41,12 @@ _PR_SET_PDEATHSIG = 1
 class Driver:
     """Answers rank 0's questions."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, connection: Connection) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, model_dir: Path, connection: Connection) -> None:
         self._config = config
         self._run_dir = run_dir
         self._connection = connection
-        self._tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+        self._model_dir = model_dir
+        self._tokenizer = load_tokenizer(str(model_dir), config.model.trust_remote_code)
         self._train = self._load_train()
         self._benchmarks = [load_prompts(b, config.data, self._tokenizer) for b in config.evaluation.benchmarks]
         self._order = PromptOrder(len(self._train.prompts), config.run.seed, config.data.shuffle)
@@ -101,7 +103,7 @@ class Driver:
         """Prompt id -> int32 response ids, ended by the end-of-sequence token; over-long ones are left out."""
         end = self._tokenizer.eos_token_id
         if end is None:
-            end = stop_token_ids(self._tokenizer, self._config.model.path)[0]
+            end = stop_token_ids(self._tokenizer, str(self._model_dir))[0]
         found = {}
         for prompt in loaded.prompts:
             if not prompt.solution:
@@ -144,7 +146,7 @@ class Driver:
         return samples
 
     # --------------------------------------------------------------------------------------------------------- steps
-    def rollout(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def rollout(self, step: int) -> Message:
         """The judged and admitted samples of a step."""
         config = self._config
         started = time.perf_counter()
@@ -177,7 +179,7 @@ class Driver:
         logger.info("step %d: %d samples in %.2f s", step, len(judged), time.perf_counter() - started)
         return {"kind": "groups", "metrics": metrics}, arrays
 
-    def evaluate(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def evaluate(self, step: int) -> Message:
         """Counts of every benchmark's problems."""
         config = self._config
         assert config.evaluation.sampling is not None and self._judge is not None
@@ -217,20 +219,22 @@ class Driver:
                 case "state":
                     self._connection.send({"kind": "state", "order": self._order.state_dict()})
                 case "load_state":
-                    self._answer(lambda q=question: (self._load_state(q["order"]), ({"kind": "loaded"}, {}))[1])
+                    self._answer(partial(self.load_state, question["order"]))
                 case "rollout":
-                    self._answer(lambda q=question: self.rollout(q["step"]))
+                    self._answer(partial(self.rollout, question["step"]))
                 case "evaluate":
-                    self._answer(lambda q=question: self.evaluate(q["step"]))
+                    self._answer(partial(self.evaluate, question["step"]))
 
-    def _load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> Message:
+        """Continue where a checkpoint was taken."""
         self._order.load_state_dict(state)
+        return {"kind": "loaded"}, {}
 
-    def _answer(self, compute: Any) -> None:
+    def _answer(self, compute: Callable[[], Message]) -> None:
         try:
             header, arrays = compute()
         except PacsError as error:
-            logger.error("%s: %s", type(error).__name__, error)
+            logger.exception("told to the trainer")
             self._connection.send({"kind": "error", "type": type(error).__name__, "message": str(error)})
             return
         self._connection.send(header, arrays)
@@ -284,16 +288,16 @@ def _die_with_parent() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m pacs_megatron.rollout.driver <run folder> <socket fd>`: started by rank 0 only."""
+    """`python -m pacs_megatron.rollout.driver <run folder> <model folder> <socket fd>`: started by rank 0 only."""
     _die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # Slurm signals every process of a step
         signal.signal(number, signal.SIG_IGN)
-    run_dir, fd = Path(arguments[0]), int(arguments[1])
+    run_dir, model_dir, fd = Path(arguments[0]), Path(arguments[1]), int(arguments[2])
     setup_logging(None, 0)
     connection = Connection(socket.socket(fileno=fd), "trainer")
     config = load_config(run_dir / "config.yaml").config
     try:
-        driver = Driver(config, run_dir, connection)
+        driver = Driver(config, run_dir, model_dir, connection)
     except PacsError as error:
         connection.send({"kind": "error", "type": type(error).__name__, "message": str(error)})
         return int(error.exit_code)

@@ -1,5 +1,6 @@
 """Rank 0's end of the driver: starts it, asks, waits with a heartbeat, ends it."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -20,15 +21,16 @@ _CLOSE_GRACE_S = 10.0
 class DriverClient:
     """One driver process."""
 
-    def __init__(self, run_dir: Path, *, timeout_s: float, heartbeat_s: float) -> None:
+    def __init__(self, run_dir: Path, model_dir: Path, *, timeout_s: float, heartbeat_s: float) -> None:
         self._timeout_s = timeout_s
         self._heartbeat_s = heartbeat_s
         ours, theirs = socket.socketpair()
         log_dir = run_dir / "logs"
         log_dir.mkdir(parents=True, exist_ok=True)
         with (log_dir / "driver.log").open("ab") as log:
+            command = ["pacs_megatron.rollout.driver", str(run_dir), str(model_dir), str(theirs.fileno())]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pacs_megatron.rollout.driver", str(run_dir), str(theirs.fileno())],
+                [sys.executable, "-m", *command],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -68,10 +70,8 @@ class DriverClient:
     def close(self) -> None:
         """End the process; safe to call at any time."""
         if self._process.poll() is None:
-            try:
+            with contextlib.suppress(errors.RolloutError):  # it is on its way out already
                 self._connection.send({"op": "close"})
-            except errors.RolloutError:
-                pass  # it is on its way out already
         self._connection.close()
         try:
             self._process.wait(_CLOSE_GRACE_S)
@@ -82,5 +82,5 @@ class DriverClient:
 
 def named_error(name: str, message: str) -> errors.PacsError:
     """The PacsError of that name: an error of another process, raised here."""
-    kinds = {kind.__name__: kind for kind in (errors.PacsError, *errors.PacsError.__subclasses__())}
-    return kinds.get(name, errors.PacsError)(message)
+    kinds: list[type[errors.PacsError]] = [errors.PacsError, *errors.PacsError.__subclasses__()]
+    return next((kind for kind in kinds if kind.__name__ == name), errors.PacsError)(message)

@@ -1,6 +1,7 @@
 """Requests and samples as flat arrays, for the way between driver and ranks."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def requests_to_message(prompts: Sequence[Prompt], requests: Sequence[SampleRequ
 def requests_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[SampleRequest]:
     """Inverse of `requests_to_message`; requests of one prompt share its token array."""
     bounds = arrays["offsets"]
-    prompts = [arrays["token_ids"][start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    prompts = [arrays["token_ids"][start:stop] for start, stop in pairwise(bounds)]
     params = SamplingParams(**{**header["params"], "stop": tuple(header["params"]["stop"])})
     return [
         SampleRequest(

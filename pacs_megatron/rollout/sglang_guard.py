@@ -118,7 +118,8 @@ def main(argv: list[str]) -> int:
             break
     end_all(server.pid, grace_s, ancestor=os.getpid())
     pid_file.unlink(missing_ok=True)
-    return server.returncode if server.returncode is not None else 0
+    status = server.wait()
+    return status if status >= 0 else 128 - status  # as a shell says it: 137 for SIGKILL
 
 
 if __name__ == "__main__":

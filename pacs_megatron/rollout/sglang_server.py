@@ -78,7 +78,8 @@ class ServerSpec:
         args += [flag for flag, wanted in flags.items() if wanted]
         if self.device == "cpu":
             args += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-            args += ["--disable-cuda-graph", "--disable-overlap-schedule"]
+            # An idle scheduler would spin on a core that the trainer shares.
+            args += ["--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"]
         return [*args, *self.extra_args]
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:

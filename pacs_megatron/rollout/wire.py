@@ -34,7 +34,7 @@ class Connection:
         payload = pack_arrays(arrays).numpy() if arrays else np.empty(0, dtype=np.uint8)
         try:
             self._sock.sendall(_PREFIX.pack(len(head), payload.size) + head)
-            self._sock.sendall(memoryview(payload))
+            self._sock.sendall(payload.tobytes() if payload.size < _CHUNK else payload.data)
         except OSError as error:
             raise self._gone() from error
 

@@ -53,9 +53,7 @@ class Outputs:
                 config=w.config.model_dump(mode="json"),
             )
         )
-        self.progress = stack.enter_context(
-            Progress(w.config.run.name, w.config.run.steps, done=max(first_step, 0))
-        )
+        self.progress = stack.enter_context(Progress(w.config.run.name, w.config.run.steps, done=max(first_step, 0)))
         w.timer.on_change(self.progress.phase)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -149,23 +147,23 @@ def _driver_state(w: World) -> dict[str, Any] | None:
 
 def save(w: World, done: Progressed) -> None:
     """Checkpoint of the boundary `done`. Collective."""
+    has_reference = w.policy.reference is not None
     with w.timer.span("checkpoint"):
-        folder = run_checkpoint.save_checkpoint(
-            w.run_dir,
-            done.step,
-            w.rank,
-            sharded=policy_state.sharded_state(w.policy, is_loading=False, with_reference=w.policy.reference is not None),
+        contents = run_checkpoint.Contents(
+            sharded=policy_state.sharded_state(w.policy, is_loading=False, with_reference=has_reference),
             state={
                 "policy_version": w.policy.version,
                 "schedule": w.policy.optimizer.schedule.state_dict(),
                 "driver": done.driver,
                 "digest": w.digest,
-                "has_reference": w.policy.reference is not None,
+                "has_reference": has_reference,
             },
             rng=policy_state.rng_state(),
             hf_metadata=w.model_dir,
             dtype=w.policy.config.params_dtype,
-            keep_last=w.config.checkpoint.keep_last,
+        )
+        folder = run_checkpoint.save_checkpoint(
+            w.run_dir, done.step, w.rank, contents, keep_last=w.config.checkpoint.keep_last
         )
     if w.rank.rank == 0:
         logger.info("saved %s", folder)

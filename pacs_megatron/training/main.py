@@ -57,6 +57,7 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
     setup_logging(None, rank_number)
     created = rank_number == 0 and not run_dir.exists()
     # After the cheap checks: these imports take seconds.
+    from pacs_megatron.parallel import groups
     from pacs_megatron.rollout.driver_client import DriverClient
     from pacs_megatron.training import loop, world
     from pacs_megatron.training.signals import StopFlag
@@ -73,6 +74,7 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
                 # The driver loads data while this process builds the model.
                 driver = DriverClient(
                     run_dir,
+                    model_dir,
                     timeout_s=loaded.config.parallel.control_timeout_s,
                     heartbeat_s=loaded.config.parallel.heartbeat_s,
                 )
@@ -86,7 +88,7 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
             raise
         setup_logging(run_dir / LOG_FOLDER, rank_number)
         code = loop.run(built)
-    world.groups.shutdown()
+    groups.shutdown()
     return code
 
 

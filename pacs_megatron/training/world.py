@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pacs_megatron.checkpoint.hf_folder import HfFolder
+from pacs_megatron.checkpoint.manifest import HF_FOLDER
+from pacs_megatron.checkpoint.megatron_weights import is_megatron_checkpoint, open_weights
 from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint
 from pacs_megatron.config.schema import DemonstrationRollout, EmbeddedRollout, GrpoOptions, PacsOptions, RunConfig
 from pacs_megatron.contracts import Layout, Objective
@@ -92,8 +93,7 @@ def build_on_all_ranks(
     rank, channel = join(config)
     built, error = None, None
     try:
-        load_weights = latest_checkpoint(run_dir) is None
-        built = build(config, run_dir, model_dir, rank, channel, driver, stop, load_weights=load_weights)
+        built = build(config, run_dir, model_dir, Joined(rank=rank, channel=channel, driver=driver, stop=stop))
         if driver is not None:
             driver.receive()  # "ready", or the driver's error
     except PacsError as caught:
@@ -105,18 +105,19 @@ def build_on_all_ranks(
     return built
 
 
-def build(
-    config: RunConfig,
-    run_dir: Path,
-    model_dir: Path,
-    rank: Rank,
-    channel: ControlChannel,
-    driver: DriverClient | None,
-    stop: StopFlag,
-    *,
-    load_weights: bool,
-) -> World:
-    """The model and the engines. Without `load_weights` the weights are arbitrary: a checkpoint follows."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """This process among the others."""
+
+    rank: Rank
+    channel: ControlChannel
+    driver: DriverClient | None
+    stop: StopFlag
+
+
+def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: Joined) -> World:
+    """The model and the engines. Where the run has a checkpoint the weights are arbitrary: `loop.resume` follows."""
+    rank = joined.rank
     rollout = config.rollout
     temperature = 1.0 if isinstance(rollout, DemonstrationRollout) else rollout.sampling.temperature
     policy = MegatronPolicy(
@@ -129,9 +130,9 @@ def build(
         tokens_per_microbatch=config.batch.tokens_per_microbatch,
         temperature=temperature,
     )
-    if load_weights:
-        folder = HfFolder(model_dir)
-        policy.load_weights(lambda name: folder.get(name).to(policy.config.params_dtype))
+    if latest_checkpoint(run_dir) is None:
+        stored = open_weights(weights_dir(model_dir))
+        policy.load_weights(lambda name: stored.get(name).to(policy.config.params_dtype))
     policy.compare_with_sampler = not isinstance(rollout, DemonstrationRollout)
     engine = None
     if isinstance(rollout, EmbeddedRollout):
@@ -148,25 +149,30 @@ def build(
         run_dir=run_dir,
         model_dir=model_dir,
         rank=rank,
-        channel=channel,
+        channel=joined.channel,
         policy=policy,
         objective=build_objective(config.objective, updates_per_step=config.batch.updates_per_step),
-        rollouts=Rollouts(rank, channel, driver, engine),
-        driver=driver,
+        rollouts=Rollouts(rank, joined.channel, joined.driver, engine),
+        driver=joined.driver,
         engine=engine,
         timer=Timer(),
-        stop=stop,
+        stop=joined.stop,
     )
 
 
-def resolve_model(path: str) -> Path:
-    """A local folder as it is; a hub id from the local cache or the hub.
+def weights_dir(model_dir: Path) -> Path:
+    """Where the weights of `resolve_model`'s folder are: a converted checkpoint keeps its HF metadata inside."""
+    return model_dir.parent if is_megatron_checkpoint(model_dir.parent) and model_dir.name == HF_FOLDER else model_dir
 
-    Raises CheckpointError when it is neither.
+
+def resolve_model(path: str) -> Path:
+    """The folder with config and tokenizer: a Hugging Face folder, `hf/` of a converted checkpoint, or a hub id's copy.
+
+    Raises CheckpointError when it is none of them.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        return folder
+        return folder / HF_FOLDER if is_megatron_checkpoint(folder) else folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
