@@ -213,13 +213,15 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _preflight(args: argparse.Namespace) -> int:
     from pacs_megatron.errors import ExitCode
+    from pacs_megatron.launch.environment import is_first_rank
     from pacs_megatron.launch.preflight import render, run_preflight
     from pacs_megatron.launch.preflight_ranks import run_rank_checks
 
     checks = run_preflight(args.config, args.overrides) + run_rank_checks(args.config, args.overrides)
-    text = render(checks, as_json=args.json)
-    if text:
-        print(text)
+    if not is_first_rank():
+        checks = [check for check in checks if check.level == "fail"]  # every node looks, one speaks
+    if checks:
+        print(render(checks, as_json=args.json))
     return ExitCode.MISCONFIGURED if any(check.level == "fail" for check in checks) else ExitCode.OK
 
 

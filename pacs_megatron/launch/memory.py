@@ -69,7 +69,7 @@ def layers_of_stage(num_layers: int, layout: Layout, stage: int) -> list[int]:
 
 
 def rank_parameters(spec: ModelSpec, layout: Layout, stage: int) -> RankParameters:
-    """Sizes of every tensor that one rank of `stage` holds. Experts use the same tensor parallelism as the rest."""
+    """Sizes of every tensor that one rank of `stage` holds."""
     mine = set(layers_of_stage(spec.num_layers, layout, stage))
     first, last = stage == 0, stage == layout.pp - 1
     split_tied = spec.tied and layout.pp > 1
@@ -86,7 +86,7 @@ def rank_parameters(spec: ModelSpec, layout: Layout, stage: int) -> RankParamete
             if entry.expert is None:
                 dense.append(_local_size(entry, layout))
             elif entry.expert < _num_local_experts(spec, layout):
-                experts.append(_local_size(entry, layout))
+                experts.append(math.prod(entry.shard_shape(layout.expert_tp)))
         elif last:
             dense.append(_local_size(entry, layout))
     return RankParameters(tuple(dense), tuple(experts), shared)
@@ -114,7 +114,7 @@ def buffer_elements(parameters: RankParameters, layout: Layout, *, distributed_o
 
 def expert_replicas(layout: Layout) -> int:
     """Ranks that hold the same experts of a stage."""
-    return layout.world_size // (layout.pp * layout.tp * layout.ep)
+    return layout.world_size // (layout.pp * layout.expert_tp * layout.ep)
 
 
 def _pad_bucket(sizes: Sequence[int], num_ranks: int) -> int:

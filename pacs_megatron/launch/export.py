@@ -1,0 +1,30 @@
+"""`export`: a run's checkpoint as a Hugging Face folder, without Megatron."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.launch.job import latest_step
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def export(run_dir: Path, *, step: int | None, out: Path | None) -> str:
+    """Write the weights of `step` (default: the newest checkpoint) to `out`; returns a line to print.
+
+    Raises ConfigError without a checkpoint, CheckpointError or ConversionError where it cannot be read.
+    """
+    from pacs_megatron.convert.convert import Options, megatron_to_hf
+    from pacs_megatron.observability.logs import setup_logging
+
+    newest = latest_step(run_dir)
+    if newest < 0:
+        raise ConfigError(f"{run_dir} has no checkpoint under checkpoints/; give the folder of a run that has saved")
+    chosen = newest if step is None else step
+    folder = run_dir / "checkpoints" / f"step_{chosen:06d}"
+    if not (folder / "manifest.json").is_file():
+        raise ConfigError(f"{folder} is not there or not whole; the newest checkpoint is step {newest}")
+    target = out if out is not None else run_dir / "hf_exports" / f"step_{chosen:06d}"
+    setup_logging(None, 0)
+    return str(megatron_to_hf(folder, Options(out=target), step=None, max_shard_bytes=MAX_SHARD_BYTES))
