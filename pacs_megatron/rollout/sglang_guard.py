@@ -3,7 +3,7 @@
 Run as a script by its path, standard library only:
 `python -I sglang_guard.py <pid file> <grace seconds> <command> ...`, standard input a pipe whose other end only the
 launcher holds. Pipe closed, launcher gone, SIGTERM, or the server's own end: the whole process group and all
-descendants are ended, the pid file is removed, and the guard exits with the server's exit status.
+descendants are ended, the pid file is removed, and the guard exits with the server's exit status (128 + signal).
 
 Why a process of its own: SGLang's launcher orphans its scheduler and detokenizer when it is killed, and nothing in a
 launcher that gets SIGKILL can clean up. What remains when the guard itself is killed, the next start removes by the
@@ -62,27 +62,30 @@ def members(group: int, ancestor: int | None = None) -> list[int]:
     return sorted(ours - {os.getpid()})
 
 
-def end_all(group: int, grace_s: float, ancestor: int | None = None) -> None:
-    """SIGTERM, `grace_s`, SIGKILL; returns when none is left."""
-    signals = [(signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)]
-    for number, wait_s in signals:
+def end_all(server: subprocess.Popen[bytes], grace_s: float) -> None:
+    """SIGTERM, `grace_s`, SIGKILL to the server's process group and all descendants; returns when none is left."""
+    group, guard = server.pid, os.getpid()
+    for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
         deadline = time.monotonic() + wait_s
-        for pid in members(group, ancestor):
+        for pid in members(group, guard):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
                 os.kill(pid, signal.SIGCONT)  # a stopped process acts on nothing but SIGKILL
         while time.monotonic() < deadline:
-            reap_children()
-            if not members(group, ancestor):
+            reap_orphans(server)
+            if not members(group, guard):
                 return
             time.sleep(0.05)
 
 
-def reap_children() -> None:
+def reap_orphans(server: subprocess.Popen[bytes]) -> None:
     """Collects finished children (the guard adopts orphans), so that they do not stay as zombies."""
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid == server.pid:
+                server.wait()
+            else:
+                os.waitpid(ended.si_pid, 0)
 
 
 def die_with_parent() -> None:
@@ -116,7 +119,7 @@ def main(argv: list[str]) -> int:
     while not stop and server.poll() is None and os.getppid() == launcher:
         if select.select([sys.stdin], [], [], POLL_S)[0]:
             break
-    end_all(server.pid, grace_s, ancestor=os.getpid())
+    end_all(server, grace_s)
     pid_file.unlink(missing_ok=True)
     status = server.wait()
     return status if status >= 0 else 128 - status  # as a shell says it: 137 for SIGKILL

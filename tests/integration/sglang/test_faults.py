@@ -107,7 +107,4 @@ def test_an_owned_server_killed_while_it_generates_is_replaced(
         assert sorted(s.id for s in done) == sorted(r.id for r in asked)
         left = sglang_guard.members(json.loads((tmp_path / "server0.pid").read_text())["server"])
     assert not any(sglang_guard.group_and_parent(pid) for pid in left)
-    with pytest.raises(OSError, match="refused"):
-        import socket
-
-        socket.create_connection(("127.0.0.1", int(api.url.rpartition(":")[2])))
+    assert not api.ready(timeout_s=1.0)

@@ -1,0 +1,129 @@
+"""Output tokens/s of our client against SGLang's own `bench_serving`, on the same server under the same load.
+
+    python benchmarks/rollout_client.py [--requests 512] [--tokens 64] [--rounds 5] [--url http://127.0.0.1:30000]
+
+Both ask for fixed-length answers with log-probs, not streamed, with the same number of requests in flight, by turns.
+Prints one JSON object and exits with 1 when the median of the rounds' ratios is below 0.95. Without --url it starts a
+server of a tiny random model on CPU from .venv-sglang; a given server needs
+`--preferred-sampling-params '{"ignore_eos": true}'` (bench_serving ignores the end of sequence; our client never does).
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.contracts import SampleRequest, SamplingParams
+from pacs_megatron.rollout.sglang import open_engine, server_apis
+from pacs_megatron.rollout.sglang_client import SglangEngine
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+TARGET = 0.95
+PROMPT_TOKENS = 16
+
+
+def options(args: argparse.Namespace) -> SglangRollout:
+    servers = SglangServers(
+        python=(str(args.python),),
+        device="cpu",
+        max_total_tokens=32768,
+        extra_args=("--preferred-sampling-params", '{"ignore_eos": true}'),
+    )
+    return SglangRollout(
+        engine="sglang",
+        sampling=SamplingOptions(max_response_tokens=args.tokens),
+        sync=SglangSync(way="disk"),
+        urls=() if args.url is None else (args.url,),
+        servers=servers if args.url is None else None,
+        max_in_flight=args.in_flight,
+    )
+
+
+def ours(engine: SglangEngine, args: argparse.Namespace, round_number: int) -> float:
+    """Output tokens/s from the first request to the last checked sample."""
+    rng = np.random.default_rng(round_number)
+    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=args.tokens)
+    requests = [
+        SampleRequest(
+            id=f"{round_number}:{i}#0",
+            prompt_id=str(i),
+            token_ids=rng.integers(0, 250, PROMPT_TOKENS).astype(np.int32),
+            seed=i,
+            params=params,
+        )
+        for i in range(args.requests)
+    ]
+    began = time.perf_counter()
+    num_tokens = sum(sample.response_len for sample in engine.stream(requests))
+    seconds = time.perf_counter() - began
+    if num_tokens != args.requests * args.tokens:
+        raise SystemExit(
+            f"got {num_tokens} tokens, expected {args.requests * args.tokens}: does the server ignore_eos?"
+        )
+    return num_tokens / seconds
+
+
+def theirs(url: str, tokenizer: Path, args: argparse.Namespace, round_number: int) -> float:
+    """The same from bench_serving's own report."""
+    with tempfile.TemporaryDirectory() as tmp:
+        report = Path(tmp) / "report.jsonl"
+        command = [str(args.python), "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", url]
+        command += ["--dataset-name", "random-ids", "--num-prompts", str(args.requests), "--tokenize-prompt"]
+        command += ["--random-input-len", str(PROMPT_TOKENS), "--random-output-len", str(args.tokens)]
+        command += ["--random-range-ratio", "1.0", "--max-concurrency", str(args.in_flight), "--disable-stream"]
+        command += ["--return-logprob", "--temperature", "1.0", "--seed", str(round_number), "--disable-tqdm"]
+        command += ["--tokenizer", str(tokenizer), "--model", str(tokenizer), "--output-file", str(report)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise SystemExit(f"bench_serving failed: {done.stderr[-2000:]}")
+        result = json.loads(report.read_text().splitlines()[-1])
+    if result["completed"] != args.requests:
+        raise SystemExit(f"bench_serving completed {result['completed']} of {args.requests} requests")
+    return float(result["output_throughput"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--in-flight", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--url")
+    parser.add_argument("--python", type=Path, default=ROOT / ".venv-sglang" / "bin" / "python")
+    args = parser.parse_args()
+
+    from tests.support.tiny_models import make_tiny_qwen3
+
+    with ExitStack() as stack:
+        tmp = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = make_tiny_qwen3(tmp / "model")
+        run = options(args)
+        engine = stack.enter_context(open_engine(run, ModelOptions(path=str(model)), tmp))
+        url = engine.status()[0].url
+        [api] = server_apis(run, (url,))
+        api.set_weight_version("0:benchmark")
+        engine.set_current(0, "benchmark")
+        ours(engine, args, 0)  # warm-up of the server
+        rounds = []
+        for number in range(1, args.rounds + 1):
+            mine, reference = ours(engine, args, number), theirs(url, model, args, number)
+            rounds.append(
+                {"ours": round(mine, 1), "bench_serving": round(reference, 1), "ratio": round(mine / reference, 4)}
+            )
+            print(rounds[-1], file=sys.stderr, flush=True)
+    ratio = statistics.median(entry["ratio"] for entry in rounds)
+    print(json.dumps({"unit": "output tokens/s", "rounds": rounds, "median_ratio": ratio, "target": TARGET}))
+    return 0 if ratio >= TARGET else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

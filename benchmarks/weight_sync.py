@@ -1,0 +1,102 @@
+"""GB/s of each way of weight sync into a real SGLang server, against a plain copy of the same bytes.
+
+    python benchmarks/weight_sync.py [--hidden 768] [--layers 8] [--repeats 5] [--bucket-mib 64]
+
+Starts one server on CPU from .venv-sglang. Every push is timed from begin_update to end_update: pausing, sending,
+loading by the server, flushing its cache. `verify=full` is timed too (SHA-256 on both sides on CPU). Prints one JSON
+object. GB = 10^9 bytes of bf16 weights.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.models import load_spec
+from pacs_megatron.rollout.sglang import server_apis, server_specs, start_servers
+from pacs_megatron.weight_sync.push import push
+from pacs_megatron.weight_sync.sglang import server_sync
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+START_S = 600.0
+
+
+def plain_copy(weights: dict[str, torch.Tensor], repeats: int) -> float:
+    """GB/s of copying every tensor into memory that is already there."""
+    into = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    rates = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        for name, tensor in weights.items():
+            into[name].copy_(tensor)
+        rates.append(num_bytes / (time.perf_counter() - began) / 1e9)
+    return statistics.median(rates)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--python", type=Path, default=ROOT / ".venv-sglang" / "bin" / "python")
+    args = parser.parse_args()
+
+    from safetensors.torch import load_file
+
+    from tests.support.tiny_models import make_tiny_qwen3
+
+    shape = {"hidden_size": args.hidden, "intermediate_size": 3 * args.hidden, "num_hidden_layers": args.layers}
+    shape |= {"num_attention_heads": 8, "head_dim": args.hidden // 8, "vocab_size": 32000}
+    with ExitStack() as stack:
+        tmp = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = make_tiny_qwen3(tmp / "model", dtype="bfloat16", **shape)
+        weights = load_file(model / "model.safetensors")
+        num_bytes = sum(tensor.nbytes for tensor in weights.values())
+        servers = SglangServers(python=(str(args.python),), device="cpu", max_total_tokens=4096)
+
+        def options(way: str, verify: str) -> SglangRollout:
+            sync = {"way": way, "verify": verify, "bucket_mib": args.bucket_mib, "timeout_s": 120.0}
+            sampling = SamplingOptions(max_response_tokens=1)
+            return SglangRollout(engine="sglang", sampling=sampling, sync=SglangSync(**sync), servers=servers)
+
+        specs = server_specs(options("disk", "off"), servers, ModelOptions(path=str(model)), tmp)
+        [server] = start_servers(specs, START_S)
+        stack.callback(server.close)
+        result: dict[str, object] = {
+            "bytes": num_bytes,
+            "bucket_mib": args.bucket_mib,
+            "threads": torch.get_num_threads(),
+        }
+        result["plain_copy_gb_per_s"] = round(plain_copy(weights, args.repeats), 2)
+        version = 0
+        for way in ("disk", "broadcast", "ipc"):
+            for verify in ("off", "full"):
+                run = options(way, verify)
+                sync = server_sync(run, load_spec(model), tmp / "weights")
+                sync.set_targets(server_apis(run, (server.url,)))
+                seconds = []
+                for _ in range(args.repeats + 1):  # the first one connects and is left out
+                    version += 1
+                    push(version, weights.items(), [sync])
+                    seconds.append(sync.report.seconds)
+                sync.close()
+                median = statistics.median(seconds[1:])
+                rate = num_bytes / median / 1e9
+                result[f"{way}_verify_{verify}"] = {"seconds": round(median, 3), "gb_per_s": round(rate, 3)}
+                print(way, verify, result[f"{way}_verify_{verify}"], file=sys.stderr, flush=True)
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
