@@ -33,6 +33,8 @@ class MegatronWeights:
         self.config: dict[str, Any] = load_config(self.metadata_folder)
         self.table = weight_table(read_spec(self.config))
         self._reader = DistReader(self.path / DIST_FOLDER)
+        # q, k and v are asked for one after the other, and come from one tensor.
+        self._newest: tuple[Entry, tuple[torch.Tensor, ...]] | None = None
         self._check_keys()
 
     @property
@@ -48,11 +50,15 @@ class MegatronWeights:
         return self._reader.get(MODEL_PREFIX + entry.checkpoint_key, entry.expert)
 
     def get(self, name: str) -> torch.Tensor:
-        """One Hugging Face tensor; reads the whole Megatron tensor that it is a part of."""
+        """One Hugging Face tensor; the Megatron tensor that it is a part of is read whole, and kept until the next."""
         if name not in self.table.by_hf:
             raise CheckpointError(f"{self.path} has no tensor {name}; it belongs to another model")
         entry = self.table.by_hf[name]
-        return entry.to_hf(self.get_entry(entry))[entry.hf_names.index(name)]
+        newest = self._newest
+        if newest is None or newest[0] is not entry:
+            newest = (entry, entry.to_hf(self.get_entry(entry)))
+            self._newest = newest
+        return newest[1][entry.hf_names.index(name)]
 
     def _check_keys(self) -> None:
         folder = self.path / DIST_FOLDER
