@@ -337,15 +337,16 @@ def _layout(config: RunConfig, world_size: int, key: str = "parallel.tp") -> Ite
         fix = (
             f"start a multiple of {replica} ranks, or make tp*pp*cp {one_of(divisors(world_size)).removeprefix('use ')}"
         )
-        yield Problem(key, f"{world_size} ranks do not factor into {product} times data parallel; {fix}")
+        prefix = "" if key.startswith("parallel.") else f"{key}: "
+        yield Problem(key, f"{prefix}{world_size} ranks do not factor into {product} times data parallel; {fix}")
         return
-    expert_ranks = world_size // parallel.pp
-    if parallel.ep > 1 and expert_ranks % (parallel.tp * parallel.ep):
-        fits = [size for size in divisors(expert_ranks) if expert_ranks % (parallel.tp * size) == 0]
+    # Experts are not cut by tensor parallel when ep > 1: they are dealt to all ranks of a stage.
+    stage_ranks = world_size // parallel.pp
+    if stage_ranks % parallel.ep:
         yield Problem(
             "parallel.ep",
-            f"parallel.ep={parallel.ep} does not divide the {expert_ranks // parallel.tp} ranks that a pipeline stage "
-            f"has beside tensor parallel ({world_size} ranks, tp={parallel.tp}, pp={parallel.pp}); {one_of(fits)}",
+            f"parallel.ep={parallel.ep} does not divide the {stage_ranks} ranks of a pipeline stage ({world_size} ranks, "
+            f"pp={parallel.pp}); {one_of(divisors(stage_ranks))}",
         )
     dp = world_size // replica
     groups = config.batch.prompts_per_step // config.batch.updates_per_step
@@ -381,7 +382,13 @@ def _shape(config: RunConfig, shape: ModelShape, model_name: str) -> Iterator[Pr
         )
     if parallel.ep > 1 and moe is None:
         yield Problem("parallel.ep", f"parallel.ep={parallel.ep}, but {model_name} has no experts; set parallel.ep=1")
-    elif moe is not None and moe.num_experts % parallel.ep:
+    if moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
+        yield Problem(
+            "parallel.sequence_parallel",
+            f"parallel.tp={parallel.tp} with {model_name}, which has experts, needs parallel.sequence_parallel=true "
+            "(Megatron's experts take tokens that are split over the tensor-parallel ranks); switch it on",
+        )
+    if moe is not None and moe.num_experts % parallel.ep:
         yield Problem(
             "parallel.ep",
             f"parallel.ep={parallel.ep} does not divide num_experts={moe.num_experts} of {model_name}; "

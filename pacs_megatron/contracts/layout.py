@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Sizes of the parallel axes; `world_size = tp * pp * cp * dp`. Expert parallelism divides dp * tp's ranks."""
+    """Sizes of the parallel axes; `world_size = tp * pp * cp * dp`. Expert parallelism divides a stage's ranks."""
 
     world_size: int
     tp: int = 1
@@ -24,6 +24,11 @@ class Layout:
     def dp(self) -> int:
         """Data-parallel replicas; exact only when `world_size` is divisible (the config checks that)."""
         return self.world_size // self.model_parallel_size
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that cut one expert: expert parallelism deals whole experts, without it they are cut like the rest."""
+        return 1 if self.ep > 1 else self.tp
 
     @property
     def needs_equal_microbatches(self) -> bool:

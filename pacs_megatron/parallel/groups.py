@@ -104,7 +104,7 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
         virtual_pipeline_model_parallel_size=layout.vpp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=1 if layout.ep > 1 else None,
+        expert_tensor_parallel_size=layout.expert_tp,
         create_gloo_process_groups=not on_cpu,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=on_cpu)

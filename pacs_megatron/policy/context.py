@@ -4,6 +4,7 @@ A sequence of length L (a multiple of 2 cp) is cut into 2 cp chunks; rank r hold
 causal attention costs every rank the same.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 def zigzag_index(bounds: Sequence[int], cp: int) -> Tensor:
     """int64 [cp, t / cp]: for each rank the positions it holds of sequences with bounds [n + 1], in its local order."""
     shares: list[list[Tensor]] = [[] for _ in range(cp)]
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in itertools.pairwise(bounds):
         chunks = torch.arange(start, stop).chunk(2 * cp)
         assert (stop - start) % (2 * cp) == 0, "sequences are padded to a multiple of 2 cp"
         if stop == start:
@@ -49,5 +50,5 @@ class _GatherSequence(torch.autograd.Function):
 
 def gather_sequence(local: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[t / cp, ...] of every rank -> [t, ...] in packed order; `index` of `zigzag_index`. Collective; differentiable."""
-    full: Tensor = _GatherSequence.apply(local, index, group)
+    full: Tensor = _GatherSequence.apply(local, index, group)  # type: ignore[no-untyped-call]
     return full

@@ -4,7 +4,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -22,10 +21,11 @@ from pacs_megatron.models import ModelSpec, weight_table
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import all_gather_by_index, broadcast_arrays
 from pacs_megatron.policy import passes, precision, weights
-from pacs_megatron.policy.microbatch import MicroBatch, build_microbatch, build_record
+from pacs_megatron.policy.microbatch import MicroBatch, build_microbatch
 from pacs_megatron.policy.model import PolicyModel, build_chunks, transformer_config, unwrap, wrap_for_training
 from pacs_megatron.policy.optimizer import Optimizer
 from pacs_megatron.policy.snapshot import Snapshot
+from pacs_megatron.policy.update_loss import UpdateLoss, score_sums
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class MegatronPolicy:
     """One rank's part of the policy. Every public method is collective. `version` counts updates of the weights."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (keyword-only, and each from its own section of the config)
         self,
         spec: ModelSpec,
         rank: Rank,
@@ -149,30 +149,13 @@ class MegatronPolicy:
         self.num_score_passes += 1
         batches, results = self._forward(part)
         sums: dict[int, float] = {}
-        lens = self._response_lens(part)
         for batch, logprobs in zip(batches, results, strict=False):
-            sums.update(self._score_sums(part, batch, logprobs, lens, objective))
+            sums.update(score_sums(part, batch, logprobs, objective))
         scores = self._gather_by_row(sums, part.facts.num_samples)
         if not bool(torch.isfinite(scores).all()):
             worst = part.facts.ids[int((~torch.isfinite(scores)).nonzero()[0])]
             raise NonFiniteError(f"the score of sample {worst} is not finite; no weight was changed")
         return scores
-
-    def _response_lens(self, part: Part) -> Tensor:
-        return torch.from_numpy(part.facts.response_lens).to(self.rank.device)
-
-    @torch.no_grad()
-    def _score_sums(
-        self, part: Part, batch: MicroBatch, logprobs: Tensor, lens: Tensor, objective: Objective
-    ) -> dict[int, float]:
-        """Row -> sum of the masked token scores, accumulated in fp64 in token order."""
-        record = build_record(part, batch, logprobs.detach(), None, lens, gathered=True)
-        values = (objective.token_scores(record).double() * record.mask.double()).cpu().numpy()
-        bounds = np.concatenate([[0], np.cumsum(batch.response_lens)])
-        return {
-            int(row): float(np.sum(values[start:stop]))
-            for row, start, stop in zip(batch.rows, bounds[:-1], bounds[1:], strict=True)
-        }
 
     def _gather_by_row(self, values: dict[int, float], size: int) -> Tensor:
         index = np.fromiter(values.keys(), dtype=np.int64, count=len(values))
@@ -180,9 +163,7 @@ class MegatronPolicy:
         return all_gather_by_index(index, numbers, size, group=self.rank.control, device=torch.device("cpu"))
 
     # -------------------------------------------------------------------------------------------------------- update
-    def update(
-        self, part: Part, prepared: Prepared, objective: Objective, scores: Tensor | None
-    ) -> UpdateReport:
+    def update(self, part: Part, prepared: Prepared, objective: Objective, scores: Tensor | None) -> UpdateReport:
         """One optimizer update on the whole mini-batch.
 
         Raises NonFiniteError on every rank, before any weight changes, when a coefficient or gradient is not finite.
@@ -190,14 +171,11 @@ class MegatronPolicy:
         _check_finite(prepared)
         part = self._without_zero_gradient(part, prepared, scores)
         self.optimizer.zero_grad(self.chunks)
-        drift: dict[int, float] = {}
-        lens = self._response_lens(part)
+        loss = UpdateLoss(part=part, prepared=prepared, objective=objective, with_scores=scores is not None)
         for model in self.models:
             model.want_entropy = True
         batches = self._batches(part)
-        reports = passes.forward_backward(
-            self.chunks, batches, partial(self._loss, part, prepared, objective, lens, scores, drift)
-        )
+        reports = passes.forward_backward(self.chunks, batches, loss)
         for model in self.models:
             model.want_entropy = False
         sums = self._sum_reports(reports)
@@ -211,7 +189,7 @@ class MegatronPolicy:
             if self.compare_with_sampler:
                 metrics["mismatch/logprob_abs_mean"] = sums["sum/mismatch_abs"] / num_tokens
         if scores is not None:
-            difference = self._gather_by_row(drift, part.facts.num_samples) - scores
+            difference = self._gather_by_row(loss.scores, part.facts.num_samples) - scores
             metrics[f"{objective.name}/score_drift_max"] = float(difference.abs().max())
         norm, lr = self.optimizer.step()
         self.version += 1
@@ -234,35 +212,6 @@ class MegatronPolicy:
             owner_of_row=part.plan.owners(part.facts.num_samples),
         )
         return replace(part, plan=plan)
-
-    def _loss(
-        self,
-        part: Part,
-        prepared: Prepared,
-        objective: Objective,
-        lens: Tensor,
-        scores: Tensor | None,
-        drift: dict[int, float],
-        batch: MicroBatch,
-        logprobs: Tensor,
-        entropy: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        record = build_record(part, batch, logprobs, entropy, lens, gathered=False)
-        loss = (objective.token_loss(record, prepared) * record.mask).sum()
-        with torch.no_grad():
-            assert record.sampler_logprobs is not None
-            report = {
-                "sum/loss": loss.detach().clone(),
-                "sum/entropy": (entropy * record.mask).sum(),
-                "sum/logprob": (logprobs * record.mask).sum(),
-                "sum/mismatch_abs": ((logprobs - record.sampler_logprobs).abs() * record.mask).sum(),
-                "sum/tokens": record.mask.sum(),
-            }
-            for name, value in objective.token_metrics(record, prepared).items():
-                report[name] = (value * record.mask).sum()
-            if scores is not None:
-                drift.update(self._score_sums(part, batch, batch.gather(logprobs.detach()), lens, objective))
-        return loss, report
 
     def _sum_reports(self, reports: list[Mapping[str, Tensor]]) -> dict[str, float]:
         """Sums over micro-batches and data-parallel ranks, the same on every rank. Collective."""

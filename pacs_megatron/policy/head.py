@@ -38,7 +38,7 @@ def _local_targets(targets: Tensor, vocab_start: int, num_valid: int) -> tuple[T
 
 class _ChunkedLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -112,7 +112,7 @@ def _reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
         dist.all_reduce(tensor, op=op, group=group)
 
 
-def token_logprobs(
+def token_logprobs(  # noqa: PLR0913
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -136,5 +136,7 @@ def token_logprobs(
     Returns:
         float32 [t] log-probs with gradient, float32 [t] entropies without (empty unless `want_entropy`).
     """
-    logprobs, entropy = _ChunkedLogProb.apply(hidden, weight, targets, vocab_size, group, temperature, want_entropy)
+    logprobs, entropy = _ChunkedLogProb.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, vocab_size, group, temperature, want_entropy
+    )
     return logprobs, entropy

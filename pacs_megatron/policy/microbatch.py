@@ -121,12 +121,11 @@ def build_record(
     batch: MicroBatch,
     logprobs: Tensor,
     entropy: Tensor | None,
-    all_response_lens: Tensor,
     *,
     gathered: bool,
 ) -> TokenRecord:
     """The objective's view of a micro-batch whose log-probs were computed: all k of them (`gathered`), or this rank's
-    `local` ones. `all_response_lens`: int64 [n].
+    `local` ones.
     """
     local = batch.local if batch.local is not None and not gathered else None
 
@@ -141,7 +140,7 @@ def build_record(
         logprobs=logprobs,
         mask=torch.ones_like(logprobs, requires_grad=False),
         sample_of_token=pick(batch.sample_of_token),
-        response_lens=all_response_lens,
+        response_lens=torch.from_numpy(part.facts.response_lens).to(logprobs.device),
         step_start_logprobs=by_token(part.step_start_logprobs),
         reference_logprobs=by_token(part.reference_logprobs),
         sampler_logprobs=pick(_sampler_logprobs(part, batch)),

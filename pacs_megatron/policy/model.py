@@ -10,7 +10,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.enums import ModelType
 from megatron.core.models.common.embeddings import rope_utils  # noqa: F401  (imported early: the redirects see it)
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -139,9 +142,7 @@ def _layer_spec(spec: ModelSpec, machine: precision.Machine) -> ModuleSpec:
     return local
 
 
-def _block_spec(
-    spec: ModelSpec, config: TransformerConfig, machine: precision.Machine, vp_stage: int | None
-) -> Any:
+def _block_spec(spec: ModelSpec, config: TransformerConfig, machine: precision.Machine, vp_stage: int | None) -> Any:
     layer = _layer_spec(spec, machine)
     if machine.cuda and machine.transformer_engine is not None:
         return layer
@@ -228,7 +229,8 @@ def wrap_for_training(
 
 def unwrap(chunk: torch.nn.Module) -> PolicyModel:
     """The PolicyModel inside DDP and Float16Module."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    assert isinstance(chunk, PolicyModel)
-    return chunk
+    inner: Any = chunk
+    while hasattr(inner, "module"):
+        inner = inner.module
+    assert isinstance(inner, PolicyModel)
+    return inner

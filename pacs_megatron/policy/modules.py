@@ -4,6 +4,7 @@ Megatron's own torch norm refuses sequence parallelism, and its local attention 
 Transformer Engine neither of these is used.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class PackedAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.cp_group = parallel_state.get_context_parallel_group()
 
-    def forward(
+    def forward(  # noqa: PLR0913  (Megatron's signature)
         self,
         query: Tensor,
         key: Tensor,
@@ -72,7 +73,7 @@ class PackedAttention(MegatronModule):
         if cp > 1:
             index = zigzag_index(bounds, cp).to(query.device)
             query, key, value = (gather_sequence(x, index, self.cp_group) for x in (query, key, value))
-        lens = [stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+        lens = [stop - start for start, stop in itertools.pairwise(bounds)]
         if len(lens) * max(lens) <= _MAX_PADDING_FACTOR * bounds[-1]:
             out = self._padded(query, key, value, bounds, lens)
         else:
@@ -105,7 +106,7 @@ class PackedAttention(MegatronModule):
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         parts = [
             self._attend(query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop])
-            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+            for start, stop in itertools.pairwise(bounds)
             if stop > start
         ]
         return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)

@@ -25,7 +25,7 @@ def _run(
     chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], after: Callable[..., Any], *, forward_only: bool
 ) -> list[Any]:
     iterators = [iter(batches) for _ in chunks]
-    return get_forward_backward_func()(
+    results: list[Any] = get_forward_backward_func()(
         forward_step_func=partial(_model_step, after),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
@@ -35,6 +35,7 @@ def _run(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+    return results
 
 
 def forward(chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What this machine can do: Transformer Engine, NVIDIA Apex, FP8; and what a precision config becomes in Megatron's words."""
+"""What this machine can do (Transformer Engine, NVIDIA Apex, FP8), and a precision config in Megatron's words."""
 
 import importlib.metadata
 import importlib.util
@@ -112,12 +112,12 @@ def describe(options: PrecisionOptions, machine: Machine) -> str:
         missing = "no CUDA"
     else:
         has_te = machine.transformer_engine is not None
-        used = f"Transformer Engine {_text(machine.transformer_engine)}" if machine.transformer_engine else "local layers"
+        used = (
+            f"Transformer Engine {_text(machine.transformer_engine)}" if machine.transformer_engine else "local layers"
+        )
         used += ", FusedAdam of " + ("Transformer Engine" if has_te else "Apex" if machine.apex else "torch (AdamW)")
         missing = ", ".join(
-            name
-            for name, there in (("Transformer Engine", has_te), ("NVIDIA Apex", machine.apex))
-            if not there
+            name for name, there in (("Transformer Engine", has_te), ("NVIDIA Apex", machine.apex)) if not there
         )
     line = f"precision {options.dtype}, fp8 {fp8}; using {used}" + (f"; missing: {missing}" if missing else "")
     if machine.foreign_apex:

@@ -48,7 +48,9 @@ def sharded_state(policy: MegatronPolicy, *, is_loading: bool, with_reference: b
     """What dist_checkpointing saves, or fills when loading. Collective."""
     state = _model_state(policy, MODEL)
     model_only = (
-        state[f"{MODEL}0"] if len(policy.models) == 1 else {f"model{k}": state[f"{MODEL}{k}"] for k in range(len(policy.models))}
+        state[f"{MODEL}0"]
+        if len(policy.models) == 1
+        else {f"model{k}": state[f"{MODEL}{k}"] for k in range(len(policy.models))}
     )
     with cpu_redirects.cuda_type_names():
         state[OPTIMIZER] = policy.optimizer.megatron.sharded_state_dict(

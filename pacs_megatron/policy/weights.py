@@ -37,7 +37,9 @@ def named_parameters(model: PolicyModel, table: WeightTable) -> dict[str, torch.
         if full_name == TIED_OUTPUT and table.spec.tied:
             continue
         if full_name not in table.by_megatron:
-            raise ConversionError(f"Megatron parameter {full_name} has no row in the table of family {table.spec.family}")
+            raise ConversionError(
+                f"Megatron parameter {full_name} has no row in the table of family {table.spec.family}"
+            )
         found[full_name] = parameter
     return found
 
@@ -46,7 +48,8 @@ def tied_copy(model: PolicyModel, table: WeightTable) -> torch.nn.Parameter | No
     """The last stage's own copy of a tied embedding, when embedding and output layer sit on different stages."""
     if not table.spec.tied or not model.post_process or model.pre_process:
         return None
-    return model.output_layer.weight
+    weight: torch.nn.Parameter = model.output_layer.weight
+    return weight
 
 
 def _num_experts(table: WeightTable) -> int:
@@ -56,9 +59,12 @@ def _num_experts(table: WeightTable) -> int:
 
 def _tp_group(entry: Entry) -> dist.ProcessGroup:
     """Experts have their own tensor-parallel group."""
-    if entry.expert is not None:
-        return parallel_state.get_expert_tensor_parallel_group()
-    return parallel_state.get_tensor_model_parallel_group()
+    group: dist.ProcessGroup = (
+        parallel_state.get_tensor_model_parallel_group()
+        if entry.expert is None
+        else parallel_state.get_expert_tensor_parallel_group()
+    )
+    return group
 
 
 @torch.no_grad()

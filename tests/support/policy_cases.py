@@ -64,7 +64,9 @@ def make_policy(
     return policy
 
 
-def random_step(seed: int, *, num_groups: int = 4, group_size: int = 4, vocab: int = 250) -> tuple[SampleFacts, TokenBuffers]:
+def random_step(
+    seed: int, *, num_groups: int = 4, group_size: int = 4, vocab: int = 250
+) -> tuple[SampleFacts, TokenBuffers]:
     """Ragged prompts and responses with mixed labels; siblings share their prompt."""
     rng = np.random.default_rng(seed)
     ids, groups, labels, prompt_lens, response_lens, tokens = [], [], [], [], [], []

@@ -137,6 +137,7 @@ class Shape:
             Shape(moe=Experts()),
             "parallel.ep=3 does not divide num_experts=128 of M; use one of 1, 2",
         ),
+        (["parallel.tp=2"], Shape(moe=Experts()), "needs parallel.sequence_parallel=true"),
     ],
 )
 def test_shape(base: Path, overrides: list[str], shape: Shape, expected: str) -> None:
@@ -145,7 +146,7 @@ def test_shape(base: Path, overrides: list[str], shape: Shape, expected: str) ->
 
 
 def test_a_dense_width_does_not_bind_a_moe_model(base: Path) -> None:
-    config = load_config(base, ["parallel.tp=4"]).config
+    config = load_config(base, ["parallel.tp=4", "parallel.sequence_parallel=true"]).config
     assert shape_problems(config, Shape(ffn_size=333, moe=Experts()), "M") == []
 
 
@@ -153,7 +154,7 @@ def test_a_dense_width_does_not_bind_a_moe_model(base: Path) -> None:
     ("overrides", "ranks", "key"),
     [
         (["parallel.tp=4", "parallel.pp=2"], 12, "parallel.tp"),
-        (["parallel.tp=2", "parallel.ep=8"], 8, "parallel.ep"),
+        (["parallel.tp=2", "parallel.ep=8"], 12, "parallel.ep"),
         (["batch.prompts_per_step=1", "batch.samples_per_prompt=4"], 8, "batch.prompts_per_step"),
     ],
 )

@@ -190,7 +190,7 @@ def test_parallel_axes_divide_what_they_should() -> None:
     for tp, pp, ep in product((1, 2, 4), (1, 2, 4), (1, 8)):
         layout = Layout(world_size=32, tp=tp, pp=pp, ep=ep)
         parts: list[Any] = [memory.rank_parameters(spec, layout, stage) for stage in range(pp)]
-        experts = sum(sum(part.experts) for part in parts) * tp * ep
+        experts = sum(sum(part.experts) for part in parts) * layout.expert_tp * ep
         assert experts == 48 * 128 * 3 * 2048 * 768
     config = load_config(BIG).config
     spec14 = find_spec("Qwen/Qwen3-14B")

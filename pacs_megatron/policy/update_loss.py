@@ -1,0 +1,54 @@
+"""What one micro-batch of an update contributes: the objective's loss, sums to report, and the scores it reproduces."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pacs_megatron.contracts import Objective, Part, Prepared
+from pacs_megatron.policy.microbatch import MicroBatch, build_record
+
+
+@dataclass(slots=True, kw_only=True)
+class UpdateLoss:
+    """The loss function of one update's forward_backward."""
+
+    part: Part
+    prepared: Prepared
+    objective: Objective
+    with_scores: bool
+    """a score pass came first: compute r_j again, to see whether this forward reproduces it"""
+    scores: dict[int, float] = field(default_factory=dict)
+    """row -> r_j of the micro-batches seen so far"""
+
+    def __call__(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """(loss to back-propagate, sums over this rank's tokens to report)"""
+        record = build_record(self.part, batch, logprobs, entropy, gathered=False)
+        loss = (self.objective.token_loss(record, self.prepared) * record.mask).sum()
+        with torch.no_grad():
+            assert record.sampler_logprobs is not None
+            report = {
+                "sum/loss": loss.detach().clone(),
+                "sum/entropy": (entropy * record.mask).sum(),
+                "sum/logprob": (logprobs * record.mask).sum(),
+                "sum/mismatch_abs": ((logprobs - record.sampler_logprobs).abs() * record.mask).sum(),
+                "sum/tokens": record.mask.sum(),
+            }
+            for name, value in self.objective.token_metrics(record, self.prepared).items():
+                report[name] = (value * record.mask).sum()
+            if self.with_scores:
+                self.scores.update(score_sums(self.part, batch, batch.gather(logprobs.detach()), self.objective))
+        return loss, report
+
+
+@torch.no_grad()
+def score_sums(part: Part, batch: MicroBatch, logprobs: Tensor, objective: Objective) -> dict[int, float]:
+    """Row -> sum of the masked token scores; `logprobs` [k] are gathered. Accumulated in fp64, in token order."""
+    record = build_record(part, batch, logprobs.detach(), None, gathered=True)
+    values = (objective.token_scores(record).double() * record.mask.double()).cpu().numpy()
+    bounds = np.concatenate([[0], np.cumsum(batch.response_lens)])
+    return {
+        int(row): float(np.sum(values[start:stop]))
+        for row, start, stop in zip(batch.rows, bounds[:-1], bounds[1:], strict=True)
+    }

@@ -1,0 +1,151 @@
+"""Properties of the cuts: nothing lost, nothing twice, budgets kept, counts as the layout needs them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pacs_megatron.batching.split import plan_microbatches, split_by_group
+from pacs_megatron.batching.tables import (
+    facts_from_arrays,
+    facts_to_arrays,
+    select_tokens,
+    tabulate,
+    tokens_from_arrays,
+    tokens_to_arrays,
+)
+from pacs_megatron.contracts import Group, Layout, Sample, SampleFacts, Stop
+from pacs_megatron.errors import ConfigError
+
+BUDGET = 64
+
+
+@st.composite
+def some_facts(draw: st.DrawFn) -> SampleFacts:
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=12))
+    groups = np.array(draw(st.permutations(np.repeat(np.arange(len(sizes)), sizes).tolist())), dtype=np.int64)
+    n = len(groups)
+    prompts = np.array(draw(st.lists(st.integers(1, 20), min_size=n, max_size=n)), dtype=np.int64)
+    responses = np.array(draw(st.lists(st.integers(1, BUDGET - 20), min_size=n, max_size=n)), dtype=np.int64)
+    return SampleFacts(
+        ids=tuple(f"0:p{group}#{row}" for row, group in enumerate(groups)),
+        groups=groups,
+        labels=np.zeros(n),
+        rewards=np.zeros(n),
+        prompt_lens=prompts,
+        response_lens=responses,
+        truncated=np.zeros(n, dtype=bool),
+    )
+
+
+LAYOUTS = st.sampled_from(
+    [
+        Layout(world_size=1),
+        Layout(world_size=3),
+        Layout(world_size=4, ep=2),
+        Layout(world_size=8, pp=2, vpp=2),
+        Layout(world_size=12, pp=3, vpp=2, ep=2),
+    ]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(some_facts(), st.integers(1, 8))
+def test_mini_batches_hold_whole_groups_of_even_number(facts: SampleFacts, num_parts: int) -> None:
+    parts = split_by_group(facts, num_parts)
+    assert len(parts) == min(num_parts, facts.num_groups)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(facts.num_samples))
+    group_sets = [set(facts.groups[rows].tolist()) for rows in parts]
+    assert all(a.isdisjoint(b) for i, a in enumerate(group_sets) for b in group_sets[:i])
+    counts = [len(groups) for groups in group_sets]
+    assert max(counts) - min(counts) <= 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(some_facts(), LAYOUTS)
+def test_a_plan_holds_every_sample_once_within_the_budget(facts: SampleFacts, layout: Layout) -> None:
+    plan = plan_microbatches(facts, layout=layout, tokens_per_microbatch=BUDGET)
+    assert len(plan.by_dp_rank) == layout.dp
+    rows = np.concatenate([rows for batches in plan.by_dp_rank for rows in batches])
+    assert sorted(rows.tolist()) == list(range(facts.num_samples))
+    for batches in plan.by_dp_rank:
+        assert all(int(facts.lens[rows].sum()) <= BUDGET for rows in batches)
+        assert len(batches) >= 1 and len(batches) % layout.microbatch_multiple == 0
+    if layout.needs_equal_microbatches:
+        assert len({len(batches) for batches in plan.by_dp_rank}) == 1
+    loads = [sum(int(facts.lens[rows].sum()) for rows in batches) for batches in plan.by_dp_rank]
+    assert max(loads) - min(loads) <= int(facts.lens.max()), "longest first to the least loaded rank"
+    again = plan_microbatches(facts, layout=layout, tokens_per_microbatch=BUDGET)
+    for a, b in zip(plan.by_dp_rank, again.by_dp_rank, strict=True):
+        assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@settings(max_examples=80, deadline=None)
+@given(some_facts(), LAYOUTS, st.data())
+def test_a_partial_plan_leaves_samples_where_their_tokens_are(
+    facts: SampleFacts, layout: Layout, data: st.DataObject
+) -> None:
+    owners = plan_microbatches(facts, layout=layout, tokens_per_microbatch=BUDGET).owners(facts.num_samples)
+    keep = np.flatnonzero(
+        data.draw(st.lists(st.booleans(), min_size=facts.num_samples, max_size=facts.num_samples))
+    ).astype(np.int64)
+    plan = plan_microbatches(facts, layout=layout, tokens_per_microbatch=BUDGET, rows=keep, owner_of_row=owners)
+    found = plan.owners(facts.num_samples)
+    assert np.array_equal(found[keep], owners[keep])
+    assert np.array_equal(np.flatnonzero(found >= 0), keep)
+    assert all(len(batches) >= 1 for batches in plan.by_dp_rank)
+
+
+def test_a_sample_past_the_budget_is_one_clear_line() -> None:
+    facts = SampleFacts(
+        ids=("0:p0#0", "0:p0#1"),
+        groups=np.zeros(2, dtype=np.int64),
+        labels=np.zeros(2),
+        rewards=np.zeros(2),
+        prompt_lens=np.array([3, 3]),
+        response_lens=np.array([4, 90]),
+        truncated=np.zeros(2, dtype=bool),
+    )
+    with pytest.raises(ConfigError, match=r"tokens_per_microbatch=64 is smaller than sample 0:p0#1 with 93 tokens"):
+        plan_microbatches(facts, layout=Layout(world_size=1), tokens_per_microbatch=BUDGET)
+
+
+def sample(number: int, prompt_len: int, response_len: int) -> Sample:
+    return Sample(
+        id=f"3:p{number // 2}#{number % 2}",
+        prompt_id=f"p{number // 2}",
+        token_ids=np.arange(prompt_len + response_len, dtype=np.int32) + 100 * number,
+        prompt_len=prompt_len,
+        sampler_logprobs=-np.arange(response_len, dtype=np.float32) - number,
+        spans=(),
+        stop=Stop.LENGTH if number == 1 else Stop.EOS,
+        reward=float(number),
+        label=number % 2,
+    )
+
+
+def test_tables_keep_every_sample_and_survive_the_wire() -> None:
+    samples = [sample(n, 3 + n, 2 * n + 1) for n in range(4)]
+    groups = [
+        Group(prompt_id="p0", samples=tuple(samples[:2])),
+        Group(prompt_id="p1", samples=tuple(samples[2:])),
+    ]
+    facts, tokens = tabulate(groups)
+    assert facts.groups.tolist() == [0, 0, 1, 1] and facts.truncated.tolist() == [False, True, False, False]
+    facts = facts_from_arrays(facts_to_arrays(facts))
+    tokens = tokens_from_arrays(tokens_to_arrays(select_tokens(tokens, np.array([3, 1]), np.array([3, 1]))))
+    for position, row in enumerate((3, 1)):
+        assert facts.ids[row] == samples[row].id and tokens.index[position] == row
+        own = slice(int(tokens.offsets[position]), int(tokens.offsets[position + 1]))
+        np.testing.assert_array_equal(tokens.token_ids[own], samples[row].token_ids)
+        logp = slice(int(tokens.response_offsets[position]), int(tokens.response_offsets[position + 1]))
+        np.testing.assert_array_equal(tokens.sampler_logprobs[logp], samples[row].sampler_logprobs)
+
+
+def test_no_samples_are_no_parts() -> None:
+    facts, tokens = tabulate([])
+    assert split_by_group(facts, 3) == []
+    assert facts_from_arrays(facts_to_arrays(facts)).ids == ()
+    assert len(tokens.token_ids) == 0

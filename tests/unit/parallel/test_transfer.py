@@ -1,0 +1,92 @@
+"""Flat buffers between ranks arrive as they were sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from pacs_megatron.parallel.transfer import (
+    all_gather_by_index,
+    broadcast_arrays,
+    gather_arrays,
+    pack_arrays,
+    receive_arrays,
+    send_arrays,
+    unpack_arrays,
+)
+from tests.support.ranks import run_ranks
+
+DTYPES = st.sampled_from([np.int32, np.int64, np.float32, np.float64, np.uint8, np.bool_])
+ARRAYS = hnp.arrays(dtype=DTYPES, shape=hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5))
+
+
+def same(got: dict[str, np.ndarray], sent: dict[str, np.ndarray]) -> bool:
+    return list(got) == list(sent) and all(
+        got[name].dtype == a.dtype and got[name].shape == a.shape and got[name].tobytes() == a.tobytes()
+        for name, a in sent.items()
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.text(max_size=12), ARRAYS, max_size=5))
+def test_pack_and_unpack_are_inverse(arrays: dict[str, np.ndarray]) -> None:
+    assert same(unpack_arrays(pack_arrays(arrays)), arrays)
+
+
+def test_a_transposed_array_keeps_its_values() -> None:
+    array = np.arange(12).reshape(3, 4).T
+    np.testing.assert_array_equal(unpack_arrays(pack_arrays({"x": array}))["x"], array)
+
+
+def example(rank: int) -> dict[str, np.ndarray]:
+    return {
+        "ids": np.arange(5 * rank, dtype=np.int32),
+        "logps": np.array([[-0.5, float("nan")], [float("inf"), -0.0]], dtype=np.float32),
+        "empty": np.empty((0, 3), dtype=np.int64),
+    }
+
+
+def test_send_broadcast_gather_between_ranks() -> None:
+    def on_rank(rank: int, world: int) -> Any:
+        group = dist.group.WORLD
+        if rank == 2:
+            send_arrays(example(7), dst=0, group=group)
+        sent = receive_arrays(src=2, group=group) if rank == 0 else example(7)
+        broadcast = broadcast_arrays(example(3) if rank == 1 else None, src=1, group=group)
+        return sent, broadcast, gather_arrays(example(rank), group=group)
+
+    for rank, (sent, broadcast, gathered) in enumerate(run_ranks(on_rank, 3)):
+        assert same(sent, example(7)) and same(broadcast, example(3))
+        if rank:
+            assert gathered is None
+        else:
+            assert all(same(arrays, example(source)) for source, arrays in enumerate(gathered))
+
+
+def test_gather_by_index_keeps_every_bit_and_marks_what_nobody_has() -> None:
+    values = np.array([1 / 3, -0.0, 1e-300, 2 / 7, 5e300])
+
+    def on_rank(rank: int, _world: int) -> torch.Tensor:
+        mine = np.array([0, 3, 1]) if rank == 0 else np.array([4, 1])
+        return all_gather_by_index(mine, values[mine], 5, group=dist.group.WORLD, device=torch.device("cpu"))
+
+    for result in run_ranks(on_rank, 2):
+        got = result.numpy()
+        assert got[[0, 1, 3, 4]].tobytes() == values[[0, 1, 3, 4]].tobytes()
+        assert np.isnan(got[2])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gather_by_index_of_nothing(world: int) -> None:
+    def on_rank(_rank: int, _world: int) -> int:
+        empty = np.empty(0, dtype=np.int64)
+        return len(all_gather_by_index(empty, empty, 0, group=dist.group.WORLD, device=torch.device("cpu")))
+
+    assert run_ranks(on_rank, world) == [0] * world
