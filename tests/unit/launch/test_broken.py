@@ -1,0 +1,193 @@
+"""Broken configurations and environments: `preflight` names key and fix of each, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pacs_megatron.launch.preflight import render, run_preflight
+from pacs_megatron.launch.train import run_train
+from tests.support.tiny_models import make_tiny_qwen3, save_tokenizer
+from tests.support.tiny_run import write_tiny_run
+
+Breaker = Callable[[Path], None]
+BENCHMARK = "evaluation.benchmarks=[{path: x.jsonl, name: x, preset: aime}]"
+GPUS = ["resources.gpus_per_node=8", "resources.gpu=h100", "parallel.tp=2"]
+SGLANG = ["rollout=null", "rollout.engine=sglang", "rollout.sampling.max_response_tokens=8", "rollout.sync.way=disk"]
+CPU_SERVER = [*SGLANG, "rollout.servers.device=cpu"]
+
+
+def no(_folder: Path) -> None:
+    """The environment is sound; the overrides are not."""
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def drop(name: str) -> Breaker:
+    return lambda folder: (folder / name).unlink()
+
+
+def write(name: str, text: str) -> Breaker:
+    def breaker(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+    return breaker
+
+
+def edit_config(**changes: object) -> Breaker:
+    def breaker(folder: Path) -> None:
+        file = folder / "model" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return breaker
+
+
+def no_template(folder: Path) -> None:
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+        (folder / "model" / name).unlink(missing_ok=True)
+    save_tokenizer(folder / "model", chat_template=None)
+
+
+def broken_checkpoint(folder: Path) -> None:
+    write("runs/tiny/checkpoints/step_000003/manifest.json", "{")(folder)
+
+
+def run_dir_is_a_file(folder: Path) -> None:
+    (folder / "runs").write_text("")
+
+
+def slow_updates(folder: Path) -> None:
+    row = {"step": 1, "time/update_s": 500.0, "time/checkpoint_s": 100.0}
+    write("runs/tiny/metrics.jsonl", json.dumps(row) + "\n")(folder)
+
+
+CASES: dict[str, tuple[Breaker, list[str], str, str]] = {
+    # name: (what breaks the environment, overrides, key, a part of the fix)
+    "unknown key": (no, ["optimizer.lrr=1"], "optimizer.lrr", "did you mean `optimizer.lr`"),
+    "wrong section": (no, ["batch.beta=1"], "batch.beta", "did you mean `objective.beta`"),
+    "other strategy's key": (no, ["objective.clip_low=0.1"], "objective.clip_low", "remove the key"),
+    "wrong type": (no, ["run.steps='10'"], "run.steps", "remove the quotes"),
+    "out of range": (no, ["optimizer.lr=0"], "optimizer.lr", "expected greater than 0"),
+    "not a number": (no, ["optimizer.lr=.nan"], "optimizer.lr", "finite"),
+    "misspelt choice": (no, ["precision.dtype=bf61"], "precision.dtype", "did you mean bf16"),
+    "unknown strategy": (no, ["reward.name=maths", "reward.function=null"], "reward.name", "did you mean math"),
+    "ranks do not factor": (no, ["run.nproc=3"], "run.nproc", "3 ranks do not factor"),
+    "tp and heads": (no, ["parallel.tp=8"], "parallel.tp", "use one of 1, 2"),
+    "tp and odd ffn": (edit_config(intermediate_size=127), [], "parallel.tp", "use 1"),
+    "pp and layers": (no, ["parallel.tp=1", "parallel.pp=4"], "parallel.pp", "make it one of 1, 2"),
+    "vpp without pp": (no, ["parallel.vpp=2"], "parallel.vpp", "raise parallel.pp"),
+    "ep on a dense model": (no, ["parallel.ep=2", "run.nproc=4"], "parallel.ep", "set parallel.ep=1"),
+    "sequence parallel alone": (no, ["parallel.tp=1", "parallel.sequence_parallel=true"], "parallel.sequence_parallel", "raise parallel.tp"),
+    "budget too small": (no, ["batch.tokens_per_microbatch=100"], "batch.tokens_per_microbatch", "use at least 136"),
+    "more updates than prompts": (no, ["batch.updates_per_step=5"], "batch.updates_per_step", "use at most 4"),
+    "no siblings": (no, ["batch.samples_per_prompt=1"], "batch.samples_per_prompt", "use at least 2"),
+    "fewer samples than replicas": (no, ["run.nproc=20", "batch.prompts_per_step=2", "parallel.tp=1", "batch.updates_per_step=1"], "batch.prompts_per_step", "use fewer ranks"),
+    "fp8 in fp32": (no, ["precision.fp8.recipe=delayed"], "precision.dtype", "set precision.dtype=bf16"),
+    "fp8 on CPU": (no, ["precision={dtype: bf16, fp8: {recipe: delayed}}"], "precision.fp8", "set it or remove fp8"),
+    "fp8 on an A100": (no, [*GPUS, "resources.gpu=a100", "precision={dtype: bf16, fp8: {recipe: delayed}}"], "precision.fp8", "use h100, h200 or b200"),
+    "GPUs without a name": (no, ["resources.gpus_per_node=8"], "resources.gpu", "name the GPU"),
+    "nproc beside GPUs": (no, [*GPUS, "run.nproc=2"], "run.nproc", "remove it"),
+    "rollout nodes for the embedded engine": (no, [*GPUS, "resources.rollout_nodes=1"], "resources.rollout_nodes", "set 0"),
+    "more servers than GPUs": (no, [*GPUS, *SGLANG, "rollout.servers={python: [python], count: 9, visible_devices: [a,b,c,d,e,f,g,h,i]}"], "rollout.servers.count", "use at most 8 servers"),
+    "colocated on two nodes": (no, [*GPUS, *SGLANG, "resources.nodes=2", "rollout.servers={python: [python], colocated: true}"], "resources.nodes", "resources.rollout_nodes"),
+    "servers and urls": (no, [*CPU_SERVER, "rollout.servers.python=[python]", "rollout.urls=['http://x:1']"], "rollout", "exactly one of `urls` and `servers`"),
+    "no SGLang there": (no, [*CPU_SERVER, "rollout.servers.python=[/nothere/python]"], "rollout.servers.python", "name an existing interpreter"),
+    "context too short": (no, [*CPU_SERVER, "rollout.servers.python=[python]", "rollout.servers.context_length=100"], "rollout.servers.context_length", "use at least 136"),
+    "key variable unset": (no, [*CPU_SERVER, "rollout.servers.python=[python]", "rollout.api_key_env=PACS_NO_SUCH_KEY"], "rollout.api_key_env", "export it"),
+    "sft needs demonstrations": (no, ["objective.name=sft"], "rollout.engine", "rollout.engine=demonstrations"),
+    "no verifier": (no, ["reward=null"], "reward", "add reward.name"),
+    "benchmarks without sampling": (no, [BENCHMARK], "evaluation.sampling", "add max_response_tokens"),
+    "preset and columns": (no, ["data.train.preset=gsm8k"], "data.train", "set one"),
+    "warm-up longer than the run": (no, ["optimizer.schedule=linear", "optimizer.warmup_updates=4"], "optimizer.warmup_updates", "use less than 4"),
+    "model missing": (lambda folder: shutil.rmtree(folder / "model"), [], "model.path", "pacs-megatron fetch"),
+    "weights missing": (drop("model/model.safetensors"), [], "model.path", "safetensors"),
+    "weights truncated": (truncate, [], "model.path", "model.safetensors"),
+    "unsupported family": (edit_config(model_type="mamba"), [], "model.path", "supported: "),
+    "tokenizer missing": (drop("model/tokenizer.json"), [], "model.path (tokenizer)", "needs tokenizer.json"),
+    "no chat template": (no_template, [], "model.path (tokenizer)", "instruct model"),
+    "data missing": (drop("train.jsonl"), [], "data.train.path", "train.jsonl"),
+    "data empty": (write("train.jsonl", ""), [], "data.train.path", "train.jsonl"),
+    "data without a column": (no, ["data.train.columns.answer=solution"], "data.train.path", "solution"),
+    "malformed line": (write("train.jsonl", '{"problem": "1", "answer": "1"}\n{"problem": \n'), [], "data.train.path", "train.jsonl:2"),
+    "prompts too long": (no, ["data.max_prompt_tokens=3"], "data.train.path", "data.max_prompt_tokens"),
+    "too few prompts": (no, ["batch.prompts_per_step=17"], "data.train.path", "lower it"),
+    "reward file missing": (drop("reward.py"), [], "reward", "reward.py"),
+    "reward pattern": (no, ["reward={name: format, pattern: '('}"], "reward", "pattern"),
+    "answers that never verify": (write("train.jsonl", '{"problem": "1", "answer": "many"}\n' * 8), ["reward={name: arithmetic}", "batch.prompts_per_step=1", "batch.updates_per_step=1"], "reward", "data.train.preset or columns"),
+    "run.dir is a file": (run_dir_is_a_file, [], "run.dir", "name a folder"),
+    "damaged checkpoint": (broken_checkpoint, [], "run.name", "resume from the one before"),
+    "signal too late": (slow_updates, [], "resources.signal_lead_s", "use at least 1200"),
+    "time limit too short": (slow_updates, ["resources.time_limit=00:04:00"], "resources.time_limit", "raise it"),
+    "odd time limit": (no, ["resources.time_limit=4h"], "resources.time_limit", "pattern"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that preflight passes."""
+    folder = tmp_path_factory.mktemp("sound")
+    write_tiny_run(folder, make_tiny_qwen3(folder / "model"))
+    return folder
+
+
+def copy(sound: Path, folder: Path) -> Path:
+    shutil.copytree(sound, folder, dirs_exist_ok=True)
+    config = folder / "run.yaml"
+    config.write_text(config.read_text().replace(str(sound), str(folder)))
+    return config
+
+
+def files(folder: Path) -> set[str]:
+    # Reading a plug-in or a parquet file may leave caches of Python or of the library.
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if "__pycache__" not in str(path)}
+
+
+def test_the_sound_run_passes(sound: Path, tmp_path: Path) -> None:
+    checks = run_preflight(copy(sound, tmp_path))
+    assert not [str(check) for check in checks if check.level == "fail"]
+    rows = json.loads(render(checks, as_json=True))
+    assert {row["level"] for row in rows} <= {"ok", "warn"}
+
+
+def test_there_are_at_least_forty() -> None:
+    assert len(CASES) >= 40
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_broken(name: str, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    breaker, overrides, key, fix = CASES[name]
+    config = copy(sound, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    breaker(tmp_path)
+    before = files(tmp_path)
+    fails = [str(check) for check in run_preflight(config, overrides) if check.level == "fail"]
+    assert any(key in line and fix in line for line in fails), "\n".join(fails) or "nothing failed"
+    assert not [line for line in fails if "\n" in line]
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["unknown key", "tp and heads", "ranks do not factor", "unsupported family", "pp and layers"]
+)
+def test_train_refuses_too_before_anything_starts(
+    name: str, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pacs_megatron.errors import PacsError
+
+    breaker, overrides, _, fix = CASES[name]
+    config = copy(sound, tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    breaker(tmp_path)
+    before = files(tmp_path)
+    with pytest.raises(PacsError) as caught:
+        run_train(config, overrides)
+    assert fix in str(caught.value)
+    assert files(tmp_path) == before
