@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ import numpy as np
 
 from pacs_megatron.batching.tables import facts_to_arrays, tabulate, tokens_to_arrays
 from pacs_megatron.config import load_config
-from pacs_megatron.config.schema import DemonstrationRollout, RunConfig
+from pacs_megatron.config.schema import DemonstrationRollout, RunConfig, SglangRollout
 from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest, Span, Stop
 from pacs_megatron.data import PromptOrder, load_prompts, load_tokenizer, stop_token_ids
 from pacs_megatron.data.prompts import PromptSet
-from pacs_megatron.errors import DataError, PacsError
+from pacs_megatron.errors import DataError, PacsError, RolloutError
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.observability.rollout_log import rollout_path, write_rollouts
 from pacs_megatron.rewards.pool import RewardPool
@@ -32,6 +32,9 @@ from pacs_megatron.rollout.admission import admit, shuffle_labels
 from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.rollout.requests import sample_requests
 from pacs_megatron.rollout.sample_arrays import Message, requests_to_message, samples_from_message
+from pacs_megatron.rollout.sglang import open_engine
+from pacs_megatron.rollout.sglang_client import SglangEngine
+from pacs_megatron.rollout.sglang_fleet import Health
 from pacs_megatron.rollout.wire import Connection
 
 logger = logging.getLogger(__name__)
@@ -50,6 +53,8 @@ class Driver:
         self._train = self._load_train()
         self._benchmarks = [load_prompts(b, config.data, self._tokenizer) for b in config.evaluation.benchmarks]
         self._order = PromptOrder(len(self._train.prompts), config.run.seed, config.data.shuffle)
+        self._known: set[str] = set()
+        self._engine: SglangEngine | None = None
         self._judge: Judge | None = None
         self._pool: RewardPool | None = None
         if config.reward is not None:
@@ -61,7 +66,14 @@ class Driver:
                 max_failure_frac=config.reward.max_failure_frac,
             )
 
+        if isinstance(config.rollout, SglangRollout):
+            model = config.model.model_copy(update={"path": str(model_dir)})
+            self._engine = open_engine(config.rollout, model, run_dir / "servers")
+
     def close(self) -> None:
+        """End workers and own servers."""
+        if self._engine is not None:
+            self._engine.close()
         if self._pool is not None:
             self._pool.close()
 
@@ -117,14 +129,41 @@ class Driver:
         return found
 
     # ------------------------------------------------------------------------------------------------------ sampling
-    def _sample(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> Iterable[Sample]:
+    def _sample(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> Iterator[Sample]:
+        """Samples as they arrive. Raises RolloutError for one whose weights this run did not send."""
+        found = self._from_ranks(prompts, requests) if self._engine is None else self._engine.stream(requests)
+        for sample in found:
+            unknown = {span.digest for span in sample.spans} - self._known
+            if unknown:
+                raise RolloutError(
+                    f"sample {sample.id} comes from weights with digest {min(unknown)}, which this run never sent; "
+                    "restart the rollout servers"
+                )
+            yield sample
+
+    def _from_ranks(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> list[Sample]:
         """Embedded engine: the ranks sample, and rank 0 sends what they found."""
         header, arrays = requests_to_message(prompts, requests)
         self._connection.send({"kind": "generate", **header}, arrays)
         header, arrays = self._connection.receive()
-        samples = samples_from_message(header, arrays)
-        order = {request.id: k for k, request in enumerate(requests)}
-        return sorted(samples, key=lambda sample: order[sample.id])
+        return samples_from_message(header, arrays)
+
+    def begin_update(self) -> Message:
+        """Nothing is asked of the servers from here to `set_current`; the servers that take the update."""
+        assert self._engine is not None
+        self._engine.begin_update()
+        status = self._engine.status()
+        urls = [server.url for server in status if server.health is not Health.DEAD]
+        if not urls:
+            raise RolloutError("no rollout server is alive: " + "; ".join(f"{s.url}: {s.reason}" for s in status))
+        return {"kind": "updating", "urls": urls}, {}
+
+    def set_current(self, version: int, digest: str) -> Message:
+        """Samples of these weights are accepted from now on, and of no others."""
+        self._known = {digest}
+        if self._engine is not None:
+            self._engine.set_current(version, digest)
+        return {"kind": "current"}, {}
 
     def _demonstrated(self, prompts: Sequence[Prompt], step: int) -> list[Sample]:
         samples = []
@@ -220,6 +259,10 @@ class Driver:
                     self._connection.send({"kind": "state", "order": self._order.state_dict()})
                 case "load_state":
                     self._answer(partial(self.load_state, question["order"]))
+                case "begin_update":
+                    self._answer(self.begin_update)
+                case "set_current":
+                    self._answer(partial(self.set_current, question["version"], question["digest"]))
                 case "rollout":
                     self._answer(partial(self.rollout, question["step"]))
                 case "evaluate":

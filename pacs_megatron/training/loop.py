@@ -19,7 +19,8 @@ from pacs_megatron.parallel.transfer import broadcast_arrays
 from pacs_megatron.policy import state as policy_state
 from pacs_megatron.training.export import export_hf
 from pacs_megatron.training.signals import Interrupted
-from pacs_megatron.training.step import sync, train_step
+from pacs_megatron.training.step import train_step
+from pacs_megatron.training.sync import sync
 from pacs_megatron.training.world import World, array_of
 
 logger = logging.getLogger(__name__)

@@ -86,6 +86,8 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
                 # Nothing has been computed: a wrong input leaves no half-made run behind.
                 shutil.rmtree(run_dir, ignore_errors=True)
             raise
+        if built.server_sync is not None:
+            stack.callback(built.server_sync.close)
         setup_logging(run_dir / LOG_FOLDER, rank_number)
         code = loop.run(built)
     groups.shutdown()

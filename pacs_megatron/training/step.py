@@ -6,8 +6,8 @@ from pacs_megatron.batching.distribute import cut_step
 from pacs_megatron.contracts import Part
 from pacs_megatron.observability.metrics import MetricSums
 from pacs_megatron.training.signals import Interrupted
+from pacs_megatron.training.sync import release_memory, sync
 from pacs_megatron.training.world import World
-from pacs_megatron.weight_sync.inprocess import push_inprocess
 
 
 def train_step(w: World, step: int) -> dict[str, float | None]:
@@ -19,6 +19,7 @@ def train_step(w: World, step: int) -> dict[str, float | None]:
         collected = w.rollouts.collect(step)
     metrics: dict[str, float | None] = dict(collected.metrics)
     poll(w)
+    release_memory(w)
     with w.timer.span("batch"):
         parts = cut_step(
             collected.facts,
@@ -60,14 +61,6 @@ def with_logprobs(w: World, part: Part) -> Part:
     if "reference" in passes:
         part = replace(part, reference_logprobs=w.policy.logprobs(part, "reference"))
     return part
-
-
-def sync(w: World) -> None:
-    """The policy's weights into the rollout engine; versions and digests are equal afterwards, or SyncError."""
-    if w.engine is None:
-        return
-    with w.timer.span("sync"):
-        w.digest = push_inprocess(w.policy.export_weights(), w.engine, w.policy.version, w.rank)
 
 
 def poll(w: World) -> None:

@@ -10,7 +10,14 @@ import torch
 from pacs_megatron.checkpoint.manifest import HF_FOLDER
 from pacs_megatron.checkpoint.megatron_weights import is_megatron_checkpoint, open_weights
 from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint
-from pacs_megatron.config.schema import DemonstrationRollout, EmbeddedRollout, GrpoOptions, PacsOptions, RunConfig
+from pacs_megatron.config.schema import (
+    DemonstrationRollout,
+    EmbeddedRollout,
+    GrpoOptions,
+    PacsOptions,
+    RunConfig,
+    SglangRollout,
+)
 from pacs_megatron.contracts import Layout, Objective
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.errors import CheckpointError, PacsError
@@ -25,6 +32,8 @@ from pacs_megatron.rollout.collect import Rollouts
 from pacs_megatron.rollout.driver_client import DriverClient, named_error
 from pacs_megatron.rollout.embedded import EmbeddedEngine, Vocabulary
 from pacs_megatron.training.signals import StopFlag
+from pacs_megatron.weight_sync.server_sync import ServerSync
+from pacs_megatron.weight_sync.sglang import server_sync as build_server_sync
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +53,8 @@ class World:
     driver: DriverClient | None
     """on rank 0"""
     engine: EmbeddedEngine | None
+    server_sync: ServerSync | None
+    """on rank 0 with SGLang"""
     timer: Timer
     stop: StopFlag
     digest: str = ""
@@ -144,6 +155,9 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: Joined) -> 
             rank=rank.rank,
             num_ranks=rank.layout.world_size,
         )
+    server_sync = None
+    if isinstance(rollout, SglangRollout) and rank.rank == 0:
+        server_sync = build_server_sync(rollout, policy.spec, run_dir / "weights")
     return World(
         config=config,
         run_dir=run_dir,
@@ -155,6 +169,7 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: Joined) -> 
         rollouts=Rollouts(rank, joined.channel, joined.driver, engine),
         driver=joined.driver,
         engine=engine,
+        server_sync=server_sync,
         timer=Timer(),
         stop=joined.stop,
     )
