@@ -126,7 +126,7 @@ def test_a_training_checkpoint_exports_what_the_policy_holds(dtype: str, tmp_pat
     hf = make_tiny_qwen3(tmp_path / "hf", num_hidden_layers=4, dtype="bfloat16" if dtype == "bf16" else "float32")
 
     def on_rank(rank: int, world: int) -> dict[str, torch.Tensor]:
-        from pacs_megatron.checkpoint.run_checkpoint import save_checkpoint
+        from pacs_megatron.checkpoint.run_checkpoint import Contents, save_checkpoint
         from pacs_megatron.policy import state
 
         policy = make_policy(
@@ -134,17 +134,14 @@ def test_a_training_checkpoint_exports_what_the_policy_holds(dtype: str, tmp_pat
         )
         objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
         train(policy, objective, [random_step(0), random_step(1)], tokens_per_microbatch=BUDGET)
-        save_checkpoint(
-            tmp_path / "run",
-            2,
-            policy.rank,
+        contents = Contents(
             sharded=state.sharded_state(policy, is_loading=False, with_reference=False),
             state={},
             rng=state.rng_state(),
             hf_metadata=hf,
             dtype=policy.config.params_dtype,
-            keep_last=1,
         )
+        save_checkpoint(tmp_path / "run", 2, policy.rank, contents, keep_last=1)
         found = {n: t.view(torch.uint8).numpy() for n, t in exported(policy).items()}
         return found if rank == 0 else {}
 
