@@ -14,6 +14,14 @@ from examples.quickstart.problems import write_problems
 from pacs_megatron.observability.metrics import read_metrics
 
 REPO = Path(__file__).resolve().parents[2]
+SHORT_WARMSTART = ("run.steps=20", "optimizer.warmup_updates=5")
+SHORT = (
+    "run.steps=3",
+    "optimizer.warmup_updates=1",
+    "evaluation.benchmarks.0.limit=8",
+    "batch.prompts_per_step=4",
+    "checkpoint.every=null",
+)
 
 
 def run(*command: str) -> None:
@@ -49,6 +57,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default="quickstart", help="runs/<name> is the run's folder")
     parser.add_argument("--dir", default="runs")
+    parser.add_argument("--short", action="store_true", help="a few steps only: shows the plumbing, learns nothing")
+    parser.add_argument("--shuffle-labels", action="store_true", help="control: with random labels nothing may rise")
     parser.add_argument("overrides", nargs="*", help="key=value for the PACS run, e.g. run.steps=40")
     args = parser.parse_args()
     base = Path(args.dir)
@@ -63,6 +73,7 @@ def main() -> None:
         f"run.name={args.name}-warmstart",
         f"model.path={inputs}/model",
         f"data.train.path={inputs}/data/demonstrations.json",
+        *(SHORT_WARMSTART if args.short else ()),
     )
     run(
         "pacs_megatron",
@@ -73,6 +84,8 @@ def main() -> None:
         f"model.path={warm}/hf",
         f"data.train.path={inputs}/data/train.json",
         f"evaluation.benchmarks.0.path={inputs}/data/test.json",
+        f"data.shuffle_labels={str(args.shuffle_labels).lower()}",
+        *(SHORT if args.short else ()),
         *args.overrides,
     )
     run("examples.quickstart.check", str(final))

@@ -1,6 +1,6 @@
 """The nouns and the verbs that every other package speaks; imports neither torch nor Megatron at run time."""
 
-from pacs_megatron.contracts.decisions import Decision, DecisionKind
+from pacs_megatron.contracts.decisions import Decision, DecisionKind, Interrupted
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.contracts.protocols import (
     Objective,
@@ -20,6 +20,7 @@ __all__ = [
     "Decision",
     "DecisionKind",
     "Group",
+    "Interrupted",
     "Layout",
     "MicroBatchPlan",
     "Objective",

@@ -20,6 +20,10 @@ class DecisionKind(StrEnum):
     """Leave the loop; `reason` says why and `error` whether it is a failure."""
 
 
+class Interrupted(Exception):  # noqa: N818  (not an error: the run was asked to stop)
+    """All ranks agreed to abandon the step; the last boundary is what gets saved."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """`detail` is a JSON object of plain values; token payloads travel apart, as flat buffers."""

@@ -4,14 +4,14 @@ Concurrency: collective. Rank 0 talks to the driver and sends decisions; the oth
 and are unblocked by GENERATE (sample your share) or by the final decision of the exchange.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pacs_megatron.batching.tables import facts_from_arrays, facts_to_arrays, tokens_from_arrays
-from pacs_megatron.contracts import Decision, DecisionKind, SampleFacts, TokenBuffers
+from pacs_megatron.contracts import Decision, DecisionKind, Interrupted, SampleFacts, TokenBuffers
 from pacs_megatron.errors import PacsError, RolloutError
 from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
@@ -34,12 +34,19 @@ class Rollouts:
     """Every rank has one; only rank 0's has a driver."""
 
     def __init__(
-        self, rank: Rank, channel: ControlChannel, driver: DriverClient | None, engine: EmbeddedEngine | None
+        self,
+        rank: Rank,
+        channel: ControlChannel,
+        driver: DriverClient | None,
+        engine: EmbeddedEngine | None,
+        *,
+        should_stop: Callable[[], bool],
     ) -> None:
         self._rank = rank
         self._channel = channel
         self._driver = driver
         self._engine = engine
+        self._should_stop = should_stop
 
     def collect(self, step: int) -> Collected:
         """The step's samples. Raises, on every rank, what the driver raised."""
@@ -81,13 +88,15 @@ class Rollouts:
         try:
             self._driver.send(header, arrays)
             return self._driver.receive(on_wait=self._heartbeat)
-        except PacsError as error:
+        except (PacsError, Interrupted) as error:
             detail = {"type": type(error).__name__, "message": str(error)}
             self._channel.send(Decision(kind=DecisionKind.STOP, reason="error", detail=detail))
             raise
 
     def _heartbeat(self) -> None:
-        """The other ranks are in `receive` now, and only now."""
+        """The other ranks are in `receive` now, and only now. A signal ends the wait: generation can take long."""
+        if self._should_stop():
+            raise Interrupted
         self._channel.send(Decision(kind=DecisionKind.WAIT, reason="driver busy", detail={}))
 
     def _follow(self) -> dict[str, Any]:
@@ -96,6 +105,8 @@ class Rollouts:
             match decision.kind:
                 case DecisionKind.GENERATE:
                     self._generate(decision.detail, None)
+                case DecisionKind.STOP if decision.detail["type"] == Interrupted.__name__:
+                    raise Interrupted
                 case DecisionKind.STOP:
                     raise named_error(decision.detail["type"], decision.detail["message"])
                 case _:

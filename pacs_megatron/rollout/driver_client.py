@@ -16,6 +16,7 @@ from pacs_megatron import errors
 from pacs_megatron.rollout.wire import Connection
 
 _CLOSE_GRACE_S = 10.0
+_POLL_S = 1.0
 
 
 class DriverClient:
@@ -44,12 +45,12 @@ class DriverClient:
         self._connection.send(header, arrays)
 
     def receive(self, on_wait: Callable[[], None] | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """The next answer; `on_wait` is called every `heartbeat_s` while it is outstanding.
+        """The next answer; `on_wait` is called every second (or `heartbeat_s`) while it is outstanding.
 
         Raises the error that the driver named, or RolloutError for a time-out or its death.
         """
         deadline = time.monotonic() + self._timeout_s
-        while not self._connection.poll(self._heartbeat_s):
+        while not self._connection.poll(min(self._heartbeat_s, _POLL_S)):
             if time.monotonic() > deadline:
                 raise errors.RolloutError(
                     f"the rollout driver has not answered for parallel.control_timeout_s={self._timeout_s:g} s; "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pacs_megatron.checkpoint import run_checkpoint
+from pacs_megatron.contracts import Interrupted
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.evaluation.passk import ProblemCounts, benchmark_metrics
 from pacs_megatron.observability.metrics import MetricsWriter
@@ -18,7 +19,6 @@ from pacs_megatron.observability.writers import MetricSinks, open_sinks
 from pacs_megatron.parallel.transfer import broadcast_arrays
 from pacs_megatron.policy import state as policy_state
 from pacs_megatron.training.export import export_hf
-from pacs_megatron.training.signals import Interrupted
 from pacs_megatron.training.step import train_step
 from pacs_megatron.training.sync import sync
 from pacs_megatron.training.world import World, array_of
@@ -33,6 +33,8 @@ class Progressed:
     step: int = 0
     driver: dict[str, Any] | None = None
     """the driver's state at this boundary (rank 0)"""
+    row: dict[str, float | None] | None = None
+    """metrics of `step` that are not written yet: its evaluation is to come"""
 
 
 class Outputs:
@@ -72,45 +74,45 @@ class Outputs:
 
 def run(w: World) -> ExitCode:
     """Train to the last step, from the newest checkpoint if there is one. Returns how the run ended."""
-    done = resume(w)
-    fresh = done is None
-    done = done or Progressed(driver=_driver_state(w))
+    done = resume(w) or Progressed(driver=_driver_state(w), row={})
+    written = done.step if done.row is None else done.step - 1
     with ExitStack() as stack:
-        out = Outputs(w, -1 if fresh else done.step, stack)
+        out = Outputs(w, written, stack)
         sync(w)
         w.timer.take()
         try:
-            if fresh:
-                row = evaluate(w, 0)
-                if row:
-                    out.write({"step": 0, **row, **w.timer.take()})
+            if done.row is not None:
+                _finish_step(w, done, out)
             while done.step < w.config.run.steps:
-                _one_step(w, done, out)
+                metrics = train_step(w, done.step + 1)
+                done.step, done.driver, done.row = done.step + 1, _driver_state(w), metrics
+                _finish_step(w, done, out)
         except Interrupted:
             save(w, done)
             out.report()
             if w.rank.rank == 0:
                 logger.info("stopped after step %d; saved; the same command continues", done.step)
             return ExitCode.PREEMPTED
-        if run_checkpoint.latest_checkpoint(w.run_dir) != run_checkpoint.checkpoint_folder(w.run_dir, done.step):
-            save(w, done)
         export_hf(w, w.run_dir / "hf")
         out.report()
     return ExitCode.OK
 
 
-def _one_step(w: World, done: Progressed, out: Outputs) -> None:
-    step = done.step + 1
-    metrics = train_step(w, step)
-    done.step, done.driver = step, _driver_state(w)
-    if _due(step, w.config.evaluation.every) or step == w.config.run.steps:
-        metrics |= evaluate(w, step)
+def _finish_step(w: World, done: Progressed, out: Outputs) -> None:
+    """Evaluate if that is due, write the row, save if that is due. Step 0 is the evaluation before any training."""
+    step, last = done.step, done.step == w.config.run.steps
+    assert done.row is not None
+    row = dict(done.row)
+    if step == 0 or last or _due(step, w.config.evaluation.every):
+        row |= evaluate(w, step)
     times = w.timer.take()
-    tokens = metrics.get("response/tokens")
+    tokens = row.get("response/tokens")
     if tokens is not None:
         times["tokens_per_s"] = tokens / times["time/step_s"]
-    out.write({"step": step, **metrics, **times})
-    if _due(step, w.config.checkpoint.every) or step == w.config.run.steps:
+    if row:
+        out.write({"step": step, **row, **times})
+    done.row = None
+    if last or (step > 0 and _due(step, w.config.checkpoint.every)):
         save(w, done)
 
 
@@ -156,6 +158,7 @@ def save(w: World, done: Progressed) -> None:
                 "policy_version": w.policy.version,
                 "schedule": w.policy.optimizer.schedule.state_dict(),
                 "driver": done.driver,
+                "row": done.row,
                 "digest": w.digest,
                 "has_reference": has_reference,
             },
@@ -195,7 +198,7 @@ def resume(w: World) -> Progressed | None:
         w.driver.ask({"op": "load_state", "order": saved["driver"]})
     if w.rank.rank == 0:
         logger.info("resumed from %s", folder)
-    return Progressed(step=saved["step"], driver=saved["driver"])
+    return Progressed(step=saved["step"], driver=saved["driver"], row=saved["row"])
 
 
 def _agreed_checkpoint(w: World) -> Path | None:

@@ -8,10 +8,6 @@ STOP_FILE = "STOP"
 """A batch script touches `<run>/STOP` where signals do not reach the ranks."""
 
 
-class Interrupted(Exception):  # noqa: N818  (not an error: the run was asked to stop)
-    """All ranks agreed to abandon the step; the last boundary is what gets saved."""
-
-
 class StopFlag:
     """Set by SIGTERM, SIGINT or SIGUSR1, or by the stop file."""
 

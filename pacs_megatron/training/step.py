@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from pacs_megatron.batching.distribute import cut_step
-from pacs_megatron.contracts import Part
+from pacs_megatron.contracts import Interrupted, Part
 from pacs_megatron.observability.metrics import MetricSums
-from pacs_megatron.training.signals import Interrupted
 from pacs_megatron.training.sync import release_memory, sync
 from pacs_megatron.training.world import World
 

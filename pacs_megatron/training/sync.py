@@ -1,6 +1,7 @@
 """New weights from the policy to whatever samples: the embedded engines of all ranks, or SGLang servers."""
 
 from pacs_megatron.config.schema import SglangRollout
+from pacs_megatron.contracts import WeightReceiver
 from pacs_megatron.errors import SyncError
 from pacs_megatron.parallel.transfer import broadcast_arrays
 from pacs_megatron.rollout.sglang import server_apis
@@ -16,7 +17,7 @@ def sync(w: World) -> None:
     if w.engine is None and not isinstance(w.config.rollout, SglangRollout):
         return
     with w.timer.span("sync"):
-        receivers = [w.engine] if w.engine is not None else []
+        receivers: list[WeightReceiver] = [w.engine] if w.engine is not None else []
         if w.server_sync is not None:
             _name_targets(w)
             receivers = [w.server_sync]

@@ -166,7 +166,7 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: Joined) -> 
         channel=joined.channel,
         policy=policy,
         objective=build_objective(config.objective, updates_per_step=config.batch.updates_per_step),
-        rollouts=Rollouts(rank, joined.channel, joined.driver, engine),
+        rollouts=Rollouts(rank, joined.channel, joined.driver, engine, should_stop=joined.stop.is_set),
         driver=joined.driver,
         engine=engine,
         server_sync=server_sync,
