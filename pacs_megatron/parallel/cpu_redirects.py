@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 PREFIX = "megatron.core"
+_CUDA_ONLY = ("transformer_engine", "apex", "amp_C")
+"""A host without a GPU may have these all the same; Megatron would take their optimizers and norms, which need one."""
 _CPU = torch.device("cpu")
 _FACTORIES = (
     "arange",
@@ -165,6 +167,19 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+@contextlib.contextmanager
+def _hidden(names: Sequence[str]) -> Iterator[None]:
+    """Inside, importing these packages fails as if they were not installed; outside, nothing has changed."""
+    found = {name: sys.modules[name] for name in names if name in sys.modules}
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None: "known to be missing"
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(found)
+
+
 class _RedirectingFinder(importlib.abc.MetaPathFinder):
     """Redirects a Megatron module right after its code has run, whenever it is imported."""
 
@@ -179,7 +194,8 @@ class _RedirectingFinder(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            execute(module)
+            with _hidden(_CUDA_ONLY):
+                execute(module)
             _redirect(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -69,6 +69,7 @@ def transformer_config(
     spec: ModelSpec, parallel: ParallelOptions, options: PrecisionOptions, machine: precision.Machine
 ) -> TransformerConfig:
     """Megatron's config for this model, layout and precision."""
+    dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
     arguments: dict[str, Any] = {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
@@ -107,7 +108,7 @@ def transformer_config(
             "moe_router_load_balancing_type": "none",
             # fp32 routing scores: a rounding that differs between two passes would choose another expert.
             "moe_router_dtype": "fp32",
-            "moe_grouped_gemm": machine.cuda and machine.transformer_engine is not None,
+            "moe_grouped_gemm": precision.uses_transformer_engine(dtype, machine),
         }
     if parallel.vpp is not None:
         # The batched exchange of the interleaved schedule pairs sends and receives wrongly where both neighbours are
@@ -120,9 +121,9 @@ def transformer_config(
     return TransformerConfig(**arguments, **precision.megatron_arguments(options, machine))
 
 
-def _layer_spec(spec: ModelSpec, machine: precision.Machine) -> ModuleSpec:
+def _layer_spec(spec: ModelSpec, *, transformer_engine: bool) -> ModuleSpec:
     num_experts = None if spec.moe is None else spec.moe.num_experts
-    if machine.cuda and machine.transformer_engine is not None:
+    if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=num_experts, moe_grouped_gemm=spec.moe is not None, qk_layernorm=spec.qk_norm
         )
@@ -143,8 +144,9 @@ def _layer_spec(spec: ModelSpec, machine: precision.Machine) -> ModuleSpec:
 
 
 def _block_spec(spec: ModelSpec, config: TransformerConfig, machine: precision.Machine, vp_stage: int | None) -> Any:
-    layer = _layer_spec(spec, machine)
-    if machine.cuda and machine.transformer_engine is not None:
+    transformer_engine = precision.uses_transformer_engine(config.params_dtype, machine)
+    layer = _layer_spec(spec, transformer_engine=transformer_engine)
+    if transformer_engine:
         return layer
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

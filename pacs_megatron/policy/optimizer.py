@@ -92,9 +92,9 @@ class Optimizer:
             if part.optimizer is None:
                 continue
             for state in part.optimizer.state.values():
-                for value in state.values():
-                    if torch.is_tensor(value):
-                        value.zero_()
+                for name in ("exp_avg", "exp_avg_sq", "step"):
+                    if name in state:
+                        state[name].zero_()
             for group in part.optimizer.param_groups:
                 if "step" in group:
                     group["step"] = torch.zeros_like(group["step"]) if torch.is_tensor(group["step"]) else 0

@@ -29,6 +29,8 @@ class Machine:
     """(major, minor), None when it is not installed"""
     apex: bool
     """NVIDIA Apex's fused kernels are importable"""
+    wgrad_fusion: bool
+    """so is Apex's kernel that adds a weight's gradient to its fp32 buffer"""
     foreign_apex: bool
     """a package named apex is installed that is not NVIDIA's (PyPI's is a web toolkit)"""
 
@@ -55,17 +57,20 @@ def inspect_machine() -> Machine:
     cuda = torch.cuda.is_available()
     has_apex_name = importlib.util.find_spec("apex") is not None
     has_apex_kernels = importlib.util.find_spec("amp_C") is not None
-    te = importlib.util.find_spec("transformer_engine") is not None
     return Machine(
         cuda=cuda,
         capability=torch.cuda.get_device_capability() if cuda else None,
         cuda_version=_pair(torch.version.cuda),
-        transformer_engine=_version_of("transformer_engine", "transformer-engine", "transformer_engine_torch")
-        if te
-        else None,
+        transformer_engine=_version_of("transformer-engine", "transformer-engine-torch"),
         apex=has_apex_name and has_apex_kernels,
+        wgrad_fusion=has_apex_kernels and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         foreign_apex=has_apex_name and not has_apex_kernels,
     )
+
+
+def uses_transformer_engine(dtype: torch.dtype, machine: Machine) -> bool:
+    """Whether the layers are Transformer Engine's. Its attention has no fp32, so fp32 takes the local layers."""
+    return machine.cuda and machine.transformer_engine is not None and dtype is torch.bfloat16
 
 
 def check(options: PrecisionOptions, machine: Machine) -> None:
@@ -81,6 +86,11 @@ def check(options: PrecisionOptions, machine: Machine) -> None:
         return
     recipe = options.fp8.recipe
     where = f"precision.fp8.recipe={recipe}"
+    if recipe == "delayed" and options.fp8.first_last_layers_bf16:
+        raise ConfigError(
+            f"precision.fp8.first_last_layers_bf16={options.fp8.first_last_layers_bf16} does not go with {where}: its "
+            "scales are kept for all layers together; set it to 0 or use recipe tensorwise or blockwise"
+        )
     if not machine.cuda:
         raise ConfigError(f"{where} needs a CUDA GPU and there is none; remove precision.fp8 to train in bf16 or fp32")
     if machine.transformer_engine is None:
@@ -112,9 +122,11 @@ def describe(options: PrecisionOptions, machine: Machine) -> str:
         missing = "no CUDA"
     else:
         has_te = machine.transformer_engine is not None
-        used = (
-            f"Transformer Engine {_text(machine.transformer_engine)}" if machine.transformer_engine else "local layers"
-        )
+        used = "local layers"
+        if machine.transformer_engine is not None and options.dtype == "bf16":
+            used = f"Transformer Engine {_text(machine.transformer_engine)}"
+        elif machine.transformer_engine is not None:
+            used += " (Transformer Engine's attention has no fp32)"
         used += ", FusedAdam of " + ("Transformer Engine" if has_te else "Apex" if machine.apex else "torch (AdamW)")
         missing = ", ".join(
             name for name, there in (("Transformer Engine", has_te), ("NVIDIA Apex", machine.apex)) if not there
@@ -128,13 +140,13 @@ def describe(options: PrecisionOptions, machine: Machine) -> str:
 def megatron_arguments(options: PrecisionOptions, machine: Machine) -> dict[str, Any]:
     """Keyword arguments of TransformerConfig for this precision on this machine."""
     dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
-    has_te = machine.cuda and machine.transformer_engine is not None
+    has_te = uses_transformer_engine(dtype, machine)
     arguments: dict[str, Any] = {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        # Our output layer's gradient comes from autograd; TE's linear layers fuse theirs by themselves.
-        "gradient_accumulation_fusion": has_te and machine.apex,
+        # Transformer Engine's layers could do it alone, but Megatron's output layer refuses it without Apex's kernel.
+        "gradient_accumulation_fusion": has_te and machine.wgrad_fusion,
         "masked_softmax_fusion": False,
         "bias_activation_fusion": machine.cuda,
         "bias_dropout_fusion": machine.cuda,

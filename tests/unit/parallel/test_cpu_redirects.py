@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +56,26 @@ def test_a_module_imported_later_is_redirected_too() -> None:
         return was_loaded, num_finders == 1, late.torch is not torch
 
     assert run_ranks(on_rank, 1) == [(False, True, True)]
+
+
+def test_megatron_does_not_see_kernels_that_need_a_gpu_but_others_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("here = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def on_rank(_rank: int, _world: int) -> tuple[bool, bool]:
+        cpu_redirects.install()
+        for loaded in [m for m in sys.modules if m.startswith("megatron.core.fp8_utils")]:
+            del sys.modules[loaded]
+        import megatron.core.fp8_utils as utils
+        import transformer_engine
+
+        return utils.HAVE_TE, transformer_engine.here and sys.modules["transformer_engine"] is transformer_engine
+
+    assert run_ranks(on_rank, 1) == [(False, True)]
 
 
 def test_with_cuda_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

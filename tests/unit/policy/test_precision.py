@@ -1,0 +1,113 @@
+"""What a machine can do is said in one line; what it cannot do is refused with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from pacs_megatron.config.schema import Fp8Options, ParallelOptions, PrecisionOptions
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.models import load_spec, weight_table
+from pacs_megatron.policy import precision
+from pacs_megatron.policy.model import transformer_config
+
+H100 = precision.Machine(
+    cuda=True,
+    capability=(9, 0),
+    cuda_version=(13, 0),
+    transformer_engine=(2, 11),
+    apex=False,
+    wgrad_fusion=False,
+    foreign_apex=False,
+)
+CPU = precision.inspect_machine()
+
+
+def machine(**changes: Any) -> precision.Machine:
+    from dataclasses import replace
+
+    return replace(H100, **changes)
+
+
+def fp8(recipe: str, **options: Any) -> PrecisionOptions:
+    return PrecisionOptions(dtype="bf16", fp8=Fp8Options(recipe=recipe, **options))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_an_h100_with_transformer_engine_takes_every_recipe(recipe: str) -> None:
+    precision.check(fp8(recipe), H100)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "reason"),
+    [
+        (fp8("tensorwise"), {"cuda": False}, "needs a CUDA GPU and there is none"),
+        (fp8("tensorwise"), {"transformer_engine": None}, "needs Transformer Engine and it is not installed"),
+        (fp8("delayed"), {"capability": (8, 0)}, "needs compute capability >= 8.9, this GPU has 8.0"),
+        (fp8("blockwise"), {"capability": (8, 9)}, "needs compute capability >= 9.0, this GPU has 8.9"),
+        (fp8("blockwise"), {"cuda_version": (12, 4)}, "needs CUDA >= 12.9"),
+        (fp8("delayed", first_last_layers_bf16=1), {}, "does not go with precision.fp8.recipe=delayed"),
+        (PrecisionOptions(), {"transformer_engine": (2, 8)}, "needs >= 2.9 and < 2.12"),
+        (PrecisionOptions(), {"transformer_engine": (2, 12)}, "needs >= 2.9 and < 2.12"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_line(
+    options: PrecisionOptions, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        precision.check(options, machine(**changes))
+    assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_log_line_says_what_is_used_and_what_is_missing() -> None:
+    line = precision.describe(fp8("delayed"), H100)
+    assert line == (
+        "precision bf16, fp8 delayed/hybrid; using Transformer Engine 2.11, FusedAdam of Transformer Engine; "
+        "missing: NVIDIA Apex"
+    )
+    assert "no CUDA" in precision.describe(PrecisionOptions(dtype="fp32"), CPU)
+    assert "attention has no fp32" in precision.describe(PrecisionOptions(dtype="fp32"), H100)
+    foreign = precision.describe(PrecisionOptions(), machine(foreign_apex=True, transformer_engine=None))
+    assert "PyPI's web toolkit, not NVIDIA Apex" in foreign and "torch (AdamW)" in foreign
+
+
+def test_fp32_never_takes_transformer_engines_attention() -> None:
+    assert precision.uses_transformer_engine(torch.bfloat16, H100)
+    assert not precision.uses_transformer_engine(torch.float32, H100)
+    assert not precision.uses_transformer_engine(torch.bfloat16, machine(transformer_engine=None))
+
+
+def test_gradient_fusion_needs_apex_kernel_for_megatrons_output_layer() -> None:
+    assert not precision.megatron_arguments(PrecisionOptions(), H100)["gradient_accumulation_fusion"]
+    with_apex = precision.megatron_arguments(PrecisionOptions(), machine(apex=True, wgrad_fusion=True))
+    assert with_apex["gradient_accumulation_fusion"]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_recipes_become_what_megatrons_config_accepts(tiny_qwen3: Any, recipe: str) -> None:
+    """Megatron's own validation runs; rotary fusion is put aside because its kernel is not installed here."""
+    arguments = precision.megatron_arguments(fp8(recipe), H100) | {"apply_rope_fusion": False}
+    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **arguments)
+    assert (config.fp8, config.fp8_recipe) == ("hybrid", recipe)
+    edges = precision.megatron_arguments(fp8("tensorwise", first_last_layers_bf16=1), H100)
+    config = TransformerConfig(
+        num_layers=4, hidden_size=64, num_attention_heads=4, **(edges | {"apply_rope_fusion": False})
+    )
+    assert config.first_last_layers_bf16 and config.num_layers_at_start_in_bf16 == 1
+
+
+def test_tokens_are_padded_to_what_fp8_products_need() -> None:
+    assert precision.token_multiple(PrecisionOptions()) == 1
+    assert precision.token_multiple(fp8("tensorwise")) == 16
+    assert precision.token_multiple(fp8("blockwise")) == 128
+
+
+def test_the_config_of_this_machine_is_valid(tiny_qwen3: Any) -> None:
+    spec = load_spec(tiny_qwen3)
+    config = transformer_config(spec, ParallelOptions(), PrecisionOptions(dtype="bf16"), CPU)
+    assert config.params_dtype is torch.bfloat16 and config.use_cpu_initialization
+    assert config.calculate_per_token_loss, "pure sums"
+    assert weight_table(spec).padded_vocab % 128 == 0
