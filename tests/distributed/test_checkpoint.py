@@ -1,0 +1,133 @@
+"""Training checkpoints on the real policy: continued steps are the same at the same layout, and agree at another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pacs_megatron.checkpoint import run_checkpoint
+from pacs_megatron.checkpoint.manifest import MANIFEST_NAME
+from pacs_megatron.config.schema import PacsOptions
+from pacs_megatron.errors import CheckpointError
+from pacs_megatron.objectives import build_objective
+from tests.support.policy_cases import make_policy, random_step, train
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import make_tiny_qwen3
+
+STEPS = [random_step(seed) for seed in range(6)]
+FROZEN = PacsOptions(name="pacs", reference="frozen")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3(tmp_path_factory.mktemp("model"), tied=True, num_hidden_layers=4)
+
+
+def save(policy: Any, folder: Path, step: int, model: Path, keep_last: int = 2) -> Path:
+    from pacs_megatron.policy import state
+
+    contents = run_checkpoint.Contents(
+        sharded=state.sharded_state(policy, is_loading=False, with_reference=policy.reference is not None),
+        state={"schedule": policy.optimizer.schedule.state_dict()},
+        rng=state.rng_state(),
+        hf_metadata=model,
+        dtype=policy.config.params_dtype,
+    )
+    return run_checkpoint.save_checkpoint(folder, step, policy.rank, contents, keep_last=keep_last)
+
+
+def load(policy: Any, folder: Path) -> None:
+    from pacs_megatron.policy import state
+
+    checkpoint = run_checkpoint.latest_checkpoint(folder)
+    assert checkpoint is not None
+    run_checkpoint.verify_checkpoint(checkpoint, policy.rank)
+    policy.take_reference(reset_optimizer=False)
+    sharded = state.sharded_state(policy, is_loading=True, with_reference=True)
+    filled, _ = run_checkpoint.load_checkpoint(checkpoint, policy.rank, sharded)
+    state.load_sharded_state(policy, filled)
+    policy.optimizer.schedule.load_state_dict(run_checkpoint.read_state(checkpoint)["schedule"])
+
+
+def continued(policy: Any) -> dict[str, Any]:
+    """Three more steps: losses (they depend on the reference), norms, final weights."""
+    reports = train(policy, build_objective(FROZEN, updates_per_step=1), STEPS[3:])
+    return {
+        "loss": [r.metrics["objective/loss"] for r in reports],
+        "norm": [r.grad_norm for r in reports],
+        "weights": {name: tensor.float().numpy().copy() for name, tensor in policy.export_weights()},
+    }
+
+
+def saving(model: Path, folder: Path, options: dict[str, Any]) -> Callable[[int, int], dict[str, Any]]:
+    def on_rank(_rank: int, world: int) -> dict[str, Any]:
+        policy = make_policy(model, world, optimizer={"lr": 1e-3}, **options)
+        policy.take_reference(reset_optimizer=False)
+        train(policy, build_objective(FROZEN, updates_per_step=1), STEPS[:3])
+        save(policy, folder, 3, model)
+        return continued(policy)
+
+    return on_rank
+
+
+def loading(model: Path, folder: Path, options: dict[str, Any]) -> Callable[[int, int], dict[str, Any]]:
+    def on_rank(_rank: int, world: int) -> dict[str, Any]:
+        policy = make_policy(model, world, optimizer={"lr": 1e-3}, **options)
+        load(policy, folder)
+        return continued(policy)
+
+    return on_rank
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "world", "options"),
+    [
+        ("tp2", 2, {"tp": 2}),
+        ("tp2pp2-distopt", 4, {"tp": 2, "pp": 2, "distributed_optimizer": True}),
+        ("dp2-distopt-bf16", 2, {"distributed_optimizer": True, "dtype": "bf16"}),
+    ],
+)
+def test_resume_at_the_same_and_at_other_layouts(
+    model: Path, tmp_path: Path, saved_with: str, world: int, options: dict[str, Any]
+) -> None:
+    expected = run_ranks(saving(model, tmp_path, options), world, timeout=100)[0]
+    same = run_ranks(loading(model, tmp_path, options), world, timeout=100)[0]
+    assert same["loss"] == expected["loss"] and same["norm"] == expected["norm"]
+    for name, weight in expected["weights"].items():
+        np.testing.assert_array_equal(same["weights"][name], weight, err_msg=name)
+    kept = {k: v for k, v in options.items() if k in ("distributed_optimizer", "dtype")}
+    tolerance = 2e-2 if options.get("dtype") == "bf16" else 1e-5
+    for layout in ({}, {"pp": 2}):
+        other = run_ranks(loading(model, tmp_path, kept | layout), layout.get("pp", 1), timeout=100)[0]
+        np.testing.assert_allclose(other["loss"], expected["loss"], rtol=tolerance)
+        np.testing.assert_allclose(other["norm"], expected["norm"], rtol=tolerance)
+
+
+def test_damage_is_named_and_old_checkpoints_go(model: Path, tmp_path: Path) -> None:
+    def on_rank(_rank: int, world: int) -> list[str]:
+        policy = make_policy(model, world)
+        for step in (1, 2, 3):
+            save(policy, tmp_path, step, model)
+        kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+        newest = run_checkpoint.latest_checkpoint(tmp_path)
+        assert newest is not None
+        shard = max((newest / "dist").glob("*.distcp"), key=lambda path: path.stat().st_size)
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(bytes(data))
+        with pytest.raises(CheckpointError, match=shard.name):
+            run_checkpoint.verify_checkpoint(newest, policy.rank)
+        (newest / MANIFEST_NAME).unlink()
+        before = run_checkpoint.latest_checkpoint(tmp_path)
+        assert before is not None
+        run_checkpoint.verify_checkpoint(before, policy.rank)
+        (before / "state.json").unlink()
+        with pytest.raises(CheckpointError, match=r"state\.json is missing"):
+            run_checkpoint.verify_checkpoint(before, policy.rank)
+        return kept
+
+    assert run_ranks(on_rank, 1, timeout=100)[0] == ["step_000002", "step_000003"]
