@@ -109,10 +109,7 @@ class ServerSync:
 
     def set_targets(self, apis: Sequence[SglangApi]) -> None:
         """The servers of the next update: all of the fleet that are not dead, or only those that missed one."""
-        kept = {api.url: self._targets.get(api.url, _Target(api)) for api in apis}
-        for url in self._targets.keys() - kept.keys():
-            self._transport.forget(self._targets[url].api)
-        self._targets = kept
+        self._targets = {api.url: self._targets.get(api.url, _Target(api)) for api in apis}
 
     # ------------------------------------------------------------------------------------------------- WeightReceiver
     def begin_update(self, version: int) -> None:
@@ -192,7 +189,9 @@ class ServerSync:
     def _open(self, target: _Target, version: int) -> None:
         api, settings = target.api, self._settings
         if WeightVersion.is_fresh(api.weight_version()):
-            self._released.pop(api.url, None)  # restarted: it has its memory
+            # (Re)started: it has its memory, and knows no group of an earlier life.
+            self._released.pop(api.url, None)
+            self._transport.forget(api)
         api.pause(settings.pause, settings.timeout_s)
         api.set_weight_version(updating_version(version))
         self._take_back(api, "weights")

@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as torch_mp
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing import reductions
@@ -88,14 +89,16 @@ class DiskTransport:
         self._version = version
         self._shards, self._num_bytes = {}, 0
         shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir(parents=True)
+        with _disk_errors(self._partial):
+            self._partial.mkdir(parents=True)
 
     def join(self, api: SglangApi) -> None:
         """Nothing: a server reads when everything is there."""
 
     def prepare(self, bucket: Bucket) -> None:
         name = f"model-{len(set(self._shards.values())) + 1:05d}.safetensors"
-        save_file({name: tensor.cpu() for name, tensor in bucket.tensors()}, self._partial / name)
+        with _disk_errors(self._partial):
+            save_file({name: tensor.cpu() for name, tensor in bucket.tensors()}, self._partial / name)
         self._shards |= {item.name: name for item in bucket.items}
         self._num_bytes += bucket.num_bytes
 
@@ -104,9 +107,10 @@ class DiskTransport:
 
     def commit(self) -> None:
         index = {"metadata": {"total_size": self._num_bytes}, "weight_map": self._shards}
-        (self._partial / "model.safetensors.index.json").write_text(json.dumps(index))
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._partial.replace(self.path)
+        with _disk_errors(self._partial):
+            (self._partial / "model.safetensors.index.json").write_text(json.dumps(index))
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._partial.replace(self.path)
         for old in self._folder.glob("v*"):
             if old.name.removeprefix("v").isdecimal() and int(old.name.removeprefix("v")) < self._version - 1:
                 shutil.rmtree(old, ignore_errors=True)
@@ -129,6 +133,15 @@ class DiskTransport:
     @property
     def _partial(self) -> Path:
         return self._folder / f"v{self._version}.partial"
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """A full or missing disk becomes a SyncError that names the folder."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise SyncError(f"sync.way=disk: cannot write {path}: {error}") from error
 
 
 @dataclass(slots=True)

@@ -133,7 +133,28 @@ def test_a_broken_group_is_made_anew(lab: Lab) -> None:
         assert worst(lab, 1, sample) < BF16_NATS
 
 
-def test_an_unreadable_folder_fails_that_server_and_the_export_is_still_drained(lab: Lab) -> None:
+def test_a_restarted_server_is_joined_anew(lab: Lab) -> None:
+    """It says `default` and knows no group: the first push has to reach it."""
+    with lab.opened(weights=0):
+        api = SglangApi(url=lab.url)
+        group = lab.sync._transport._groups[api.url].name  # type: ignore[attr-defined]
+        api.call("/destroy_weights_update_group", {"group_name": group})
+        api.set_weight_version("default")
+        lab.push(1)
+        [sample] = lab.engine.stream(sample_requests(1, tag="restarted"))
+        assert worst(lab, 1, sample) < BF16_NATS
+
+
+def test_a_folder_that_cannot_be_written_is_named(lab: Lab) -> None:
+    message = r"sync\.way=disk: cannot write /proc/no/such/v"
+    with (
+        lab.opened(weights=None, sync={"way": "disk", "folder": "/proc/no/such"}),
+        pytest.raises(SyncError, match=message),
+    ):
+        lab.push(0)
+
+
+def test_an_unreachable_server_fails_that_server_and_the_export_is_still_drained(lab: Lab) -> None:
     """All ranks take part in the export, so a push that cannot succeed must still iterate it to its end."""
     with lab.opened(weights=0):
         taken = []
