@@ -27,7 +27,8 @@ batch:
 rollout:
   engine: embedded
   sampling:
-    max_response_tokens: 8
+    max_response_tokens: 12
+    stop: [{stop}]
   batch_sequences: 8
 reward:
   name: custom
@@ -64,5 +65,7 @@ def write_tiny_run(folder: Path, model: Path, delay_s: float = 0.0) -> Path:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD.format(delay_s=delay_s))
     path = folder / "run.yaml"
-    path.write_text(CONFIG.format(folder=folder, model=model))
+    # A random model never ends its answer by itself, and a truncated answer counts as wrong: letters end most of them.
+    stop = ", ".join(f"'{letter}'" for letter in "abcdefghijklmnopqrstuvwxyz0123456789")
+    path.write_text(CONFIG.format(folder=folder, model=model, stop=stop))
     return path

@@ -28,7 +28,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "pacs_megatron", "train", str(config), f"run.steps={STEPS}", "checkpoint.every=3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
-    return folder / "runs" / "tiny"
+    run_dir = folder / "runs" / "tiny"
+    assert all(row["optimizer/grad_norm"] > 0 for row in metrics(run_dir))  # else equal weights would say nothing
+    return run_dir
 
 
 def submit(slurm: Slurm, repo: Path, config: Path, *overrides: str, launcher: str = "srun") -> str:
