@@ -1,0 +1,502 @@
+"""One unattended measurement of the training step on one GPU: bf16 and every FP8 recipe, one table, JSON and raw log.
+
+    python benchmarks/train_step.py --preset qwen3-0.6b --out results/train_step
+    python benchmarks/train_step.py --dry-run-cpu --out results/dry_run      # the same path with tiny shapes, no GPU
+
+The real MegatronPolicy on random weights (nothing is downloaded), one PACS update a step. Every case is a process of its
+own, so that one that fails or runs out of memory leaves the others' figures whole; it is in the table with its reason.
+
+    tokens/s     all packed tokens of a step / its seconds (forward, backward, clip, Adam); median of the steps
+    fwd tok/s    the same for a forward-only pass, as the score pass and `step_start` take it
+    TFLOP/s      3 x forward FLOPs by Megatron's formula (launch/timing.py), output layer counted for response tokens only
+    of peak      share of the GPU's dense bf16 peak (989 TFLOP/s on H100 and H200), for FP8 too, so that rows compare
+    peak GiB     torch.cuda.max_memory_allocated over the timed steps
+    d loss, d norm   relative difference of the SFT loss and of the PACS gradient norm to the CPU path in fp32, on a
+                     four-layer cut of the same model with the same weights and tokens
+    r floor      max |r_j| of a score pass at unchanged weights: 0 where kernels are deterministic (objective.md)
+
+The second table: log-probs at a vocabulary of 151,936, the chunked head against plain logits, forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # a GPU machine may have the dependencies without this package installed
+    sys.path.insert(0, str(ROOT))
+
+PEAK_TFLOPS = 989.0
+CASES = {
+    "bf16": {"dtype": "bf16"},
+    "fp8-tensorwise": {"dtype": "bf16", "fp8": {"recipe": "tensorwise"}},
+    "fp8-blockwise": {"dtype": "bf16", "fp8": {"recipe": "blockwise", "format": "e4m3"}},
+    "fp8-delayed": {"dtype": "bf16", "fp8": {"recipe": "delayed"}},
+    "fp32": {"dtype": "fp32"},
+}
+PRESETS = {
+    # hub id, layers that fit one 80 GB GPU together with gradients and Adam's state
+    "qwen3-0.6b": ("Qwen/Qwen3-0.6B", 28),
+    "qwen3-1.7b": ("Qwen/Qwen3-1.7B", 28),
+    "qwen3-4b": ("Qwen/Qwen3-4B", 16),
+    "qwen3-8b": ("Qwen/Qwen3-8B", 6),
+    "tiny": (None, 2),
+}
+CASE_TIMEOUT_S = 900
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What one process measures."""
+
+    kind: str
+    """speed, check or head"""
+    case: str
+    preset: str
+    layers: int
+    samples: int
+    prompt: int
+    response: int
+    tokens_per_microbatch: int
+    steps: int
+    cpu: bool
+    reference: str | None = None
+    """check: the CPU path's file, to compare with"""
+
+
+# ------------------------------------------------------------------------------------------------------------- workers
+def spec_of(setup: Setup) -> Any:
+    """The preset's architecture with `layers` layers; the check uses a small vocabulary so that the CPU keeps up."""
+    from pacs_megatron.launch.known_models import need_spec
+    from pacs_megatron.models import ModelSpec
+
+    hub_id = PRESETS[setup.preset][0]
+    if hub_id is None:
+        spec = replace(
+            need_spec("Qwen/Qwen3-0.6B", "benchmark"),
+            hidden_size=64,
+            ffn_size=128,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            vocab_size=1000,
+        )
+    else:
+        spec = need_spec(hub_id, "benchmark")
+    assert isinstance(spec, ModelSpec)
+    if setup.kind == "check":
+        spec = replace(spec, vocab_size=min(spec.vocab_size, 8192))
+    return replace(spec, num_layers=setup.layers)
+
+
+def random_weights(table: Any, dtype: torch.dtype) -> Callable[[str], torch.Tensor]:
+    """A reader of Hugging Face tensors drawn from their names: the same on every machine, rounded to bf16 everywhere."""
+
+    def read(name: str) -> torch.Tensor:
+        entry = table.by_hf[name]
+        shape = entry.hf_shapes[entry.hf_names.index(name)]
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        if name.endswith("norm.weight"):
+            value = 1.0 + 0.1 * torch.randn(shape, generator=generator)
+        else:
+            value = 0.03 * torch.randn(shape, generator=generator)
+        return value.bfloat16().to(dtype)
+
+    return read
+
+
+@functools.cache
+def this_rank() -> Any:
+    """The one rank of this process, with its process groups."""
+    from pacs_megatron.contracts import Layout
+    from pacs_megatron.parallel import groups
+
+    return groups.initialize(Layout(world_size=1), seed=1, control_timeout_s=600.0)
+
+
+def build_policy(setup: Setup) -> Any:
+    """(policy, what it uses) on one rank."""
+    from pacs_megatron.config.schema import OptimizerOptions, ParallelOptions, PrecisionOptions
+    from pacs_megatron.policy import precision
+    from pacs_megatron.policy.engine import MegatronPolicy
+
+    options = PrecisionOptions(**CASES[setup.case])
+    policy = MegatronPolicy(
+        spec_of(setup),
+        this_rank(),
+        parallel=ParallelOptions(),
+        precision_options=options,
+        optimizer=OptimizerOptions(lr=1e-6),
+        total_updates=1000,
+        tokens_per_microbatch=setup.tokens_per_microbatch,
+    )
+    policy.load_weights(random_weights(policy.table, policy.config.params_dtype))
+    return policy, precision.describe(options, precision.inspect_machine())
+
+
+def random_part(setup: Setup, vocab: int) -> Any:
+    """Groups of 4, mixed labels, lengths within 20 % of the setting."""
+    from pacs_megatron.batching.split import plan_microbatches
+    from pacs_megatron.contracts import Layout, Part, SampleFacts, TokenBuffers
+
+    rng = np.random.default_rng(0)
+    n = setup.samples
+    labels = (np.arange(n) % 2).astype(np.float64)
+    lens = rng.integers(int(0.8 * setup.response), setup.response + 1, n)
+    facts = SampleFacts(
+        ids=tuple(f"1:bench/{row // 4}#{row % 4}" for row in range(n)),
+        groups=np.arange(n) // 4,
+        labels=labels,
+        rewards=labels,
+        prompt_lens=np.full(n, setup.prompt),
+        response_lens=lens,
+        truncated=np.zeros(n, dtype=bool),
+    )
+    tokens = TokenBuffers(
+        index=np.arange(n),
+        token_ids=rng.integers(0, vocab, int(facts.lens.sum())).astype(np.int32),
+        offsets=np.concatenate([[0], np.cumsum(facts.lens)]),
+        sampler_logprobs=np.full(int(lens.sum()), -8.0, dtype=np.float32),
+        response_offsets=np.concatenate([[0], np.cumsum(lens)]),
+    )
+    plan = plan_microbatches(facts, layout=Layout(world_size=1), tokens_per_microbatch=setup.tokens_per_microbatch)
+    return Part(facts=facts, tokens=tokens, plan=plan)
+
+
+def sync() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(work: Callable[[], Any], repeats: int) -> list[float]:
+    """Seconds of each call, after two that warm up."""
+    seconds = []
+    for number in range(repeats + 2):
+        sync()
+        start = time.perf_counter()
+        work()
+        sync()
+        if number >= 2:
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def measure_speed(setup: Setup) -> dict[str, Any]:
+    """Seconds of updates and of forward passes, and peak memory."""
+    from pacs_megatron.config.schema import PacsOptions
+    from pacs_megatron.launch.timing import forward_flops
+    from pacs_megatron.objectives import build_objective
+
+    policy, used = build_policy(setup)
+    part = random_part(setup, policy.spec.vocab_size)
+    objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
+    prepared = objective.prepare(None, part.facts, None)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    steps = timed(lambda: policy.update(part, prepared, objective, None), setup.steps)
+    forward = timed(lambda: policy.logprobs(part, "step_start"), setup.steps)
+    num_tokens = int(part.facts.lens.sum())
+    flops = 3 * forward_flops(
+        policy.spec, num_tokens, num_tokens / setup.samples, float(part.facts.response_lens.sum())
+    )
+    seconds = statistics.median(steps)
+    return {
+        "used": used,
+        "tokens": num_tokens,
+        "step_s": steps,
+        "forward_s": forward,
+        "tokens_per_s": num_tokens / seconds,
+        "forward_tokens_per_s": num_tokens / statistics.median(forward),
+        "tflops": flops / seconds / 1e12,
+        "peak_frac": flops / seconds / 1e12 / PEAK_TFLOPS,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
+    }
+
+
+def measure_check(setup: Setup) -> dict[str, Any]:
+    """Log-probs, SFT loss, PACS gradient norm, score floor and drift; compared when the CPU path's file is there."""
+    from pacs_megatron.config.schema import PacsOptions, SftOptions
+    from pacs_megatron.objectives import build_objective
+
+    policy, used = build_policy(setup)
+    part = random_part(setup, policy.spec.vocab_size)
+    start = policy.logprobs(part, "step_start")
+    flat = np.concatenate([start[row] for row in range(setup.samples)])
+    part = replace(part, step_start_logprobs=start)
+    pacs = build_objective(PacsOptions(name="pacs"), updates_per_step=2)
+    scores = policy.scores(part, pacs)
+    found: dict[str, Any] = {"used": used, "score_floor": float(scores.abs().max())}
+    zeros = torch.zeros_like(scores)
+    report = policy.update(part, pacs.prepare(zeros, part.facts, None), pacs, scores)
+    found |= {"grad_norm": report.grad_norm, "score_drift": report.metrics["pacs/score_drift_max"]}
+    sft = build_objective(SftOptions(name="sft"), updates_per_step=1)
+    found["sft_loss"] = float(-flat.mean())
+    report = policy.update(part, sft.prepare(None, part.facts, None), sft, None)
+    found["sft_grad_norm"] = report.grad_norm
+    if setup.reference is None:
+        return found | {"logprobs": flat.tolist()}
+    reference = json.loads(Path(setup.reference).read_text())["check"]
+    difference = np.abs(flat - np.asarray(reference["logprobs"]))
+    found |= {
+        "logprob_diff_mean": float(difference.mean()),
+        "logprob_diff_max": float(difference.max()),
+        "loss_rel_diff": abs(found["sft_loss"] / reference["sft_loss"] - 1),
+        "grad_norm_rel_diff": abs(found["grad_norm"] / reference["grad_norm"] - 1),
+        "sft_grad_norm_rel_diff": abs(found["sft_grad_norm"] / reference["sft_grad_norm"] - 1),
+    }
+    return found
+
+
+def measure_head(setup: Setup) -> dict[str, Any]:
+    """Peak memory and seconds of log-probs and their gradients, chunked and plain; and that they agree."""
+    import torch.distributed as dist
+
+    from pacs_megatron.policy.head import token_logprobs
+
+    vocab, hidden_size, tokens = (151936, 2560, 8192) if not setup.cpu else (1000, 64, 128)
+    device, dtype = this_rank().device, torch.bfloat16
+    generator = torch.Generator().manual_seed(0)
+    weight = (0.03 * torch.randn(vocab, hidden_size, generator=generator)).to(device, dtype).requires_grad_(True)
+    hidden = torch.randn(tokens, hidden_size, generator=generator).to(device, dtype).requires_grad_(True)
+    targets = torch.randint(0, vocab, (tokens,), generator=generator).to(device)
+
+    def chunked() -> torch.Tensor:
+        return token_logprobs(hidden, weight, targets, vocab_size=vocab, group=dist.group.WORLD, want_entropy=True)[0]
+
+    def plain() -> torch.Tensor:
+        logprobs = torch.log_softmax((hidden @ weight.t()).float(), dim=-1)
+        return logprobs.gather(1, targets[:, None])[:, 0]
+
+    found: dict[str, Any] = {"vocab": vocab, "hidden": hidden_size, "tokens": tokens}
+    outputs = {}
+    for name, head in (("chunked", chunked), ("plain", plain)):
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+        def work(head: Callable[[], torch.Tensor] = head, name: str = name) -> None:
+            weight.grad = hidden.grad = None
+            logprobs = head()
+            logprobs.sum().backward()
+            outputs[name] = logprobs.detach()
+
+        try:
+            found[f"{name}_s"] = statistics.median(timed(work, setup.steps))
+        except torch.cuda.OutOfMemoryError:
+            found[f"{name}_s"] = None
+            continue
+        if torch.cuda.is_available():
+            found[f"{name}_extra_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    if len(outputs) == 2:
+        found["max_diff"] = float((outputs["chunked"] - outputs["plain"]).abs().max())
+    return found
+
+
+WORKERS = {"speed": measure_speed, "check": measure_check, "head": measure_head}
+
+
+def run_worker(setups: list[Setup], out: Path) -> None:
+    """In the child: kind -> result, or one line that says why there is none; written after each, whatever comes next."""
+    from pacs_megatron.errors import PacsError
+
+    results: dict[str, Any] = {}
+    for setup in setups:
+        try:
+            results[setup.kind] = WORKERS[setup.kind](setup)
+        except (PacsError, torch.cuda.OutOfMemoryError) as error:
+            results[setup.kind] = {"refused": str(error).splitlines()[0]}
+        out.write_text(json.dumps(results))
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+# --------------------------------------------------------------------------------------------------------------- parent
+def run_case(setups: list[Setup], out: Path, log: Path) -> dict[str, dict[str, Any]]:
+    """One child process, its output in the raw log: kind -> result."""
+    first = setups[0]
+    result = out / f"{first.case}{'-cpu' if first.cpu else ''}.json"
+    result.unlink(missing_ok=True)
+    environment = dict(os.environ) | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if first.cpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    payload = json.dumps([asdict(setup) for setup in setups])
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker", payload, "--out", str(result)]
+    with log.open("a") as stream:
+        stream.write(f"\n===== {payload}\n")
+        stream.flush()
+        try:
+            code = subprocess.run(
+                command, stdout=stream, stderr=subprocess.STDOUT, env=environment, timeout=CASE_TIMEOUT_S, check=False
+            ).returncode
+            reason = f"the process ended with {code}; see {log.name}"
+        except subprocess.TimeoutExpired:
+            reason = f"no result after {CASE_TIMEOUT_S} s"
+    found: dict[str, dict[str, Any]] = json.loads(result.read_text()) if result.exists() else {}
+    return {setup.kind: found.get(setup.kind, {"refused": reason}) for setup in setups}
+
+
+def machine_facts() -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    def of(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    names = ("torch", "megatron-core", "transformer-engine", "transformers", "triton")
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        gpu = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        gpu = ""
+    return {
+        "gpu": gpu or None,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "versions": {name: of(name) for name in names},
+    }
+
+
+def cell(value: Any, pattern: str) -> str:
+    return "-" if value is None else pattern.format(value)
+
+
+def speed_table(rows: dict[str, dict[str, Any]]) -> list[str]:
+    header = ("case", "tokens/s", "fwd tok/s", "TFLOP/s", "of peak", "peak GiB", "d loss", "d norm", "r floor")
+    lines = [" ".join(f"{name:>15}" if n == 0 else f"{name:>10}" for n, name in enumerate(header))]
+    for case, row in rows.items():
+        speed, check = row["speed"], row["check"]
+        cells = [
+            cell(speed.get("tokens_per_s"), "{:,.0f}"),
+            cell(speed.get("forward_tokens_per_s"), "{:,.0f}"),
+            cell(speed.get("tflops"), "{:.3g}"),
+            cell(speed.get("peak_frac"), "{:.1%}"),
+            cell(speed.get("peak_gib"), "{:.1f}"),
+            cell(check.get("loss_rel_diff"), "{:.1e}"),
+            cell(check.get("grad_norm_rel_diff"), "{:.1e}"),
+            cell(check.get("score_floor"), "{:.1e}"),
+        ]
+        lines.append(f"{case:>15} " + " ".join(f"{text:>10}" for text in cells))
+        lines += [f"{'':>15} {reason}" for reason in sorted({p["refused"] for p in (speed, check) if "refused" in p})]
+    return lines
+
+
+def head_lines(head: dict[str, Any]) -> list[str]:
+    if "refused" in head:
+        return [f"log-prob head: {head['refused']}"]
+    lines = [
+        f"log-probs of {head['tokens']:,} tokens, hidden {head['hidden']}, vocabulary {head['vocab']:,}, with gradients:"
+    ]
+    for name in ("chunked", "plain"):
+        lines.append(
+            f"{name:>15} {cell(head.get(f'{name}_s'), '{:.4f} s')} {cell(head.get(f'{name}_extra_gib'), '{:.2f} GiB more')}"
+        )
+    return [*lines, f"{'':>15} largest difference {cell(head.get('max_diff'), '{:.1e}')} nats"]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="qwen3-0.6b")
+    parser.add_argument("--layers", type=int, help="layers of the timed model (default: the preset's)")
+    parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=[c for c in CASES if c != "fp32"])
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--response", type=int, default=3840)
+    parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--only-check", action="store_true", help="correctness figures alone, nothing timed")
+    parser.add_argument("--dry-run-cpu", action="store_true", help="tiny shapes on the CPU: shows that the script runs")
+    parser.add_argument("--out", type=Path, required=True, help="folder for result.json and raw.log")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def setups(options: argparse.Namespace) -> tuple[Setup, Setup]:
+    """(timed, checked) settings; the check is a small cut of the same model."""
+    cpu = options.dry_run_cpu
+    preset = "tiny" if cpu else options.preset
+    timed_setup = Setup(
+        kind="speed",
+        case="",
+        preset=preset,
+        layers=options.layers or PRESETS[preset][1],
+        samples=8 if cpu else options.samples,
+        prompt=8 if cpu else options.prompt,
+        response=24 if cpu else options.response,
+        tokens_per_microbatch=64 if cpu else options.tokens_per_microbatch,
+        steps=2 if cpu else options.steps,
+        cpu=cpu,
+    )
+    small = {} if cpu else {"samples": 8, "prompt": 32, "response": 96, "tokens_per_microbatch": 512}
+    check = replace(timed_setup, kind="check", layers=2 if cpu else 4, **small)
+    return timed_setup, check
+
+
+def main() -> int:
+    options = arguments()
+    if options.worker is not None:
+        run_worker([Setup(**setup) for setup in json.loads(options.worker)], options.out)
+        return 0
+    out: Path = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    log = out / "raw.log"
+    log.write_text("")
+    timed_setup, check = setups(options)
+    print("measuring the CPU path in fp32 ...", flush=True)
+    on_cpu = [replace(check, case="fp32", cpu=True)]
+    if options.dry_run_cpu:
+        on_cpu.append(replace(timed_setup, case="fp32"))
+    found = run_case(on_cpu, out, log)
+    reference = found["check"]
+    rows = {"fp32": found} if options.dry_run_cpu else {}
+    head: dict[str, Any] = {}
+    for case in options.cases:
+        print(f"measuring {case} ...", flush=True)
+        wanted = [replace(check, case=case, reference=str(out / "fp32-cpu.json"))]
+        if "refused" in reference:
+            wanted = []
+        if not options.only_check:
+            wanted.append(replace(timed_setup, case=case))
+            if case == "bf16":
+                wanted.append(replace(timed_setup, kind="head", case=case))
+        rows[case] = run_case(wanted, out, log) if wanted else {}
+        head = rows[case].pop("head", head)
+        if "refused" in reference:
+            rows[case]["check"] = {"refused": f"the CPU path gave no reference: {reference['refused']}"}
+    for row in rows.values():
+        row.setdefault("speed", {})
+        row["check"].pop("logprobs", None)
+    facts = machine_facts()
+    result = {"machine": facts, "setup": asdict(timed_setup), "check_setup": asdict(check)}
+    result |= {"cpu_reference": reference, "rows": rows, "head": head}
+    (out / "result.json").write_text(json.dumps(result, indent=1))
+    title = f"{timed_setup.preset}, {timed_setup.layers} layers, {timed_setup.samples} samples; {facts['gpu'] or 'CPU'}"
+    lines = [title, *speed_table(rows), *([] if not head else ["", *head_lines(head)])]
+    (out / "table.txt").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    measured = [row for row in rows.values() if "refused" not in row["check"]]
+    return 0 if measured and "refused" not in reference else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
