@@ -126,6 +126,12 @@ def _rollout_place(config: RunConfig) -> Iterator[Problem]:
                 f"resources.rollout_nodes={resources.rollout_nodes} needs rollout.engine=sglang, got {rollout.engine}; set 0",
             )
         return
+    if resources.rollout_nodes and rollout.sync.way == "ipc":
+        yield Problem(
+            "rollout.sync.way",
+            f"rollout.sync.way=ipc stays on one host, but resources.rollout_nodes={resources.rollout_nodes}; use broadcast "
+            "or disk",
+        )
     servers = rollout.servers
     if servers is None or servers.device == "cpu":
         return

@@ -62,6 +62,7 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
         "ROLLOUT_NODES": str(resources.rollout_nodes),
         "RANKS_PER_NODE": str(world_size // resources.nodes),
         "GPUS_PER_NODE": str(resources.gpus_per_node),
+        "SYNC_WAY": rollout.sync.way if isinstance(rollout, SglangRollout) else "none",
         "SERVER_TIMEOUT_S": str(servers.start_timeout_s if servers is not None else 0),
         "TIME_LIMIT": resources.time_limit,
         "SIGNAL_LEAD_S": str(resources.signal_lead_s),

@@ -20,6 +20,7 @@ from typing import Any
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.cluster import ClusterConfig
 from pacs_megatron.config.layout import ranks_to_start
+from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.serve import servers_here
 from pacs_megatron.launch.train import check_model_and_layout, run_folder
@@ -99,7 +100,10 @@ def train_command(job: Job, request: Request) -> str:
         lines.append(
             f"urls=$({python} -m pacs_megatron.launch.job urls {folder} {timeout} {resources.rollout_nodes}) || exit $?"
         )
-        attached = ' rollout.servers=null "rollout.urls=[$urls]" "rollout.sync.host=$MASTER_ADDR"'
+        attached = ' rollout.servers=null "rollout.urls=[$urls]"'
+        rollout = job.loaded.config.rollout
+        if isinstance(rollout, SglangRollout) and rollout.sync.way == "broadcast":
+            attached += ' "rollout.sync.host=$MASTER_ADDR"'
     if request.cluster.launcher == "torchrun":
         start = (
             f"{python} -m pacs_megatron.launch.agent --nnodes={resources.nodes} "
@@ -148,9 +152,10 @@ def _python(cluster: ClusterConfig) -> str:
 
 
 def _server_timeout(job: Job) -> float:
-    servers = getattr(job.loaded.config.rollout, "servers", None)
-    assert servers is not None
-    return float(servers.start_timeout_s)
+    rollout = job.loaded.config.rollout
+    assert isinstance(rollout, SglangRollout)
+    assert rollout.servers is not None
+    return rollout.servers.start_timeout_s
 
 
 def _converted(job: Job) -> Path:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -41,6 +42,7 @@ def submit(slurm: Slurm, repo: Path, config: Path, *overrides: str, launcher: st
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "PACS_LAUNCHER": launcher,
+        "PACS_NODE_ADDR": "127.0.0.1",
         "PYTHONPATH": str(repo),
     }
     script = str(repo / "slurm" / "train.sbatch")
@@ -127,6 +129,35 @@ def test_cancel_leaves_no_process(slurm: Slurm, repo: Path, tmp_path: Path) -> N
     while (left := running(str(config))) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left
+
+
+@pytest.mark.full
+@pytest.mark.sglang
+@pytest.mark.timeout(600)
+def test_a_rollout_node_with_a_real_sglang_server(
+    slurm: Slurm, repo: Path, tmp_path: Path, require: Callable[[bool, str], None]
+) -> None:
+    interpreter = repo / ".venv-sglang" / "bin" / "python"
+    require(interpreter.exists(), "make install-sglang")
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
+    letters = "[a, e, i, o, u, s, t, n, r, l, d, c, p, m]"
+    servers = f"{{python: [{interpreter}], device: cpu, max_total_tokens: 4096, start_timeout_s: 400}}"
+    job_id = submit(
+        slurm,
+        repo,
+        config,
+        *("resources.nodes=1", "resources.rollout_nodes=1", "run.nproc=2", "run.steps=2"),
+        *("rollout=null", "rollout.engine=sglang", "rollout.dtype=fp32", "rollout.sync.way=broadcast"),
+        f"rollout.sampling={{max_response_tokens: 12, stop: {letters}}}",
+        f"rollout.servers={servers}",
+    )
+    fields = slurm.wait(job_id, 540)
+    text = job_text(config)
+    run_dir = tmp_path / "runs" / "tiny"
+    text += "".join(path.read_text() for path in run_dir.glob("logs/attempt_*/servers.log"))
+    assert fields["JobState"] == "COMPLETED", text
+    assert [row["step"] for row in metrics(run_dir)] == [1, 2]
+    assert not running(str(tmp_path))  # neither ranks nor sglang's own children
 
 
 def running(word: str) -> list[str]:

@@ -98,6 +98,12 @@ CASES: dict[str, tuple[Breaker, list[str], str, str]] = {
     "rollout nodes for the embedded engine": (no, [*GPUS, "resources.rollout_nodes=1"], "resources.rollout_nodes", "set 0"),
     "more servers than GPUs": (no, [*GPUS, *SGLANG, "rollout.servers={python: [python], count: 9, visible_devices: [a,b,c,d,e,f,g,h,i]}"], "rollout.servers.count", "use at most 8 servers"),
     "colocated on two nodes": (no, [*GPUS, *SGLANG, "resources.nodes=2", "rollout.servers={python: [python], colocated: true}"], "resources.nodes", "resources.rollout_nodes"),
+    "ipc across nodes": (
+        no,
+        [*GPUS, *SGLANG, "rollout.sync.way=ipc", "resources.rollout_nodes=1", "rollout.servers={python: [python]}"],
+        "rollout.sync.way",
+        "use broadcast or disk",
+    ),
     "servers and urls": (no, [*CPU_SERVER, "rollout.servers.python=[python]", "rollout.urls=['http://x:1']"], "rollout", "exactly one of `urls` and `servers`"),
     "no SGLang there": (no, [*CPU_SERVER, "rollout.servers.python=[/nothere/python]"], "rollout.servers.python", "name an existing interpreter"),
     "context too short": (no, [*CPU_SERVER, "rollout.servers.python=[python]", "rollout.servers.context_length=100"], "rollout.servers.context_length", "use at least 140"),

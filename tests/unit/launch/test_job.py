@@ -1,0 +1,128 @@
+"""Attempts of a run: their folders, when another one is worth it, and what status, logs and cancel say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pacs_megatron.errors import ConfigError, ExitCode
+from pacs_megatron.launch.job import begin, describe, end, latest_step, read_attempts
+from pacs_megatron.launch.runs import cancel, log_lines, status
+from pacs_megatron.launch.serve import wait_for_urls
+
+BIG = Path(__file__).parents[3] / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml"
+
+
+def checkpoint(run_dir: Path, step: int) -> None:
+    folder = run_dir / "checkpoints" / f"step_{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+def attempt(run_dir: Path, code: int, *, saves: int | None = None, told: int | None = None) -> tuple[int, bool, str]:
+    begin(run_dir, "7")
+    if saves is not None:
+        checkpoint(run_dir, saves)
+    if told is not None:
+        (run_dir / "exit_code").write_text(f"{told}\n")
+    return end(run_dir, code, 3)
+
+
+def test_attempts_have_folders_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "STOP").write_text("")
+    first = begin(tmp_path, "1")
+    assert not (tmp_path / "STOP").exists()  # it belonged to the attempt before
+    end(tmp_path, 75, 3)
+    second = begin(tmp_path, "2")
+    assert (first.name, second.name) == ("attempt_1", "attempt_2")
+    assert (tmp_path / "logs" / "latest").resolve() == second.resolve()
+
+
+@pytest.mark.parametrize(
+    ("code", "again"),
+    [
+        (ExitCode.OK, False),
+        (ExitCode.MISCONFIGURED, False),
+        (ExitCode.PREEMPTED, True),
+        (ExitCode.FAILED, True),
+        (137, True),
+    ],
+)
+def test_which_codes_are_worth_another_attempt(tmp_path: Path, code: int, again: bool) -> None:
+    assert attempt(tmp_path, code)[1] == again
+
+
+def test_rank_0s_word_wins_over_the_launchers(tmp_path: Path) -> None:
+    assert attempt(tmp_path, 1, told=75)[:2] == (75, True)
+
+
+def test_an_old_word_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "exit_code").write_text("0\n")
+    import os
+
+    os.utime(tmp_path / "exit_code", (1, 1))
+    assert attempt(tmp_path, 137)[0] == 137
+
+
+def test_a_crash_loop_stops_and_progress_resets_it(tmp_path: Path) -> None:
+    assert [attempt(tmp_path, 1)[1] for _ in range(2)] == [True, True]
+    assert attempt(tmp_path, 1, saves=5)[1]
+    assert [attempt(tmp_path, 1)[1] for _ in range(3)] == [True, True, False]
+    assert "4 attempts in a row without a new checkpoint" in attempt(tmp_path, 1)[2]
+
+
+def test_a_half_written_checkpoint_is_no_progress(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 3)
+    (tmp_path / "checkpoints" / "step_000009").mkdir()
+    assert latest_step(tmp_path) == 3
+
+
+def test_cancel_with_save_keeps_it_from_coming_back(tmp_path: Path) -> None:
+    begin(tmp_path, "7")
+    assert "not requeued" in cancel(tmp_path, save=True)
+    assert (tmp_path / "STOP").exists()
+    code, again, reason = end(tmp_path, 75, 3)
+    assert (code, again) == (75, False)
+    assert "cancel --save" in reason
+    begin(tmp_path, "8")
+    assert end(tmp_path, 75, 3)[1]  # a new submission counts anew
+
+
+def test_status_and_logs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give a run's folder"):
+        status(tmp_path / "nothere")
+    checkpoint(tmp_path, 4)
+    folder = begin(tmp_path, "12")
+    (folder / "output.log").write_text("one\ntwo\nthree\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 4, "reward/mean": 0.5}) + "\n")
+    text = status(tmp_path)
+    assert "attempt 1  job 12: ended without a word" in text
+    assert "checkpoint step 4" in text
+    assert "reward/mean 0.5" in text
+    end(tmp_path, 75, 3)
+    assert "job 12: preempted after" in status(tmp_path)
+    assert list(log_lines(tmp_path, None, 2, follow=False)) == ["two", "three"]
+    with pytest.raises(ConfigError, match="no log in"):
+        list(log_lines(tmp_path, 9, 2, follow=False))
+    with pytest.raises(ConfigError, match="no job in the queue"):
+        cancel(tmp_path, save=False)
+    assert read_attempts(tmp_path)[0]["job_id"] == "12"
+
+
+def test_describe_is_what_the_batch_script_needs() -> None:
+    found = describe(BIG, ["run.dir=somewhere"])
+    assert found["RUN_DIR"] == "somewhere/pacs-qwen3-14b-2n8g-tp4"
+    wanted = {"TRAIN_NODES": "1", "ROLLOUT_NODES": "1", "RANKS_PER_NODE": "8", "SYNC_WAY": "broadcast"}
+    assert wanted.items() <= found.items()
+    with pytest.raises(ConfigError, match="does not divide over resources"):
+        describe(BIG, ["resources.rollout_nodes=3"])
+
+
+def test_urls_are_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "b.urls").write_text("http://b:1\nhttp://b:2\n")
+    with pytest.raises(ConfigError, match="1 of 2 rollout nodes are up after 0 s"):
+        wait_for_urls(tmp_path, 2, 0.0)
+    (tmp_path / "a.urls").write_text("http://a:1\n")
+    assert wait_for_urls(tmp_path, 2, 0.0) == ["http://a:1", "http://b:1", "http://b:2"]
