@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import pickle
+import struct
+import sys
+import threading
+import zipfile
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -15,6 +20,9 @@ from pacs_megatron.checkpoint.dist_metadata import check_metadata, read_metadata
 from pacs_megatron.errors import CheckpointError
 
 Shape = tuple[int, ...]
+_ZIP_HEADER_BYTES = 30
+"""Of a zip archive's local file header, before the name; the lengths of name and extra field are its last 4 bytes"""
+_ZIP_LENGTHS_AT = 26
 
 
 class DistReader:
@@ -25,6 +33,8 @@ class DistReader:
         metadata = read_metadata(folder)
         self._folder = folder
         self._storage = metadata.storage_data
+        self._files: dict[Path, mmap.mmap] = {}
+        self._mutex = threading.Lock()
         self._tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
 
     @property
@@ -39,7 +49,10 @@ class DistReader:
         return self._tensor(key).properties.dtype
 
     def get(self, key: str, index: int | None = None) -> torch.Tensor:
-        """The whole tensor, or row `index` of its first dimension (a stack of experts). Safe from any thread."""
+        """The whole tensor, or row `index` of its first dimension (a stack of experts). Safe from any thread.
+
+        A view of the mapped file (copy-on-write) where one piece has it all, else a new tensor.
+        """
         tensor = self._tensor(key)
         low = [0] * len(tensor.size)
         high = list(tensor.size)
@@ -79,28 +92,81 @@ class DistReader:
             )
         info = self._storage[index]
         path = self._folder / info.relative_path
-        with path.open("rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), info.offset, info.length, os.POSIX_FADV_WILLNEED)
-            window = _Window(file, info.offset, info.length)
-            try:
-                data: Any = torch.load(cast("IO[bytes]", window), map_location="cpu", weights_only=True)
-            except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
-                # Not the message: torch's advises to load without its guard.
-                raise CheckpointError(
-                    f"{path}: the piece of {index.fqn} cannot be read ({type(error).__name__}); use another copy"
-                ) from None
-        if not torch.is_tensor(data) or tuple(data.shape) != sizes or data.dtype != dtype:
+        file = self._file(path)
+        page = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        # One request for the whole piece: faults alone would read it in small bites.
+        file.madvise(mmap.MADV_WILLNEED, page, info.offset + info.length - page)
+        window = _Window(file, info.offset, info.length)
+        try:
+            data = _mapped(window)
+        except (
+            RuntimeError,
+            ValueError,
+            EOFError,
+            OSError,
+            KeyError,
+            pickle.UnpicklingError,
+            zipfile.BadZipFile,
+        ) as error:
+            # Not the message: torch's advises to load without its guard.
+            raise CheckpointError(
+                f"{path}: the piece of {index.fqn} cannot be read ({type(error).__name__}); use another copy"
+            ) from None
+        if data is None or tuple(data.shape) != sizes or data.dtype != dtype:
             raise CheckpointError(f"{path}: the piece of {index.fqn} is not what the index says; use another copy")
-        return data.detach()
+        return data
+
+    def _file(self, path: Path) -> mmap.mmap:
+        with self._mutex:
+            if path not in self._files:
+                with path.open("rb") as file:
+                    # Private: a tensor over it is writable, and writes never reach the file.
+                    self._files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            return self._files[path]
+
+
+def _mapped(window: _Window) -> torch.Tensor | None:
+    """The tensor that torch.save wrote into the window, as a view of the file where it lies there in row-major order.
+
+    None for anything but a tensor.
+    """
+    outline: Any = torch.load(cast("IO[bytes]", window), map_location="meta", weights_only=True)
+    if not torch.is_tensor(outline):
+        return None
+    start = _storage_offset(window)
+    plain = outline.is_contiguous() and outline.storage_offset() == 0
+    if start is None or not plain or outline.numel() == 0:
+        window.seek(0)
+        loaded: torch.Tensor = torch.load(cast("IO[bytes]", window), map_location="cpu", weights_only=True)
+        return loaded.detach()
+    if start % outline.dtype.itemsize == 0:
+        return torch.frombuffer(window.file, dtype=outline.dtype, count=outline.numel(), offset=start).reshape(
+            outline.shape
+        )
+    raw = torch.frombuffer(window.file, dtype=torch.uint8, count=outline.nbytes, offset=start)
+    return raw.clone().view(outline.dtype).reshape(outline.shape)
+
+
+def _storage_offset(window: _Window) -> int | None:
+    """Where in the file the bytes of the archive's only storage start; None where they must be swapped or unpacked."""
+    with zipfile.ZipFile(cast("IO[bytes]", window)) as archive:
+        by_name = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        storage = by_name["data/0"]
+        if storage.compress_type != zipfile.ZIP_STORED or archive.read(by_name["byteorder"]) != sys.byteorder.encode():
+            return None
+    header = storage.header_offset
+    name_and_extra = window.peek(header + _ZIP_LENGTHS_AT, 4)
+    name_bytes, extra_bytes = struct.unpack("<HH", name_and_extra)
+    return window.start + int(header) + _ZIP_HEADER_BYTES + int(name_bytes) + int(extra_bytes)
 
 
 class _Window(io.RawIOBase):
-    """Bytes [start, start + length) of an open file, as a file: torch.load reads storages from it without a copy."""
+    """Bytes [start, start + length) of a mapped file, as a file."""
 
-    def __init__(self, file: Any, start: int, length: int) -> None:
+    def __init__(self, file: mmap.mmap, start: int, length: int) -> None:
         super().__init__()
-        self._file = file
-        self._start = start
+        self.file = file
+        self.start = start
         self._length = length
         self._position = 0
 
@@ -118,14 +184,13 @@ class _Window(io.RawIOBase):
     def tell(self) -> int:
         return self._position
 
+    def peek(self, offset: int, count: int) -> bytes:
+        """Bytes at `offset` of the window; the position stays."""
+        return self.file[self.start + offset : self.start + offset + count]
+
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        wanted = max(0, min(len(view), self._length - self._position))
-        done = 0
-        while done < wanted:
-            count = os.preadv(self._file.fileno(), [view[done:wanted]], self._start + self._position + done)
-            if count == 0:
-                break
-            done += count
-        self._position += done
-        return done
+        count = max(0, min(len(view), self._length - self._position))
+        view[:count] = memoryview(self.file)[self.start + self._position : self.start + self._position + count]
+        self._position += count
+        return count

@@ -32,10 +32,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from pacs_megatron.checkpoint.dist_metadata import COMMON_NAME, CONFIG, CONFIG_NAME, METADATA_NAME
 from pacs_megatron.checkpoint.manifest import FileFacts
+from pacs_megatron.checkpoint.safetensors_file import tensor_bytes
 from pacs_megatron.checkpoint.staging import write_file
 from pacs_megatron.errors import CheckpointError
 
 Shape = tuple[int, ...]
+ALIGNMENT = 64
+"""torch.save aligns a tensor's bytes to this within its archive; archives start at multiples of it as well"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +67,11 @@ class DistWriter:
 
     def put(self, piece: Piece) -> None:
         """Writes one piece. Raises CheckpointError where pieces of one tensor contradict each other."""
-        data = piece.data.detach().contiguous()
-        if data.untyped_storage().nbytes() != data.nbytes:
-            data = data.clone()  # torch.save writes the whole storage behind a view
+        data = _with_own_storage(piece.data)
         self._register(piece)
         stream = self._streams.get()
         try:
+            stream.align()
             offset = stream.position
             torch.save(data, cast("IO[bytes]", stream))
             length = stream.position - offset
@@ -127,6 +129,14 @@ class DistWriter:
             tensor.chunks.append(chunk)
 
 
+def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values over a storage that holds nothing else: torch.save writes the whole storage behind a view."""
+    data = tensor.detach().contiguous()
+    if data.nbytes == 0 or data.untyped_storage().nbytes() == data.nbytes:
+        return data
+    return torch.frombuffer(tensor_bytes(data), dtype=data.dtype).reshape(data.shape)
+
+
 class _Stream(io.RawIOBase):
     """An append-only file that counts and, if asked, digests what passes through it."""
 
@@ -147,6 +157,10 @@ class _Stream(io.RawIOBase):
             self._digest.update(view)
         self.position += len(view)
         return len(view)
+
+    def align(self) -> None:
+        """Zeros up to the next multiple of 64 bytes, so that a reader can map what follows."""
+        self.write(bytes(-self.position % ALIGNMENT))
 
     def finish(self) -> FileFacts:
         self._file.flush()

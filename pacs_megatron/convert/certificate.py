@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import platform
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,14 +60,17 @@ class Certificate:
     _tensors: dict[Side, dict[str, TensorRecord]] = field(default_factory=lambda: {"hf": {}, "megatron": {}})
     _mutex: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, side: Side, name: str, tensor: torch.Tensor, *, with_digest: bool) -> TensorRecord:
-        """Records one tensor and returns the record."""
-        digest = xxhash.xxh3_128_hexdigest(tensor_bytes(tensor)) if with_digest else None
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        record = TensorRecord(name, tuple(tensor.shape), dtype, tensor.nbytes, digest)
+    def add(self, side: Side, name: str, parts: Sequence[torch.Tensor], *, with_digest: bool) -> None:
+        """Records one tensor, given whole or as consecutive parts along its first dimension."""
+        digest = xxhash.xxh3_128()
+        for part in parts if with_digest else ():
+            digest.update(tensor_bytes(part))
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        dtype = str(parts[0].dtype).removeprefix("torch.")
+        nbytes = sum(part.nbytes for part in parts)
+        record = TensorRecord(name, shape, dtype, nbytes, digest.hexdigest() if with_digest else None)
         with self._mutex:
             self._tensors[side][name] = record
-        return record
 
     def records(self, side: Side) -> list[TensorRecord]:
         """Sorted by name."""

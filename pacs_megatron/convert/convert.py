@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -149,10 +149,10 @@ def _write_dist(
     def convert(entry: Entry) -> None:
         tensors = [folder.get(name) for name in entry.hf_names]
         for name, tensor in zip(entry.hf_names, tensors, strict=True):
-            certificate.add("hf", name, tensor, with_digest=options.digests)
-        full = entry.to_megatron([t if cast is None else t.to(cast) for t in tensors])
-        certificate.add("megatron", entry.megatron_name, full, with_digest=options.digests)
-        for piece in pieces(entry, full):
+            certificate.add("hf", name, [tensor], with_digest=options.digests)
+        parts = entry.to_megatron_parts([t if cast is None else t.to(cast) for t in tensors])
+        certificate.add("megatron", entry.megatron_name, parts, with_digest=options.digests)
+        for piece in pieces(entry, parts):
             writer.put(piece)
 
     jobs = [
@@ -170,17 +170,14 @@ def _write_dist(
     return {f"{DIST_FOLDER}/{name}": fact for name, fact in facts.items()}
 
 
-def pieces(entry: Entry, full: torch.Tensor) -> Iterator[Piece]:
-    """A tensor cut where tensor parallelism cuts it, so that a rank reads little more than its own shard."""
+def pieces(entry: Entry, parts: Sequence[torch.Tensor]) -> Iterator[Piece]:
+    """A tensor (its `to_megatron_parts`) cut where tensor parallelism cuts, so that a rank reads little beyond its shard."""
     key = MODEL_PREFIX + entry.checkpoint_key
     dim = entry.transform.tp_dim
-    parts: list[torch.Tensor] = [full]
-    if dim is not None:
-        num = _num_pieces(entry, full)
-        parts = [p for part in full.chunk(entry.transform.tp_parts, dim=dim) for p in part.chunk(num, dim=dim)]
+    cut = list(parts) if dim is None else [p for part in parts for p in part.chunk(_num_pieces(entry, part), dim=dim)]
     at = 0
-    for part in parts:
-        offset = [0] * full.ndim
+    for part in cut:
+        offset = [0] * part.ndim
         if dim is not None:
             offset[dim] = at
             at += part.shape[dim]
@@ -191,15 +188,11 @@ def pieces(entry: Entry, full: torch.Tensor) -> Iterator[Piece]:
             yield Piece(key=key, shape=entry.checkpoint_shape, offset=stacked, data=part.unsqueeze(0))
 
 
-def _num_pieces(entry: Entry, full: torch.Tensor) -> int:
+def _num_pieces(entry: Entry, part: torch.Tensor) -> int:
     """A power of two that divides what a tensor-parallel size would have to divide."""
     units = entry.transform.tp_units(entry.dims)
     num = 1
-    while (
-        num < _MAX_PIECES
-        and units % (2 * num) == 0
-        and full.nbytes >= 2 * num * entry.transform.tp_parts * _MIN_PIECE_BYTES
-    ):
+    while num < _MAX_PIECES and units % (2 * num) == 0 and part.nbytes >= 2 * num * _MIN_PIECE_BYTES:
         num *= 2
     return num
 
@@ -208,10 +201,10 @@ def _export(
     entry: Entry, weights: MegatronWeights, writer: HfFolderWriter, certificate: Certificate, options: Options
 ) -> None:
     full = weights.get_entry(entry)
-    certificate.add("megatron", entry.megatron_name, full, with_digest=options.digests)
+    certificate.add("megatron", entry.megatron_name, [full], with_digest=options.digests)
     for name, tensor in zip(entry.hf_names, entry.to_hf(full), strict=True):
         out = tensor if options.dtype is None else tensor.to(DTYPES[options.dtype])
-        certificate.add("hf", name, out, with_digest=options.digests)
+        certificate.add("hf", name, [out], with_digest=options.digests)
         writer.put(name, out)
 
 

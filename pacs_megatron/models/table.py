@@ -111,6 +111,19 @@ class Entry:
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
         """The full Megatron tensor; may share memory with its inputs. Raises ConversionError on a wrong shape."""
+        self.check(tensors)
+        return self.transform.to_megatron(tensors, self.dims)
+
+    def to_megatron_parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The full tensor as the `tp_parts` equal parts of it along `tp_dim`; gate and up are not joined for that."""
+        self.check(tensors)
+        if len(tensors) == self.transform.tp_parts:
+            return list(tensors) if len(tensors) > 1 else [self.transform.to_megatron(tensors, self.dims)]
+        full = self.transform.to_megatron(tensors, self.dims)
+        return list(full.chunk(self.transform.tp_parts, dim=self.transform.tp_dim or 0))
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Raises ConversionError unless these are the Hugging Face tensors of this entry: count, shapes, one dtype."""
         if len(tensors) != len(self.hf_names):
             raise ConversionError(f"{self.megatron_name}: got {len(tensors)} tensors, expected {len(self.hf_names)}")
         for name, shape, tensor in zip(self.hf_names, self.hf_shapes, tensors, strict=True):
@@ -120,7 +133,6 @@ class Entry:
             raise ConversionError(
                 f"{', '.join(self.hf_names)}: dtypes differ ({dtypes}); they make one Megatron tensor"
             )
-        return self.transform.to_megatron(tensors, self.dims)
 
     def to_hf(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """The Hugging Face tensors in the order of `hf_names`; may share memory with the input."""

@@ -137,7 +137,8 @@ def test_pieces_tile_the_tensor_where_tensor_parallelism_cuts(
         full = torch.arange(torch.Size(entry.megatron_shape).numel()).reshape(entry.megatron_shape)
         rebuilt = torch.full(entry.checkpoint_shape, -1)
         borders = set()
-        for piece in pieces(entry, full):
+        parts = full.chunk(entry.transform.tp_parts, dim=entry.transform.tp_dim or 0)
+        for piece in pieces(entry, parts):
             box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.data.shape, strict=True))
             assert bool((rebuilt[box] == -1).all())
             rebuilt[box] = piece.data
@@ -187,12 +188,12 @@ def test_verification_while_converting_keeps_a_wrong_result_from_its_name(
 ) -> None:
     from pacs_megatron.models import Entry
 
-    honest = Entry.to_megatron
+    honest = Entry.to_megatron_parts
 
-    def swapped(self: Entry, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def swapped(self: Entry, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return honest(self, tensors[::-1] if len(self.hf_names) == 2 else tensors)
 
-    monkeypatch.setattr(Entry, "to_megatron", swapped)
+    monkeypatch.setattr(Entry, "to_megatron_parts", swapped)
     with pytest.raises(ConversionError, match=r"gate_proj\.weight .* differs"):
         to_megatron(tiny_qwen3, tmp_path / "ckpt", verify=True)
     assert list(tmp_path.iterdir()) == []
