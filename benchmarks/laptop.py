@@ -1,0 +1,139 @@
+"""One training step beside a plain PyTorch + transformers loop on the same model, in one run, with the ratio.
+
+    python benchmarks/laptop.py [--steps 10]
+
+Both: the quickstart's model (random weights), 16 prompts x 8 samples, 48 new tokens at most, fp32, one thread, PACS with
+`reference: step_start`. The plain loop is what one would write in an afternoon: `model.generate` on the left-padded batch,
+one padded forward over all samples, PACS's loss by autograd through BCE, clip, AdamW. Half of the plain loop's
+steps run before and half after ours, so that a slow change of the machine's load meets both. On a machine that does other
+work the CPU seconds (of the main process) compare better than the wall clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from step_overhead import make_inputs, run_loop
+
+PROMPTS, SAMPLES, NEW_TOKENS = 16, 8, 48
+SUFFIX = r"Answer in \boxed{}."
+
+
+class PlainLoop:
+    """generate, reward, one forward, BCE on the leave-one-out score, AdamW."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
+        self.model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0)
+        self.problems = [row["problem"] for row in json.loads((folder / "data" / "train.json").read_text())]
+        self.at = 0
+
+    def next_prompts(self) -> Any:
+        """A left-padded batch of PROMPTS x SAMPLES rows."""
+        texts = [
+            self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": f"{problem} {SUFFIX}"}], tokenize=False, add_generation_prompt=True
+            )
+            for problem in self.problems[self.at : self.at + PROMPTS]
+        ]
+        self.at = (self.at + PROMPTS) % (len(self.problems) - PROMPTS)
+        repeated = [text for text in texts for _ in range(SAMPLES)]
+        return self.tokenizer(repeated, return_tensors="pt", padding=True, add_special_tokens=False)
+
+    def generate(self, prompts: Any) -> torch.Tensor:
+        """[n, prompt + response] token ids."""
+        with torch.inference_mode():
+            ids = self.model.generate(
+                **prompts,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=NEW_TOKENS,
+                pad_token_id=self.tokenizer.pad_token_id,
+            )
+        return ids.clone()
+
+    def labels(self, responses: torch.Tensor) -> torch.Tensor:
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        return torch.tensor([float(sum(text.encode()) % 2) for text in texts])
+
+    def update(self, prompts: Any, ids: torch.Tensor, labels: torch.Tensor) -> None:
+        start = prompts["input_ids"].shape[1]
+        responses = ids[:, start:]
+        ended = (responses == self.tokenizer.eos_token_id).cumsum(1)
+        mask = ((ended - (responses == self.tokenizer.eos_token_id).long()) == 0).float()
+        attention = torch.cat([prompts["attention_mask"], mask.long()], dim=1)
+        logits = self.model(input_ids=ids[:, :-1], attention_mask=attention[:, :-1]).logits[:, start - 1 :]
+        logprobs = torch.log_softmax(logits.float(), dim=-1).gather(2, responses[:, :, None])[:, :, 0]
+        proxy = ((logprobs - logprobs.detach()) * mask).sum(1).view(PROMPTS, SAMPLES)
+        psi = (proxy - proxy.mean(1, keepdim=True)) * SAMPLES / (SAMPLES - 1)
+        y = labels.view(PROMPTS, SAMPLES)
+        positives = y.sum(1, keepdim=True)
+        own_class = torch.where(y == 1, positives, SAMPLES - positives)
+        weights = torch.where(own_class == SAMPLES, 1.0, SAMPLES / (2 * own_class))
+        loss = (weights * F.binary_cross_entropy_with_logits(psi, y, reduction="none")).mean()
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+
+    def step(self) -> dict[str, float]:
+        """Seconds of one step and of its generation, and its CPU seconds."""
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        prompts = self.next_prompts()
+        ids = self.generate(prompts)
+        generated = time.perf_counter()
+        self.update(prompts, ids, self.labels(ids[:, prompts["input_ids"].shape[1] :]))
+        return {
+            "step": time.perf_counter() - begin,
+            "generation": generated - begin,
+            "cpu": time.process_time() - begin_cpu,
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=10)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_inputs(folder)
+        plain = PlainLoop(folder)
+        plain.step()
+        before = [plain.step() for _ in range(options.steps // 2)]
+        ours = run_loop(folder, options.steps, f"batch.prompts_per_step={PROMPTS}")
+        after = [plain.step() for _ in range(options.steps - options.steps // 2)]
+    rows = {"this package": ours, "plain loop": before + after}
+    medians = {
+        who: {
+            "with generation": statistics.median(row["step"] for row in steps),
+            "without generation": statistics.median(row["step"] - row["generation"] for row in steps),
+            "CPU, with generation": statistics.median(row["cpu"] for row in steps),
+        }
+        for who, steps in rows.items()
+    }
+    print(f"seconds a step, median of {options.steps}; one rank, one thread, {torch.__version__}")
+    print(f"{'':<22} {'this package':>14} {'plain loop':>12} {'ratio':>7}")
+    for what in ("with generation", "without generation", "CPU, with generation"):
+        mine, theirs = medians["this package"][what], medians["plain loop"][what]
+        print(f"{what:<22} {mine:>14.3f} {theirs:>12.3f} {mine / theirs:>7.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
