@@ -131,3 +131,30 @@ def test_two_nodes_signal_requeue_and_evaluation(nemo_run: None, slurm: Slurm, t
     assert slurm.wait(str(last_job(slurm)), 120)["JobState"] == "COMPLETED"
     assert json.loads((run_dir / "eval" / "results.json").read_text())["metrics"]
     assert os.readlink(run_dir / "logs" / "latest") == "attempt_2"
+
+
+@pytest.mark.slurm
+@pytest.mark.sglang
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_heterogeneous_job_with_a_real_sglang_server(
+    nemo_run: None, slurm: Slurm, tmp_path: Path, require: Callable[[bool, str], None]
+) -> None:
+    interpreter = ROOT / ".venv-sglang" / "bin" / "python"
+    require(interpreter.exists(), "make install-sglang")
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
+    servers = f"{{python: [{interpreter}], device: cpu, max_total_tokens: 4096, start_timeout_s: 400}}"
+    overrides = [
+        *("resources.rollout_nodes=1", "run.nproc=2", "run.steps=2"),
+        *("rollout=null", "rollout.engine=sglang", "rollout.dtype=fp32", "rollout.sync.way=broadcast"),
+        "rollout.sampling={max_response_tokens: 12, stop: [a, e, i, o, u, s, t, n, r, l]}",
+        f"rollout.servers={servers}",
+    ]
+    submit_for_real(slurm, config, *overrides)
+    job_id = str(min(range(last_job(slurm) - 1, last_job(slurm) + 1)))
+    fields = slurm.wait(job_id, 500)
+    logs = "\n".join(path.read_text() for path in (tmp_path / "nemo").rglob("*.out"))
+    assert fields["JobState"] == "COMPLETED", logs
+    assert [json.loads(line)["step"] for line in (tmp_path / "runs" / "tiny" / "metrics.jsonl").open()] == [1, 2]
+    attempts = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / "logs" / "attempts.jsonl").open()]
+    assert [row["code"] for row in attempts] == [0]
