@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ def make_policy(
     world_size: int,
     *,
     tokens_per_microbatch: int = 256,
-    dtype: str = "fp32",
+    dtype: Literal["fp32", "bf16"] = "fp32",
     optimizer: dict[str, Any] | None = None,
     total_updates: int = 100,
     temperature: float = 1.0,
@@ -147,7 +147,7 @@ def reference_pacs_loss(logps: list[torch.Tensor], starts: list[torch.Tensor], f
     for group in range(facts.num_groups):
         members = np.flatnonzero(facts.groups == group)
         for i in members:
-            others = [j for j in members if j != i]
+            others = torch.tensor([j for j in members if j != i])
             psi = proxies[i] - proxies[others].mean()
             same = sum(facts.labels[j] == facts.labels[i] for j in members)
             weight = 1.0 if same == len(members) else len(members) / (2 * same)
@@ -172,7 +172,7 @@ class ReferenceTrainer:
         self.optimizer.zero_grad()
         logps = reference_logprobs(self.model, facts, tokens)
         loss = reference_pacs_loss(logps, [p.detach() for p in logps], facts)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER["clip_grad"])
         self.optimizer.step()
         return float(loss.detach()), float(norm)
