@@ -68,6 +68,9 @@ class ParallelOptions(Options):
     recompute: RecomputeOptions = RecomputeOptions()
     control_timeout_s: float = Field(default=7200.0, gt=0)
     """How long ranks wait for one phase of the driver before they give up."""
+    hang_timeout_s: float = Field(default=1500.0, gt=0)
+    """A rank without any progress for so long ends the job with exit code 70 and every rank's stack. Below NCCL's own
+    time-out (1,800 s), above the longest update, checkpoint or embedded generation."""
     heartbeat_s: float = Field(default=5.0, gt=0)
     """Interval of the heartbeat from rank 0 to the waiting ranks."""
 

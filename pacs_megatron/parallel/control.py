@@ -4,6 +4,8 @@ Concurrency: rank 0 waits for the driver and meanwhile sends WAIT heartbeats; th
 on any rank reaches rank 0 with the next `poll`, and becomes a decision for all.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -16,7 +18,7 @@ class ControlChannel:
 
     def __init__(self, rank: Rank) -> None:
         self._group = rank.control
-        self._is_source = rank.rank == 0
+        self.on_heartbeat: Callable[[], None] = lambda: None
 
     def send(self, decision: Decision) -> None:
         """Rank 0 only: everyone else is in `receive`."""
@@ -25,7 +27,7 @@ class ControlChannel:
         dist.broadcast(payload, src=0, group=self._group)
 
     def receive(self) -> Decision:
-        """Every rank but 0: the next decision that is not a heartbeat."""
+        """Every rank but 0: the next decision that is not a heartbeat; `on_heartbeat` is called for each of those."""
         while True:
             size = torch.zeros(1, dtype=torch.int64)
             dist.broadcast(size, src=0, group=self._group)
@@ -34,6 +36,7 @@ class ControlChannel:
             decision = Decision.from_bytes(payload.numpy().tobytes())
             if decision.kind is not DecisionKind.WAIT:
                 return decision
+            self.on_heartbeat()
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says True. Collective."""

@@ -97,6 +97,7 @@ class Rollouts:
         """The other ranks are in `receive` now, and only now. A signal ends the wait: generation can take long."""
         if self._should_stop():
             raise Interrupted
+        self._channel.on_heartbeat()
         self._channel.send(Decision(kind=DecisionKind.WAIT, reason="driver busy", detail={}))
 
     def _follow(self) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
     from pacs_megatron.rollout.driver_client import DriverClient
     from pacs_megatron.training import loop, world
     from pacs_megatron.training.signals import StopFlag
+    from pacs_megatron.training.watchdog import Watchdog
 
     stop = StopFlag(run_dir)
     stop.install()
@@ -89,6 +90,11 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
         if built.server_sync is not None:
             stack.callback(built.server_sync.close)
         setup_logging(run_dir / LOG_FOLDER, rank_number)
+        watchdog = Watchdog(run_dir, rank_number, built.rank.layout.world_size, loaded.config.parallel.hang_timeout_s)
+        built.timer.on_change(watchdog.phase)
+        built.channel.on_heartbeat = watchdog.alive
+        watchdog.start()
+        stack.callback(watchdog.close)
         code = loop.run(built)
     groups.shutdown()
     return code

@@ -188,3 +188,21 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     lines = [line for line in err.splitlines() if "Error:" in line]
     assert len(lines) == 1 and "Traceback" not in err, err
     assert all(name in lines[0] for name in names), lines[0]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_stopped_rank_is_found_and_the_run_ends_with_its_own_code(tmp_path: Path, model: Path) -> None:
+    config = write_tiny_run(tmp_path, model, delay_s=0.01)
+    run_dir = tmp_path / "runs" / "tiny"
+    process = start(config, "run.steps=200", "checkpoint.every=100", "parallel.hang_timeout_s=6.0")
+    wait_for_rows(run_dir, 2, process)
+    ranks = [
+        p for p in psutil.Process(process.pid).children(recursive=True) if "pacs_megatron.training.main" in p.cmdline()
+    ]
+    victim = next(p for p in ranks if p.environ().get("RANK") == "1")
+    victim.suspend()
+    code, err = finish(process)
+    assert code == ExitCode.HANG, err
+    assert "rank 0: no progress" in err and "rank 1: phase" in err
+    assert "train_step" in (run_dir / "logs" / "rank0.stack").read_text()

@@ -1,0 +1,55 @@
+"""A rank that makes no progress ends with exit code 70, its stack, and a line for every rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from pacs_megatron.errors import ExitCode
+from pacs_megatron.training.watchdog import HEARTBEAT_FOLDER, Watchdog
+
+HANGS = """
+import sys, time
+from pathlib import Path
+from pacs_megatron.training.watchdog import Watchdog
+
+def waits_for_ever():
+    time.sleep(60)
+
+dog = Watchdog(Path(sys.argv[1]), 0, 2, 0.5)
+dog.start()
+dog.phase(("update",))
+waits_for_ever()
+"""
+
+
+def test_a_hang_is_reported_with_stack_phase_and_every_rank(tmp_path: Path) -> None:
+    other = tmp_path / HEARTBEAT_FOLDER / "rank1.json"
+    other.parent.mkdir()
+    other.write_text(json.dumps({"rank": 1, "phase": "sync", "silent_s": 3.0}))
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS, str(tmp_path)], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == ExitCode.HANG and time.monotonic() - began < 40
+    assert "phase 'update'" in done.stderr and "hang_timeout_s=0.5" in done.stderr
+    assert "rank 1: phase 'sync' for 3 s" in done.stderr
+    assert "waits_for_ever" in (tmp_path / "logs" / "rank0.stack").read_text()
+    assert (tmp_path / "exit_code").read_text().strip() == "70"
+
+
+def test_signs_of_life_keep_it_quiet(tmp_path: Path) -> None:
+    dog = Watchdog(tmp_path, 0, 1, 0.4)
+    dog.start()
+    for number in range(8):
+        time.sleep(0.1)
+        if number % 2:
+            dog.alive()
+        else:
+            dog.phase(("rollout",))
+    dog.close()
+    assert not (tmp_path / "exit_code").exists()
+    assert json.loads((tmp_path / HEARTBEAT_FOLDER / "rank0.json").read_text())["rank"] == 0
