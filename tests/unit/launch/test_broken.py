@@ -106,7 +106,7 @@ CASES: dict[str, tuple[Breaker, list[str], str, str]] = {
     ),
     "servers and urls": (no, [*CPU_SERVER, "rollout.servers.python=[python]", "rollout.urls=['http://x:1']"], "rollout", "exactly one of `urls` and `servers`"),
     "no SGLang there": (no, [*CPU_SERVER, "rollout.servers.python=[/nothere/python]"], "rollout.servers.python", "name an existing interpreter"),
-    "context too short": (no, [*CPU_SERVER, "rollout.servers.python=[python]", "rollout.servers.context_length=100"], "rollout.servers.context_length", "use at least 140"),
+    "context too short": (no, [*CPU_SERVER, "rollout.servers.python=[python]", "rollout.servers.context_length=100"], "rollout.servers.context_length", "use at least 136"),
     "key variable unset": (no, [*CPU_SERVER, "rollout.servers.python=[python]", "rollout.api_key_env=PACS_NO_SUCH_KEY"], "rollout.api_key_env", "export it"),
     "sft needs demonstrations": (no, ["objective.name=sft"], "rollout.engine", "rollout.engine=demonstrations"),
     "no verifier": (no, ["reward=null"], "reward", "add reward.name"),
