@@ -465,6 +465,15 @@ class CheckpointOptions(Options):
     keep_last: PositiveInt = 2
 
 
+class MismatchOptions(Options):
+    """How far the sampler's log-probs may be from the trainer's for the same tokens and weights."""
+
+    threshold: float = Field(default=0.1, gt=0)
+    """Nats; the share of tokens beyond it is `mismatch/over_frac`."""
+    max_abs_mean: float | None = Field(default=None, gt=0)
+    """Nats a token; the run saves and stops when the step's mean is larger. About 0.01 is healthy for bf16."""
+
+
 class WandbOptions(Options):
     project: str
     entity: str | None = None
@@ -527,6 +536,7 @@ class RunConfig(Options):
     optimizer: OptimizerOptions
     evaluation: EvaluationOptions = EvaluationOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
+    mismatch: MismatchOptions = MismatchOptions()
     logging: LoggingOptions = LoggingOptions()
 
     @model_validator(mode="after")

@@ -56,6 +56,8 @@ class MegatronPolicy:
         self.version = 0
         self.compare_with_sampler = True
         """report how far the sampler's log-probs are from the trainer's; off where nothing was sampled"""
+        self.mismatch_threshold = 0.0
+        """nats, for `mismatch/over_frac`"""
         self.num_score_passes = 0
         """counted, so that a test (and a user) can see when none was needed"""
         self._tokens_per_microbatch = tokens_per_microbatch
@@ -171,7 +173,13 @@ class MegatronPolicy:
         _check_finite(prepared)
         part = self._without_zero_gradient(part, prepared, scores)
         self.optimizer.zero_grad(self.chunks)
-        loss = UpdateLoss(part=part, prepared=prepared, objective=objective, with_scores=scores is not None)
+        loss = UpdateLoss(
+            part=part,
+            prepared=prepared,
+            objective=objective,
+            with_scores=scores is not None,
+            mismatch_threshold=self.mismatch_threshold,
+        )
         for model in self.models:
             model.want_entropy = True
         batches = self._batches(part)
@@ -179,7 +187,7 @@ class MegatronPolicy:
         for model in self.models:
             model.want_entropy = False
         sums = self._sum_reports(reports)
-        metrics = {name: value for name, value in sums.items() if not name.startswith("sum/")}
+        metrics = {name: value for name, value in sums.items() if not name.startswith(("sum/", "max/"))}
         metrics |= prepared.metrics
         metrics["objective/loss"] = sums["sum/loss"] if prepared.loss is None else prepared.loss
         num_tokens = sums["sum/tokens"]
@@ -187,7 +195,7 @@ class MegatronPolicy:
             metrics["policy/entropy"] = sums["sum/entropy"] / num_tokens
             metrics["policy/logprob_mean"] = sums["sum/logprob"] / num_tokens
             if self.compare_with_sampler:
-                metrics["mismatch/logprob_abs_mean"] = sums["sum/mismatch_abs"] / num_tokens
+                metrics |= _mismatch_metrics(sums, num_tokens)
         if scores is not None:
             difference = self._gather_by_row(loss.scores, part.facts.num_samples) - scores
             metrics[f"{objective.name}/score_drift_max"] = float(difference.abs().max())
@@ -218,12 +226,27 @@ class MegatronPolicy:
         counts = len(reports) > 0 and parallel_state.get_tensor_model_parallel_rank() == 0
         names: list[str] = sorted(reports[0]) if reports else []
         names = _broadcast_names(names, self.rank)
-        totals = torch.zeros(len(names), dtype=torch.float64)
+        totals, largest = torch.zeros(2, len(names), dtype=torch.float64)
         if counts:
             for report in reports:
-                totals += torch.tensor([float(report[name]) for name in names], dtype=torch.float64)
+                values = torch.tensor([float(report[name]) for name in names], dtype=torch.float64)
+                totals += values
+                largest = torch.maximum(largest, values)
         dist.all_reduce(totals, group=self.rank.control)
-        return dict(zip(names, totals.tolist(), strict=True))
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.rank.control)
+        pairs = zip(names, totals.tolist(), largest.tolist(), strict=True)
+        return {name: top if name.startswith("max/") else total for name, total, top in pairs}
+
+
+def _mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
+    """How far trainer and sampler disagree on the same tokens; means over `num_tokens` trained tokens."""
+    return {
+        "mismatch/logprob_abs_mean": sums["sum/mismatch_abs"] / num_tokens,
+        "mismatch/logprob_abs_max": sums["max/mismatch_abs"],
+        "mismatch/ratio": math.exp(sums["sum/mismatch_ratio"] / num_tokens),
+        "mismatch/kl": sums["sum/mismatch_kl"] / num_tokens,
+        "mismatch/over_frac": sums["sum/mismatch_over"] / num_tokens,
+    }
 
 
 def _broadcast_names(names: list[str], rank: Rank) -> list[str]:

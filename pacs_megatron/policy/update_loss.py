@@ -19,6 +19,8 @@ class UpdateLoss:
     objective: Objective
     with_scores: bool
     """a score pass came first: compute r_j again, to see whether this forward reproduces it"""
+    mismatch_threshold: float
+    """nats; tokens whose log-prob differs by more from the sampler's are counted"""
     scores: dict[int, float] = field(default_factory=dict)
     """row -> r_j of the micro-batches seen so far"""
 
@@ -32,14 +34,26 @@ class UpdateLoss:
                 "sum/loss": loss.detach().clone(),
                 "sum/entropy": (entropy * record.mask).sum(),
                 "sum/logprob": (logprobs * record.mask).sum(),
-                "sum/mismatch_abs": ((logprobs - record.sampler_logprobs).abs() * record.mask).sum(),
                 "sum/tokens": record.mask.sum(),
             }
+            report |= self._mismatch((logprobs - record.sampler_logprobs) * record.mask)
             for name, value in self.objective.token_metrics(record, self.prepared).items():
                 report[name] = (value * record.mask).sum()
             if self.with_scores:
                 self.scores.update(score_sums(self.part, batch, batch.gather(logprobs.detach()), self.objective))
         return loss, report
+
+    def _mismatch(self, log_ratio: Tensor) -> dict[str, Tensor]:
+        """`log_ratio` [k], log pi_trainer - log pi_sampler of the sampled tokens, nats. KL by the k3 estimator."""
+        distance = log_ratio.abs()
+        largest = distance.max() if distance.numel() else distance.new_zeros(())
+        return {
+            "sum/mismatch_abs": distance.sum(),
+            "sum/mismatch_ratio": log_ratio.sum(),
+            "sum/mismatch_kl": (log_ratio.exp() - 1 - log_ratio).sum(),
+            "sum/mismatch_over": (distance > self.mismatch_threshold).float().sum(),
+            "max/mismatch_abs": largest,
+        }
 
 
 @torch.no_grad()

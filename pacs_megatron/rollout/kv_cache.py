@@ -16,7 +16,7 @@ _GROW_TOKENS = 64
 """Smallest growth of a buffer."""
 
 
-class DecodingCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+class DecodingCache(Cache):
     """A `transformers` cache with preallocated buffers; `expand` and `keep` choose rows.
 
     DynamicCache concatenates, copying everything at each token and layer; this writes one column.

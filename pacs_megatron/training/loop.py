@@ -9,7 +9,7 @@ from typing import Any
 
 from pacs_megatron.checkpoint import run_checkpoint
 from pacs_megatron.contracts import Interrupted
-from pacs_megatron.errors import ExitCode
+from pacs_megatron.errors import ExitCode, RolloutError
 from pacs_megatron.evaluation.passk import ProblemCounts, benchmark_metrics
 from pacs_megatron.observability.metrics import MetricsWriter
 from pacs_megatron.observability.progress import Progress, training_fields
@@ -112,8 +112,22 @@ def _finish_step(w: World, done: Progressed, out: Outputs) -> None:
     if row:
         out.write({"step": step, **row, **times})
     done.row = None
+    _break_on_mismatch(w, done, row)
     if last or (step > 0 and _due(step, w.config.checkpoint.every)):
         save(w, done)
+
+
+def _break_on_mismatch(w: World, done: Progressed, row: Mapping[str, float | None]) -> None:
+    """The circuit breaker: save and stop when trainer and sampler disagree. The row is the same on every rank."""
+    limit, found = w.config.mismatch.max_abs_mean, row.get("mismatch/logprob_abs_mean")
+    if limit is None or found is None or found <= limit:
+        return
+    save(w, done)
+    raise RolloutError(
+        f"step {done.step}: trainer and sampler log-probs differ by {found:.4f} nats a token, more than "
+        f"mismatch.max_abs_mean={limit:g}; saved. Look at weight sync (rollout.sync.verify=full), the sampler's dtype or "
+        "quantisation, temperature and filters, then packing and layout (mismatch/* in metrics.jsonl)"
+    )
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -40,7 +40,9 @@ def train_step(w: World, step: int) -> dict[str, float | None]:
         with w.timer.span("update"):
             prepared = w.objective.prepare(scores, part.facts, step_inputs)
             report = w.policy.update(part, prepared, w.objective, scores)
-        sums.add_means(report.metrics, part.facts.num_samples)
+        # Only the first update computes with the weights that sampled.
+        comparable = {k: v for k, v in report.metrics.items() if index == 0 or not k.startswith("mismatch/")}
+        sums.add_means(comparable, part.facts.num_samples)
         sums.add_means({"optimizer/grad_norm": report.grad_norm, "optimizer/lr": report.lr}, 1)
     if w.reset_every and step % w.reset_every == 0:
         w.policy.take_reference(reset_optimizer=True)

@@ -144,6 +144,7 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: Joined) -> 
     if latest_checkpoint(run_dir) is None:
         stored = open_weights(weights_dir(model_dir))
         policy.load_weights(lambda name: stored.get(name).to(policy.config.params_dtype))
+    policy.mismatch_threshold = config.mismatch.threshold
     policy.compare_with_sampler = not isinstance(rollout, DemonstrationRollout)
     engine = None
     if isinstance(rollout, EmbeddedRollout):

@@ -76,3 +76,26 @@ def test_results_do_not_depend_on_the_data_parallel_size(tmp_path: Path, model: 
         assert (one / "rollouts" / name).read_bytes() == (two / "rollouts" / name).read_bytes()
     again = run(tmp_path / "again", model, 2, "parallel.tp=1", "run.steps=1")
     assert reproducible_bytes(again) == reproducible_bytes(two)
+
+
+def test_mismatch_is_reported_and_the_breaker_saves_and_stops(tmp_path: Path, model: Path) -> None:
+    run_dir = run(tmp_path / "healthy", model, 2, "mismatch.max_abs_mean=1e-3", "mismatch.threshold=1e-3")
+    for row in read_metrics(run_dir):
+        assert row["mismatch/logprob_abs_mean"] < 1e-4 and row["mismatch/over_frac"] == 0.0
+        assert row["mismatch/logprob_abs_max"] < 1e-3 and abs(row["mismatch/ratio"] - 1) < 1e-4
+        assert 0 <= row["mismatch/kl"] < 1e-6
+    config = write_tiny_run(tmp_path, model)
+    # The sampler draws from a filtered distribution, whose log-probs are not the policy's.
+    overrides = ("mismatch.max_abs_mean=1e-3", "rollout.sampling.top_p=0.5")
+
+    def on_rank(_rank: int, _world: int) -> str:
+        from pacs_megatron.errors import RolloutError
+        from pacs_megatron.training.main import run_rank
+
+        with pytest.raises(RolloutError, match=r"mismatch\.max_abs_mean=0\.001; saved") as caught:
+            run_rank(config, overrides)
+        return str(caught.value)
+
+    messages = run_ranks(on_rank, 2, timeout=110, init_process_group=False)
+    assert messages[0] == messages[1]
+    assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step_000001" / "manifest.json").is_file()
