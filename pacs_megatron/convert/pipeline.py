@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pacs_megatron.observability.progress import Progress
 IN_FLIGHT_BYTES = 384 << 20
 """A job needs about three times its size for a moment (read, rearranged, cut); this keeps all of them below 2 GiB."""
 
-_TELL_EVERY_S = 1.0
+_NUM_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +28,13 @@ def run_jobs(label: str, jobs: Iterable[Job], *, workers: int, show_progress: bo
     The first error, or an interrupt, stops new jobs, waits for those that run, and is raised.
     """
     todo = list(jobs)
+    total_bytes = sum(job.nbytes for job in todo)
     running: dict[Future[None], int] = {}
     with (
-        Progress(label, sum(job.nbytes for job in todo), unit="bytes", enabled=show_progress) as progress,
+        Progress(label, total_bytes, unit="bytes", enabled=show_progress) as progress,
         ThreadPoolExecutor(max_workers=workers, thread_name_prefix="convert") as pool,
     ):
-        meter = _Meter(progress)
+        meter = _Meter(progress, total_bytes)
         try:
             for job in todo:
                 while running and (len(running) >= 2 * workers or sum(running.values()) + job.nbytes > IN_FLIGHT_BYTES):
@@ -47,12 +47,13 @@ def run_jobs(label: str, jobs: Iterable[Job], *, workers: int, show_progress: bo
 
 
 class _Meter:
-    """Tells the progress bar once a second: its speed is an average over calls, and a norm is no measure of speed."""
+    """Tells the progress bar in equal steps: its speed is an average over calls, and a norm is no measure of speed."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, total_bytes: int) -> None:
         self._progress = progress
         self._done_bytes = 0
-        self._told = time.monotonic()
+        self._told_bytes = 0
+        self._total_bytes = total_bytes
 
     def collect(self, running: dict[Future[None], int]) -> None:
         """Waits for the next job that ends and counts it; raises its error."""
@@ -60,6 +61,9 @@ class _Meter:
         for future in finished:
             self._done_bytes += running.pop(future)
             future.result()
-        if not running or time.monotonic() - self._told >= _TELL_EVERY_S:
-            self._told = time.monotonic()
+        if (
+            self._done_bytes == self._total_bytes
+            or self._done_bytes - self._told_bytes >= self._total_bytes / _NUM_STEPS
+        ):
+            self._told_bytes = self._done_bytes
             self._progress.advance(self._done_bytes)
