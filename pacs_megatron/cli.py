@@ -74,7 +74,7 @@ def _add_evaluation(verbs: _SubParsers) -> None:
     parser = _add_verb(verbs, "export", "write a run's weights as a Hugging Face checkpoint", _export)
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--step", type=int, help="the checkpoint to export; default: the newest")
-    parser.add_argument("--out", type=Path, help="target folder; default: <run>/hf-step_<n>")
+    parser.add_argument("--out", type=Path, help="target folder; default: <run>/hf_exports/step_<n>")
 
 
 def _add_groups(verbs: _SubParsers) -> None:

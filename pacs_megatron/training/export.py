@@ -1,11 +1,9 @@
-"""A Hugging Face checkpoint out of the policy, and out of a training checkpoint."""
+"""A Hugging Face checkpoint out of the policy at the end of a run."""
 
 import shutil
 from pathlib import Path
 
 from pacs_megatron.checkpoint.hf_folder import HfFolderWriter, hf_tensors
-from pacs_megatron.checkpoint.megatron_weights import find_checkpoint
-from pacs_megatron.convert.convert import Options, megatron_to_hf
 from pacs_megatron.training.world import World
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -28,13 +26,3 @@ def export_hf(w: World, target: Path) -> None:
             for name, tensor in w.policy.export_weights():
                 writer.put(name, tensor.cpu())
             writer.finish(w.model_dir)
-
-
-def run_export(run_dir: Path, step: int | None, out: Path | None) -> str:
-    """`pacs-megatron export`: a checkpoint of a run as a Hugging Face folder; returns the summary.
-
-    Raises CheckpointError when the run has no such checkpoint or the target exists.
-    """
-    checkpoint = find_checkpoint(run_dir, step)
-    target = run_dir / f"hf-{checkpoint.name}" if out is None else out
-    return str(megatron_to_hf(checkpoint, Options(out=target), step=None, max_shard_bytes=MAX_SHARD_BYTES))

@@ -10,6 +10,7 @@ import torch
 from pacs_megatron.checkpoint.manifest import HF_FOLDER
 from pacs_megatron.checkpoint.megatron_weights import is_megatron_checkpoint, open_weights
 from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint
+from pacs_megatron.config.layout import layout_of
 from pacs_megatron.config.schema import (
     DemonstrationRollout,
     EmbeddedRollout,
@@ -18,7 +19,7 @@ from pacs_megatron.config.schema import (
     RunConfig,
     SglangRollout,
 )
-from pacs_megatron.contracts import Layout, Objective
+from pacs_megatron.contracts import Objective
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.errors import CheckpointError, PacsError
 from pacs_megatron.models import load_spec
@@ -69,20 +70,6 @@ class World:
     @property
     def has_reference(self) -> bool:
         return "reference" in self.objective.logprob_passes()
-
-
-def layout_of(config: RunConfig, world_size: int) -> Layout:
-    """The run's layout on so many ranks."""
-    options = config.parallel
-    return Layout(
-        world_size=world_size,
-        tp=options.tp,
-        pp=options.pp,
-        cp=options.cp,
-        ep=options.ep,
-        vpp=options.vpp,
-        sequence_parallel=options.sequence_parallel,
-    )
 
 
 def join(config: RunConfig) -> tuple[Rank, ControlChannel]:

@@ -99,3 +99,13 @@ def test_mismatch_is_reported_and_the_breaker_saves_and_stops(tmp_path: Path, mo
     messages = run_ranks(on_rank, 2, timeout=110, init_process_group=False)
     assert messages[0] == messages[1]
     assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step_000001" / "manifest.json").is_file()
+
+
+def test_a_converted_checkpoint_trains_like_its_source(tmp_path: Path, model: Path) -> None:
+    from pacs_megatron.convert.convert import Options, hf_to_megatron
+
+    converted = tmp_path / "converted"
+    hf_to_megatron(str(model), Options(out=converted, show_progress=False))
+    expected = run(tmp_path / "hf", model, 2)
+    got = run(tmp_path / "megatron", converted, 2)
+    assert reproducible_bytes(got) == reproducible_bytes(expected)
