@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from pacs_megatron.checkpoint.manifest import (
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
 from pacs_megatron.checkpoint.staging import StagedFolder, check_free_disk
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME, Certificate, Check
-from pacs_megatron.convert.pipeline import Job, run_jobs
+from pacs_megatron.convert.pipeline import WORKERS, Job, run_jobs
 from pacs_megatron.convert.source import DTYPES, check_names, local_hf_folder
 from pacs_megatron.convert.verify import compare
 from pacs_megatron.models import Entry, WeightTable, read_spec, weight_table
@@ -46,7 +45,7 @@ class Options:
     verify: bool = False
     digests: bool = True
     show_progress: bool = True
-    workers: int = min(4, os.cpu_count() or 1)
+    workers: int = WORKERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from pacs_megatron.observability.progress import Progress
 IN_FLIGHT_BYTES = 384 << 20
 """A job needs about three times its size for a moment (read, rearranged, cut); this keeps all of them below 2 GiB."""
 
+WORKERS = 4
+"""Threads, on any number of cores: they mostly wait for the disk, some reading while others write."""
 _NUM_STEPS = 100
 
 

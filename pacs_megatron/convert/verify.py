@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -14,7 +13,7 @@ from pacs_megatron.checkpoint.manifest import check_files
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
 from pacs_megatron.convert.certificate import Certificate, Check
 from pacs_megatron.convert.logits import LogitsOptions, compare_logits
-from pacs_megatron.convert.pipeline import Job, run_jobs
+from pacs_megatron.convert.pipeline import WORKERS, Job, run_jobs
 from pacs_megatron.convert.source import check_names, local_hf_folder
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import Entry
@@ -37,7 +36,7 @@ def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | Non
     check_files(weights.path, weights.manifest, digests=True)
     digested = sum(facts.xxh3_128 is not None for facts in weights.manifest.files.values())
     certificate.checks.append(Check("files of the checkpoint", f"{digested} as the manifest's digests say"))
-    result = compare(folder, weights, certificate, workers=min(4, os.cpu_count() or 1), show_progress=True)
+    result = compare(folder, weights, certificate, workers=WORKERS, show_progress=True)
     certificate.checks.append(result)
     summary = f"{folder.path} and {weights.path}: {result.result}"
     if logits is not None:
