@@ -6,7 +6,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from pacs_megatron.config import LoadedConfig, load_config
@@ -86,6 +86,8 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
             if created:
                 # Nothing has been computed: a wrong input leaves no half-made run behind.
                 shutil.rmtree(run_dir, ignore_errors=True)
+                with suppress(OSError):  # other runs are in it
+                    run_dir.parent.rmdir()
             raise
         if built.server_sync is not None:
             stack.callback(built.server_sync.close)
