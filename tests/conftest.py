@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+
+# A shell starts background jobs with SIGINT ignored, and children inherit that: tests that interrupt them would wait.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.update(
     HF_HUB_OFFLINE="1",

@@ -47,8 +47,19 @@ def custom(tmp_path):
     return options
 
 
+_others: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def other_children() -> None:
+    """Servers of other tests' session fixtures are children of this process too."""
+    _others.clear()
+    _others.update(child.pid for child in psutil.Process().children(recursive=True))
+
+
 def workers() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    """What this test has started, zombies included."""
+    return [child for child in psutil.Process().children(recursive=True) if child.pid not in _others]
 
 
 def test_verdicts_equal_direct_calls(make_prompt):
