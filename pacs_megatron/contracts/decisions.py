@@ -15,7 +15,6 @@ class DecisionKind(StrEnum):
     """Embedded engine: sample the requests that follow."""
     TRAIN = "train"
     EVALUATE = "evaluate"
-    SAVE = "save"
     STOP = "stop"
     """Leave the loop; `reason` says why and `error` whether it is a failure."""
 
