@@ -60,6 +60,8 @@ def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
     config = loaded.config
     problems = layout_problems(config, world_size)
     folder = Path(config.model.path)
+    if not (folder / "config.json").is_file():
+        folder = folder / "hf"  # a converted checkpoint
     if (folder / "config.json").is_file():
         problems += shape_problems(config, load_spec(folder), folder.name)
     if problems:
