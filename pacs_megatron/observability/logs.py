@@ -3,7 +3,6 @@
 import logging
 import re
 import sys
-import warnings
 from pathlib import Path
 from typing import TextIO
 
@@ -71,8 +70,6 @@ def setup_logging(log_dir: Path | None, rank: int, *, stream: TextIO | None = No
     for handler in handlers:
         handler.setFormatter(LineFormatter(rank))
         root.addHandler(handler)
-    # Megatron warns at import about every accelerator package a laptop does not have; one line of ours says it all.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     # Others' INFO chatter stays out; ours is wanted.
     root.setLevel(logging.WARNING)
     logging.getLogger("pacs_megatron").setLevel(logging.INFO)
