@@ -29,7 +29,8 @@ def train_step(w: World, step: int) -> dict[str, float | None]:
         )
     with w.timer.span("logprobs"):
         parts = [with_logprobs(w, part) for part in parts]
-    step_inputs = w.objective.prepare_step(collected.facts)
+    # No admitted group, no mini-batch: the step counts, the weights stay.
+    step_inputs = w.objective.prepare_step(collected.facts) if parts else None
     poll(w)
     sums = MetricSums()
     for index, part in enumerate(parts):

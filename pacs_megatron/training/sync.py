@@ -1,12 +1,18 @@
 """New weights from the policy to whatever samples: the embedded engines of all ranks, or SGLang servers."""
 
+from collections.abc import Callable
+from typing import TypeVar, cast
+
 from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.contracts import WeightReceiver
-from pacs_megatron.errors import SyncError
+from pacs_megatron.errors import PacsError, SyncError
 from pacs_megatron.parallel.transfer import broadcast_arrays
+from pacs_megatron.rollout.driver_client import named_error
 from pacs_megatron.rollout.sglang import server_apis
 from pacs_megatron.training.world import World, array_of
 from pacs_megatron.weight_sync.push import push
+
+T = TypeVar("T")
 
 
 def sync(w: World) -> None:
@@ -18,17 +24,10 @@ def sync(w: World) -> None:
         return
     with w.timer.span("sync"):
         receivers: list[WeightReceiver] = [w.engine] if w.engine is not None else []
-        if w.server_sync is not None:
-            _name_targets(w)
-            receivers = [w.server_sync]
-        digest, error = "", None
-        try:
-            digest = push(w.policy.version, w.policy.export_weights(), receivers).digest
-        except SyncError as caught:
-            error = caught
-        message = w.channel.first_error(None if error is None else str(error))
-        if message is not None:
-            raise error if error is not None else SyncError(message)
+        if isinstance(w.config.rollout, SglangRollout):
+            _together(w, lambda: _name_targets(w))
+            receivers = [w.server_sync] if w.server_sync is not None else []
+        digest = _together(w, lambda: push(w.policy.version, w.policy.export_weights(), receivers).digest)
         theirs = broadcast_arrays(array_of(digest), src=0, group=w.rank.control)["text"].tobytes().decode()
         if digest != theirs:
             raise SyncError(
@@ -36,22 +35,45 @@ def sync(w: World) -> None:
                 "drifted apart; resume from the last checkpoint"
             )
         w.digest = digest
-        if w.driver is not None:
-            w.driver.ask({"op": "set_current", "version": w.policy.version, "digest": digest})
+        _together(w, lambda: _set_current(w))
 
 
 def release_memory(w: World) -> None:
     """Colocated servers give their GPU memory to the training step; the next `sync` brings them back."""
     rollout = w.config.rollout
-    if w.server_sync is None or not isinstance(rollout, SglangRollout) or rollout.servers is None:
-        return
-    if rollout.servers.colocated:
+    if isinstance(rollout, SglangRollout) and rollout.servers is not None and rollout.servers.colocated:
+        _together(w, lambda: _release(w))
+
+
+def _release(w: World) -> None:
+    if w.server_sync is not None:
         _name_targets(w)
         w.server_sync.release_memory()
 
 
+def _together(w: World, action: Callable[[], T]) -> T:
+    """`action` of every rank; an error of one is raised on all, so that none waits in a collective for it."""
+    result, error = None, None
+    try:
+        result = action()
+    except PacsError as caught:
+        error = caught
+    message = w.channel.first_error(None if error is None else f"{type(error).__name__}|{error}")
+    if message is not None:
+        raise error if error is not None else named_error(*message.split("|", 1))
+    return cast("T", result)
+
+
+def _set_current(w: World) -> None:
+    """Rank 0: the driver accepts samples of these weights from now on."""
+    if w.driver is not None:
+        w.driver.ask({"op": "set_current", "version": w.policy.version, "digest": w.digest})
+
+
 def _name_targets(w: World) -> None:
     """Rank 0: the servers that take this update; no request is sent to them until it is over."""
-    assert w.driver is not None and w.server_sync is not None and isinstance(w.config.rollout, SglangRollout)
+    if w.driver is None:
+        return
+    assert w.server_sync is not None and isinstance(w.config.rollout, SglangRollout)
     urls = tuple(w.driver.ask({"op": "begin_update"})["urls"])
     w.server_sync.set_targets(server_apis(w.config.rollout, urls))

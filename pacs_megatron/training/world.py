@@ -142,6 +142,7 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: Joined) -> 
             Vocabulary.from_tokenizer(tokenizer, str(model_dir)),
             rank=rank.rank,
             num_ranks=rank.layout.world_size,
+            device=rank.device,
         )
     server_sync = None
     if isinstance(rollout, SglangRollout) and rank.rank == 0:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.observability.metrics import read_metrics, reproducible_bytes
@@ -64,6 +66,19 @@ def test_variant_runs_and_writes_finite_metrics(tmp_path: Path, model: Path, var
     assert [row["step"] for row in rows] == [1, 2]
     assert (run_dir / "hf" / "model.safetensors").is_file()
     assert all(row["admission/num_samples"] for row in rows) or variant == "frozen-dynamic"
+
+
+@pytest.mark.parametrize("objective", ["pacs", "grpo"])
+def test_a_step_without_an_admitted_group_changes_nothing_and_goes_on(
+    tmp_path: Path, model: Path, objective: str
+) -> None:
+    everything_cut = ("rollout.sampling.max_response_tokens=1", "rollout.sampling.stop=[]", "admission.truncated=drop")
+    run_dir = run(tmp_path, model, 2, f"objective={{name: {objective}}}", *everything_cut)
+    rows = read_metrics(run_dir)
+    assert [row["admission/num_groups"] for row in rows] == [0.0, 0.0]
+    assert all("optimizer/grad_norm" not in row for row in rows)
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, run_dir / "hf"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_results_do_not_depend_on_the_data_parallel_size(tmp_path: Path, model: Path) -> None:
