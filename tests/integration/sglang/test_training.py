@@ -65,7 +65,10 @@ def _assert_greedy_agrees(url: str, folder: Path) -> None:
 
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(torch.float32).eval()
     compared = 0
-    for start in range(40, 60, 2):
+    # How many choices are near ties differs from run to run: prompts are added until enough was compared.
+    for start in range(40, 120, 2):
+        if compared > 40:
+            break
         prompt = list(range(start, start + 5))
         sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
         answer = requests.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling}, timeout=60)
@@ -77,4 +80,4 @@ def _assert_greedy_agrees(url: str, folder: Path) -> None:
             if float(best.values[0] - best.values[1]) > 0.15:
                 assert tokens[position] == int(best.indices[0]), (start, position)
                 compared += 1
-    assert compared > 30
+    assert compared > 40
