@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -107,9 +107,15 @@ class PolicyEngine(Protocol):
 
     version: int
 
-    def logprobs(self, part: Part, source: LogprobSource) -> dict[int, Any]: ...
+    def logprobs(
+        self, part: Part, source: LogprobSource, should_stop: Callable[[], bool] | None = None
+    ) -> dict[int, Any]:
+        """Raises Interrupted on every rank when `should_stop` says yes on one of them during the pass."""
+        ...
 
-    def scores(self, part: Part, objective: Objective) -> torch.Tensor: ...
+    def scores(
+        self, part: Part, objective: Objective, should_stop: Callable[[], bool] | None = None
+    ) -> torch.Tensor: ...
 
     def update(
         self, part: Part, prepared: Prepared, objective: Objective, scores: torch.Tensor | None

@@ -25,6 +25,7 @@ from pacs_megatron.policy.microbatch import MicroBatch, build_microbatch
 from pacs_megatron.policy.model import PolicyModel, build_chunks, transformer_config, unwrap, wrap_for_training
 from pacs_megatron.policy.optimizer import Optimizer
 from pacs_megatron.policy.snapshot import Snapshot
+from pacs_megatron.policy.stoppable import StoppablePass, StopTest
 from pacs_megatron.policy.update_loss import UpdateLoss, score_sums
 
 logger = logging.getLogger(__name__)
@@ -111,18 +112,33 @@ class MegatronPolicy:
             for rows in part.plan.by_dp_rank[self.rank.dp]
         ]
 
-    def _forward(self, part: Part) -> tuple[list[MicroBatch], list[Tensor]]:
+    def _forward(self, part: Part, should_stop: StopTest | None) -> tuple[list[MicroBatch], list[Tensor]]:
         batches = self._batches(part)
-        return batches, passes.forward(self.chunks, batches)
+        if should_stop is None:
+            return batches, passes.forward(self.chunks, batches)
+        none = np.empty(0, dtype=np.int64)
+        stoppable = StoppablePass(
+            batches,
+            build_microbatch(part, none, multiple=self._multiple, device=self.rank.device),
+            should_stop,
+            num_polls=min(len(own) for own in part.plan.by_dp_rank),
+            # One more than needed, so that data-parallel replicas do not march in step.
+            lag=self.rank.layout.pp + 1,
+            group=self.rank.control,
+        )
+        return batches, passes.forward(self.chunks, batches, stoppable)
 
-    def logprobs(self, part: Part, source: LogprobSource) -> dict[int, np.ndarray]:
-        """log pi of this rank's samples: row -> float32 [response], nats. Filled on the last pipeline stage only."""
+    def logprobs(self, part: Part, source: LogprobSource, should_stop: StopTest | None = None) -> dict[int, np.ndarray]:
+        """log pi of this rank's samples: row -> float32 [response], nats. Filled on the last pipeline stage only.
+
+        With `should_stop`, asked at each micro-batch on every rank, raises Interrupted on all ranks when one says yes.
+        """
         if source == "reference":
             assert self.reference is not None, "take_reference comes first"
             with self.reference.swapped_in():
-                batches, results = self._forward(part)
+                batches, results = self._forward(part, should_stop)
         else:
-            batches, results = self._forward(part)
+            batches, results = self._forward(part, should_stop)
         found: dict[int, np.ndarray] = {}
         for batch, logprobs in zip(batches, results, strict=False):
             pieces = np.split(logprobs.cpu().numpy(), np.cumsum(batch.response_lens)[:-1])
@@ -146,10 +162,13 @@ class MegatronPolicy:
         ratios = self._gather_by_row(means, part.facts.num_samples).numpy()
         return replace(part, facts=replace(part.facts, log_ratio_to_sampler=ratios))
 
-    def scores(self, part: Part, objective: Objective) -> Tensor:
-        """r_j of the whole mini-batch, float64 [n] on the CPU, the same bits on every rank. One forward, no grad."""
+    def scores(self, part: Part, objective: Objective, should_stop: StopTest | None = None) -> Tensor:
+        """r_j of the whole mini-batch, float64 [n] on the CPU, the same bits on every rank. One forward, no grad.
+
+        With `should_stop`, asked at each micro-batch on every rank, raises Interrupted on all ranks when one says yes.
+        """
         self.num_score_passes += 1
-        batches, results = self._forward(part)
+        batches, results = self._forward(part, should_stop)
         sums: dict[int, float] = {}
         for batch, logprobs in zip(batches, results, strict=False):
             sums.update(score_sums(part, batch, logprobs, objective))

@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from pacs_megatron.policy.microbatch import MicroBatch
+from pacs_megatron.policy.stoppable import StoppablePass
 
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, log-probs [k] with graph, entropies [k]) -> (loss to back-propagate, sums to report)"""
@@ -22,14 +23,18 @@ def _model_step(after: Callable[..., Any], iterator: Iterator[MicroBatch], model
 
 
 def _run(
-    chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], after: Callable[..., Any], *, forward_only: bool
+    chunks: Sequence[torch.nn.Module],
+    iterators: Sequence[Iterator[MicroBatch]],
+    num_microbatches: int,
+    after: Callable[..., Any],
+    *,
+    forward_only: bool,
 ) -> list[Any]:
-    iterators = [iter(batches) for _ in chunks]
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=partial(_model_step, after),
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        data_iterator=list(iterators) if len(chunks) > 1 else iterators[0],
         model=list(chunks),
-        num_microbatches=len(batches),
+        num_microbatches=num_microbatches,
         # With variable_seq_lengths the stages tell each other the true lengths; these two are not used.
         seq_length=1,
         micro_batch_size=1,
@@ -38,16 +43,24 @@ def _run(
     return results
 
 
-def forward(chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Log-probs float32 [k] of every micro-batch, on the last pipeline stage; an empty list elsewhere. No grad."""
+def forward(
+    chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], stoppable: StoppablePass | None = None
+) -> list[Tensor]:
+    """Log-probs float32 [k] of every micro-batch, on the last pipeline stage; an empty list elsewhere. No grad.
+
+    Raises Interrupted on every rank when `stoppable`, which holds the same micro-batches, was stopped.
+    """
 
     def keep(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         logprobs = output[0]
         # Given as a loss, because Megatron asks it for its device when the model has experts; nothing uses its value.
         return logprobs.sum(), torch.zeros((), dtype=torch.int, device=logprobs.device), batch.gather(logprobs)
 
+    iterators = [iter(batches) for _ in chunks] if stoppable is None else stoppable.iterators(len(chunks))
     with torch.no_grad():
-        results = _run(chunks, batches, keep, forward_only=True)
+        results = _run(chunks, iterators, len(batches), keep, forward_only=True)
+    if stoppable is not None:
+        stoppable.finish()
     return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else []
 
 
@@ -64,5 +77,5 @@ def forward_backward(
         # A count of 0 tokens: finalize_model_grads then leaves the plain sum as it is.
         return value, torch.zeros((), dtype=torch.int, device=value.device), report
 
-    results = _run(chunks, batches, loss, forward_only=False)
+    results = _run(chunks, [iter(batches) for _ in chunks], len(batches), loss, forward_only=False)
     return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else []

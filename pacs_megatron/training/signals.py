@@ -1,11 +1,14 @@
-"""A signal sets a flag; the loop reads it at every phase boundary and turns it into a decision for all ranks."""
+"""A signal sets a flag; the loop and the passes read it often and turn it into a decision for all ranks."""
 
 import signal
+import time
 from pathlib import Path
 from types import FrameType
 
 STOP_FILE = "STOP"
 """A batch script touches `<run>/STOP` where signals do not reach the ranks."""
+FILE_CHECK_S = 1.0
+"""Between two looks at the file: every rank asks at every micro-batch, and the file system is shared."""
 
 
 class StopFlag:
@@ -13,6 +16,7 @@ class StopFlag:
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / STOP_FILE
+        self._next_look = 0.0
         self.reason = ""
 
     def install(self) -> None:
@@ -27,8 +31,10 @@ class StopFlag:
 
     def is_set(self) -> bool:
         """Whether this rank was asked to stop."""
-        if not self.reason and self._file.exists():
-            self.reason = f"file {STOP_FILE}"
+        if not self.reason and time.monotonic() >= self._next_look:
+            if self._file.exists():
+                self.reason = f"file {STOP_FILE}"
+            self._next_look = time.monotonic() + FILE_CHECK_S
         return bool(self.reason)
 
     def clear_file(self) -> None:

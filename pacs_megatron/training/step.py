@@ -37,7 +37,8 @@ def train_step(w: World, step: int) -> dict[str, float | None]:
         scores = None
         if w.objective.needs_scores(index):
             with w.timer.span("scores"):
-                scores = w.policy.scores(part, w.objective)
+                # From the first update on the step is finished: there is no way back to its start.
+                scores = w.policy.scores(part, w.objective, w.stop.is_set if index == 0 else None)
         with w.timer.span("update"):
             prepared = w.objective.prepare(scores, part.facts, step_inputs)
             report = w.policy.update(part, prepared, w.objective, scores)
@@ -55,13 +56,16 @@ def train_step(w: World, step: int) -> dict[str, float | None]:
 
 
 def with_logprobs(w: World, part: Part) -> Part:
-    """`part` with the trainer's own log-probs that the objective asks for: same plan as the update."""
+    """`part` with the trainer's own log-probs that the objective asks for: same plan as the update.
+
+    Raises Interrupted on all ranks, within a few micro-batches, when one was asked to stop.
+    """
     passes = w.objective.logprob_passes()
     if "step_start" in passes:
-        part = replace(part, step_start_logprobs=w.policy.logprobs(part, "step_start"))
+        part = replace(part, step_start_logprobs=w.policy.logprobs(part, "step_start", w.stop.is_set))
         part = w.policy.with_log_ratio_to_sampler(part)
     if "reference" in passes:
-        part = replace(part, reference_logprobs=w.policy.logprobs(part, "reference"))
+        part = replace(part, reference_logprobs=w.policy.logprobs(part, "reference", w.stop.is_set))
     return part
 
 
