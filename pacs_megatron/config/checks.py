@@ -13,6 +13,7 @@ from typing import Protocol
 
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.schema import (
+    MAX_SGLANG_STOPS,
     DatasetOptions,
     DemonstrationRollout,
     Options,
@@ -316,6 +317,18 @@ def _evaluation(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _stop_strings(config: RunConfig) -> Iterator[Problem]:
+    if not isinstance(config.rollout, SglangRollout):
+        return
+    places = {"rollout.sampling": config.rollout.sampling, "evaluation.sampling": config.evaluation.sampling}
+    for place, sampling in places.items():
+        if sampling is not None and len(sampling.stop) > MAX_SGLANG_STOPS:
+            yield Problem(
+                f"{place}.stop",
+                f"{place}.stop has {len(sampling.stop)} strings, but SGLang takes at most {MAX_SGLANG_STOPS}; shorten it",
+            )
+
+
 def _response_key(config: RunConfig) -> str:
     is_demo = isinstance(config.rollout, DemonstrationRollout)
     return "rollout.max_response_tokens" if is_demo else "rollout.sampling.max_response_tokens"
@@ -331,6 +344,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _datasets,
     _optimizer,
     _evaluation,
+    _stop_strings,
 )
 
 

@@ -231,6 +231,10 @@ class DemonstrationRollout(Options):
     max_response_tokens: PositiveInt
 
 
+MAX_SGLANG_STOPS = 32
+"""SGLang refuses requests with more stop strings."""
+
+
 class SglangServers(Options):
     """Servers that the run starts, owns and ends."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pacs_megatron.config.schema import ModelOptions, SglangRollout, SglangServers
 from pacs_megatron.errors import ConfigError
+from pacs_megatron.models import load_spec
 from pacs_megatron.rollout.sglang_api import SglangApi, check_url
 from pacs_megatron.rollout.sglang_client import ClientLimits, SglangEngine
 from pacs_megatron.rollout.sglang_fleet import FleetLimits, Server
@@ -87,8 +88,10 @@ def start_servers(specs: list[ServerSpec], timeout_s: float) -> list[OwnServer]:
 def open_engine(options: SglangRollout, model: ModelOptions, folder: Path) -> SglangEngine:
     """The engine, with all servers up and STALE: push weights, then `set_current`.
 
-    Raises RolloutError when an own server does not start, ConfigError for a bad url or key.
+    Raises RolloutError when an own server does not start, ConfigError for a bad url or key, ConversionError for a
+    model folder that cannot be read.
     """
+    vocab_size = load_spec(model.path).vocab_size
     if options.servers is None:
         servers = [Server(api) for api in server_apis(options, options.urls)]
     else:
@@ -113,6 +116,7 @@ def open_engine(options: SglangRollout, model: ModelOptions, folder: Path) -> Sg
             all_down_after_s=options.all_down_after_s,
             decode_workers=options.decode_workers,
         ),
+        vocab_size=vocab_size,
     )
 
 

@@ -28,6 +28,7 @@ import aiohttp
 import numpy as np
 import orjson
 
+from pacs_megatron.config.schema import MAX_SGLANG_STOPS
 from pacs_megatron.contracts.samples import Sample, SampleRequest, Span, Stop
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.rollout.sglang_api import WeightVersion
@@ -91,8 +92,11 @@ class _Job:
 class SglangEngine:
     """A `RolloutEngine` over a fleet of servers. `close` ends its thread, worker processes and own servers."""
 
-    def __init__(self, servers: Sequence[Server], fleet_limits: FleetLimits, limits: ClientLimits) -> None:
+    def __init__(
+        self, servers: Sequence[Server], fleet_limits: FleetLimits, limits: ClientLimits, *, vocab_size: int
+    ) -> None:
         self._limits = limits
+        self._vocab_size = vocab_size
         self._pending: deque[_Job] = deque()
         self._jobs: dict[str, _Job] = {}
         self._home: dict[str, Server] = {}
@@ -107,8 +111,11 @@ class SglangEngine:
     def stream(self, requests: Sequence[SampleRequest]) -> Iterator[Sample]:
         """Samples as they finish, one for each request that is not cancelled. Leaving it early cancels the rest.
 
-        Raises RolloutError when a request failed for good, or no server was usable for `all_down_after_s`.
+        Raises RolloutError when a request must not be sent (`check_request`; then none of them is), failed for good, or
+        no server was usable for `all_down_after_s`.
         """
+        for request in requests:
+            check_request(request, self._vocab_size)
         ids = {request.id for request in requests}
         if len(ids) != len(requests):
             raise ValueError("two requests of one stream bear the same id")
@@ -216,15 +223,15 @@ class SglangEngine:
 
     def _dispatch(self) -> None:
         """Starts as many waiting jobs as servers have room for. Called whenever that may have changed."""
-        while self._pending:
-            job = self._pending[0]
+        waiting: list[_Job] = []
+        while self._pending and self._fleet.current is not None and self._fleet.has_room():
+            job = self._pending.popleft()
             if self._jobs.get(job.request.id) is not job:
-                self._pending.popleft()  # cancelled while it waited
-                continue
+                continue  # cancelled while it waited
             server = self._fleet.pick(self._home.get(job.request.prompt_id), job.avoid)
-            if server is None or self._fleet.current is None:
-                return
-            self._pending.popleft()
+            if server is None:
+                waiting.append(job)  # there is room only where it failed; others may have that
+                continue
             # A group's prompt is computed once where its samples share a server.
             self._home.setdefault(job.request.prompt_id, server)
             server.in_flight += 1
@@ -232,7 +239,9 @@ class SglangEngine:
             job.sent += 1
             job.task = asyncio.create_task(self._try(job, server))
             job.task.add_done_callback(functools.partial(self._check, job))
-        self._home.clear()
+        self._pending.extendleft(reversed(waiting))
+        if not self._pending:
+            self._home.clear()
 
     async def _try(self, job: _Job, server: Server) -> None:
         failure: RolloutError
@@ -305,6 +314,8 @@ class SglangEngine:
     def _sample(self, job: _Job, answer: Answer) -> Sample:
         if answer.stop is Stop.ABORTED:
             raise _ServerFaultError("the server aborted the request")
+        if answer.token_ids.max() >= self._vocab_size:
+            raise BadAnswerError(f"token id {answer.token_ids.max()}, expected 0 to {self._vocab_size - 1}")
         spans = tuple(self._span(job, *span) for span in answer.spans if span[2] > span[1])
         request = job.request
         return Sample(
@@ -361,7 +372,6 @@ class SglangEngine:
             assert job.task is not None
             job.task.cancel()
             job.task = job.server = None
-            job.avoid |= {server.url}
             self._pending.appendleft(job)
         self._loop.call_soon(self._dispatch)
 
@@ -397,6 +407,25 @@ class SglangEngine:
             raise RolloutError(f"probe: no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, orjson.JSONDecodeError, KeyError) as error:
             raise RolloutError(f"probe: {type(error).__name__}: {error}") from error
+
+
+def check_request(request: SampleRequest, vocab_size: int) -> None:
+    """Raises RolloutError for what would end the whole server (a token id outside the vocabulary does), or would be
+    refused by every server."""
+    ids = request.token_ids
+    if not len(ids):
+        raise RolloutError(f"request {request.id}: the prompt has no tokens")
+    worst = int(ids.max()) if ids.max() >= vocab_size else int(ids.min())
+    if not 0 <= worst < vocab_size:
+        raise RolloutError(
+            f"request {request.id}: prompt token id {worst}, expected 0 to {vocab_size - 1}: tokenizer and model do not "
+            "belong together; check model.path"
+        )
+    if len(request.params.stop) > MAX_SGLANG_STOPS:
+        raise RolloutError(
+            f"request {request.id}: {len(request.params.stop)} stop strings, SGLang takes at most {MAX_SGLANG_STOPS}; "
+            "shorten sampling.stop"
+        )
 
 
 def _body(request: SampleRequest, rid: str) -> bytes:

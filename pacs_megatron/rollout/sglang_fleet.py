@@ -150,14 +150,20 @@ class Fleet:
 
     # -------------------------------------------------------------------------------------------------------- routing
     def pick(self, prefer: Server | None, avoid: frozenset[str]) -> Server | None:
-        """A HEALTHY server with room: `prefer`, else the least loaded, rather not one whose url is in `avoid`."""
+        """A HEALTHY server with room: `prefer`, else the least loaded. One whose url is in `avoid` only when no other is
+        HEALTHY: to wait for room costs less than another of the few tries."""
         if self.current is None or self._settling:
             return None
-        usable = [s for s in self.servers if s.health is Health.HEALTHY and s.in_flight < self.limits.max_in_flight]
-        if prefer in usable and prefer is not None and prefer.url not in avoid:
+        healthy = [s for s in self.servers if s.health is Health.HEALTHY]
+        wanted = [s for s in healthy if s.url not in avoid] or healthy
+        usable = [s for s in wanted if s.in_flight < self.limits.max_in_flight]
+        if prefer is not None and prefer in usable:
             return prefer
-        candidates = [s for s in usable if s.url not in avoid] or usable
-        return min(candidates, key=lambda s: s.in_flight, default=None)
+        return min(usable, key=lambda s: s.in_flight, default=None)
+
+    def has_room(self) -> bool:
+        """Whether some server can be asked now."""
+        return self.pick(None, frozenset()) is not None
 
     def answered(self, server: Server) -> None:
         """A good answer came from it."""

@@ -1,9 +1,10 @@
 """Holds one SGLang server: ends it, with every child, when the launcher ends, however that happens.
 
 Run as a script by its path, standard library only:
-`python -I sglang_guard.py <pid file> <grace seconds> <command> ...`, standard input a pipe whose other end only the
-launcher holds. Pipe closed, launcher gone, SIGTERM, or the server's own end: the whole process group and all
-descendants are ended, the pid file is removed, and the guard exits with the server's exit status (128 + signal).
+`python -I sglang_guard.py <pid file> <grace seconds> <store file> <command> ...`, standard input a pipe whose other end
+only the launcher holds. Pipe closed, launcher gone, SIGTERM, or the server's own end: the whole process group and all
+descendants are ended, pid file and store file (where the server's ranks met) are removed, and the guard exits with the
+server's exit status (128 + signal).
 
 Why a process of its own: SGLang's launcher orphans its scheduler and detokenizer when it is killed, and nothing in a
 launcher that gets SIGKILL can clean up. What remains when the guard itself is killed, the next start removes by the
@@ -93,13 +94,14 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def write_pid_file(path: Path, server: int) -> None:
+def write_pid_file(path: Path, server: int, store: Path) -> None:
     record = {
         "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "guard": os.getpid(),
         "guard_start": start_ticks(os.getpid()),
         "server": server,
         "server_start": start_ticks(server),
+        "store": str(store),
     }
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(record))
@@ -107,19 +109,20 @@ def write_pid_file(path: Path, server: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    pid_file, grace_s, command = Path(argv[1]), float(argv[2]), argv[3:]
+    pid_file, grace_s, store, command = Path(argv[1]), float(argv[2]), Path(argv[3]), argv[4:]
     launcher = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
     stop = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.append(True))
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
-    write_pid_file(pid_file, server.pid)
+    write_pid_file(pid_file, server.pid, store)
     # A forked sibling of the launcher may hold the pipe open; the parent's pid tells the launcher's end all the same.
     while not stop and server.poll() is None and os.getppid() == launcher:
         if select.select([sys.stdin], [], [], POLL_S)[0]:
             break
     end_all(server, grace_s)
+    store.unlink(missing_ok=True)
     pid_file.unlink(missing_ok=True)
     status = server.wait()
     return status if status >= 0 else 128 - status  # as a shell says it: 137 for SIGKILL

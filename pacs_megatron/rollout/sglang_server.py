@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,12 +83,19 @@ class ServerSpec:
             args += ["--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"]
         return [*args, *self.extra_args]
 
-    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The trainer's environment less what describes the trainer's own process group."""
+    def environment(self, inherited: Mapping[str, str], store: Path, nccl_port: int) -> dict[str, str]:
+        """The trainer's environment less what describes the trainer's own process group.
+
+        The server's ranks meet in the file `store`: torch's TCP store, their default, listens on all interfaces.
+        """
         drop = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
         env = {k: v for k, v in inherited.items() if k not in drop and not k.startswith("TORCHELASTIC_")}
-        if self.host == "127.0.0.1" and self.tp == 1:
+        if self.host == "127.0.0.1":
             env["GLOO_SOCKET_IFNAME"] = "lo"
+        if "--dist-init-addr" not in self.extra_args:  # a server over several hosts needs the TCP store
+            env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{store}"
+            # On CPU with AMX, SGLang names shared-memory segments after these.
+            env |= {"MASTER_ADDR": self.host, "MASTER_PORT": str(nccl_port)}
         if self.visible_devices is not None:
             env["CUDA_VISIBLE_DEVICES"] = self.visible_devices
         if self.device == "cpu":
@@ -135,6 +143,7 @@ def _reap_one(record: Mapping[str, int | str]) -> list[int]:
     if sglang_guard.start_ticks(guard) == record["guard_start"]:
         ended.append(guard)
         os.kill(guard, signal.SIGKILL)
+    Path(str(record["store"])).unlink(missing_ok=True)
     group, started = int(record["server"]), int(record["server_start"])
     leader_started = sglang_guard.start_ticks(group)
     # The kernel gives no new process a number that a living group still bears, so with the leader gone the group's
@@ -181,13 +190,16 @@ class OwnServer:
         self.spec.folder.mkdir(parents=True, exist_ok=True)
         if self._port == 0 or not _is_free(self.spec.host, self._port):
             self._port = free_port(self.spec.host)
-        command = self.spec.command(self._port, free_port(self.spec.host))
+        nccl_port = free_port(self.spec.host)
+        # In memory: file locks do not work on every cluster file system, and a container has this folder too.
+        store = Path(f"/dev/shm/pacs-server-{uuid.uuid4().hex}")  # noqa: S108  # nobody can guess the name
+        command = self.spec.command(self._port, nccl_port)
         if self.spec.api_key is not None:
             command = _with_key_from_environment(command)
-        environment = self.spec.environment(os.environ)
+        environment = self.spec.environment(os.environ, store, nccl_port)
         if self.spec.api_key is not None:
             environment["PACS_SGLANG_API_KEY"] = self.spec.api_key
-        guard = [sys.executable, "-I", sglang_guard.__file__, str(self.pid_file), str(GRACE_S)]
+        guard = [sys.executable, "-I", sglang_guard.__file__, str(self.pid_file), str(GRACE_S), str(store)]
         self._log = self.log_path.open("ab")
         try:
             self._guard = subprocess.Popen(

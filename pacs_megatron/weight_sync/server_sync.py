@@ -19,10 +19,10 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -58,6 +58,8 @@ class SyncSettings:
     pause: PauseMode
     verify: Literal["off", "sample", "full"]
     timeout_s: float
+    answer_s: float
+    """A server whose scheduler does not answer for so long takes no part in an update: it would cost `timeout_s`"""
     dims: ModelDims
     fp8: bool = False
     """Linear weights go as FP8 blocks; they are then left out of `verify`"""
@@ -188,6 +190,7 @@ class ServerSync:
     # -------------------------------------------------------------------------------------------------------- one server
     def _open(self, target: _Target, version: int) -> None:
         api, settings = target.api, self._settings
+        info = api.server_info(settings.answer_s)
         if WeightVersion.is_fresh(api.weight_version()):
             # (Re)started: it has its memory, and knows no group of an earlier life.
             self._released.pop(api.url, None)
@@ -195,7 +198,7 @@ class ServerSync:
         api.pause(settings.pause, settings.timeout_s)
         api.set_weight_version(updating_version(version))
         self._take_back(api, "weights")
-        target.expected = self._new_expected(api) if settings.verify != "off" else None
+        target.expected = self._new_expected(info) if settings.verify != "off" else None
         self._transport.join(api)
 
     def _close(self, target: _Target, digest: str) -> None:
@@ -216,8 +219,7 @@ class ServerSync:
         got = api.checksums(skip, self._settings.timeout_s)
         return compare(api.url, expected.by_name, got, complete=self._sample is None and not self._settings.fp8)
 
-    def _new_expected(self, api: SglangApi) -> ExpectedChecksums:
-        info = api.server_info()
+    def _new_expected(self, info: Mapping[str, Any]) -> ExpectedChecksums:
         kind = int(info["tp_size"]), str(info["device"])
         with self._lock:
             if kind not in self._expected:

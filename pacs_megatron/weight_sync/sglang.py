@@ -27,6 +27,7 @@ def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> Server
         pause=sync.pause,
         verify=sync.verify,
         timeout_s=sync.timeout_s,
+        answer_s=min(options.dead_after_s, sync.timeout_s),
         dims=ModelDims(num_kv_heads=spec.num_kv_heads, num_experts=0 if spec.moe is None else spec.moe.num_experts),
         fp8=sync.quantize == "fp8_blockwise",
     )

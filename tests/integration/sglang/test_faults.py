@@ -49,7 +49,7 @@ def test_a_stopped_server_loses_its_work_to_another_and_comes_back(lab: Lab) -> 
         other.weight_version = f"{version}:{digest}"
         options = lab.options(lab.url, other.url, dead_after_s=2.0, probe_timeout_s=1.0, max_in_flight=8)
         pids = server_pids(lab.url.rpartition(":")[2])
-        with sglang.open_engine(options, ModelOptions(path="unused"), lab.tmp) as engine:
+        with sglang.open_engine(options, ModelOptions(path=str(lab.folders[0])), lab.tmp) as engine:
             engine.set_current(version, digest)
             assert [s.health for s in engine.status()] == [Health.HEALTHY] * 2
             asked = sample_requests(32, tag="stop", tokens=64)

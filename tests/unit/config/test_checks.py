@@ -19,6 +19,7 @@ SFT = [
 ]
 BENCH = "evaluation.benchmarks=[{path: a, preset: aime, name: x}]"
 SAMPLING = "evaluation.sampling={max_response_tokens: 8}"
+SGLANG = "rollout={engine: sglang, urls: ['http://127.0.0.1:1'], sync: {way: disk}"
 
 
 @pytest.fixture
@@ -79,6 +80,10 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["optimizer.min_lr=1e-8"], "optimizer.min_lr is not used by optimizer.schedule=constant"),
         (["optimizer.schedule=linear", "optimizer.warmup_updates=10"], "leaves nothing of the run's 10 updates"),
         ([BENCH], "`evaluation.sampling` is missing"),
+        (
+            [f"{SGLANG}, sampling: {{max_response_tokens: 8, stop: {list('abcdefghijklmnopqrstuvwxyz0123456')}}}}}"],
+            "rollout.sampling.stop has 33 strings, but SGLang takes at most 32; shorten it",
+        ),
         (
             [BENCH, SAMPLING, "evaluation.k=[1, 8]"],
             "evaluation.k=8: pass@k needs 1 <= k <= evaluation.samples_per_prompt=4",

@@ -25,6 +25,7 @@ from pacs_megatron.rollout.sglang_fleet import FleetLimits, Health, Server
 from tests.support.fake_sglang import FakeSglang, Fault
 
 VERSION = "1:aa"
+VOCAB = 272
 
 
 def requests(num: int, *, group: int = 4, tokens: int = 8, prompt: int = 3, tag: str = "1") -> list[SampleRequest]:
@@ -33,7 +34,7 @@ def requests(num: int, *, group: int = 4, tokens: int = 8, prompt: int = 3, tag:
         SampleRequest(
             id=f"{tag}:p{i // group}#{i % group}",
             prompt_id=f"p{i // group}",
-            token_ids=np.arange(prompt, dtype=np.int32),
+            token_ids=np.arange(prompt, dtype=np.int32) % 250,
             seed=i,
             params=params,
         )
@@ -57,7 +58,8 @@ def engine(servers: Sequence[FakeSglang], **changes: Any) -> Iterator[SglangEngi
     fleet |= {k: v for k, v in changes.items() if k in fleet}
     client |= {k: v for k, v in changes.items() if k in client}
     members = [Server(SglangApi(url=s.url, api_key=s.api_key)) for s in servers]
-    with SglangEngine(members, FleetLimits(**fleet), ClientLimits(**client)) as made:  # type: ignore[arg-type]
+    limits = FleetLimits(**fleet), ClientLimits(**client)  # type: ignore[arg-type]
+    with SglangEngine(members, *limits, vocab_size=VOCAB) as made:
         made.set_current(1, "aa")
         yield made
 
@@ -283,6 +285,39 @@ def test_a_refused_request_is_not_tried_again(fakes: Callable[..., list[FakeSgla
         list(client.stream(requests(1, prompt=5000)))
 
 
+@pytest.mark.parametrize(
+    ("ids", "stops", "reason"),
+    [
+        ([3, VOCAB, 5], 0, "prompt token id 272, expected 0 to 271: tokenizer and model"),
+        ([3, -1], 0, "prompt token id -1, expected 0 to 271"),
+        ([], 0, "the prompt has no tokens"),
+        ([3], 33, "33 stop strings, SGLang takes at most 32"),
+    ],
+)
+def test_what_would_end_or_refuse_the_server_is_not_sent(
+    fakes: Callable[..., list[FakeSglang]], ids: list[int], stops: int, reason: str
+) -> None:
+    """The real server crashes at a token id outside its vocabulary: not one of the stream's requests may go out."""
+    [server] = fakes(1)
+    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop=("x",) * stops)
+    bad = SampleRequest(id="bad", prompt_id="p", token_ids=np.array(ids, np.int32), seed=1, params=params)
+    good = requests(4)
+    with engine([server]) as client:
+        with pytest.raises(RolloutError, match=f"request bad: {reason}"):
+            list(client.stream([*good, bad]))
+        assert sum(server.asked.values()) == 0
+        check_all_there(list(client.stream(good)), good)
+
+
+def test_an_answer_outside_the_vocabulary_is_refused(fakes: Callable[..., list[FakeSglang]]) -> None:
+    [server] = fakes(1)
+    [request] = requests(1, tokens=251)  # the fake's tokens go up to 250
+    with engine([server], max_failures=100) as client:
+        client._vocab_size = 250
+        with pytest.raises(RolloutError, match="token id 250, expected 0 to 249"):
+            list(client.stream([request]))
+
+
 def test_two_streams_at_a_time_do_not_mix(fakes: Callable[..., list[FakeSglang]]) -> None:
     servers = fakes(2, latency_s=lambda _: 0.005)
     train, evaluate = requests(60, tag="1"), requests(60, tag="eval1")
@@ -316,9 +351,8 @@ def test_the_key_is_sent(fakes: Callable[..., list[FakeSglang]]) -> None:
         max_restarts=0,
         start_timeout_s=0,
     )
-    with SglangEngine(
-        [wrong], limits, ClientLimits(request_timeout_s=5, retries=0, all_down_after_s=0.5, decode_workers=1)
-    ) as client:
+    quick = ClientLimits(request_timeout_s=5, retries=0, all_down_after_s=0.5, decode_workers=1)
+    with SglangEngine([wrong], limits, quick, vocab_size=VOCAB) as client:
         client.set_current(1, "aa")
         with pytest.raises(RolloutError, match="HTTP 401"):
             list(client.stream(requests(1)))

@@ -159,7 +159,7 @@ def test_reap_leaves_a_stranger_with_a_reused_pid_alone(tmp_path: Path) -> None:
         assert started is not None
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         record = {"boot_id": boot, "guard": stranger.pid, "guard_start": started - 1}
-        record |= {"server": stranger.pid, "server_start": started - 1}
+        record |= {"server": stranger.pid, "server_start": started - 1, "store": str(tmp_path / "store")}
         (tmp_path / "server0.pid").write_text(json.dumps(record))
         assert reap(tmp_path) == []
         assert stranger.poll() is None
@@ -188,7 +188,7 @@ def test_the_key_is_in_no_command_line(tmp_path: Path, monkeypatch: pytest.Monke
         sglang.api_key(options)
 
 
-def test_a_missing_interpreter_is_a_config_error(tmp_path: Path) -> None:
+def test_a_missing_interpreter_is_a_config_error(tmp_path: Path, tiny_qwen3: Path) -> None:
     options = SglangRollout(
         engine="sglang",
         sampling=SamplingOptions(max_response_tokens=1),
@@ -196,4 +196,4 @@ def test_a_missing_interpreter_is_a_config_error(tmp_path: Path) -> None:
         servers=SglangServers(python=("no/such/python",), device="cpu"),
     )
     with pytest.raises(ConfigError, match="no/such/python does not exist"):
-        sglang.open_engine(options, ModelOptions(path="m"), tmp_path)
+        sglang.open_engine(options, ModelOptions(path=str(tiny_qwen3)), tmp_path)
