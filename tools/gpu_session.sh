@@ -3,7 +3,7 @@
 #   tools/gpu_session.sh [results folder] [preset ...]
 # PYTHON names the interpreter (default: .venv/bin/python if it is there, else python3). One failure does not end the rest.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 out=${1:-results/gpu-$(date -u +%Y%m%dT%H%M%SZ)}
 shift || true
 presets=("$@")

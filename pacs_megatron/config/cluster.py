@@ -43,7 +43,8 @@ class ClusterConfig(Options):
     setup: tuple[str, ...] = Field(default=(), strict=False)
     """Shell lines before the first task, on the first node."""
     python: tuple[str, ...] = Field(default=("python",), strict=False, min_length=1)
-    """Interpreter that has pacs_megatron, as a list; absolute, or found after `modules` and `setup`."""
+    """Interpreter that has pacs_megatron, as a list; absolute, or found after `modules` and `setup`. With `container`, the
+    image's; the batch script, which runs outside, uses the interpreter that `submit` ran with."""
     container: ContainerOptions | None = None
     launcher: Literal["srun", "torchrun"] = "srun"
     """Who starts ranks: Slurm itself, or one torchrun a node."""

@@ -1,16 +1,20 @@
 """torchrun with readable ends: `python -m pacs_megatron.launch.agent <torchrun arguments>`.
 
-torchrun itself exits 1 with a traceback whatever its ranks said. This runs the same program, prints one line about a
-failed rank, and ends with the exit code of the first rank that failed.
+torchrun itself exits 1 with a traceback whatever its ranks said, and dies on SIGUSR1. This runs the same program, passes
+SIGUSR1 on to the ranks, prints one line about a failed rank, and ends with the exit code of the first rank that failed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
+
+import psutil  # type: ignore[import-untyped]
 
 PR_SET_PDEATHSIG = 1
 
@@ -18,6 +22,7 @@ PR_SET_PDEATHSIG = 1
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; returns 0, the exit code of the first failed rank, or 128 + its signal."""
     _die_with_parent()
+    _pass_on_usr1()
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -36,6 +41,17 @@ def main(arguments: Sequence[str]) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def _pass_on_usr1() -> None:
+    """Slurm's signal before a time limit reaches this process alone, and torchrun would die of it: ranks save instead."""
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        for rank in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
+
+    signal.signal(signal.SIGUSR1, pass_on)
 
 
 def _die_with_parent() -> None:

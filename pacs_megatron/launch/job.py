@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -25,13 +26,15 @@ from pacs_megatron.launch.serve import servers_here, wait_for_urls
 from pacs_megatron.launch.train import EXIT_CODE_FILE, check_model_and_layout, run_folder
 
 ATTEMPTS_FILE = "attempts.jsonl"
+JOBS_FILE = "jobs.jsonl"
+"""What `submit` put into the queue, one row a job: known before the first attempt begins."""
 LATEST = "latest"
 KILLED_WITHIN_S = 120.0
 """Slurm ends a requeued job's script; it must not end by itself before."""
 CANCEL_FILE = "CANCEL"
 """`cancel --save` leaves it beside STOP: save, end, and do not come back."""
 Row = dict[str, float | int | str]
-"""One attempt."""
+"""One attempt, or one submitted job."""
 _CHECKPOINT = re.compile(r"step_(\d+)")
 
 
@@ -73,13 +76,21 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
 def begin(run_dir: Path, job_id: str) -> Path:
     """Open the next attempt: its log folder, the link `logs/latest`, a row in attempts.jsonl. Returns the folder.
 
-    An old STOP file is removed: it belonged to the attempt before.
+    An old STOP file is removed: it belonged to the attempt before. Raises ConfigError when another job trains this run.
     """
+    rows = read_attempts(run_dir)
+    if rows and "end" not in rows[-1] and str(rows[-1]["job_id"]) != job_id:
+        other = str(rows[-1]["job_id"])
+        state = job_states([other]).get(other)
+        if state is not None and not state.startswith("COMPLETING"):
+            raise ConfigError(
+                f"{run_dir} is being trained by job {other} ({state}); `pacs-megatron cancel {run_dir}` first, or choose "
+                "another run.name"
+            )
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     for name in ("STOP", CANCEL_FILE):
         (run_dir / name).unlink(missing_ok=True)
-    rows = read_attempts(run_dir)
     number = len(rows) + 1
     folder = logs / f"attempt_{number}"
     folder.mkdir(exist_ok=True)
@@ -88,7 +99,7 @@ def begin(run_dir: Path, job_id: str) -> Path:
     beside.symlink_to(folder.name)
     beside.replace(link)
     row: Row = {"attempt": number, "job_id": job_id, "begin": time.time(), "begin_step": latest_step(run_dir)}
-    _append(run_dir, row)
+    _append(run_dir, row, ATTEMPTS_FILE)
     return folder
 
 
@@ -117,9 +128,12 @@ def _verdict(rows: Sequence[Row], code: int, max_attempts: int) -> tuple[bool, s
     if code == ExitCode.MISCONFIGURED:
         return False, "the configuration or the data are wrong; the log says what to change"
     idle = 0
+    step_after = float(rows[-1]["end_step"])
     for row in reversed(rows):
-        if "end_step" in row and float(row["end_step"]) > float(row["begin_step"]):
+        # A lost node leaves no `end_step`: what the next attempt found counts.
+        if step_after > float(row["begin_step"]):
             break
+        step_after = float(row["begin_step"])
         idle += 1
     if idle >= max_attempts:
         return False, f"{idle} attempts in a row without a new checkpoint (resources.max_attempts={max_attempts})"
@@ -140,16 +154,49 @@ def requeue(job_id: str) -> bool:
     return True
 
 
+def job_states(job_ids: Sequence[str]) -> dict[str, str]:
+    """State of the jobs that Slurm still holds, by id, such as `RUNNING 1:02 n1`; empty without Slurm."""
+    if not job_ids or shutil.which("squeue") is None:
+        return {}
+    done = subprocess.run(
+        ["squeue", "-h", "-j", ",".join(job_ids), "-o", "%i %T %M %R"], capture_output=True, text=True, check=False
+    )
+    states: dict[str, str] = {}
+    for name, *words in (line.split() for line in done.stdout.splitlines() if line.strip()):
+        states.setdefault(name.split("+")[0], " ".join(words))  # 12+0: the first part of a heterogeneous job
+    return states
+
+
+def note_jobs(run_dir: Path, jobs: Sequence[tuple[str, str]]) -> None:
+    """Append (name, job id) of submitted jobs to logs/jobs.jsonl."""
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    for name, job_id in jobs:
+        _append(run_dir, {"name": name, "job_id": job_id, "submitted": time.time()}, JOBS_FILE)
+
+
+def known_jobs(run_dir: Path) -> dict[str, str]:
+    """Job id -> its name, of everything submitted or begun for this run, oldest first."""
+    found = {str(row["job_id"]): str(row["name"]) for row in _read(run_dir, JOBS_FILE)}
+    for row in read_attempts(run_dir):
+        if row["job_id"] != "none":
+            found.setdefault(str(row["job_id"]), "train")
+    return found
+
+
 def read_attempts(run_dir: Path) -> list[Row]:
     """The rows of attempts.jsonl; empty when there is none."""
-    path = run_dir / "logs" / ATTEMPTS_FILE
+    return _read(run_dir, ATTEMPTS_FILE)
+
+
+def _read(run_dir: Path, name: str) -> list[Row]:
+    path = run_dir / "logs" / name
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
-def _append(run_dir: Path, row: Row) -> None:
-    with (run_dir / "logs" / ATTEMPTS_FILE).open("a", encoding="utf-8") as file:
+def _append(run_dir: Path, row: Row, name: str) -> None:
+    with (run_dir / "logs" / name).open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 

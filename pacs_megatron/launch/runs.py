@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from pacs_megatron.errors import ConfigError, ExitCode
-from pacs_megatron.launch.job import CANCEL_FILE, LATEST, latest_step, read_attempts
+from pacs_megatron.launch.job import (
+    CANCEL_FILE,
+    LATEST,
+    Row,
+    job_states,
+    known_jobs,
+    latest_step,
+    read_attempts,
+)
+from pacs_megatron.launch.train import EXIT_CODE_FILE
+from pacs_megatron.training.watchdog import HEARTBEAT_FOLDER
 
 LOG_NAME = "output.log"
 
@@ -20,37 +29,62 @@ def _check(run_dir: Path) -> None:
         raise ConfigError(f"{run_dir}: no config.yaml and no logs/ in it; give a run's folder, such as runs/quickstart")
 
 
-def job_states(job_ids: list[str]) -> dict[str, str]:
-    """State of the jobs that Slurm still knows of, by id; empty without Slurm."""
-    if not job_ids or shutil.which("squeue") is None:
-        return {}
-    done = subprocess.run(
-        ["squeue", "-h", "-j", ",".join(job_ids), "-o", "%i %T %M %R"], capture_output=True, text=True, check=False
-    )
-    return {line.split()[0]: " ".join(line.split()[1:]) for line in done.stdout.splitlines()}
-
-
 def status(run_dir: Path) -> str:
-    """Attempts, the job's state, the newest checkpoint and the last row of metrics."""
+    """Jobs in the queue, attempts, what each rank does, the newest checkpoint and the last row of metrics."""
     _check(run_dir)
     lines = [f"run        {run_dir}"]
-    attempts = read_attempts(run_dir)
-    jobs = job_states(sorted({str(row["job_id"]) for row in attempts if row["job_id"] != "none"}))
-    for row in attempts:
-        if "end" in row:
-            minutes = (float(row["end"]) - float(row["begin"])) / 60
-            outcome = (
-                f"{_word(int(row['code']))} after {minutes:.1f} min, step {row['begin_step']} -> {row['end_step']}"
-            )
-        else:
-            outcome = jobs.get(str(row["job_id"]), "ended without a word (node failure, or killed)")
-        lines.append(f"attempt {row['attempt']}  job {row['job_id']}: {outcome}")
-    lines.extend(f"job {job}: {state}" for job, state in jobs.items() if attempts and "end" in attempts[-1])
+    attempts, known = read_attempts(run_dir), known_jobs(run_dir)
+    queued = job_states(list(known))
+    lines.extend(_attempt_line(row, queued) for row in attempts)
+    told = {str(row["job_id"]) for row in attempts if "end" not in row}
+    lines.extend(f"job {job} ({known[job]}): {state}" for job, state in queued.items() if job not in told)
+    if attempts and "end" not in attempts[-1]:
+        lines.extend(_heartbeats(run_dir, float(attempts[-1]["begin"])))
+    elif not attempts and not (run_dir / EXIT_CODE_FILE).exists():
+        lines.extend(_heartbeats(run_dir, 0.0))
     lines.append(f"checkpoint step {latest_step(run_dir)}" if latest_step(run_dir) >= 0 else "checkpoint none yet")
     lines.extend(_last_metrics(run_dir))
     if (run_dir / "STOP").exists():
         lines.append("stop       asked for (STOP); it saves and ends")
     return "\n".join(lines)
+
+
+def _attempt_line(row: Row, queued: dict[str, str]) -> str:
+    if "end" in row:
+        minutes = (float(row["end"]) - float(row["begin"])) / 60
+        outcome = f"{_word(int(row['code']))} after {minutes:.1f} min, step {row['begin_step']} -> {row['end_step']}"
+    else:
+        outcome = queued.get(str(row["job_id"]), "ended without a word (node failure, or killed)")
+    return f"attempt {row['attempt']}  job {row['job_id']}: {outcome}"
+
+
+def _heartbeats(run_dir: Path, since: float) -> list[str]:
+    """Who does what: ranks in the same phase on one line, with the longest silence among them."""
+    phases: dict[str, list[tuple[int, float]]] = {}
+    for path in (run_dir / HEARTBEAT_FOLDER).glob("rank*.json"):
+        try:
+            state, written = json.loads(path.read_text(encoding="utf-8")), path.stat().st_mtime
+        except (OSError, ValueError):
+            continue  # it is being replaced
+        if written >= since:
+            silent_s = float(state["silent_s"]) + time.time() - written
+            phases.setdefault(str(state["phase"]), []).append((int(state["rank"]), silent_s))
+    return [
+        f"ranks      {_ranges([rank for rank, _ in found])}: {phase}, no sign of life for at most "
+        f"{max(silent_s for _, silent_s in found):.0f} s"
+        for phase, found in sorted(phases.items(), key=lambda item: min(item[1]))
+    ]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0-3, 6` of 0, 1, 2, 3, 6."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def _word(code: int) -> str:
@@ -95,17 +129,26 @@ def log_lines(run_dir: Path, attempt: int | None, num_lines: int, *, follow: boo
 
 
 def cancel(run_dir: Path, *, save: bool) -> str:
-    """End a run's jobs: with `save` ask it to save and stop first (it ends by itself), else cancel now."""
+    """End a run's jobs, those that wait too: with `save` ask it to save and stop (it ends by itself), else cancel now."""
     _check(run_dir)
+    jobs = list(known_jobs(run_dir))
+    alive = job_states(jobs)
     if save:
+        waiting = [job for job, state in alive.items() if state.startswith("PENDING")]
+        if waiting:
+            _scancel(waiting)
+            if len(waiting) == len(alive):
+                return f"cancelled {', '.join(waiting)}; nothing ran, so there was nothing to save"
         (run_dir / CANCEL_FILE).touch()
         (run_dir / "STOP").touch()
         return f"asked {run_dir} to save and stop; it is not requeued; `pacs-megatron status {run_dir}` shows it"
-    jobs = sorted({str(row["job_id"]) for row in read_attempts(run_dir) if row["job_id"] != "none"})
-    alive = list(job_states(jobs))
     if not alive:
         raise ConfigError(f"{run_dir} has no job in the queue (known: {', '.join(jobs) or 'none'}); nothing to cancel")
-    done = subprocess.run(["scancel", *alive], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ConfigError(f"scancel {' '.join(alive)}: {done.stderr.strip()}")
+    _scancel(list(alive))
     return f"cancelled {', '.join(alive)}"
+
+
+def _scancel(jobs: list[str]) -> None:
+    done = subprocess.run(["scancel", *jobs], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"scancel {' '.join(jobs)}: {done.stderr.strip()}")

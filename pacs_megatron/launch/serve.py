@@ -1,27 +1,40 @@
 """SGLang servers on a rollout node: `python -m pacs_megatron.launch.serve <folder> <config> [key=value ...]`.
 
 One process a node, started by srun beside the trainer. It starts this node's share of `rollout.servers`, writes their
-addresses to `<folder>/<host>.urls` once all are ready, and ends them on SIGTERM. They listen on this node's own address,
-which the other nodes of the job reach: set rollout.api_key_env on a network that others share.
+addresses to `<folder>/<node>.urls` once all are ready, and starts a server that ended anew. They listen on this node's
+own address, which the other nodes of the job reach: set rollout.api_key_env on a network that others share.
+
+How it ends: by `<folder>/stop`, which the batch script writes after the trainer; by SIGINT; or by SIGTERM, which Slurm
+sends to trainer and servers alike, and then only after the trainer's last word, so that it can save. SIGUSR1, which asks
+the trainer to save before the time limit, is not meant for it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from pacs_megatron.config import RunConfig, load_config
 from pacs_megatron.config.schema import SglangRollout
-from pacs_megatron.errors import ConfigError, PacsError
+from pacs_megatron.errors import ConfigError, PacsError, RolloutError
+from pacs_megatron.launch.train import EXIT_CODE_FILE, run_folder
 
+if TYPE_CHECKING:
+    from pacs_megatron.rollout.sglang_server import OwnServer
+
+STOP_FILE = "stop"
+"""In the folder of addresses: the trainer has ended."""
+POLL_S = 0.5
 _log = logging.getLogger(__name__)
 
 
@@ -38,67 +51,139 @@ def servers_here(config: RunConfig) -> int:
     return rollout.servers.count // nodes
 
 
-def serve(folder: Path, config: RunConfig, host: str) -> int:
-    """Start the servers, publish their addresses, wait for a signal, end them. Returns the exit code."""
+class Ending:
+    """Whether it is time to end; see the module's text."""
+
+    def __init__(self, folder: Path, run_dir: Path) -> None:
+        self._stop_file = folder / STOP_FILE
+        self._trainers_word = run_dir / EXIT_CODE_FILE
+        self._since = time.time()
+        self._terms = 0
+        self._interrupted = False
+
+    def install(self) -> None:
+        """Handle the signals in this process."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            self._interrupted = True
+        self._terms += 1
+
+    def is_due(self) -> bool:
+        if self._interrupted or self._terms > 1 or self._stop_file.exists():
+            return True
+        return self._terms == 1 and self._trainer_has_ended()
+
+    def _trainer_has_ended(self) -> bool:
+        try:
+            return self._trainers_word.stat().st_mtime >= self._since
+        except FileNotFoundError:
+            return False
+
+
+def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
+    """Start the servers, publish their addresses, wait until `ending` is due, end them. Returns the exit code."""
     from pacs_megatron.rollout.sglang import server_specs, start_servers
 
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    count, rollout = servers_here(config), config.rollout
+    # Under several slurmd on one host (tests) the nodes differ in name but not in address.
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    host = os.environ.get("PACS_NODE_ADDR") or node
+    rollout = config.rollout
+    count = servers_here(config)
     assert isinstance(rollout, SglangRollout)
     assert rollout.servers is not None
     tp = rollout.servers.tp
     folder.mkdir(parents=True, exist_ok=True)
     specs = []
-    for index, spec in enumerate(server_specs(rollout, rollout.servers, config.model, folder / host)[:count]):
+    for index, spec in enumerate(server_specs(rollout, rollout.servers, config.model, folder / node)[:count]):
         gpus = ",".join(str(index * tp + gpu) for gpu in range(tp)) if rollout.servers.device == "cuda" else None
         specs.append(replace(spec, host=host, visible_devices=gpus))
     servers = start_servers(specs, rollout.servers.start_timeout_s)
     try:
-        target = folder / f"{host}.urls"
-        beside = target.with_suffix(f".{os.getpid()}")
-        beside.write_text("\n".join(server.url for server in servers) + "\n", encoding="utf-8")
-        beside.replace(target)
-        while not stop.wait(1.0):
-            dead = [server for server in servers if server.exit_code() is not None]
-            if dead:
-                _log.error("%s of %s servers on %s ended; see %s", len(dead), count, host, folder / host)
-                return 1
+        _publish(folder / f"{node}.urls", "".join(f"{server.url}\n" for server in servers))
+        return _watch(servers, rollout.servers.max_restarts, ending)
     finally:
         for server in servers:
             server.close()
+
+
+def _watch(servers: Sequence[OwnServer], max_restarts: int, ending: Ending) -> int:
+    """Until the end; 1 when a server cannot be brought back at its address.
+
+    A server comes back with the weights of the folder; the trainer's probes tell it from the others until the next push.
+    """
+    restarts = dict.fromkeys(range(len(servers)), 0)
+    while not ending.is_due():
+        for index, server in enumerate(servers):
+            code = server.exit_code()
+            if code is None:
+                continue
+            restarts[index] += 1
+            url = server.url
+            if restarts[index] > max_restarts:
+                _log.error(
+                    "server %s ended with %s, restarted %s times before; see %s",
+                    url,
+                    code,
+                    max_restarts,
+                    server.log_path,
+                )
+                return 1
+            _log.warning("server %s ended with %s; starting it anew, see %s", url, code, server.log_path)
+            server.start()
+            if server.url != url:
+                _log.error("server %s is back at %s, where nobody looks for it: its port was taken", url, server.url)
+                return 1
+        time.sleep(POLL_S)
     return 0
+
+
+def _publish(path: Path, text: str) -> None:
+    beside = path.with_suffix(f".{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 def wait_for_urls(folder: Path, num_nodes: int, timeout_s: float) -> list[str]:
     """Addresses of the servers on all rollout nodes, once every node has published its own.
 
-    Raises ConfigError when one has not after `timeout_s`.
+    Raises the error that a node left, or RolloutError when one has not answered after `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while len(files := sorted(folder.glob("*.urls"))) < num_nodes:
+        for path in sorted(folder.glob("*.error")):
+            left = json.loads(path.read_text(encoding="utf-8"))
+            kind = ConfigError if left["code"] == ConfigError.exit_code else RolloutError
+            raise kind(f"node {path.stem}: {left['message']}")
         if time.monotonic() > deadline:
-            raise ConfigError(
+            raise RolloutError(
                 f"SGLang servers of {len(files)} of {num_nodes} rollout nodes are up after {timeout_s:.0f} s "
                 f"(rollout.servers.start_timeout_s); see the logs under {folder}"
             )
-        time.sleep(0.5)
+        time.sleep(POLL_S)
     return [url for file in files for url in file.read_text(encoding="utf-8").split()]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Returns the exit code; an error is left in the folder too, for whoever waits for the addresses."""
     if len(arguments) < 2:
         sys.stderr.write("usage: python -m pacs_megatron.launch.serve <folder> <config> [key=value ...]\n")
         return 2
     logging.basicConfig(level=logging.INFO)
-    # Under several slurmd on one host (tests) the nodes differ in name but not in address.
-    host = os.environ.get("PACS_NODE_ADDR") or socket.gethostname()
+    folder = Path(arguments[0])
     try:
-        return serve(Path(arguments[0]), load_config(Path(arguments[1]), arguments[2:]).config, host)
+        loaded = load_config(Path(arguments[1]), arguments[2:])
+        ending = Ending(folder, run_folder(loaded))
+        ending.install()
+        return serve(folder, loaded.config, ending)
     except PacsError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        _publish(folder / f"{node}.error", json.dumps({"code": int(error.exit_code), "message": str(error)}))
         return int(error.exit_code)
 
 

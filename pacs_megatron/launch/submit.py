@@ -12,7 +12,8 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from pacs_megatron.config.cluster import ClusterConfig
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.errors import ConfigError
+from pacs_megatron.launch.job import job_states, known_jobs, note_jobs
 from pacs_megatron.launch.serve import servers_here
 from pacs_megatron.launch.train import check_model_and_layout, run_folder
 
@@ -125,22 +127,30 @@ def serve_command(job: Job, request: Request) -> str:
     )
 
 
-def setup_lines(job: Job, request: Request) -> str:
-    """Shell lines of the batch script before its first srun: the site's setup, the attempt, the end."""
-    cluster, config = request.cluster, job.loaded.config
-    # Without the container's command: the batch script runs on the bare node.
-    python = shlex.join(cluster.python)
-    run_dir = shlex.quote(str(run_folder(job.loaded).resolve()))
-    lines = [f"module load {module}" for module in cluster.modules]
+def site_lines(cluster: ClusterConfig) -> str:
+    """Shell lines of every batch script before its first srun: environment, modules, the site's setup, the folder."""
+    # Not by NeMo-Run's env_vars: it writes names in capitals and values without quotes.
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in cluster.task_environment().items()]
+    lines.extend(f"module load {module}" for module in cluster.modules)
     lines.extend(cluster.setup)
+    return "\n".join([*lines, f"cd {shlex.quote(os.getcwd())}"])
+
+
+def setup_lines(job: Job, request: Request) -> str:
+    """Shell lines of the trainer's batch script before its first srun: the site's setup, the attempt, the end."""
+    cluster, config = request.cluster, job.loaded.config
+    # The batch script runs on the bare node, where an image's interpreter is not: there the one that submits serves.
+    python = shlex.join(cluster.python if cluster.container is None else (sys.executable,))
+    run_dir = shlex.quote(str(run_folder(job.loaded).resolve()))
+    stop_servers = 'touch "$PACS_ATTEMPT/servers/stop"; ' if config.resources.rollout_nodes else ""
+    lines = [site_lines(cluster)]
     lines.extend(
         [
-            f"cd {shlex.quote(os.getcwd())}",
             'export MASTER_ADDR="${PACS_MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"',
             "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
-            f"export PACS_ATTEMPT=$({python} -m pacs_megatron.launch.job begin {run_dir})",
+            f"export PACS_ATTEMPT; PACS_ATTEMPT=$({python} -m pacs_megatron.launch.job begin {run_dir}) || exit $?",
             'PACS_ATTEMPT=$(readlink -f "$PACS_ATTEMPT")',
-            f"trap 'pacs_code=$?; trap - EXIT; {python} -m pacs_megatron.launch.job end --requeue {run_dir} "
+            f"trap 'pacs_code=$?; trap - EXIT; {stop_servers}{python} -m pacs_megatron.launch.job end --requeue {run_dir} "
             f"$pacs_code {config.resources.max_attempts}; exit' EXIT",
         ]
     )
@@ -180,6 +190,8 @@ def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
     Raises ConfigError before anything is submitted.
     """
     jobs = expand(request)
+    if not dry_run:
+        _refuse_what_is_queued(jobs)
     # NeMo-Run reads these when it is imported.
     os.environ.setdefault("NEMORUN_HOME", str((Path(jobs[0].loaded.config.run.dir) / EXPERIMENTS).resolve()))
     os.environ.setdefault("NEMORUN_SKIP_CONFIRM_DRYRUN", "1")
@@ -198,13 +210,27 @@ def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
                 shutil.rmtree(folder)
                 continue
             experiment.run(detach=True, tail_logs=False)
-            handles = ", ".join(f"{task.id}={_job_id(task)}" for task in experiment.jobs)
-            yield f"{job.name}: submitted {handles}; pacs-megatron status {run_folder(job.loaded)}"
+            ids = [(str(task.id), _job_id(task)) for task in experiment.jobs]
+            note_jobs(run_folder(job.loaded), ids)
+            text = ", ".join(f"{name}={job_id}" for name, job_id in ids)
+            yield f"{job.name}: submitted {text}; pacs-megatron status {run_folder(job.loaded)}"
+
+
+def _refuse_what_is_queued(jobs: Sequence[Job]) -> None:
+    """Two jobs of one run would write the same folder. Raises ConfigError."""
+    for job in jobs:
+        run_dir = run_folder(job.loaded)
+        states = job_states(list(known_jobs(run_dir)))
+        if states:
+            job_id, state = next(iter(states.items()))
+            raise ConfigError(
+                f"{run_dir} has job {job_id} in the queue already ({state}); `pacs-megatron cancel {run_dir}` first, or choose "
+                "another run.name"
+            )
 
 
 def _job_id(task: Any) -> str:
-    handles = getattr(task, "handles", None) or [task.handle]
-    return ", ".join(str(handle).rsplit("/", 1)[-1] for handle in handles)
+    return str(task.handle).rsplit("/", 1)[-1]
 
 
 def _add_tasks(run: Any, experiment: Any, job: Job, request: Request) -> None:
@@ -212,7 +238,9 @@ def _add_tasks(run: Any, experiment: Any, job: Job, request: Request) -> None:
     before: list[str] = []
     python = f"cd {shlex.quote(os.getcwd())} && exec {_python(cluster)} -m pacs_megatron"
     if request.convert:
-        text = f"{python} convert to-megatron --hf {shlex.quote(config.model.path)} --out {shlex.quote(str(_converted(job)))}"
+        target = shlex.quote(str(_converted(job)))
+        # It appears whole or not at all; a run that is submitted again has it.
+        text = f"[ -e {target} ] && exit 0\n{python} convert to-megatron --hf {shlex.quote(config.model.path)} --out {target}"
         before = [
             experiment.add(
                 run.Script(inline=text), executor=_executor(run, job, cluster, nodes=1, tasks=1), name="convert"
@@ -261,12 +289,14 @@ def _executor(run: Any, job: Job, cluster: ClusterConfig, *, nodes: int, tasks: 
         exclusive=True if cluster.exclusive else None,
         time=config.resources.time_limit,
         signal=f"USR1@{config.resources.signal_lead_s}",
-        additional_parameters={"requeue": True},
+        # A job whose dependency failed would wait for ever.
+        additional_parameters={"requeue": True, "kill_on_invalid_dep": "yes"},
         retries=0,
         container_image=container.image if pyxis and container is not None else None,
         container_mounts=list(container.mounts) if pyxis and container is not None else [],
-        env_vars=cluster.task_environment(),
+        setup_lines=site_lines(cluster),
         srun_args=srun_args,
+        wait_time_for_group_job=0,
         monitor_group_job_wait_time=5,
         poll_estimated_start_time=False,
         packager=run.Packager(),

@@ -17,6 +17,8 @@ from pacs_megatron.observability.run_folder import CONFIG_FILE, LOG_FOLDER, writ
 
 logger = logging.getLogger(__name__)
 EXIT_CODE_FILE = "exit_code"
+ATTEMPT_VARIABLE = "PACS_ATTEMPT"
+"""Set by batch scripts: the attempt's log folder."""
 _FIXED = ("run.seed", "model.path", "objective.name", "data.", "batch.prompts_per_step", "batch.samples_per_prompt")
 """Keys that may not change when a run goes on: its metrics would mix two experiments."""
 
@@ -70,7 +72,9 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
             model_dir = world.resolve_model(loaded.config.model.path)
             driver = None
             if rank_number == 0:
-                stop.clear_file()
+                if ATTEMPT_VARIABLE not in os.environ:
+                    # A batch script did it when the attempt began; a stop may have come since.
+                    stop.clear_file()
                 prepare_folder(loaded, run_dir)
                 # The driver loads data while this process builds the model.
                 driver = DriverClient(

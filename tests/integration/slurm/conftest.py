@@ -1,14 +1,24 @@
-"""One real Slurm a test session."""
+"""One real Slurm a test session, and how tests put this project's jobs into it."""
 
 from __future__ import annotations
 
+import importlib.util
+import io
+import json
 import os
-from collections.abc import Iterator
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.slurm import Slurm, slurm_missing, start_slurm
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="session")
@@ -27,4 +37,65 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 @pytest.fixture
 def repo() -> Path:
     """The checkout that jobs run from."""
-    return Path(__file__).parents[3]
+    return ROOT
+
+
+@pytest.fixture
+def nemo_run(require: Callable[[bool, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require(importlib.util.find_spec("nemo_run") is not None, "nemo-run==0.11.1 with leptonai==0.27.0")
+    monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "nemo"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # its tunnel reads it, which pytest's own refuses
+
+
+def job_environment(repo: Path) -> dict[str, str]:
+    """Both nodes are this host: their names resolve nowhere, and gloo stays on loopback."""
+    return {
+        "PACS_PYTHON": sys.executable,
+        "PACS_MASTER_ADDR": "127.0.0.1",
+        "PACS_NODE_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(repo),
+    }
+
+
+def run_command(slurm: Slurm, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`pacs-megatron <words>` in `folder`, with this Slurm."""
+    env = slurm.env | job_environment(ROOT) | {"NEMORUN_HOME": str(folder / "nemo")}
+    command = [sys.executable, "-m", "pacs_megatron", *words]
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def submit_by_nemo_run(slurm: Slurm, config: Path, *arguments: str, site: str = "") -> dict[str, str]:
+    """`pacs-megatron submit`; the ids of its jobs by name. `site` is more text of the cluster's file."""
+    cluster = config.parent / "cluster.yaml"
+    text = (ROOT / "configs" / "clusters" / "local.yaml").read_text()
+    cluster.write_text(f"{text}partition: debug\naccount: none\npython: [{sys.executable}]\n{site}")
+    done = run_command(slurm, config.parent, "submit", str(config), *arguments, "--cluster", str(cluster))
+    assert done.returncode == 0, done.stdout + done.stderr
+    [line] = [line for line in done.stdout.splitlines() if ": submitted " in line]
+    return dict(re.findall(r"(\w+)=(\d+)", line))
+
+
+def read_attempts(run_dir: Path) -> list[dict[str, float]]:
+    """Rows of attempts.jsonl."""
+    return [json.loads(line) for line in (run_dir / "logs" / "attempts.jsonl").read_text().splitlines()]
+
+
+def wait_for_rows(run_dir: Path, count: int, timeout_s: float = 90) -> None:
+    """Returns when metrics.jsonl has that many rows."""
+    path = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + timeout_s
+    while not (path.is_file() and path.read_text().count("\n") >= count):
+        assert time.monotonic() < deadline, f"no {count} rows in {path}"
+        time.sleep(0.05)
+
+
+def running(word: str) -> list[str]:
+    """Command lines of live processes with `word` in them, but for pytest's own."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if word in line and "pytest" not in line:
+            found.append(line)
+    return found

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.integration.slurm.conftest import job_environment
 from tests.support.slurm import Slurm
 from tests.support.tiny_models import make_tiny_qwen3
 
 pytestmark = pytest.mark.slurm
-
-
-def environment(repo: Path) -> dict[str, str]:
-    return {
-        "PACS_PYTHON": sys.executable,
-        "PACS_MASTER_ADDR": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(repo),
-    }
 
 
 @pytest.mark.timeout(120)
@@ -30,7 +20,7 @@ def test_conversion_as_a_job(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     words = ["to-megatron", "--hf", str(model), "--out", str(tmp_path / "converted"), "--verify"]
     script = str(repo / "slurm" / "convert.sbatch")
     options = ["--cpus-per-task=1", f"--output={out}"]
-    job_id = slurm.submit(*options, script, *words, cwd=tmp_path, env=environment(repo))
+    job_id = slurm.submit(*options, script, *words, cwd=tmp_path, env=job_environment(repo))
     assert slurm.wait(job_id, 90)["JobState"] == "COMPLETED", out.read_text()
     assert "equal bit for bit" in out.read_text()
     assert (tmp_path / "converted").is_dir()
@@ -42,7 +32,7 @@ def test_the_selftest_on_cpu(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     out, folder = tmp_path / "job.log", tmp_path / "selftest"
     options = ["--nodes=2", "--ntasks-per-node=1", f"--output={out}"]
     script = str(repo / "slurm" / "selftest.sbatch")
-    job_id = slurm.submit(*options, script, str(folder), cwd=tmp_path, env=environment(repo))
+    job_id = slurm.submit(*options, script, str(folder), cwd=tmp_path, env=job_environment(repo))
     assert slurm.wait(job_id, 850)["JobState"] == "COMPLETED", out.read_text()
     certificate = json.loads((folder / "certificate.json").read_text())
     assert certificate["passed"]

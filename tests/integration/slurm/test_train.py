@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.integration.slurm.conftest import job_environment, read_attempts, running, wait_for_rows
 from tests.support.slurm import Slurm
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -35,28 +35,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def submit(slurm: Slurm, repo: Path, config: Path, *overrides: str, launcher: str = "srun") -> str:
-    # Both nodes are this host: their names resolve nowhere, and gloo stays on loopback.
-    env = {
-        "PACS_PYTHON": sys.executable,
-        "PACS_MASTER_ADDR": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "PACS_LAUNCHER": launcher,
-        "PACS_NODE_ADDR": "127.0.0.1",
-        "PYTHONPATH": str(repo),
-    }
+    env = job_environment(repo) | {"PACS_LAUNCHER": launcher}
     script = str(repo / "slurm" / "train.sbatch")
     resources = ["resources.nodes=2", "run.nproc=1", f"run.steps={STEPS}", "checkpoint.every=3"]
     out = f"--output={config.parent}/job.log"
     return slurm.submit("--nodes=2", out, script, str(config), *resources, *overrides, cwd=config.parent, env=env)
-
-
-def wait_for_rows(run_dir: Path, count: int, timeout_s: float = 90) -> None:
-    path = run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + timeout_s
-    while not (path.is_file() and path.read_text().count("\n") >= count):
-        assert time.monotonic() < deadline, f"no {count} rows in {path}"
-        time.sleep(0.05)
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
@@ -84,7 +67,7 @@ def test_signal_requeue_resume_gives_the_same_bits(
     text = job_text(config)
     assert fields["JobState"] == "COMPLETED", text
     assert int(fields["Restarts"]) == 1
-    attempts = [json.loads(line) for line in (run_dir / "logs" / "attempts.jsonl").read_text().splitlines()]
+    attempts = read_attempts(run_dir)
     assert [row["code"] for row in attempts] == [75, 0], text
     assert 2 <= attempts[0]["end_step"] < STEPS
     assert attempts[1]["begin_step"] == attempts[0]["end_step"]
@@ -158,12 +141,3 @@ def test_a_rollout_node_with_a_real_sglang_server(
     assert fields["JobState"] == "COMPLETED", text
     assert [row["step"] for row in metrics(run_dir)] == [1, 2]
     assert not running(str(tmp_path))  # neither ranks nor sglang's own children
-
-
-def running(word: str) -> list[str]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        line = " ".join(process.info["cmdline"] or ())
-        if word in line and "pytest" not in line:
-            found.append(line)
-    return found

@@ -10,7 +10,8 @@ from pathlib import Path
 def main(folder: Path, mode: str) -> int:
     rank = os.environ["RANK"]
     stopped = []
-    signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: stopped.append(1))
     (folder / f"started_{rank}").write_text(
         f"{os.getpid()} {os.environ['WORLD_SIZE']} {os.environ['MASTER_ADDR']} {os.environ['OMP_NUM_THREADS']}"
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from pacs_megatron.errors import ConfigError, ExitCode
-from pacs_megatron.launch.job import begin, describe, end, latest_step, read_attempts
+from pacs_megatron.errors import ConfigError, ExitCode, RolloutError
+from pacs_megatron.launch.job import begin, describe, end, latest_step, note_jobs, read_attempts
 from pacs_megatron.launch.runs import cancel, log_lines, status
 from pacs_megatron.launch.serve import wait_for_urls
 
@@ -60,8 +61,6 @@ def test_rank_0s_word_wins_over_the_launchers(tmp_path: Path) -> None:
 
 def test_an_old_word_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "exit_code").write_text("0\n")
-    import os
-
     os.utime(tmp_path / "exit_code", (1, 1))
     assert attempt(tmp_path, 137)[0] == 137
 
@@ -71,6 +70,55 @@ def test_a_crash_loop_stops_and_progress_resets_it(tmp_path: Path) -> None:
     assert attempt(tmp_path, 1, saves=5)[1]
     assert [attempt(tmp_path, 1)[1] for _ in range(3)] == [True, True, False]
     assert "4 attempts in a row without a new checkpoint" in attempt(tmp_path, 1)[2]
+
+
+def test_lost_nodes_with_progress_are_no_crash_loop(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        begin(tmp_path, "7")  # and nobody ends it
+        checkpoint(tmp_path, step)
+    assert [attempt(tmp_path, 1)[1] for _ in range(3)] == [True, True, False]
+
+
+def fake_squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    (folder / "bin").mkdir(exist_ok=True)
+    program = folder / "bin" / "squeue"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+
+
+def test_two_jobs_never_train_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_squeue(tmp_path, monkeypatch, "7 RUNNING 1:00 n1")
+    run_dir = tmp_path / "run"
+    begin(run_dir, "7")
+    with pytest.raises(ConfigError, match=r"is being trained by job 7 \(RUNNING 1:00 n1\); `pacs-megatron cancel"):
+        begin(run_dir, "8")
+    assert begin(run_dir, "7").name == "attempt_2"  # a requeue of the same job
+    fake_squeue(tmp_path, monkeypatch, "")
+    assert begin(run_dir, "8").name == "attempt_3"  # the other one is gone without a word
+
+
+def test_status_knows_what_waits_and_what_ranks_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_squeue(
+        tmp_path,
+        monkeypatch,
+        "12+0 PENDING 0:00 (Resources)\n12+1 PENDING 0:00 (Resources)\n13 PENDING 0:00 (Dependency)",
+    )
+    run_dir = tmp_path / "run"
+    note_jobs(run_dir, [("train", "12"), ("eval", "13")])
+    text = status(run_dir)
+    assert "job 12 (train): PENDING 0:00 (Resources)" in text
+    assert "job 13 (eval): PENDING 0:00 (Dependency)" in text
+    begin(run_dir, "12")
+    beats = run_dir / "heartbeats"
+    beats.mkdir()
+    for rank, phase in enumerate(["update", "update", "rollout wait", "update"]):
+        (beats / f"rank{rank}.json").write_text(json.dumps({"rank": rank, "phase": phase, "silent_s": 40.0 + rank}))
+    text = status(run_dir)
+    assert "ranks      0-1, 3: update, no sign of life for at most 43 s" in text
+    assert "ranks      2: rollout wait, no sign of life for at most 42 s" in text
+    end(run_dir, 0, 3)
+    assert "sign of life" not in status(run_dir)
 
 
 def test_a_half_written_checkpoint_is_no_progress(tmp_path: Path) -> None:
@@ -122,7 +170,10 @@ def test_describe_is_what_the_batch_script_needs() -> None:
 
 def test_urls_are_waited_for(tmp_path: Path) -> None:
     (tmp_path / "b.urls").write_text("http://b:1\nhttp://b:2\n")
-    with pytest.raises(ConfigError, match="1 of 2 rollout nodes are up after 0 s"):
+    with pytest.raises(RolloutError, match="1 of 2 rollout nodes are up after 0 s"):
         wait_for_urls(tmp_path, 2, 0.0)
+    (tmp_path / "c.error").write_text(json.dumps({"code": 2, "message": "no such python"}))
+    with pytest.raises(ConfigError, match="node c: no such python"):
+        wait_for_urls(tmp_path, 2, 100.0)
     (tmp_path / "a.urls").write_text("http://a:1\n")
     assert wait_for_urls(tmp_path, 2, 0.0) == ["http://a:1", "http://b:1", "http://b:2"]

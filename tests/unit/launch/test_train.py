@@ -64,6 +64,16 @@ def test_a_signal_reaches_the_ranks_and_they_save(tmp_path: Path, number: signal
     assert_gone(tmp_path)
 
 
+def test_slurms_signal_to_torchrun_alone_reaches_its_ranks(tmp_path: Path) -> None:
+    agent = ["-m", "pacs_megatron.launch.agent", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    process = subprocess.Popen([sys.executable, *agent, "-m", PROBE, str(tmp_path), "wait"])
+    wait_for_start(tmp_path, process)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(30) == 75
+    assert {path.name for path in tmp_path.glob("saved_*")} == {"saved_0", "saved_1"}
+    assert_gone(tmp_path)
+
+
 def test_ranks_do_not_outlive_a_killed_command(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from pacs_megatron.launch.train import start_ranks;"

@@ -1,0 +1,168 @@
+"""What happens to real jobs: lost nodes, time limits, several signals, commands that look and cancel, no process left."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.slurm.conftest import (
+    job_environment,
+    read_attempts,
+    run_command,
+    running,
+    submit_by_nemo_run,
+    wait_for_rows,
+)
+from tests.support.slurm import Slurm
+from tests.support.tiny_models import make_tiny_qwen3
+from tests.support.tiny_run import write_tiny_run
+
+pytestmark = [pytest.mark.slurm, pytest.mark.full]
+TWO_NODES = ("resources.nodes=2", "run.nproc=1")
+
+
+def sbatch(slurm: Slurm, repo: Path, config: Path, *overrides: str, options: tuple[str, ...] = ()) -> str:
+    """slurm/train.sbatch on both nodes; the job's id."""
+    words = [str(repo / "slurm" / "train.sbatch"), str(config), *TWO_NODES, *overrides]
+    out = f"--output={config.parent}/job.log"
+    return slurm.submit("--nodes=2", *options, out, *words, cwd=config.parent, env=job_environment(repo))
+
+
+def text_of(config: Path) -> str:
+    logs = sorted((config.parent / "runs" / "tiny").glob("logs/attempt_*/output.log"))
+    return "".join(path.read_text() for path in [config.parent / "job.log", *logs])
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_nothing_runs(word: str, within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while (left := running(word)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+
+
+@pytest.mark.timeout(300)
+def test_a_lost_node_requeues_the_job_and_it_goes_on(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.05)
+    run_dir = tmp_path / "runs" / "tiny"
+    job = sbatch(slurm, repo, config, "run.steps=6")
+    wait_for_rows(run_dir, 2, 120)
+    slurm.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    deadline = time.monotonic() + 60
+    while slurm.job(job)["JobState"] == "RUNNING" and time.monotonic() < deadline:
+        time.sleep(0.2)
+    slurm.run("scontrol", "update", "NodeName=n2", "State=RESUME")
+    fields = slurm.wait(job, 200)
+    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), text_of(config)
+    first, second = read_attempts(run_dir)
+    assert "end" not in first  # the batch script was lost with its node
+    assert (second["code"], second["begin_step"] >= 1, second["end_step"]) == (0, True, 6)
+    assert steps(run_dir) == [1, 2, 3, 4, 5, 6]
+    assert "attempt 1  job" in (said := run_command(slurm, tmp_path, "status", str(run_dir)).stdout)
+    assert "ended without a word (node failure, or killed)" in said
+
+
+@pytest.mark.timeout(400)
+def test_the_time_limit_is_survived(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
+    """Slurm's own signal, not ours: `--signal` may come up to a minute early, and limits are whole minutes."""
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.4)
+    run_dir = tmp_path / "runs" / "tiny"
+    limits = ("--time=2", "--signal=B:USR1@75")
+    job = sbatch(slurm, repo, config, "run.steps=16", "resources.max_attempts=2", options=limits)
+    fields = slurm.wait(job, 380)
+    rows = read_attempts(run_dir)
+    assert fields["JobState"] == "COMPLETED", text_of(config)
+    assert len(rows) >= 2
+    assert [row["code"] for row in rows] == [75] * (len(rows) - 1) + [0]
+    assert all(row["end"] - row["begin"] < 120 for row in rows)
+    assert "signal: asking the run to save and stop" in (tmp_path / "job.log").read_text()
+    assert steps(run_dir) == list(range(1, 17))
+
+
+@pytest.mark.timeout(240)
+def test_more_signals_do_not_cut_the_save_short(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.05)
+    run_dir = tmp_path / "runs" / "tiny"
+    job = sbatch(slurm, repo, config, "run.steps=6")
+    wait_for_rows(run_dir, 2, 120)
+    slurm.run("scancel", "--signal=USR1", "--batch", job)
+    slurm.run("scancel", "--signal=TERM", job)  # to the ranks, as a preemption's grace time does
+    slurm.run("scancel", "--signal=TERM", "--batch", job)
+    slurm.run("scancel", "--signal=TERM", job)
+    fields = slurm.wait(job, 180)
+    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), text_of(config)
+    rows = read_attempts(run_dir)
+    assert [row["code"] for row in rows] == [75, 0], text_of(config)
+    assert rows[0]["end_step"] >= 2
+    assert steps(run_dir) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.timeout(300)
+def test_status_logs_and_cancel_of_real_jobs(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.3)
+    run_dir = tmp_path / "runs" / "tiny"
+
+    def command(*words: str) -> str:
+        done = run_command(slurm, tmp_path, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def refused(*words: str) -> str:
+        done = run_command(slurm, tmp_path, *words)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+        return done.stderr
+
+    # A job that waits for another is known before it begins, and cancelled without a trace.
+    blocker = slurm.submit("--nodes=2", "--exclusive", "--wrap=sleep 600", cwd=tmp_path)
+    waiting = submit_by_nemo_run(slurm, config, *TWO_NODES, "--evaluate")
+    assert re.search(rf"job {waiting['train']} \(train\): PENDING", command("status", str(run_dir)))
+    assert "has job" in refused("submit", str(config), *TWO_NODES, "--cluster", str(tmp_path / "cluster.yaml"))
+    assert "nothing ran" in command("cancel", "--save", str(run_dir))
+    assert {slurm.wait(job, 20)["JobState"] for job in waiting.values()} == {"CANCELLED"}
+    slurm.run("scancel", blocker)
+    assert "nothing to cancel" in refused("cancel", str(run_dir))
+
+    # A job that runs: who does what, its log, save and stop, and a second one that is ended at once.
+    job = submit_by_nemo_run(slurm, config, *TWO_NODES, "run.steps=50")["train"]
+    wait_for_rows(run_dir, 1, 120)
+    said = command("status", str(run_dir))
+    assert re.search(rf"attempt 1  job {job}: RUNNING \S+ n\[1-2\]", said)
+    assert re.search(r"ranks +\S.*: \S.*, no sign of life for at most \d+ s", said)
+    assert "metrics    step " in said
+    assert command("logs", str(run_dir), "--lines", "3").strip()
+    assert "asked" in command("cancel", "--save", str(run_dir))
+    assert (slurm.wait(job, 120)["ExitCode"], len(read_attempts(run_dir))) == ("75:0", 1)
+    assert re.search(r"preempted after .* min, step -1 -> \d+", command("status", str(run_dir)))
+
+    job = submit_by_nemo_run(slurm, config, *TWO_NODES, "run.steps=50")["train"]
+    rows = len(steps(run_dir))
+    wait_for_rows(run_dir, rows + 1, 120)
+    assert f"cancelled {job}" in command("cancel", str(run_dir))
+    assert slurm.wait(job, 60)["JobState"] == "CANCELLED"
+    assert_nothing_runs(str(tmp_path))
+
+    nowhere = tmp_path / "nowhere"
+    assert "give a run's folder" in refused("status", str(nowhere))
+    assert "give a run's folder" in refused("logs", str(nowhere))
+    assert "give a run's folder" in refused("cancel", str(nowhere))
+
+
+@pytest.mark.timeout(120)
+def test_what_sbatch_refuses_is_one_line(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("name: x\ngpu_request: none\nexclusive: false\npartition: nosuch\naccount: none\n")
+    done = run_command(slurm, tmp_path, "submit", str(config), "run.nproc=2", "--cluster", str(cluster))
+    assert done.returncode == 2, done.stdout + done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("ConfigError: ")
+    assert "invalid partition specified: nosuch" in line
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,109 @@
+"""The process on a rollout node: when it ends, and servers that end on their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pacs_megatron.launch import serve
+from pacs_megatron.launch.serve import Ending, main
+
+PROBE = """
+import sys, time
+from pathlib import Path
+from pacs_megatron.launch.serve import Ending
+ending = Ending(Path(sys.argv[1]) / "servers", Path(sys.argv[1]) / "run")
+ending.install()
+Path(sys.argv[1], "ready").touch()
+while not ending.is_due():
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> subprocess.Popen[bytes]:
+    (tmp_path / "servers").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "exit_code").write_text("75\n")  # of an earlier attempt: not this trainer's word
+    os.utime(tmp_path / "run" / "exit_code", (1, 1))
+    started = subprocess.Popen([sys.executable, "-c", PROBE, str(tmp_path)])
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return started
+
+
+def still_runs(process: subprocess.Popen[bytes]) -> bool:
+    time.sleep(0.3)
+    return process.poll() is None
+
+
+def test_the_signal_before_the_time_limit_is_the_trainers(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    process.send_signal(signal.SIGUSR1)
+    assert still_runs(process)
+    (tmp_path / "servers" / "stop").touch()
+    assert process.wait(10) == 0
+
+
+def test_sigterm_waits_for_the_trainers_last_word(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    process.send_signal(signal.SIGTERM)
+    assert still_runs(process)
+    (tmp_path / "run" / "exit_code").write_text("75\n")
+    assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
+def test_impatience_ends_it_at_once(process: subprocess.Popen[bytes], numbers: list[int]) -> None:
+    for number in numbers:
+        process.send_signal(number)
+        time.sleep(0.1)
+    assert process.wait(10) == 0
+
+
+class FlakyServer:
+    """Ends `ends` times; keeps its address unless told otherwise."""
+
+    def __init__(self, ends: int, urls: tuple[str, ...] = ("http://n1:1",)) -> None:
+        self.ends, self.urls, self.starts = ends, list(urls), 0
+        self.log_path = Path("server.log")
+
+    @property
+    def url(self) -> str:
+        return self.urls[min(self.starts, len(self.urls) - 1)]
+
+    def exit_code(self) -> int | None:
+        return 137 if self.starts < self.ends else None
+
+    def start(self) -> None:
+        self.starts += 1
+
+
+def watch(server: FlakyServer, max_restarts: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(serve, "POLL_S", 0.01)
+    threading.Timer(0.3, (folder / "stop").touch).start()
+    return serve._watch([server], max_restarts, Ending(folder, folder))  # type: ignore[list-item]
+
+
+def test_a_server_that_ends_is_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FlakyServer(ends=2)
+    assert watch(server, 2, tmp_path, monkeypatch) == 0
+    assert server.starts == 2
+
+
+def test_too_many_ends_or_another_address_end_it_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert watch(FlakyServer(ends=3), 2, tmp_path, monkeypatch) == 1
+    assert watch(FlakyServer(ends=1, urls=("http://n1:1", "http://n1:2")), 2, tmp_path, monkeypatch) == 1
+
+
+def test_an_error_is_left_for_whoever_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "servers"), str(tmp_path / "nothere.yaml")]) == 2
+    assert "nothere.yaml" in capsys.readouterr().err
+    [left] = (tmp_path / "servers").glob("*.error")
+    assert '"code": 2' in left.read_text()
