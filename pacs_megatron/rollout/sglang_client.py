@@ -237,20 +237,21 @@ class SglangEngine:
             server.in_flight += 1
             job.server, job.epoch, job.least_version = server, self._fleet.epoch, self._fleet.current.version
             job.sent += 1
-            job.task = asyncio.create_task(self._try(job, server))
+            job.task = asyncio.create_task(self._try(job, server, f"{job.request.id}/{job.sent}"))
             job.task.add_done_callback(functools.partial(self._check, job))
         self._pending.extendleft(reversed(waiting))
         if not self._pending:
             self._home.clear()
 
-    async def _try(self, job: _Job, server: Server) -> None:
+    async def _try(self, job: _Job, server: Server, rid: str) -> None:
         failure: RolloutError
         try:
-            sample = await self._generate(job, server)
+            sample = await self._generate(job, server, rid)
         except RequestRefusedError as error:
             failure = error
         except (_ServerFaultError, BadAnswerError) as error:
             failure = error
+            job.task = job.server = None  # `failed` may end the server, and `_on_dead` must not start this job over too
             if job.epoch == self._fleet.epoch:  # an update may abort requests; that is nobody's fault
                 self._fleet.failed(server, str(error))
         else:
@@ -282,8 +283,7 @@ class SglangEngine:
             job.task = job.server = None
             self._pending.appendleft(job)
 
-    async def _generate(self, job: _Job, server: Server) -> Sample:
-        rid = f"{job.request.id}/{job.sent}"
+    async def _generate(self, job: _Job, server: Server, rid: str) -> Sample:
         url, headers = f"{server.url}/generate", server.api.headers()
         timeout = aiohttp.ClientTimeout(total=self._limits.request_timeout_s)
         try:
@@ -368,7 +368,10 @@ class SglangEngine:
 
     def _on_dead(self, server: Server) -> None:
         """Sends what a dead server worked on elsewhere."""
-        for job in [job for job in self._jobs.values() if job.server is server and job.task is not None]:
+        orphans = [job for job in self._jobs.values() if job.server is server and job.task is not None]
+        if orphans:
+            logger.warning("%d requests of %s start over elsewhere", len(orphans), server.url)
+        for job in orphans:
             assert job.task is not None
             job.task.cancel()
             job.task = job.server = None

@@ -34,7 +34,7 @@ class FakeSglang:
         self.answered = 0
         self.aborted: list[str] = []
         self.most_in_flight = 0
-        self._in_flight = 0
+        self._active: set[str] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -126,15 +126,17 @@ class FakeSglang:
         rid = str(body["rid"])
         self.asked[rid.rpartition("/")[0]] += 1
         self.bodies.append(body)
-        self._in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        if rid in self._active:
+            return web.json_response({"error": {"message": f"Duplicate request ID detected: {rid}"}}, status=400)
+        self._active.add(rid)
+        self.most_in_flight = max(self.most_in_flight, len(self._active))
         try:
             while self.paused or self.fault == "hang":
                 await asyncio.sleep(0.01)
             await asyncio.sleep(self.latency_s(body))
             return await self._answer(request, body, rid)
         finally:
-            self._in_flight -= 1
+            self._active.discard(rid)
 
     async def _answer(self, request: web.Request, body: dict[str, Any], rid: str) -> web.StreamResponse:
         params = body["sampling_params"]

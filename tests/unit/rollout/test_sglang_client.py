@@ -150,6 +150,21 @@ def test_what_one_server_spoils_the_other_delivers(fakes: Callable[..., list[Fak
     assert bad.answered == 0 or fault in ("nan", "short_logprobs", "other_id", "old_version")
 
 
+def test_a_server_that_dies_of_its_failures_has_no_request_started_over_twice(
+    fakes: Callable[..., list[FakeSglang]],
+) -> None:
+    """The failure that makes it DEAD belongs to a request of its own, which must go elsewhere once, not twice."""
+    bad, good = fakes(2, latency_s=lambda _: 0.02)
+    bad.fault = "http_500"
+    asked = requests(32)
+    with engine([bad, good], max_in_flight=16, max_failures=1) as client:
+        check_all_there(list(client.stream(asked)), asked)
+    tries = bad.asked + good.asked
+    # Each failed try costs another one; nothing else does.
+    assert sum(good.asked.values()) == len(asked)
+    assert max(good.asked.values()) == 1 and max(tries.values()) >= 2
+
+
 @pytest.mark.parametrize("fault", ["http_500", "nan"])
 def test_a_fault_everywhere_ends_in_an_error_that_names_it(
     fakes: Callable[..., list[FakeSglang]], fault: Fault
