@@ -44,10 +44,11 @@ test: install-dev install-sglang install-slurm ## every test but the GPU's and t
 test-full: install-dev install-sglang install-slurm ## also kills, seeds and other long tests
 	@$(PY) -m pytest -m "not gpu" --session-timeout=$(TEST_FULL_BUDGET_S) $(PYTEST_ARGS)
 
-lint: install-dev ## ruff, format check, types
+lint: install-dev ## ruff, format check, types, shell scripts
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@$(VENV)/bin/shellcheck tools/*.sh slurm/*.sbatch
 
 format: install-dev ## let ruff fix and format
 	@$(PY) -m ruff check --fix .
