@@ -109,6 +109,8 @@ def _add_planning(verbs: _SubParsers) -> None:
         verbs, "preflight", "check a run before it waits in a queue, or inside its job", _preflight
     )
     parser.add_argument("--json", action="store_true", help="for other programs")
+    parser.add_argument("--cluster", type=Path, help="also look at this site's file (configs/clusters/)")
+    parser.add_argument("--skip-servers", action="store_true", help="do not start or ask an SGLang server")
     parser = _add_config_verb(verbs, "fetch", "download model, tokenizer and data, so that jobs run offline", _fetch)
     parser.add_argument("--wheels", type=Path, help="also download this project's locked wheels to a folder")
     _add_jobs(verbs)
@@ -213,13 +215,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _preflight(args: argparse.Namespace) -> int:
     from pacs_megatron.errors import ExitCode
-    from pacs_megatron.launch.environment import is_first_rank
-    from pacs_megatron.launch.preflight import render, run_preflight
-    from pacs_megatron.launch.preflight_ranks import run_rank_checks
+    from pacs_megatron.launch.preflight import render
+    from pacs_megatron.launch.preflight_ranks import run_everywhere
 
-    checks = run_preflight(args.config, args.overrides) + run_rank_checks(args.config, args.overrides)
-    if not is_first_rank():
-        checks = [check for check in checks if check.level == "fail"]  # every node looks, one speaks
+    checks = run_everywhere(args.config, args.overrides, cluster=args.cluster, start_servers=not args.skip_servers)
     if checks:
         print(render(checks, as_json=args.json))
     return ExitCode.MISCONFIGURED if any(check.level == "fail" for check in checks) else ExitCode.OK

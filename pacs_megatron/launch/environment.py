@@ -52,12 +52,6 @@ def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
     return None
 
 
-def is_first_rank() -> bool:
-    """Whether this process is alone or rank 0."""
-    place = find_rank(os.environ)
-    return place is None or place.rank == 0
-
-
 def _from_torchrun(environ: Mapping[str, str]) -> RankPlace:
     try:
         return RankPlace(

@@ -82,12 +82,13 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def find_spec(model_path: str) -> ModelSpec | None:
-    """The architecture of a local folder or of a known hub id; None for a hub id that is not in the table.
+    """The architecture of a local folder, a converted checkpoint or a known hub id; None for a hub id not in the table.
 
     Raises ConversionError where a folder's config.json cannot be used.
     """
-    if (Path(model_path) / "config.json").is_file():
-        return load_spec(model_path)
+    for folder in (Path(model_path), Path(model_path) / "hf"):
+        if (folder / "config.json").is_file():
+            return load_spec(folder)
     known = KNOWN_MODELS.get(known_name(model_path))
     return read_spec(known) if known is not None else None
 

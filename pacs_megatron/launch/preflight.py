@@ -8,48 +8,40 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
-
-from packaging.version import Version
+from typing import Any
 
 from pacs_megatron.config import LoadedConfig, load_config
-from pacs_megatron.config.checks import max_sequence_tokens
-from pacs_megatron.config.schema import DatasetOptions, SglangRollout
+from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.errors import PacsError
 from pacs_megatron.launch import constants
+from pacs_megatron.launch.check import Check, attempt
 from pacs_megatron.launch.constants import GIB
-from pacs_megatron.launch.doctor import findings, installed
 from pacs_megatron.launch.known_models import find_spec
 from pacs_megatron.launch.plan import Plan, make_plan
+from pacs_megatron.launch.preflight_host import (
+    check_folders,
+    check_gpus,
+    check_network_settings,
+    check_ports,
+    check_room,
+    check_software,
+    in_a_job,
+    load_cluster_checks,
+)
+from pacs_megatron.launch.preflight_servers import check_servers
 from pacs_megatron.launch.train import run_folder
 
-Level = Literal["ok", "warn", "fail"]
-MIN_TORCH, MAX_TORCH = Version("2.9"), Version("2.14")
 NUM_GOLD = 32
 """Gold answers that are sent through the reward."""
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line."""
-
-    level: Level
-    key: str
-    """The configuration key to change, or what was looked at."""
-    message: str
-    fix: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.level:<4}  {self.key}: {self.message}{f' -> {self.fix}' if self.fix else ''}"
-
-
-def run_preflight(path: Path, overrides: Sequence[str] = ()) -> list[Check]:
+def run_preflight(
+    path: Path, overrides: Sequence[str] = (), *, cluster: Path | None = None, start_servers: bool = True
+) -> list[Check]:
     """Every check in order; a configuration that does not load ends it after the first line."""
     try:
         loaded = load_config(path, overrides)
@@ -63,18 +55,41 @@ def run_preflight(path: Path, overrides: Sequence[str] = ()) -> list[Check]:
         except PacsError as error:
             return [*checks, Check("fail", "parallel", str(error))]
         checks.extend(_plan(plan))
-    checks.extend([*_software(loaded), *_gpus(loaded)])
-    model = list(_model(loaded))
-    checks.extend(model)
-    if any(check.level == "fail" for check in model):
-        checks.append(Check("warn", "data, reward", "not looked at: they need the model's tokenizer"))
-    else:
-        checks.extend([*_tokenizer(loaded), *_data(loaded), *_reward(loaded)])
-    checks.extend([*_sglang(loaded), *_folders(loaded), *_resume(loaded)])
+    checks.extend([*check_software(loaded), *check_gpus(loaded)])
+    checks.extend(_network(loaded))
+    with offline():
+        model = list(_model(loaded))
+        checks.extend(model)
+        readable = all(check.level != "fail" for check in model)
+        if readable:
+            checks.extend([*_tokenizer(loaded), *_data(loaded), *_reward(loaded)])
+        else:
+            checks.append(Check("warn", "data, reward", "not looked at: they need the model's tokenizer"))
+    checks.extend([*check_folders(loaded), *check_ports(loaded), *check_network_settings(loaded)])
+    if cluster is not None:
+        checks.extend(load_cluster_checks(cluster))
+    checks.extend(_resume(loaded))
     if plan is not None:
-        checks.extend(_disk(loaded, plan))
-        checks.extend(_signal(loaded, plan))
+        checks.extend([*check_room(loaded, plan), *_signal(loaded, plan)])
+    model_dir = local_model(loaded.config.model.path) if readable else None
+    # Last, because it takes the longest, and not beside a failure that a person has to mend first.
+    failed = any(check.level == "fail" for check in checks)
+    checks.extend(check_servers(loaded, None if failed else model_dir, start=start_servers))
     return checks
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Inside, the Hugging Face libraries read their caches and ask no network, as the jobs will."""
+    import datasets
+    from huggingface_hub import constants as hub
+
+    before = hub.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    hub.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        hub.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def render(checks: Sequence[Check], *, as_json: bool) -> str:
@@ -94,14 +109,6 @@ def find_spec_or_none(loaded: LoadedConfig) -> object | None:
         return None
 
 
-def _attempt(key: str, action: Callable[[], str], fix: str = "") -> Check:
-    """`ok` with what `action` returns, or `fail` with its named error, which brings its own fix."""
-    try:
-        return Check("ok", key, action())
-    except PacsError as error:
-        return Check("fail", key, str(error), fix)
-
-
 # ---------------------------------------------------------------------------------------------------------------- checks
 def _plan(plan: Plan) -> Iterator[Check]:
     if plan.gpu is None:
@@ -118,49 +125,21 @@ def _plan(plan: Plan) -> Iterator[Check]:
         yield Check("fail", "precision.fp8", message, "remove precision.fp8, or use h100, h200 or b200")
 
 
-def _software(loaded: LoadedConfig) -> Iterator[Check]:
-    wanted = {"Python", "torch", "megatron-core", "transformers", "datasets", "math-verify", "NVIDIA Apex"}
-    for row in findings():
-        if row.name in wanted and row.state == "bad":
-            yield Check("fail", row.name, row.detail, row.fix)
-    torch_version = installed("torch")
-    if torch_version is not None and not MIN_TORCH <= Version(torch_version) < MAX_TORCH:
-        yield Check("fail", "torch", f"{torch_version}; tested: {MIN_TORCH} <= torch < {MAX_TORCH}", "make install")
-    else:
-        yield Check("ok", "software", f"torch {torch_version}, megatron-core {installed('megatron-core')}")
-    logging = loaded.config.logging
-    if logging.wandb is not None and installed("wandb") is None:
-        yield Check("fail", "logging.wandb", "wandb is not installed", "pip install wandb, or remove logging.wandb")
-
-
-def _gpus(loaded: LoadedConfig) -> Iterator[Check]:
+def _network(loaded: LoadedConfig) -> Iterator[Check]:
+    """What a job would ask a network for."""
     config = loaded.config
-    wanted = config.resources.gpus_per_node
-    if not wanted:
-        return
-    import torch
-
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not found:
-        yield Check(
-            "warn", "resources.gpus_per_node", "no GPU here (a login node?)", "run preflight inside the job too"
+    datasets = (config.data.train, *config.evaluation.benchmarks)
+    from_hub = [path for path in (config.model.path, *(d.path for d in datasets)) if not Path(path).exists()]
+    names = [path for path in from_hub if not Path(path).suffix]
+    if names and in_a_job() and os.environ.get("HF_HUB_OFFLINE") not in ("1", "true", "True", "ON", "YES"):
+        message = (
+            f"{', '.join(sorted(set(names)))} come from the hub's cache, but HF_HUB_OFFLINE is not set: a job asks it"
         )
-        return
-    if found < wanted:
-        yield Check("fail", "resources.gpus_per_node", f"{found} GPUs here, {wanted} wanted", f"set it to {found}")
-    name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / GIB
-    planned = constants.GPUS[config.resources.gpu].memory_gib if config.resources.gpu is not None else 0.0
-    same = abs(memory - planned) < 0.05 * planned
-    fix = "" if same else "name the GPU that is there, or `plan` counts with another one's memory"
-    yield Check("ok" if same else "warn", "resources.gpu", f"{name}, {memory:.1f} GiB, planned with {planned} GiB", fix)
-    from pacs_megatron.policy import precision
-
-    def fits() -> str:
-        machine = precision.inspect_machine()
-        precision.check(config.precision, machine)
-        return precision.describe(config.precision, machine)
-
-    yield _attempt("precision", fits)
+        yield Check("warn", "HF_HUB_OFFLINE", message, "export HF_HUB_OFFLINE=1 (submit and slurm/train.sbatch do)")
+    has_key = os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").is_file()
+    if config.logging.wandb is not None and os.environ.get("WANDB_MODE") != "offline" and not has_key:
+        fix = "export WANDB_API_KEY, or WANDB_MODE=offline on nodes without a network"
+        yield Check("warn", "logging.wandb", "no key for Weights & Biases", fix)
 
 
 def _model(loaded: LoadedConfig) -> Iterator[Check]:
@@ -177,16 +156,28 @@ def _model(loaded: LoadedConfig) -> Iterator[Check]:
             raise PacsError(f"{folder.path} lacks {len(missing)} tensors, first {missing[0]}; download it again")
         return f"{folder.path}: {len(folder.names)} tensors, {table.num_parameters:,} parameters"
 
-    if (Path(path) / "manifest.json").is_file():  # a converted checkpoint brings digests of its own
-        yield Check("ok", "model.path", f"{path} is a Megatron checkpoint")
-        return
-    yield _attempt("model.path", is_whole)
+    def is_whole_checkpoint() -> str:
+        from pacs_megatron.checkpoint.manifest import check_files, read_manifest
+        from pacs_megatron.models import load_spec
+
+        check_files(Path(path), read_manifest(Path(path)), digests=False)
+        return f"{path}: a Megatron checkpoint, {load_spec(local_model(path)).family}"
+
+    yield attempt("model.path", is_whole_checkpoint if is_converted(path) else is_whole)
+
+
+def is_converted(path: str) -> bool:
+    """Whether it is a converted Megatron checkpoint, which has digests of its own and Hugging Face's files in `hf`."""
+    return (Path(path) / "manifest.json").is_file()
 
 
 def local_model(path: str) -> Path:
-    """A local folder, or a hub id's folder in the local cache: nothing is fetched. Raises PacsError for neither."""
+    """The folder with configuration and tokenizer, here or in the local cache: nothing is fetched.
+
+    Raises PacsError for neither.
+    """
     if Path(path).is_dir():
-        return Path(path)
+        return Path(path) / "hf" if is_converted(path) else Path(path)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -213,7 +204,7 @@ def _tokenizer(loaded: LoadedConfig) -> Iterator[Check]:
             )
         return f"chat template, stops at {', '.join(map(str, stop_token_ids(tokenizer, str(folder))))}"
 
-    yield _attempt("model.path (tokenizer)", works)
+    yield attempt("model.path (tokenizer)", works)
 
 
 def _data(loaded: LoadedConfig) -> Iterator[Check]:
@@ -225,7 +216,9 @@ def _data(loaded: LoadedConfig) -> Iterator[Check]:
         def loads(key: str = key, dataset: DatasetOptions = dataset) -> str:
             return _read_set(loaded, key, dataset)
 
-        yield _attempt(f"{key}.path", loads)
+        is_local = Path(dataset.path).suffix or Path(dataset.path).exists()
+        fix = "" if is_local else "`pacs-megatron fetch` where there is a network brings it into the cache (HF_HOME)"
+        yield attempt(f"{key}.path", loads, fix)
 
 
 def _read_set(loaded: LoadedConfig, key: str, dataset: DatasetOptions) -> str:
@@ -266,48 +259,10 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
             )
         return f"{reward.name} accepts {report.num_verified} of {report.num_checked} gold answers"
 
-    yield _attempt("reward", judges)
-
-
-def _sglang(loaded: LoadedConfig) -> Iterator[Check]:
-    rollout = loaded.config.rollout
-    if not isinstance(rollout, SglangRollout):
-        return
-    if rollout.api_key_env is not None and not os.environ.get(rollout.api_key_env):
-        message = f"the environment variable {rollout.api_key_env} is not set"
-        yield Check("fail", "rollout.api_key_env", message, "export it, or remove rollout.api_key_env")
-    if rollout.servers is None:
-        return
-    longest = max_sequence_tokens(loaded.config)
-    context = rollout.servers.context_length
-    if context is not None and context < longest:
-        message = f"{context} tokens, but prompts and responses may reach {longest}"
-        yield Check("fail", "rollout.servers.context_length", message, f"use at least {longest}")
-    code = "from importlib.metadata import version; print(version('sglang'))"
-    command = [*rollout.servers.python, "-c", code]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        yield Check(
-            "fail", "rollout.servers.python", f"{' '.join(command[:-2])}: {error}", "name an existing interpreter"
-        )
-        return
-    if done.returncode:
-        fix = "install sglang there (make install-sglang), or name the interpreter that has it"
-        yield Check("fail", "rollout.servers.python", f"{' '.join(command[:-2])} has no sglang", fix)
-    else:
-        yield Check("ok", "rollout.servers.python", f"sglang {done.stdout.strip()}")
-
-
-def _folders(loaded: LoadedConfig) -> Iterator[Check]:
-    for key, folder in (("run.dir", Path(loaded.config.run.dir)), ("TMPDIR", Path(tempfile.gettempdir()))):
-        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-        if not existing.is_dir():
-            yield Check("fail", key, f"{existing} is a file", "name a folder")
-        elif not os.access(existing, os.W_OK | os.X_OK):
-            yield Check("fail", key, f"{existing} is not writable", "choose another folder")
-        else:
-            yield Check("ok", key, f"{folder} is writable")
+    check = attempt("reward", judges)
+    if check.level == "ok" and " accepts 0 of " in check.message:
+        check = Check("warn", check.key, check.message, "look at `pacs-megatron data preview`: is it meant to?")
+    yield check
 
 
 def _resume(loaded: LoadedConfig) -> Iterator[Check]:
@@ -323,52 +278,49 @@ def _resume(loaded: LoadedConfig) -> Iterator[Check]:
         check_files(checkpoints[-1], read_manifest(checkpoints[-1]), digests=False)
         return f"resumes from {checkpoints[-1].name}"
 
-    yield _attempt("run.name", readable, f"move {checkpoints[-1]} away to resume from the one before")
-
-
-def _disk(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
-    folder = Path(loaded.config.run.dir).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
-    free, need = shutil.disk_usage(existing).free, plan.disk_bytes
-    text = f"{free / GIB:.1f} GiB free at {existing}, {need / GIB:.1f} GiB for checkpoints and export"
-    if free < need:
-        yield Check("fail", "checkpoint.keep_last", text, "lower it, free space, or choose another run.dir")
-    else:
-        yield Check("ok", "checkpoint.keep_last", text)
+    yield attempt("run.name", readable, f"move {checkpoints[-1]} away to resume from the one before")
 
 
 def _signal(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
-    """The signal must come early enough for one update and one save: as measured, else as planned."""
+    """The signal must come early enough to finish a step's updates and to save: as measured, else as planned."""
     lead = loaded.config.resources.signal_lead_s
     measured = _measured_seconds(run_folder(loaded) / "metrics.jsonl")
     if measured is not None:
         need, word = measured, "measured in this run"
     elif plan.phases:
-        update = next(phase.seconds for phase in plan.phases if phase.name == "updates")
-        save = plan.checkpoint_bytes / (constants.DISK_GB_S.value * 1e9)
-        need, word = update / loaded.config.batch.updates_per_step + save, "planned"
+        need, word = planned_ending_s(plan), "planned"
     else:
         return
-    text = f"{lead} s before the time limit; an update and a save take {need:.0f} s ({word})"
+    text = f"{lead} s before the time limit; a step's updates and a save take {need:.0f} s ({word})"
     if lead < need:
         yield Check("fail", "resources.signal_lead_s", text, f"use at least {2 * need:.0f}")
     else:
-        yield Check("warn" if lead < 2 * need else "ok", "resources.signal_lead_s", text)
+        yield Check("warn" if lead < 1.5 * need else "ok", "resources.signal_lead_s", text)
     limit = _seconds(loaded.config.resources.time_limit)
     if limit <= lead:
         message = f"{loaded.config.resources.time_limit} is not longer than resources.signal_lead_s={lead}"
         yield Check("fail", "resources.time_limit", message, "raise it: the signal would come at the start")
 
 
+ENDING_SPANS = ("time/update_s", "time/scores_s", "time/sync_s", "time/checkpoint_s")
+"""What is still done when a signal comes right after the start of a step's first update."""
+
+
+def planned_ending_s(plan: Plan) -> float:
+    """The same seconds from the plan: everything but the rollout, and one checkpoint at the assumed speed of the disk."""
+    save = plan.checkpoint_bytes / (constants.DISK_GB_S.value * 1e9)
+    return sum(phase.seconds for phase in plan.phases if phase.name != "rollout") + save
+
+
 def _measured_seconds(path: Path) -> float | None:
     if not path.is_file():
         return None
     rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    longest = {
-        name: max((float(row[name]) for row in rows if isinstance(row.get(name), int | float)), default=0.0)
-        for name in ("time/update_s", "time/checkpoint_s")
-    }
-    return sum(longest.values()) or None
+    longest = [
+        max((float(row[name]) for row in rows if isinstance(row.get(name), int | float)), default=0.0)
+        for name in ENDING_SPANS
+    ]
+    return sum(longest) or None
 
 
 def _seconds(time_limit: str) -> int:
