@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from pacs_megatron.launch import quota
 from pacs_megatron.launch.preflight import render, run_preflight
 from pacs_megatron.launch.train import run_train
 from tests.support.tiny_models import make_tiny_qwen3, save_tokenizer
@@ -67,6 +71,29 @@ def run_dir_is_a_file(folder: Path) -> None:
 def slow_updates(folder: Path) -> None:
     row = {"step": 1, "time/update_s": 500.0, "time/checkpoint_s": 100.0}
     write("runs/tiny/metrics.jsonl", json.dumps(row) + "\n")(folder)
+
+
+def fake_program(name: str, text: str) -> Breaker:
+    """An executable in the run's folder; CASES name it by ./name, or ENVIRONMENT puts the folder on PATH."""
+
+    def breaker(folder: Path) -> None:
+        path = folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text.replace("{device}", mounted_on(folder)))
+        path.chmod(0o755)
+
+    return breaker
+
+
+def mounted_on(folder: Path) -> str:
+    mount = quota.find_mount(folder)
+    assert mount is not None
+    return mount.device
+
+
+def bad_server(behaviour: str) -> Breaker:
+    """An interpreter that has the right sglang, whose server does not come up."""
+    return fake_program("python", f'#!/bin/sh\nif [ "$1" = -c ]; then echo 0.5.23; exit 0; fi\n{behaviour}\n')
 
 
 CASES: dict[str, tuple[Breaker, list[str], str, str]] = {
@@ -132,8 +159,57 @@ CASES: dict[str, tuple[Breaker, list[str], str, str]] = {
     "damaged checkpoint": (broken_checkpoint, [], "run.name", "resume from the one before"),
     "signal too late": (slow_updates, [], "resources.signal_lead_s", "use at least 1200"),
     "time limit too short": (slow_updates, ["resources.time_limit=00:04:00"], "resources.time_limit", "raise it"),
+    "data that was not fetched": (no, ["data.train.columns=null", "data.train.preset=gsm8k", "data.train.path=nobody/nothing"], "data.train.path", "pacs-megatron fetch"),
+    "model that was not fetched": (no, ["model.path=nobody/nothing"], "model.path", "pacs-megatron fetch"),
+    "damaged converted model": (write("model/manifest.json", "{"), [], "model.path", "manifest.json"),
+    "run.dir is not writable": (no, ["run.dir=/proc/none"], "run.dir", "choose another folder"),
+    "scratch below a file": (no, [], "TMPDIR", "name a folder"),
+    "quota used up": (fake_program("quota", "#!/bin/sh\necho '{device} 5000* 4000 5000 0 10 0 0 0'\n"), [], "checkpoint.keep_last", "make room"),
+    "no files left": (fake_program("quota", "#!/bin/sh\necho '{device} 5 0 0 0 10 0 11 0'\n"), [], "checkpoint.keep_last", "1 files left"),
+    "port taken": (no, [], "MASTER_PORT", "export another MASTER_PORT"),
+    "no port at all": (no, [], "MASTER_PORT", "from 1024 to 65535"),
+    "interface that is not there": (no, [], "NCCL_SOCKET_IFNAME", "network_interface"),
+    "loopback between nodes": (no, [*GPUS, "resources.nodes=2"], "GLOO_SOCKET_IFNAME", "reaches the other nodes"),
+    "adapter that is not there": (no, [], "NCCL_IB_HCA", "/sys/class/infiniband"),
+    "a job without GPUs": (no, GPUS, "resources.gpus_per_node", "ask Slurm for GPUs"),
+    "fp8 without Transformer Engine": (no, [*GPUS, "precision={dtype: bf16, fp8: {recipe: delayed}}"], "precision.fp8", "slurm/container"),
+    "broadcast from another host's address": (no, [*CPU_SERVER, "rollout.servers.python=[python]", "rollout.sync.way=broadcast", "rollout.sync.host=203.0.113.9"], "rollout.sync.host", "ip addr"),
+    "nobody answers at the url": (no, [*SGLANG, "rollout.urls=['http://127.0.0.1:9']"], "rollout.urls", "correct the address"),
+    "server that ends": (bad_server("echo out of memory; exit 3"), [*CPU_SERVER, "rollout.servers.python=[./bin/python]"], "rollout.servers", "out of memory"),
+    "server that never answers": (bad_server("exec sleep 60"), [*CPU_SERVER, "rollout.servers.python=[./bin/python]", "rollout.servers.start_timeout_s=1"], "rollout.servers", "start_timeout_s"),
     "odd time limit": (no, ["resources.time_limit=4h"], "resources.time_limit", "pattern"),
 }  # fmt: skip
+# Variables of these cases; {folder} is the run's folder, {port} one that is taken.
+ENVIRONMENT: dict[str, dict[str, str]] = {
+    "scratch below a file": {"TMPDIR": "{folder}/train.jsonl/x"},
+    "quota used up": {"PATH": "{folder}/bin:" + os.environ["PATH"]},
+    "no files left": {"PATH": "{folder}/bin:" + os.environ["PATH"]},
+    "port taken": {"MASTER_PORT": "{port}"},
+    "no port at all": {"MASTER_PORT": "http"},
+    "interface that is not there": {"SLURM_JOB_ID": "1", "NCCL_SOCKET_IFNAME": "ib9"},
+    "loopback between nodes": {"GLOO_SOCKET_IFNAME": "lo"},
+    "adapter that is not there": {"SLURM_JOB_ID": "1", "NCCL_IB_HCA": "mlx9_0:1"},
+    "a job without GPUs": {"SLURM_JOB_ID": "1"},
+    "fp8 without Transformer Engine": {"SLURM_JOB_ID": "1"},
+    "broadcast from another host's address": {"SLURM_JOB_ID": "1"},
+}
+NEED_A_HOST_WITHOUT_GPU = ("a job without GPUs", "fp8 without Transformer Engine")
+
+
+@pytest.fixture(scope="module")
+def taken_port() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def login_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever starts the tests: no job's variables."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "NCCL_", "GLOO_", "MASTER_", "HF_HUB_OFFLINE")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="module")
@@ -164,14 +240,18 @@ def test_the_sound_run_passes(sound: Path, tmp_path: Path) -> None:
 
 
 def test_there_are_at_least_forty() -> None:
-    assert len(CASES) >= 40
+    assert len(CASES) >= 75
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_broken(name: str, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken(name: str, sound: Path, tmp_path: Path, taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     breaker, overrides, key, fix = CASES[name]
+    if name in NEED_A_HOST_WITHOUT_GPU and torch.cuda.is_available():
+        pytest.skip("this host has GPUs")
     config = copy(sound, tmp_path)
     monkeypatch.chdir(tmp_path)
+    for variable, value in ENVIRONMENT.get(name, {}).items():
+        monkeypatch.setenv(variable, value.format(folder=tmp_path, port=taken_port))
     breaker(tmp_path)
     before = files(tmp_path)
     fails = [str(check) for check in run_preflight(config, overrides) if check.level == "fail"]
