@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from pacs_megatron.checkpoint.dist_metadata import check_metadata, read_metadata
+from pacs_megatron.checkpoint.page_cache import MappedFile
 from pacs_megatron.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -33,7 +34,7 @@ class DistReader:
         metadata = read_metadata(folder)
         self._folder = folder
         self._storage = metadata.storage_data
-        self._files: dict[Path, mmap.mmap] = {}
+        self._files: dict[Path, MappedFile] = {}
         self._mutex = threading.Lock()
         self._tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
 
@@ -80,6 +81,14 @@ class DistReader:
             raise CheckpointError(f"{self._folder}: the pieces of {key} do not cover it; the checkpoint is not whole")
         return result if index is None else result[0]
 
+    def release(self, key: str, index: int | None = None) -> None:
+        """Drops what `get` read from memory; views of it read it again, without what was written to them."""
+        for number, chunk in enumerate(self._tensor(key).chunks):
+            if index is not None and not chunk.offsets[0] <= index < chunk.offsets[0] + chunk.sizes[0]:
+                continue
+            info = self._storage[MetadataIndex(key, chunk.offsets, number)]
+            self._file(self._folder / info.relative_path).release(info.offset, info.length)
+
     def _tensor(self, key: str) -> TensorStorageMetadata:
         if key not in self._tensors:
             raise CheckpointError(f"{self._folder} has no tensor {key}; it belongs to another model")
@@ -93,10 +102,8 @@ class DistReader:
         info = self._storage[index]
         path = self._folder / info.relative_path
         file = self._file(path)
-        page = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        # One request for the whole piece: faults alone would read it in small bites.
-        file.madvise(mmap.MADV_WILLNEED, page, info.offset + info.length - page)
-        window = _Window(file, info.offset, info.length)
+        file.prefetch(info.offset, info.length)
+        window = _Window(file.map, info.offset, info.length)
         try:
             data = _mapped(window)
         except (
@@ -116,12 +123,10 @@ class DistReader:
             raise CheckpointError(f"{path}: the piece of {index.fqn} is not what the index says; use another copy")
         return data
 
-    def _file(self, path: Path) -> mmap.mmap:
+    def _file(self, path: Path) -> MappedFile:
         with self._mutex:
             if path not in self._files:
-                with path.open("rb") as file:
-                    # Private: a tensor over it is writable, and writes never reach the file.
-                    self._files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._files[path] = MappedFile(path)
             return self._files[path]
 
 

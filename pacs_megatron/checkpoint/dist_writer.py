@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from pacs_megatron.checkpoint.dist_metadata import COMMON_NAME, CONFIG, CONFIG_NAME, METADATA_NAME
 from pacs_megatron.checkpoint.manifest import FileFacts
+from pacs_megatron.checkpoint.page_cache import WriteBehind
 from pacs_megatron.checkpoint.safetensors_file import tensor_bytes
 from pacs_megatron.checkpoint.staging import write_file
 from pacs_megatron.errors import CheckpointError
@@ -61,6 +62,7 @@ class DistWriter:
         self._all_streams = [_Stream(folder / f"__0_{k}.distcp", with_digests) for k in range(num_files)]
         for stream in self._all_streams:
             self._streams.put(stream)
+        self._behind = WriteBehind()
         self._mutex = threading.Lock()
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -75,6 +77,7 @@ class DistWriter:
             offset = stream.position
             torch.save(data, cast("IO[bytes]", stream))
             length = stream.position - offset
+            self._behind.wrote(stream.flushed(), offset, length)
         finally:
             self._streams.put(stream)
         info = _StorageInfo(stream.path.name, offset, length)
@@ -161,6 +164,11 @@ class _Stream(io.RawIOBase):
     def align(self) -> None:
         """Zeros up to the next multiple of 64 bytes, so that a reader can map what follows."""
         self.write(bytes(-self.position % ALIGNMENT))
+
+    def flushed(self) -> int:
+        """The descriptor, with nothing left in Python's buffer."""
+        self._file.flush()
+        return self._file.fileno()
 
     def finish(self) -> FileFacts:
         self._file.flush()

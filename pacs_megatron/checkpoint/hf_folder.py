@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pacs_megatron.checkpoint.page_cache import WriteBehind
 from pacs_megatron.checkpoint.safetensors_file import SafetensorsFile, Stored, TensorInfo, plan_header, tensor_bytes
 from pacs_megatron.checkpoint.staging import StagedFolder, fsync_path, write_file
 from pacs_megatron.errors import CheckpointError
@@ -55,6 +56,11 @@ class HfFolder:
         """A view of the mapped file: copy-on-write, read when touched."""
         self._stored(name)
         return self._file_of[name].get(name)
+
+    def release(self, name: str) -> None:
+        """Drops the tensor from memory once it was used; views of it read it again, without what was written to them."""
+        self._stored(name)
+        self._file_of[name].release(name)
 
     @property
     def nbytes(self) -> int:
@@ -125,6 +131,7 @@ class HfFolderWriter:
         self._descriptors: list[int] = []
         self._missing: set[str] = set()
         self._mutex = threading.Lock()
+        self._behind = WriteBehind()
         for number, shard in enumerate(shards, start=1):
             name = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             self._create(name, shard)
@@ -143,6 +150,7 @@ class HfFolderWriter:
         written = 0
         while written < len(data):
             written += os.pwrite(descriptor, data[written:], stored.offset + written)
+        self._behind.wrote(descriptor, stored.offset, written)
 
     @property
     def path(self) -> Path:

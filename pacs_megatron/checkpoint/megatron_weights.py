@@ -49,6 +49,10 @@ class MegatronWeights:
         """The full Megatron tensor, vocabulary padded. Safe from any thread."""
         return self._reader.get(MODEL_PREFIX + entry.checkpoint_key, entry.expert)
 
+    def release_entry(self, entry: Entry) -> None:
+        """Drops from memory what `get_entry` read; views of it read it again."""
+        self._reader.release(MODEL_PREFIX + entry.checkpoint_key, entry.expert)
+
     def get(self, name: str) -> torch.Tensor:
         """One Hugging Face tensor; the Megatron tensor that it is a part of is read whole, and kept until the next."""
         if name not in self.table.by_hf:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pacs_megatron.checkpoint.page_cache import MappedFile
 from pacs_megatron.errors import CheckpointError
 
 _DTYPES = {
@@ -68,8 +68,7 @@ class SafetensorsFile:
                 size = os.fstat(file.fileno()).st_size
                 header, data_start = self._read_header(file.read(8), file, size)
                 self.tensors = self._check(header, data_start, size)
-                # Private: a tensor over it is writable, and writes never reach the file.
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._file = MappedFile(path)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing; download the checkpoint again") from None
 
@@ -79,12 +78,16 @@ class SafetensorsFile:
         info = stored.info
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
-        page = stored.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        # One request for the whole tensor: faults alone would read it in small pieces.
-        self._map.madvise(mmap.MADV_WILLNEED, page, stored.offset + info.nbytes - page)
+        self._file.prefetch(stored.offset, info.nbytes)
         count = math.prod(info.shape)
-        flat = torch.frombuffer(self._map, dtype=info.dtype, count=count, offset=stored.offset)
+        flat = torch.frombuffer(self._file.map, dtype=info.dtype, count=count, offset=stored.offset)
         return flat.reshape(info.shape)
+
+    def release(self, name: str) -> None:
+        """Drops the tensor's pages from memory; views of it that were written to lose what was written."""
+        stored = self.tensors[name]
+        if stored.info.nbytes:
+            self._file.release(stored.offset, stored.info.nbytes)
 
     def _read_header(self, prefix: bytes, file: Any, size: int) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(prefix, "little")

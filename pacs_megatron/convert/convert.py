@@ -153,6 +153,8 @@ def _write_dist(
         certificate.add("megatron", entry.megatron_name, parts, with_digest=options.digests)
         for piece in pieces(entry, parts):
             writer.put(piece)
+        for name in entry.hf_names:
+            folder.release(name)
 
     jobs = [
         Job(
@@ -205,6 +207,7 @@ def _export(
         out = tensor if options.dtype is None else tensor.to(DTYPES[options.dtype])
         certificate.add("hf", name, [out], with_digest=options.digests)
         writer.put(name, out)
+    weights.release_entry(entry)
 
 
 def _verified(folder: HfFolder, weights: MegatronWeights, certificate: Certificate, options: Options) -> float:

@@ -10,10 +10,10 @@ import torch
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import WeightTable
+from pacs_megatron.models.hub import HUB_FILES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _OUTPUT = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _ROTARY_TABLE = ".rotary_emb.inv_freq"
@@ -28,7 +28,7 @@ def local_hf_folder(folder_or_hub_id: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(folder_or_hub_id, allow_patterns=list(_HUB_FILES)))
+        return Path(snapshot_download(folder_or_hub_id, allow_patterns=list(HUB_FILES)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ConversionError(

@@ -73,6 +73,8 @@ def compare(
                     f"{name} of {folder.path} differs from {entry.megatron_name} of {weights.path} by up to "
                     f"{difference:.3g}; one of them was altered, convert again"
                 )
+            folder.release(name)
+        weights.release_entry(entry)
 
     jobs = [
         Job(sum(folder.info(name).nbytes for name in entry.hf_names), partial(check, entry))
