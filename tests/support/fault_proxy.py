@@ -1,9 +1,10 @@
-"""A reverse proxy that spoils the answers of the real server behind it, in a thread of the test's process."""
+"""A reverse proxy that makes the real server behind it misbehave, in a thread of the test's process."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,20 +13,51 @@ from aiohttp import web
 
 Spoil = Callable[[bytes], bytes | int]
 """Gets the real answer to `/generate`; returns other bytes, or an HTTP status to answer instead."""
+UPDATE_PATHS = ("/update_weights_from_distributed", "/update_weights_from_tensor", "/update_weights_from_disk")
 
 
 class FaultProxy:
-    """`spoil` and `delay_s` concern `/generate` only and may be changed at any time. Use as a context manager."""
+    """`spoil` and `delay_s` concern `/generate` only, `sync_fault` weights; all may be changed at any time.
+
+    Use as a context manager.
+    """
 
     def __init__(self, target: str) -> None:
         self.spoil: Spoil | None = None
         self.delay_s = 0.0
         self.spoiled = 0
+        self.sync_fault: Callable[[int], str | None] = lambda _: None
+        """number of the weight call since the start, from 1 -> None, `break` (not passed on, connection closed) or
+        `hang` (not passed on, no answer)"""
+        self.counts: Counter[str] = Counter()
+        """path -> requests that came"""
+        self.in_flight = 0
+        """requests to `/generate` without an answer yet"""
+        self.port = 0
         self._target = target
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(20)
+        self._run(self._open())
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def weight_calls(self) -> int:
+        return sum(self.counts[path] for path in UPDATE_PATHS)
+
+    def refuse(self) -> None:
+        """Closes the port: connections are refused, open ones broken."""
+        self._run(self._close())
+
+    def accept(self) -> None:
+        """Opens the same port again."""
+        self._run(self._open())
+
+    def _run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
 
     async def _open(self) -> None:
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2))
@@ -33,34 +65,57 @@ class FaultProxy:
         app.router.add_route("*", "/{path:.*}", self._forward)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
+        self.port = self._runner.addresses[0][1]
+
+    async def _close(self) -> None:
+        await self._runner.cleanup()
+        await self._http.close()
 
     async def _forward(self, request: web.Request) -> web.Response:
+        path = request.path
+        self.counts[path] += 1
+        if path in UPDATE_PATHS:
+            fault = self.sync_fault(self.weight_calls)
+            if fault == "hang":
+                await asyncio.sleep(3600)
+            if fault == "break":
+                assert request.transport is not None
+                request.transport.close()
+                return web.Response()
+        if path != "/generate":
+            body, status = await self._pass_on(request)
+            return web.Response(body=body, status=status, content_type="application/json")
+        self.in_flight += 1
+        try:
+            return await self._generate(request)
+        finally:
+            self.in_flight -= 1
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body, status = await self._pass_on(request)
+        await asyncio.sleep(self.delay_s)
+        if self.spoil is not None and status == 200:
+            self.spoiled += 1
+            changed: Any = self.spoil(body)
+            if isinstance(changed, int):
+                return web.Response(status=changed)
+            body = changed
+        return web.Response(body=body, status=status, content_type="application/json")
+
+    async def _pass_on(self, request: web.Request) -> tuple[bytes, int]:
         data = await request.read()
-        headers = {"Content-Type": "application/json"}
+        names = ("Content-Type", "Authorization")
+        headers = {name: request.headers[name] for name in names if name in request.headers}
         url = self._target + request.path
         async with self._http.request(request.method, url, data=data or None, headers=headers) as answer:
-            body, status = await answer.read(), answer.status
-        if request.path == "/generate":
-            await asyncio.sleep(self.delay_s)
-            if self.spoil is not None and status == 200:
-                self.spoiled += 1
-                changed: Any = self.spoil(body)
-                if isinstance(changed, int):
-                    return web.Response(status=changed)
-                body = changed
-        return web.Response(body=body, status=status, content_type="application/json")
+            return await answer.read(), answer.status
 
     def __enter__(self) -> FaultProxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        async def end() -> None:
-            await self._runner.cleanup()
-            await self._http.close()
-
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result(20)
+        self._run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -18,7 +18,7 @@ import torch
 from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
 from pacs_megatron.contracts import SampleRequest, SamplingParams
 from pacs_megatron.models import load_spec
-from pacs_megatron.rollout import sglang
+from pacs_megatron.rollout import sglang, sglang_guard
 from pacs_megatron.rollout.sglang_client import SglangEngine
 from pacs_megatron.weight_sync.push import Pushed, push
 from pacs_megatron.weight_sync.server_sync import ServerSync
@@ -67,6 +67,14 @@ class Lab:
                 yield self
         finally:
             self.sync.close()
+
+    @contextmanager
+    def attached(self, *urls: str, **changes: Any) -> Iterator[SglangEngine]:
+        """Another engine over servers that hold what was pushed last; within `opened`."""
+        options = self.options(*urls, **changes)
+        with sglang.open_engine(options, ModelOptions(path=str(self.folders[0])), self.tmp) as engine:
+            engine.set_current(self.version, self.sync.report.digest)
+            yield engine
 
     def push(self, weights: int) -> Pushed:
         self.version += 1
@@ -148,3 +156,16 @@ def own_options(**changes: Any) -> SglangRollout:
         servers=SglangServers(**servers),
         **changes,
     )
+
+
+def server_pids(port: str) -> list[int]:
+    """Processes of the process group of the server that has this port on its command line."""
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            try:
+                words = Path(f"/proc/{entry}/cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue
+            if "sglang.launch_server" in words and port in words and "sglang_guard.py" not in " ".join(words):
+                return sglang_guard.members(os.getpgid(int(entry)))
+    raise AssertionError(f"no server on port {port}")

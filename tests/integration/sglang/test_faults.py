@@ -16,7 +16,7 @@ from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.contracts import Sample
 from pacs_megatron.rollout import sglang, sglang_guard
 from pacs_megatron.rollout.sglang_fleet import Health
-from tests.integration.sglang.conftest import START_S, Lab, own_options, sample_requests
+from tests.integration.sglang.conftest import START_S, Lab, own_options, sample_requests, server_pids
 from tests.support.fake_sglang import FakeSglang
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
@@ -27,19 +27,6 @@ def until(condition: Callable[[], bool], within_s: float) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
     return condition()
-
-
-def server_pids(port: str) -> list[int]:
-    """Processes of the process group of the server that has this port on its command line."""
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal():
-            try:
-                words = Path(f"/proc/{entry}/cmdline").read_bytes().decode().split("\0")
-            except OSError:
-                continue
-            if "sglang.launch_server" in words and port in words and "sglang_guard.py" not in " ".join(words):
-                return sglang_guard.members(os.getpgid(int(entry)))
-    raise AssertionError(f"no server on port {port}")
 
 
 def test_a_stopped_server_loses_its_work_to_another_and_comes_back(lab: Lab) -> None:

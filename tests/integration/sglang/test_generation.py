@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+import psutil
 import pytest
 
-from pacs_megatron.contracts import SampleRequest, SamplingParams, Stop
+from pacs_megatron.contracts import Sample, SampleRequest, SamplingParams, Stop
 from pacs_megatron.errors import RolloutError
-from tests.integration.sglang.conftest import Lab, sample_requests
+from pacs_megatron.rollout.sglang_api import SglangApi
+from pacs_megatron.rollout.sglang_fleet import Health
+from tests.integration.sglang.conftest import Lab, sample_requests, server_pids
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fault_proxy import FaultProxy, Spoil
 
@@ -102,6 +109,53 @@ def test_the_fake_server_answers_like_the_real_one(lab: Lab) -> None:
                 assert real[1].get("weight_version") is None or path != "/model_info" or real[1]["weight_version"]
 
 
+def _running(url: str) -> int:
+    """Requests that the server's scheduler works on or has queued."""
+    [load] = json.loads(SglangApi(url=url).call("/v1/loads"))["loads"]
+    return int(load["num_running_reqs"]) + int(load["num_waiting_reqs"])
+
+
+def _until(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_what_is_no_longer_needed_ends_on_the_server_too(lab: Lab) -> None:
+    """Over-sampling: all but two requests are cancelled in the middle of generation, some still waiting in the client."""
+    with lab.opened(weights=0, max_in_flight=24):
+        asked = sample_requests(32, tag="over", tokens=900, temperature=0.0)
+        done: list[Sample] = []
+        reader = threading.Thread(target=lambda: done.extend(lab.engine.stream(asked)))
+        reader.start()
+        assert _until(lambda: _running(lab.url) == 24)
+        lab.engine.cancel([request.id for request in asked[2:]])
+        began = time.monotonic()
+        assert _until(lambda: _running(lab.url) <= 2, 30)
+        assert lab.engine.status()[0].in_flight <= 2
+        reader.join(120)
+        assert sorted(s.id for s in done) == sorted(r.id for r in asked[:2])
+        assert all(s.response_len == 900 or s.stop is Stop.EOS for s in done)
+        assert (
+            time.monotonic() - began > 0.5 or min(s.response_len for s in done) < 900
+        )  # they had been far from the end
+        again = sample_requests(4, tag="again")
+        assert len(list(lab.engine.stream(again))) == 4
+
+
+def test_everything_of_an_own_server_listens_on_loopback_only(lab: Lab) -> None:
+    with lab.opened(weights=0, sync={"way": "broadcast"}):  # the weight group is open, too
+        pids = server_pids(lab.url.rpartition(":")[2])
+        listening = [
+            c.laddr.ip
+            for pid in [*pids, os.getpid()]
+            for c in psutil.Process(pid).net_connections(kind="inet")
+            if c.status == psutil.CONN_LISTEN
+        ]
+        assert len(listening) >= 3 and set(listening) == {"127.0.0.1"}
+
+
 def _nan(body: bytes) -> bytes:
     answer = json.loads(body)
     answer["meta_info"]["output_token_logprobs"][0][0] = None
@@ -111,23 +165,57 @@ def _nan(body: bytes) -> bytes:
 @pytest.mark.parametrize(
     "spoil", [lambda _: 500, lambda body: body[: len(body) // 2], _nan], ids=["500", "truncated", "nan"]
 )
-def test_spoiled_answers_of_the_real_server(lab: Lab, spoil: Spoil) -> None:
-    """The first ten answers are spoiled; every sample comes all the same, once, and right."""
+def test_what_one_of_two_servers_spoils_the_other_delivers(lab: Lab, spoil: Spoil) -> None:
+    """The real server twice, once behind a proxy that spoils its first ten answers: every sample comes, once, and right."""
     with FaultProxy(lab.url) as proxy:
 
         def first_ten(body: bytes) -> bytes | int:
             return spoil(body) if proxy.spoiled <= 10 else body
 
-        with lab.opened(proxy.url, retries=20, max_failures=100):
+        with lab.opened(weights=0), lab.attached(lab.url, proxy.url, max_in_flight=4, max_failures=100) as engine:
             proxy.spoil = first_ten
-            asked = sample_requests(24, tag="f")
-            samples = list(lab.engine.stream(asked))
-            assert proxy.spoiled >= 34
-            assert sorted(s.id for s in samples) == sorted(r.id for r in asked)
-            for sample in samples[:4]:
-                expected = lab.logprobs(0, sample.token_ids)[sample.prompt_len - 1 :]
-                got = expected.gather(1, _column(sample.response_ids))[:, 0].numpy()
-                np.testing.assert_allclose(sample.sampler_logprobs, got, atol=BF16_NATS)
+            asked = sample_requests(48, tag="f")
+            _check(lab, asked, list(engine.stream(asked)))
+            assert proxy.spoiled >= 10
+
+
+def test_one_of_two_servers_refuses_connections_for_a_while(lab: Lab) -> None:
+    with FaultProxy(lab.url) as proxy, lab.opened(weights=0):
+        changes = {"max_in_flight": 4, "dead_after_s": 1.0, "probe_timeout_s": 0.5}
+        with lab.attached(lab.url, proxy.url, **changes) as engine:
+            asked = sample_requests(32, tag="r", tokens=32)
+            stream = engine.stream(asked)
+            samples = [next(stream) for _ in range(4)]
+            proxy.refuse()
+            assert _until(lambda: engine.status()[1].health is Health.DEAD, 20)
+            samples += list(stream)
+            _check(lab, asked, samples)
+            proxy.accept()
+            assert _until(lambda: engine.status()[1].health is Health.HEALTHY, 20)
+            before, again = proxy.counts["/generate"], sample_requests(16, tag="r2")
+            _check(lab, again, list(engine.stream(again)))
+            assert proxy.counts["/generate"] > before
+
+
+def test_one_of_two_servers_is_slow(lab: Lab) -> None:
+    """It gets less of the work, and what it has is waited for."""
+    with FaultProxy(lab.url) as proxy, lab.opened(weights=0):
+        proxy.delay_s = 2.0
+        with lab.attached(lab.url, proxy.url, max_in_flight=4) as engine:
+            asked = sample_requests(48, tag="slow")
+            _check(lab, asked, list(engine.stream(asked)))
+            assert 0 < proxy.counts["/generate"] < 24
+            assert engine.status()[1].health is Health.HEALTHY
+
+
+def _check(lab: Lab, asked: list[SampleRequest], samples: list[Sample]) -> None:
+    """Each sample once; some of them against Hugging Face."""
+    assert sorted(s.id for s in samples) == sorted(r.id for r in asked)
+    assert {(span.version, span.digest) for s in samples for span in s.spans} == {(lab.version, lab.sync.report.digest)}
+    for sample in samples[:4]:
+        expected = lab.logprobs(0, sample.token_ids)[sample.prompt_len - 1 :]
+        got = expected.gather(1, _column(sample.response_ids))[:, 0].numpy()
+        np.testing.assert_allclose(sample.sampler_logprobs, got, atol=BF16_NATS)
 
 
 def _column(ids: np.ndarray) -> Any:
