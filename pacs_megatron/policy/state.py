@@ -78,6 +78,8 @@ def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
     """Put a filled state dict into the policy."""
     for number, model in enumerate(policy.models):
         model.load_state_dict(state[f"{MODEL}{number}"], strict=True)
+    if _has_steps_of_parameters(policy):
+        _restore_step_zero(state[OPTIMIZER])
     with torch.no_grad(), _steps_apart(policy), cpu_redirects.cuda_type_names():
         policy.optimizer.megatron.load_state_dict(state[OPTIMIZER])
     if f"{REFERENCE}0" in state:
@@ -86,6 +88,32 @@ def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
         with policy.reference.swapped_in():
             for number, model in enumerate(policy.models):
                 model.load_state_dict(state[f"{REFERENCE}{number}"], strict=True)
+
+
+def _has_steps_of_parameters(policy: MegatronPolicy) -> bool:
+    """As torch's AdamW; the fused ones count in their param groups."""
+    optimizers = [part.optimizer for part in policy.optimizer.parts() if part.optimizer is not None]
+    return any("step" in entry for optimizer in optimizers for entry in optimizer.state.values())
+
+
+def _restore_step_zero(state: Any) -> None:
+    """Megatron leaves a common `step` of 0 out of the file (it tests its truth), and torch's AdamW refuses its absence.
+
+    Marked by moments without any step, neither their own nor their group's. Changes `state`.
+    """
+    if isinstance(state, list):
+        for part in state:
+            _restore_step_zero(part)
+    if not isinstance(state, dict):
+        return
+    if not ("state" in state and "param_groups" in state):
+        for part in state.values():
+            _restore_step_zero(part)
+        return
+    moments = [entry for entry in state["state"].values() if isinstance(entry, dict) and "exp_avg" in entry]
+    in_groups = any("step" in group for group in state["param_groups"])
+    if moments and not in_groups and "common_step" not in state["state"] and "step" not in moments[0]:
+        state["state"]["common_step"] = torch.tensor(0.0)
 
 
 @contextmanager

@@ -107,6 +107,27 @@ def test_resume_at_the_same_and_at_other_layouts(
         np.testing.assert_allclose(other["norm"], expected["norm"], rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distopt"])
+def test_a_checkpoint_before_the_first_update_resumes(
+    model: Path, tmp_path: Path, dtype: str, distributed: bool
+) -> None:
+    """A signal during the first rollouts saves step 0: Megatron leaves Adam's step of 0 out of the file."""
+    options = {"dtype": dtype, "distributed_optimizer": distributed}
+
+    def on_rank(_rank: int, world: int) -> dict[str, Any]:
+        policy = make_policy(model, world, optimizer={"lr": 1e-3}, **options)
+        policy.take_reference(reset_optimizer=False)
+        save(policy, tmp_path, 0, model)
+        return continued(policy)
+
+    expected = run_ranks(on_rank, 2, timeout=100)[0]
+    resumed = run_ranks(loading(model, tmp_path, options), 2, timeout=100)[0]
+    assert resumed["loss"] == expected["loss"] and resumed["norm"] == expected["norm"]
+    for name, weight in expected["weights"].items():
+        np.testing.assert_array_equal(resumed["weights"][name], weight, err_msg=name)
+
+
 def test_damage_is_named_and_old_checkpoints_go(model: Path, tmp_path: Path) -> None:
     def on_rank(_rank: int, world: int) -> list[str]:
         policy = make_policy(model, world)
