@@ -43,7 +43,7 @@ def test_the_example_converts_both_ways_and_compares_logits(tmp_path: Path) -> N
     lines = done.stdout.splitlines()
     assert len(lines) == 3 and all("equal" in line for line in lines)
     certificate = json.loads((tmp_path / "work" / "certificate.json").read_text())
-    assert 0 < certificate["logits"]["max_abs_difference"] <= 2e-5 * max(1.0, certificate["logits"]["max_abs_logit"])
+    assert 0 < certificate["logits"]["max_abs_difference"] <= 2e-5
     assert (certificate["logits"]["tp"], certificate["logits"]["dtype"]) == (2, "fp32")
     assert certificate["logits"]["num_tokens"] > 100
 
