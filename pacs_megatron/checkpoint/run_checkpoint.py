@@ -1,8 +1,9 @@
 """A training checkpoint on disk: written beside, digested in a manifest, renamed; the newest ones are kept.
 
 `checkpoints/step_000010/`: `dist/` (Megatron's torch_dist: weights, optimizer, reference), `state.json` (counters, data
-position), `rng/` (one file a rank), `hf/` (config and tokenizer, for the export), `manifest.json` (size and xxh3-128 of
-every file). A folder without manifest is not a checkpoint.
+position), `rng/` (one file a rank), `hf/` (config and tokenizer, for the export), `buffer.safetensors` and `buffer.json`
+(samples of steps that are not trained yet; only where there are some), `manifest.json` (size and xxh3-128 of every file).
+A folder without manifest is not a checkpoint.
 """
 
 import json
@@ -39,6 +40,7 @@ from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step_(\d{6,})")
+_BUFFER_HEADER, _BUFFER_ARRAYS = "buffer.json", "buffer.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,8 @@ class Contents:
     """folder with config and tokenizer"""
     dtype: torch.dtype
     """of the weights"""
+    buffer: tuple[Mapping[str, Any], Mapping[str, np.ndarray]] | None
+    """on rank 0: finished samples of later steps, plain JSON values and flat arrays; None: there are none"""
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
@@ -86,6 +90,8 @@ def save_checkpoint(run_dir: Path, step: int, rank: Rank, contents: Contents, *,
         copy_hf_metadata(contents.hf_metadata, partial / HF_FOLDER, dtypes={contents.dtype})
         state = json.dumps({"step": step, **contents.state}, indent=1)
         write_atomically(partial / "state.json", [state.encode()])
+        if contents.buffer is not None:
+            _write_buffer(partial, *contents.buffer)
     dist.barrier(group=rank.control)
     save_file(dict(contents.rng), partial / "rng" / f"rank_{rank.rank:05d}.safetensors")
     save_sharded(contents.sharded, partial / DIST_FOLDER)
@@ -100,6 +106,22 @@ def save_checkpoint(run_dir: Path, step: int, rank: Rank, contents: Contents, *,
         _prune(final.parent, keep_last)
     dist.barrier(group=rank.control)
     return final
+
+
+def _write_buffer(folder: Path, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    from safetensors.numpy import save_file
+
+    write_atomically(folder / _BUFFER_HEADER, [json.dumps(header).encode()])
+    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, folder / _BUFFER_ARRAYS)
+
+
+def read_buffer(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    """What `Contents.buffer` was; None when the checkpoint has none."""
+    from safetensors.numpy import load_file
+
+    if not (folder / _BUFFER_HEADER).is_file():
+        return None
+    return json.loads((folder / _BUFFER_HEADER).read_text()), load_file(folder / _BUFFER_ARRAYS)
 
 
 def _prune(folder: Path, keep_last: int) -> None:

@@ -166,6 +166,24 @@ def _rollout_place(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _ahead(config: RunConfig) -> Iterator[Problem]:
+    rollout = config.rollout
+    if isinstance(rollout, DemonstrationRollout) or not rollout.max_lag:
+        return
+    if isinstance(rollout, SglangRollout) and rollout.servers is not None and rollout.servers.colocated:
+        yield Problem(
+            "rollout.max_lag",
+            f"rollout.max_lag={rollout.max_lag} with rollout.servers.colocated=true: colocated servers give their memory "
+            "to the training step and cannot sample meanwhile; set max_lag=0, or give the servers GPUs of their own",
+        )
+    if rollout.max_lag >= config.run.steps:
+        yield Problem(
+            "rollout.max_lag",
+            f"rollout.max_lag={rollout.max_lag} is not below run.steps={config.run.steps}: every step would be sampled "
+            f"from the starting weights; use at most {config.run.steps - 1}",
+        )
+
+
 def _precision(config: RunConfig) -> Iterator[Problem]:
     if config.precision.fp8 is not None and config.precision.dtype != "bf16":
         yield Problem(
@@ -340,6 +358,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _parallel,
     _strategy,
     _rollout_place,
+    _ahead,
     _batch,
     _datasets,
     _optimizer,

@@ -85,6 +85,14 @@ def _default_actor_scope(given: dict[str, Any]) -> Literal["group", "own"] | Non
     return "group" if given["actor_term"] > 0 else None
 
 
+def _default_importance_cap(given: dict[str, Any]) -> float | None:
+    return 2.0 if given["importance"] in ("truncate", "mask") else None
+
+
+def _default_importance_floor(given: dict[str, Any]) -> float | None:
+    return 0.5 if given["importance"] == "mask" else None
+
+
 def _default_advantage_eps(given: dict[str, Any]) -> float | None:
     return 1e-6 if given["advantage"] == "grpo" else None
 
@@ -173,6 +181,14 @@ class GrpoOptions(Options):
     """Weight of the k3 KL estimate against the frozen reference."""
     reset_every: PositiveInt | None = None
     """With kl_coef > 0: hard reset of the frozen reference every so many steps."""
+    importance: Literal["none", "truncate", "mask"] = "none"
+    """Correction for stale samples and for a sampler that is not the trainer, by the token ratio
+    w = exp(log pi_step_start - log pi_sampler) without gradient. `truncate`: a token's loss times min(w, importance_cap);
+    `mask`: times w, but 0 outside importance_floor <= w <= importance_cap."""
+    importance_cap: float | None = Field(default_factory=_default_importance_cap, gt=0)
+    """With `importance`; default 2."""
+    importance_floor: float | None = Field(default_factory=_default_importance_floor, gt=0)
+    """With `importance: mask`; default 0.5."""
 
     @model_validator(mode="after")
     def _refuse_unused(self) -> GrpoOptions:
@@ -189,6 +205,20 @@ class GrpoOptions(Options):
             raise ValueError(
                 "objective.constant_length is required with loss_mean dr_grpo; set it to rollout.sampling."
                 "max_response_tokens"
+            )
+        if (self.importance_cap is not None) != (self.importance != "none"):
+            raise ValueError(
+                f"objective.importance_cap={self.importance_cap} does not go with importance={self.importance}: truncate "
+                "and mask need a number, none does not use it; remove the key"
+            )
+        if (self.importance_floor is not None) != (self.importance == "mask"):
+            raise ValueError(
+                f"objective.importance_floor={self.importance_floor} does not go with importance={self.importance}: mask "
+                "needs a number, the others do not use it; remove the key"
+            )
+        if self.importance_floor is not None and self.importance_floor >= (self.importance_cap or 0):
+            raise ValueError(
+                f"objective.importance_floor={self.importance_floor} is not below importance_cap={self.importance_cap}"
             )
         if self.reset_every is not None and self.kl_coef == 0:
             raise ValueError(
@@ -222,6 +252,9 @@ class EmbeddedRollout(Options):
     batch_sequences: PositiveInt = 64
     """Sequences decoded together; also the unit that is dealt to ranks, so results do not depend on their number."""
     dtype: Literal["fp32", "bf16"] = "fp32"
+    max_lag: int = Field(default=0, ge=0)
+    """Steps sampled ahead, from the weights there are then. Nothing overlaps on the same ranks: it shows in advance
+    what stale samples do to a run."""
 
 
 class DemonstrationRollout(Options):
@@ -326,6 +359,9 @@ class SglangRollout(Options):
     """The run saves and stops when no server has been usable for so long."""
     decode_workers: PositiveInt = 1
     """Processes that decode long answers."""
+    max_lag: int = Field(default=0, ge=0)
+    """Steps that servers may be ahead of training: 0 is synchronous, 1 one step off, k. With the weights after s steps,
+    step t may be sampled when t <= s + 1 + max_lag. See `sync.pause` and the objectives' importance correction."""
 
     @model_validator(mode="after")
     def _check_servers(self) -> SglangRollout:

@@ -2,6 +2,10 @@
 
 Minimised: sum over trained tokens of u_i * (-min(rho A, clip(rho, 1 - low, 1 + high) A) + kl_coef * k3), where u_i
 holds every divisor. rho is exp(log pi_theta - log pi_step_start); with one update a step that is 1 and needs no pass.
+
+Samples that another policy drew, older weights or another engine: `importance` multiplies the first term by the token's
+ratio w = exp(log pi_step_start - log pi_sampler), a constant, truncated (as in IMPALA, arXiv:1802.01561) or masked
+outside a band. The KL term stays as it is.
 """
 
 import numpy as np
@@ -85,6 +89,9 @@ class Grpo:
         ratio = self._ratio(tokens)
         clipped = ratio.clamp(1.0 - self._options.clip_low, 1.0 + self._options.clip_high)
         loss = -torch.minimum(ratio * advantage, clipped * advantage)
+        importance = self._importance(tokens)
+        if importance is not None:
+            loss = loss * importance
         if self._options.kl_coef > 0:
             loss = loss + self._options.kl_coef * _k3(tokens)
         return weight * loss
@@ -98,16 +105,47 @@ class Grpo:
         too_high = (advantage > 0) & (ratio > 1.0 + self._options.clip_high)
         too_low = (advantage < 0) & (ratio < 1.0 - self._options.clip_low)
         metrics = {"grpo/clip_frac": (too_high | too_low).to(ratio.dtype) / num_tokens}
+        importance = self._importance(tokens)
+        if importance is not None:
+            metrics["grpo/importance_mean"] = importance / num_tokens
+            metrics["grpo/importance_cut_frac"] = self._is_cut(self._sampler_ratio(tokens)).to(ratio.dtype) / num_tokens
         if self._options.kl_coef > 0:
             metrics["grpo/kl"] = _k3(tokens) / num_tokens
         return metrics
 
     def _ratio(self, tokens: TokenRecord) -> torch.Tensor:
         """[t], rho; carries the gradient even where it is 1 by construction."""
+        return torch.exp((tokens.logprobs - self._step_start(tokens)).clamp(max=MAX_LOG_RATIO))
+
+    def _step_start(self, tokens: TokenRecord) -> torch.Tensor:
+        """[t], log pi_step_start; with one update a step these are the update's own log-probs."""
         old = tokens.logprobs.detach() if self._updates_per_step == 1 else tokens.step_start_logprobs
         if old is None:
             raise ValueError("objective: grpo with several updates a step needs step_start log-probs, got none")
-        return torch.exp((tokens.logprobs - old).clamp(max=MAX_LOG_RATIO))
+        return old
+
+    def _importance(self, tokens: TokenRecord) -> torch.Tensor | None:
+        """[t], the factor of the policy-gradient term, without gradient; None when there is no correction."""
+        cap = self._options.importance_cap
+        if cap is None:
+            return None
+        ratio = self._sampler_ratio(tokens)
+        if self._options.importance == "mask":
+            return torch.where(self._is_cut(ratio), torch.zeros_like(ratio), ratio)
+        return ratio.clamp(max=cap)
+
+    def _is_cut(self, ratio: torch.Tensor) -> torch.Tensor:
+        """bool [t], where `_importance` is not the ratio itself."""
+        cap, floor = self._options.importance_cap, self._options.importance_floor
+        too_high = ratio > (float("inf") if cap is None else cap)
+        return too_high if floor is None else too_high | (ratio < floor)
+
+    def _sampler_ratio(self, tokens: TokenRecord) -> torch.Tensor:
+        """[t], w = pi_step_start / pi_sampler of the sampled tokens."""
+        if tokens.sampler_logprobs is None:
+            raise ValueError("objective: grpo with importance needs the sampler's log-probs, got none")
+        log_ratio = self._step_start(tokens).detach() - tokens.sampler_logprobs
+        return torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
 
     def _scaled(self, centred: FloatArray, sizes: FloatArray, std: FloatArray, of_sample: np.ndarray) -> list[float]:
         match self._options.advantage:

@@ -18,6 +18,8 @@ logger = logging.getLogger(PROGRESS_LOGGER)
 Unit = Literal["step", "bytes"]
 _RATE_WEIGHT = 0.3
 """Weight of the newest step in the moving average that the time left is computed from."""
+SAMPLES_INTERVAL_S = 30.0
+"""Between two log lines about sampling, where there is no bar."""
 _ROWS = 20
 _FALLBACK_COLUMNS = 80
 _BAR = "{desc} |{bar}| {postfix}"
@@ -60,6 +62,7 @@ class Progress:
         self._clock = console.clock
         self._last_advance = console.clock()
         self._last_line: float | None = None
+        self._last_samples = console.clock()
         self._units_per_s: float | None = None
         self._fields: dict[str, float] = {}
         self._phase = ""
@@ -93,6 +96,14 @@ class Progress:
         self._phase = names if isinstance(names, str) else " ".join(names)
         if self._bar is not None:
             self._draw()
+
+    def samples(self, names: tuple[str, ...], done: int, total: int) -> None:
+        """How far sampling is within the open spans `names`: beside the bar, or rarely a log line."""
+        self.phase(" ".join([*names, f"{done}/{total}"]))
+        now = self._clock()
+        if self._enabled and self._bar is None and now - self._last_samples >= SAMPLES_INTERVAL_S:
+            self._last_samples = now
+            logger.info("%s %s", self._head(), self._phase)
 
     def close(self) -> None:
         """Leave the bar's last state on the terminal."""

@@ -1,6 +1,6 @@
 """Which judged samples are trained: labels, truncation, minimum group size; everything left out is counted."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,16 +22,25 @@ def label_sample(sample: Sample, reward: float, label: int) -> Sample:
     return replace(sample, reward=reward, label=0 if sample.stop is Stop.LENGTH else label)
 
 
-def admit(groups: Sequence[Group], options: AdmissionOptions, *, min_group_size: int) -> Admitted:
-    """Drop unjudged and empty samples, cut ones if so configured, then groups that became too small.
+def admit(
+    groups: Sequence[Group], options: AdmissionOptions, *, min_group_size: int, stale: Collection[str] | None = None
+) -> Admitted:
+    """Drop stale groups, unjudged and empty samples, cut ones if so configured, then groups that became too small.
 
     Args:
         groups: every sample has a reward and label, or a failure.
         min_group_size: 2 where the objective compares siblings, else 1.
+        stale: ids of samples from weights older than the run allows; a group with one of them is dropped whole, or its
+            answers would be compared with those of another policy. None: age does not matter, and is not counted.
     """
     counts = {"unjudged": 0, "truncated": 0, "aborted": 0, "small_groups": 0, "one_class_groups": 0}
+    if stale is not None:
+        counts["stale_groups"] = 0
     kept: list[Group] = []
     for group in groups:
+        if stale and any(sample.id in stale for sample in group.samples):
+            counts["stale_groups"] += 1
+            continue
         samples = []
         for sample in group.samples:
             if sample.failure is not None:

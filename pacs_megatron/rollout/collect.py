@@ -6,19 +6,25 @@ and are unblocked by GENERATE (sample your share) or by the final decision of th
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pacs_megatron.batching.tables import facts_from_arrays, facts_to_arrays, tokens_from_arrays
-from pacs_megatron.contracts import Decision, DecisionKind, Interrupted, SampleFacts, TokenBuffers
+from pacs_megatron.contracts import Decision, DecisionKind, Interrupted, Sample, SampleFacts, TokenBuffers
 from pacs_megatron.errors import PacsError, RolloutError
 from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays
 from pacs_megatron.rollout.driver_client import DriverClient, named_error
 from pacs_megatron.rollout.embedded import EmbeddedEngine
-from pacs_megatron.rollout.sample_arrays import requests_from_message, samples_from_message, samples_to_message
+from pacs_megatron.rollout.sample_arrays import (
+    Message,
+    requests_from_message,
+    samples_from_message,
+    samples_to_message,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +34,16 @@ class Collected:
     facts: SampleFacts
     tokens: TokenBuffers | None
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverState:
+    """What a checkpoint keeps of the driver; empty on all ranks but 0."""
+
+    order: dict[str, Any] | None
+    """the position in the data"""
+    buffer: Message | None
+    """samples of steps that were not trained yet"""
 
 
 class Rollouts:
@@ -51,8 +67,7 @@ class Rollouts:
     def collect(self, step: int) -> Collected:
         """The step's samples. Raises, on every rank, what the driver raised."""
         header, arrays = self._exchange({"op": "rollout", "step": step})
-        wire = None
-        tokens = None
+        wire, tokens = None, None
         if self._rank.rank == 0:
             parts = _split_prefix(arrays)
             tokens = tokens_from_arrays(parts["tokens"])
@@ -66,39 +81,75 @@ class Rollouts:
         benchmarks: dict[str, list[dict[str, Any]]] = header["benchmarks"]
         return benchmarks
 
+    # --------------------------------------------------------------------------------------------------------- state
+    def state(self, trained: int) -> DriverState:
+        """What the checkpoint after `trained` steps keeps; empty on all ranks but 0. Collective; raises on every rank."""
+        header, arrays = self._ask_alone({"op": "state", "trained": trained}, None)
+        if not header:
+            return DriverState(order=None, buffer=None)
+        works = header["buffer"]["works"]
+        return DriverState(order=header["order"], buffer=(header["buffer"], arrays) if works else None)
+
+    def load_state(self, saved: DriverState) -> None:
+        """Continue from what `state` gave; `saved` counts on rank 0 only. Collective; raises on every rank."""
+        buffer, arrays = (None, None) if saved.buffer is None else saved.buffer
+        self._ask_alone({"op": "load_state", "order": saved.order, "buffer": buffer}, arrays)
+
+    def _ask_alone(self, question: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> Message:
+        """Rank 0's exchange with the driver; an error is raised on every rank. Empty on the others. Collective."""
+        found: Message = ({}, {})
+        error: PacsError | None = None
+        try:
+            if self._driver is not None:
+                found = self._driver.ask(question, arrays)
+        except PacsError as caught:
+            error = caught
+        message = self._channel.first_error(None if error is None else f"{type(error).__name__}|{error}")
+        if message is not None:
+            raise error if error is not None else named_error(*message.split("|", 1))
+        return found
+
     # ------------------------------------------------------------------------------------------------------ exchange
     def _exchange(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """The final answer to `question` on every rank (its arrays on rank 0 only)."""
         if self._rank.rank:
             return self._follow(), {}
-        header, arrays = self._ask(question, None)
+        assert self._driver is not None
+        driver = self._driver
+        header, arrays = self._ask(lambda: driver.send(question))
         while header["kind"] == "generate":
             self._channel.send(Decision(kind=DecisionKind.GENERATE, reason="sample", detail=header))
             # Outside of `_ask`: an error in here is known to every rank already.
-            header, arrays = self._ask(*self._generate(header, arrays))
+            samples, payload = self._generate(header, arrays)
+            header, arrays = self._ask(partial(driver.reply, {"op": "samples", **samples}, payload))
         kind = DecisionKind.TRAIN if header["kind"] == "groups" else DecisionKind.EVALUATE
         self._channel.send(Decision(kind=kind, reason=str(question["op"]), detail=header))
         return header, arrays
 
-    def _ask(
-        self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None
-    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def _ask(self, send: Callable[[], None]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Rank 0: the driver's answer. An error is told to the waiting ranks before it is raised."""
         assert self._driver is not None
         try:
-            self._driver.send(header, arrays)
-            return self._driver.receive(on_wait=self._heartbeat)
+            send()
+            header, arrays = self._driver.receive(on_wait=self._heartbeat)
+            if header["kind"] == "generate":
+                self._raise_if_asked_to_stop()  # sampling can take long, and nobody looks at signals meanwhile
+            return header, arrays
         except (PacsError, Interrupted) as error:
+            self._driver.abandon()
             detail = {"type": type(error).__name__, "message": str(error)}
             self._channel.send(Decision(kind=DecisionKind.STOP, reason="error", detail=detail))
             raise
 
     def _heartbeat(self) -> None:
         """The other ranks are in `receive` now, and only now. A signal ends the wait: generation can take long."""
-        if self._should_stop():
-            raise Interrupted
+        self._raise_if_asked_to_stop()
         self._channel.on_heartbeat()
         self._channel.send(Decision(kind=DecisionKind.WAIT, reason="driver busy", detail={}))
+
+    def _raise_if_asked_to_stop(self) -> None:
+        if self._should_stop():
+            raise Interrupted
 
     def _follow(self) -> dict[str, Any]:
         while True:
@@ -121,9 +172,11 @@ class Rollouts:
         shared = broadcast_arrays(arrays, src=0, group=self._rank.control)
         requests = requests_from_message(header, shared)
         error: PacsError | None = None
-        samples = []
+        samples: list[Sample] = []
         try:
-            samples = self._engine.generate_share(requests)
+            for sample in self._engine.stream(requests):
+                samples.append(sample)
+                self._tell_progress(len(samples), len(requests))
         except PacsError as caught:
             error = caught
         message = self._channel.first_error(None if error is None else str(error))
@@ -138,6 +191,12 @@ class Rollouts:
         for other in gathered[1:]:
             everything += samples_from_message(_header_of(other, mine_header["digests"], self._engine), other)
         return samples_to_message(everything)
+
+    def _tell_progress(self, mine: int, total: int) -> None:
+        """The ranks are about as fast as each other."""
+        self._channel.on_heartbeat()
+        if self._driver is not None:
+            self._driver.on_progress(min(total, mine * self._rank.layout.world_size), total)
 
 
 def _header_of(arrays: Mapping[str, np.ndarray], digests: list[str], engine: EmbeddedEngine) -> dict[str, Any]:

@@ -1,17 +1,23 @@
 """The driver: one process beside global rank 0, with its own GIL. It owns prompt order, requests, rewards and admission.
 
-Concurrency: rank 0 asks one question at a time over a socket and gets one final answer; for the embedded engine the
-driver asks back (`generate`) in between. The driver ends when the socket closes, and the kernel ends it when rank 0 dies.
+Concurrency: rank 0 asks one question at a time over a socket; every answer bears the question's number. The main thread
+waits for the socket and for the pipeline's threads (`select`), so a question that takes long, `rollout` or `evaluate`,
+leaves it free: it tells how far sampling is, and takes `abandon` and `state` at any time. For the embedded engine the
+driver asks back (`generate`) in between. It ends when the socket closes, and the kernel ends it when rank 0 dies.
 It ignores SIGINT, SIGTERM and SIGUSR1: rank 0 turns signals into decisions and then closes the socket.
 """
 
 import ctypes
 import logging
+import select
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,24 +27,44 @@ import numpy as np
 from pacs_megatron.batching.tables import facts_to_arrays, tabulate, tokens_to_arrays
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import DemonstrationRollout, RunConfig, SglangRollout
-from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest, Span, Stop
-from pacs_megatron.data import PromptOrder, load_prompts, load_tokenizer, stop_token_ids
-from pacs_megatron.data.prompts import PromptSet
-from pacs_megatron.errors import DataError, PacsError, RolloutError
+from pacs_megatron.contracts import Sample, Stop
+from pacs_megatron.data import load_prompts, load_tokenizer
+from pacs_megatron.errors import PacsError, RolloutError
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.observability.rollout_log import rollout_path, write_rollouts
 from pacs_megatron.rewards.pool import RewardPool
 from pacs_megatron.rollout.admission import admit, shuffle_labels
 from pacs_megatron.rollout.judge import Judge
+from pacs_megatron.rollout.lag import lag_metrics
+from pacs_megatron.rollout.pipeline import Pipeline
 from pacs_megatron.rollout.requests import sample_requests
 from pacs_megatron.rollout.sample_arrays import Message, requests_to_message, samples_from_message
 from pacs_megatron.rollout.sglang import open_engine
 from pacs_megatron.rollout.sglang_client import SglangEngine
 from pacs_megatron.rollout.sglang_fleet import Health
+from pacs_megatron.rollout.train_data import TrainData
 from pacs_megatron.rollout.wire import Connection
+from pacs_megatron.rollout.work import Work, work_metrics
 
 logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
+_PROGRESS_S = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """The question that rank 0 waits for."""
+
+    number: int
+    work: Work
+    """answered when this is done"""
+    finish: Callable[[], Message]
+    to_generate: list[Work]
+    """embedded engine: works that the ranks have yet to sample, the next one first"""
+    generating: bool = False
+    told: tuple[int, int] = (0, 0)
+    """counts that rank 0 heard of last"""
+    told_at: float = 0.0
 
 
 class Driver:
@@ -48,12 +74,15 @@ class Driver:
         self._config = config
         self._run_dir = run_dir
         self._connection = connection
-        self._model_dir = model_dir
         self._tokenizer = load_tokenizer(str(model_dir), config.model.trust_remote_code)
-        self._train = self._load_train()
+        self._decoding = threading.Lock()
+        self._data = TrainData(config, model_dir, self._tokenizer)
         self._benchmarks = [load_prompts(b, config.data, self._tokenizer) for b in config.evaluation.benchmarks]
-        self._order = PromptOrder(len(self._train.prompts), config.run.seed, config.data.shuffle)
-        self._known: set[str] = set()
+        rollout = config.rollout
+        self._max_lag = 0 if isinstance(rollout, DemonstrationRollout) else rollout.max_lag
+        self._open: _Open | None = None
+        self._woken, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
         self._engine: SglangEngine | None = None
         self._judge: Judge | None = None
         self._pool: RewardPool | None = None
@@ -65,10 +94,10 @@ class Driver:
                 threshold=config.reward.label_threshold,
                 max_failure_frac=config.reward.max_failure_frac,
             )
-
-        if isinstance(config.rollout, SglangRollout):
+        if isinstance(rollout, SglangRollout):
             model = config.model.model_copy(update={"path": str(model_dir)})
-            self._engine = open_engine(config.rollout, model, run_dir / "servers")
+            self._engine = open_engine(rollout, model, run_dir / "servers")
+        self._pipeline = Pipeline(self._judge, self._engine, self._data.take, self._wake)
 
     def close(self) -> None:
         """End workers and own servers."""
@@ -78,76 +107,10 @@ class Driver:
             self._pool.close()
 
     def _decode(self, ids: np.ndarray) -> str:
-        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+        with self._decoding:
+            return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
-    # ---------------------------------------------------------------------------------------------------------- data
-    def _load_train(self) -> PromptSet:
-        config = self._config
-        loaded = load_prompts(config.data.train, config.data, self._tokenizer)
-        if loaded.num_too_long:
-            logger.info(
-                "%s: %d of %d prompts dropped: more than data.max_prompt_tokens=%d tokens",
-                loaded.name,
-                loaded.num_too_long,
-                loaded.num_rows,
-                config.data.max_prompt_tokens,
-            )
-        if isinstance(config.rollout, DemonstrationRollout):
-            self._demonstrations = self._encode_demonstrations(loaded, config.rollout.max_response_tokens)
-            kept = tuple(p for p in loaded.prompts if p.id in self._demonstrations)
-            if not kept:
-                raise DataError(
-                    f"{config.data.train.path}: no demonstration fits rollout.max_response_tokens="
-                    f"{config.rollout.max_response_tokens}; raise it"
-                )
-            if len(kept) < len(loaded.prompts):
-                logger.info("%s: %d demonstrations dropped: too long", loaded.name, len(loaded.prompts) - len(kept))
-            return PromptSet(
-                name=loaded.name,
-                prompts=kept,
-                num_rows=loaded.num_rows,
-                num_too_long=loaded.num_rows - len(kept),
-                num_duplicates=loaded.num_duplicates,
-            )
-        return loaded
-
-    def _encode_demonstrations(self, loaded: PromptSet, limit: int) -> dict[str, np.ndarray]:
-        """Prompt id -> int32 response ids, ended by the end-of-sequence token; over-long ones are left out."""
-        end = self._tokenizer.eos_token_id
-        if end is None:
-            end = stop_token_ids(self._tokenizer, str(self._model_dir))[0]
-        found = {}
-        for prompt in loaded.prompts:
-            if not prompt.solution:
-                raise DataError(
-                    f"{self._config.data.train.path}: prompt {prompt.id} has no solution to learn from; name the column "
-                    "with data.train.columns.solution"
-                )
-            ids = self._tokenizer(prompt.solution, add_special_tokens=False)["input_ids"]
-            if len(ids) < limit:
-                found[prompt.id] = np.array([*ids, end], dtype=np.int32)
-        return found
-
-    # ------------------------------------------------------------------------------------------------------ sampling
-    def _sample(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> Iterator[Sample]:
-        """Samples as they arrive. Raises RolloutError for one whose weights this run did not send."""
-        found = self._from_ranks(prompts, requests) if self._engine is None else self._engine.stream(requests)
-        for sample in found:
-            unknown = {span.digest for span in sample.spans} - self._known
-            if unknown:
-                raise RolloutError(
-                    f"sample {sample.id} comes from weights with digest {min(unknown)}, which this run never sent; "
-                    "restart the rollout servers"
-                )
-            yield sample
-
-    def _from_ranks(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> list[Sample]:
-        """Embedded engine: the ranks sample, and rank 0 sends what they found."""
-        header, arrays = requests_to_message(prompts, requests)
-        self._connection.send({"kind": "generate", **header}, arrays)
-        header, arrays = self._connection.receive()
-        return samples_from_message(header, arrays)
-
+    # ------------------------------------------------------------------------------------------------------- weights
     def begin_update(self) -> Message:
         """Nothing is asked of the servers from here to `set_current`; the servers that take the update."""
         assert self._engine is not None
@@ -158,72 +121,67 @@ class Driver:
             raise RolloutError("no rollout server is alive: " + "; ".join(f"{s.url}: {s.reason}" for s in status))
         return {"kind": "updating", "urls": urls}, {}
 
-    def set_current(self, version: int, digest: str) -> Message:
-        """Samples of these weights are accepted from now on, and of no others."""
-        self._known = {digest}
+    def set_current(self, version: int, digest: str, trained: int) -> Message:
+        """The rollout engine holds the weights after `trained` steps. Servers go on with the steps that may now be
+        sampled, while rank 0 evaluates, saves or trains."""
+        self._pipeline.sent.add(digest, trained)
+        self._pipeline.forget(trained)
         if self._engine is not None:
             self._engine.set_current(version, digest)
+            if self._max_lag:
+                self._dispatch(trained + 1)
         return {"kind": "current"}, {}
 
-    def _demonstrated(self, prompts: Sequence[Prompt], step: int) -> list[Sample]:
-        samples = []
-        for prompt in prompts:
-            response = self._demonstrations[prompt.id]
-            samples.append(
-                Sample(
-                    id=f"{step}:{prompt.id}#0",
-                    prompt_id=prompt.id,
-                    token_ids=np.concatenate([prompt.token_ids, response]),
-                    prompt_len=len(prompt.token_ids),
-                    sampler_logprobs=np.zeros(len(response), dtype=np.float32),
-                    spans=(Span(version=0, digest="demonstration", start=0, end=len(response)),),
-                    stop=Stop.EOS,
-                    reward=1.0,
-                    label=1,
-                )
-            )
-        return samples
+    def _dispatch(self, step: int) -> list[Work]:
+        """The works of `step` and of those that may be sampled together with it."""
+        return self._pipeline.dispatch(step, min(step + self._max_lag, self._config.run.steps))
 
     # --------------------------------------------------------------------------------------------------------- steps
-    def rollout(self, step: int) -> Message:
-        """The judged and admitted samples of a step."""
-        config = self._config
-        started = time.perf_counter()
-        prompts = [self._train.prompts[k] for k in self._order.take(config.batch.prompts_per_step)]
-        by_id = {prompt.id: prompt for prompt in prompts}
-        if isinstance(config.rollout, DemonstrationRollout):
-            judged = self._demonstrated(prompts, step)
-        else:
-            assert self._judge is not None
-            requests = sample_requests(
-                prompts,
-                config.batch.samples_per_prompt,
-                config.rollout.sampling,
-                run_seed=config.run.seed,
-                step=step,
-                purpose="train",
-            )
-            judged = self._judge.judge(self._sample(prompts, requests), by_id)
-        groups = _group(judged, [prompt.id for prompt in prompts])
-        admitted = admit(groups, config.admission, min_group_size=1 if config.objective.name == "sft" else 2)
+    def rollout(self, number: int, step: int) -> None:
+        """Opens the question for a step's admitted samples; the steps before it are trained."""
+        self._pipeline.forget(step - 1)
+        works = self._dispatch(step)
+        # Ranks sample what the lag allows before they train: afterwards these weights are gone.
+        to_generate = [] if self._engine is not None else [w for w in works if self._pipeline.missing(w)]
+        self._open = _Open(
+            number=number, work=works[0], finish=partial(self._step_message, works[0]), to_generate=to_generate
+        )
+
+    def _step_message(self, work: Work) -> Message:
+        """The judged and admitted samples of a step. Raises RewardError when too many could not be judged."""
+        config, step = self._config, work.step
+        judged = work.in_order()
+        is_sampled = not isinstance(config.rollout, DemonstrationRollout)
+        if self._judge is not None and is_sampled:
+            self._judge.check(judged)
+        groups = work.groups()
+        lags = {s.id: self._pipeline.sent.lag(s, step) for s in judged} if self._max_lag else None
+        admitted = admit(
+            groups,
+            config.admission,
+            min_group_size=1 if config.objective.name == "sft" else 2,
+            stale=None if lags is None else {sample_id for sample_id, lag in lags.items() if lag > self._max_lag},
+        )
         kept = admitted.groups
         if config.data.shuffle_labels:
             kept = shuffle_labels(kept, seed=config.run.seed, step=step)
-        if config.logging.save_rollouts and not isinstance(config.rollout, DemonstrationRollout):
-            write_rollouts(rollout_path(self._run_dir, step), judged, by_id, self._decode)
+        if config.logging.save_rollouts and is_sampled:
+            write_rollouts(rollout_path(self._run_dir, step), judged, work.by_id, self._decode)
         facts, tokens = tabulate(kept)
         arrays = {f"facts.{name}": value for name, value in facts_to_arrays(facts).items()}
         arrays |= {f"tokens.{name}": value for name, value in tokens_to_arrays(tokens).items()}
-        metrics = _rollout_metrics(judged, admitted.counts) | {"data/epoch": float(self._order.epoch)}
-        logger.info("step %d: %d samples in %.2f s", step, len(judged), time.perf_counter() - started)
+        metrics = work_metrics(judged, admitted.counts) | {"data/epoch": float(work.epoch)}
+        if lags is not None:
+            trained = [sample for group in kept for sample in group.samples]
+            metrics |= lag_metrics(trained, [lags[sample.id] for sample in trained])
+        logger.info("step %d: %d samples in %.2f s", step, len(judged), time.perf_counter() - work.since)
         return {"kind": "groups", "metrics": metrics}, arrays
 
-    def evaluate(self, step: int) -> Message:
-        """Counts of every benchmark's problems."""
+    def evaluate(self, number: int, step: int) -> None:
+        """Opens the question for the counts of every benchmark's problems."""
         config = self._config
-        assert config.evaluation.sampling is not None and self._judge is not None
-        prompts = [prompt for benchmark in self._benchmarks for prompt in benchmark.prompts]
-        by_id = {prompt.id: prompt for prompt in prompts}
+        assert config.evaluation.sampling is not None
+        prompts = tuple(prompt for benchmark in self._benchmarks for prompt in benchmark.prompts)
         requests = sample_requests(
             prompts,
             config.evaluation.samples_per_prompt,
@@ -232,10 +190,23 @@ class Driver:
             step=step,
             purpose="eval",
         )
-        judged = self._judge.judge(self._sample(prompts, requests), by_id)
-        if config.logging.save_rollouts:
-            write_rollouts(rollout_path(self._run_dir, step, "eval"), judged, by_id, self._decode)
-        per_prompt: dict[str, list[Sample]] = {prompt.id: [] for prompt in prompts}
+        work = Work(step=step, prompts=prompts, requests=tuple(requests), is_train=False)
+        if self._engine is not None:
+            self._pipeline.start(work, urgent=True)
+        self._open = _Open(
+            number=number,
+            work=work,
+            finish=partial(self._evaluation_message, work),
+            to_generate=[work] if self._engine is None else [],
+        )
+
+    def _evaluation_message(self, work: Work) -> Message:
+        judged = work.in_order()
+        assert self._judge is not None
+        self._judge.check(judged)
+        if self._config.logging.save_rollouts:
+            write_rollouts(rollout_path(self._run_dir, work.step, "eval"), judged, work.by_id, self._decode)
+        per_prompt: dict[str, list[Sample]] = {prompt.id: [] for prompt in work.prompts}
         for sample in judged:
             per_prompt[sample.prompt_id].append(sample)
         return {
@@ -246,55 +217,117 @@ class Driver:
             },
         }, {}
 
+    def _abandon(self) -> None:
+        """Rank 0 does not wait any more. Finished samples of steps stay; an evaluation is made anew."""
+        if self._open is not None and not self._open.work.is_train:
+            self._pipeline.drop(self._open.work)
+        self._open = None
+
+    # --------------------------------------------------------------------------------------------------------- state
+    def state(self, trained: int) -> Message:
+        """What a checkpoint after `trained` steps keeps: the data's position, and the steps on their way."""
+        self._pipeline.forget(trained)
+        header, arrays = self._pipeline.state()
+        return {"kind": "state", "order": self._data.order.state_dict(), "buffer": header}, arrays
+
+    def load_state(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Message:
+        """Continue where a checkpoint was taken."""
+        self._data.order.load_state_dict(header["order"])
+        if header["buffer"] is not None:
+            self._pipeline.load_state((header["buffer"], dict(arrays)), self._data.by_id, self._data.requests)
+        return {"kind": "loaded"}, {}
+
     # --------------------------------------------------------------------------------------------------------- serve
     def serve(self) -> None:
         """Answer until rank 0 says `close`. A PacsError becomes an answer; anything else ends the process."""
-        self._connection.send({"kind": "ready", "num_prompts": len(self._train.prompts)})
+        self._connection.send({"kind": "ready", "ask": 0, "num_prompts": len(self._data.prompts)})
         while True:
-            question, _ = self._connection.receive()
-            match question["op"]:
-                case "close":
+            sources: list[Connection | socket.socket] = [self._connection, self._woken]
+            ready, _, _ = select.select(sources, [], [], _PROGRESS_S if self._open else None)
+            if self._woken in ready:
+                self._woken.recv(1 << 16)
+            if self._connection in ready:
+                header, arrays = self._connection.receive()
+                if header["op"] == "close":
                     return
-                case "state":
-                    self._connection.send({"kind": "state", "order": self._order.state_dict()})
-                case "load_state":
-                    self._answer(partial(self.load_state, question["order"]))
-                case "begin_update":
-                    self._answer(self.begin_update)
-                case "set_current":
-                    self._answer(partial(self.set_current, question["version"], question["digest"]))
-                case "rollout":
-                    self._answer(partial(self.rollout, question["step"]))
-                case "evaluate":
-                    self._answer(partial(self.evaluate, question["step"]))
+                self._handle(header, arrays)
+            if self._open is not None:
+                self._advance(self._open)
 
-    def load_state(self, state: dict[str, Any]) -> Message:
-        """Continue where a checkpoint was taken."""
-        self._order.load_state_dict(state)
-        return {"kind": "loaded"}, {}
+    def _handle(self, question: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        number = question["ask"]
+        match question["op"]:
+            case "abandon":
+                self._abandon()
+            case "samples":
+                if self._open is not None and self._open.number == number:
+                    self._generated(self._open, samples_from_message(question, arrays))
+            case "rollout":
+                self._or_error(number, partial(self.rollout, number, question["step"]))
+            case "evaluate":
+                self._or_error(number, partial(self.evaluate, number, question["step"]))
+            case "state":
+                self._answer(number, partial(self.state, question["trained"]))
+            case "load_state":
+                self._answer(number, partial(self.load_state, question, arrays))
+            case "begin_update":
+                self._answer(number, self.begin_update)
+            case "set_current":
+                version, digest, trained = question["version"], question["digest"], question["trained"]
+                self._answer(number, partial(self.set_current, version, digest, trained))
 
-    def _answer(self, compute: Callable[[], Message]) -> None:
+    def _generated(self, question: _Open, samples: list[Sample]) -> None:
+        """Embedded engine: what the ranks sampled for the first of `to_generate`."""
+        question.generating = False
+        work = question.to_generate.pop(0)
+        self._or_error(question.number, partial(self._pipeline.arrived, work, samples))
+
+    def _advance(self, question: _Open) -> None:
+        """Whatever the open question needs next: another share from the ranks, its answer, or a sign of life."""
+        if not question.generating and question.to_generate:
+            work = question.to_generate[0]
+            header, arrays = requests_to_message(work.prompts, self._pipeline.missing(work))
+            question.generating = True
+            self._connection.send({"kind": "generate", "ask": question.number, "step": work.step, **header}, arrays)
+            return
+        try:
+            is_done = not question.generating and self._pipeline.is_done(question.work)
+        except PacsError as error:
+            self._tell(question.number, error)
+            return
+        if is_done:
+            self._open = None
+            self._answer(question.number, question.finish)
+        elif time.monotonic() - question.told_at >= _PROGRESS_S:
+            counts = self._pipeline.counts(question.work)
+            if counts != question.told:
+                question.told, question.told_at = counts, time.monotonic()
+                done, total = counts
+                self._connection.send({"kind": "progress", "ask": question.number, "done": done, "total": total})
+
+    def _answer(self, number: int, compute: Callable[[], Message]) -> None:
         try:
             header, arrays = compute()
         except PacsError as error:
-            logger.exception("told to the trainer")
-            self._connection.send({"kind": "error", "type": type(error).__name__, "message": str(error)})
+            self._tell(number, error)
             return
-        self._connection.send(header, arrays)
+        self._connection.send({**header, "ask": number}, arrays)
 
+    def _or_error(self, number: int, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except PacsError as error:
+            self._tell(number, error)
 
-def _group(samples: Sequence[Sample], prompt_ids: Sequence[str]) -> list[Group]:
-    members: dict[str, list[Sample]] = {prompt_id: [] for prompt_id in prompt_ids}
-    for sample in samples:
-        members[sample.prompt_id].append(sample)
-    return [
-        Group(prompt_id=prompt_id, samples=tuple(sorted(found, key=lambda s: _index_of(s.id))))
-        for prompt_id, found in members.items()
-    ]
+    def _tell(self, number: int, error: PacsError) -> None:
+        """The question ends with this error."""
+        logger.error("told to the trainer", exc_info=error)
+        self._open = None
+        self._connection.send({"kind": "error", "ask": number, "type": type(error).__name__, "message": str(error)})
 
-
-def _index_of(sample_id: str) -> int:
-    return int(sample_id.rsplit("#", 1)[1])
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # it has enough to wake up by
+            self._waker.send(b"\0")
 
 
 def _counts(prompt_id: str, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -307,22 +340,6 @@ def _counts(prompt_id: str, samples: Sequence[Sample]) -> dict[str, Any]:
         "truncated": sum(s.stop is Stop.LENGTH for s in samples),
         "tokens": sum(s.response_len for s in samples),
     }
-
-
-def _rollout_metrics(samples: Sequence[Sample], dropped: dict[str, int]) -> dict[str, float]:
-    """Means over the judged samples of the step (before admission), lengths over all of them."""
-    judged = [s for s in samples if s.failure is None]
-    lens = np.array([s.response_len for s in samples], dtype=np.float64)
-    metrics = {
-        "response/len_mean": float(lens.mean()),
-        "response/len_max": float(lens.max()),
-        "response/truncated_frac": float(np.mean([s.stop is Stop.LENGTH for s in samples])),
-        "response/tokens": float(lens.sum()),
-    }
-    if judged:
-        metrics["reward/mean"] = float(np.mean([s.reward for s in judged]))
-        metrics["reward/label_mean"] = float(np.mean([s.label for s in judged]))
-    return metrics | {f"admission/dropped_{name}": float(count) for name, count in dropped.items()}
 
 
 def _die_with_parent() -> None:
@@ -342,7 +359,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         driver = Driver(config, run_dir, model_dir, connection)
     except PacsError as error:
-        connection.send({"kind": "error", "type": type(error).__name__, "message": str(error)})
+        connection.send({"kind": "error", "ask": 0, "type": type(error).__name__, "message": str(error)})
         return int(error.exit_code)
     try:
         driver.serve()

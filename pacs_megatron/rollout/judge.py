@@ -1,6 +1,12 @@
-"""Samples to judged samples: the reward pool runs while sampling goes on, so verifying costs no extra time."""
+"""Samples to judged samples: the reward pool runs while sampling goes on, so verifying costs no extra time.
+
+Concurrency: `submit` and `judge` may be called from any thread. One background thread takes the pool's verdicts and
+calls back whoever submitted; it ends with the pool, and tells everybody who still waits.
+"""
 
 import logging
+import queue
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -13,10 +19,13 @@ from pacs_megatron.rewards.pool import RewardPool, Verdict
 from pacs_megatron.rollout.admission import label_sample
 
 logger = logging.getLogger(__name__)
+_WAIT_S = 3600.0
+Judged = Callable[[Sample | RewardError], None]
+"""Called in the judge's thread with the sample and its verdict, or with the error that says why there is none."""
 
 
 class Judge:
-    """Feeds the pool. `decode` turns response ids into the text that the verifier reads."""
+    """Feeds the pool. `decode` turns response ids into the text that the verifier reads; it must be thread-safe."""
 
     def __init__(
         self,
@@ -30,30 +39,69 @@ class Judge:
         self._decode = decode
         self._threshold = threshold
         self._max_failure_frac = max_failure_frac
+        self._waiting: dict[str, tuple[Sample, Judged]] = {}
+        self._lock = threading.Lock()
+        self._ended: RewardError | None = None
+        threading.Thread(target=self._collect, name="judge", daemon=True).start()
+
+    def submit(self, sample: Sample, prompt: Prompt, done: Judged) -> None:
+        """Has `sample` judged; returns at once, `done` is called later. Raises RewardError when the pool has ended."""
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            self._waiting[sample.id] = (sample, done)
+        self._pool.submit(sample.id, prompt, self._decode(sample.response_ids))
 
     def judge(self, samples: Iterable[Sample], prompts: Mapping[str, Prompt]) -> list[Sample]:
         """Every sample with reward and label, or with `failure`; in order of arrival of the samples.
 
         Raises RewardError when more than the configured share could not be judged, or for a reward that is no label.
         """
-        arrived: dict[str, Sample] = {}
-        judged: dict[str, Sample] = {}
+        answers: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
+        order: list[str] = []
         for sample in samples:
-            arrived[sample.id] = sample
-            self._pool.submit(sample.id, prompts[sample.prompt_id], self._decode(sample.response_ids))
-            while (verdict := self._pool.next_finished(timeout_s=0)) is not None:
-                judged[verdict.key] = self._apply(arrived[verdict.key], verdict)
-        for verdict in self._pool.results():
-            judged[verdict.key] = self._apply(arrived[verdict.key], verdict)
-        failures = [s.failure for s in judged.values() if s.failure is not None]
-        check_failures(failures, len(judged), self._max_failure_frac)
-        return [judged[sample_id] for sample_id in arrived]
+            order.append(sample.id)
+            self.submit(sample, prompts[sample.prompt_id], answers.put)
+        judged: dict[str, Sample] = {}
+        for _ in order:
+            answer = answers.get()
+            if isinstance(answer, RewardError):
+                raise answer
+            judged[answer.id] = answer
+        self.check(list(judged.values()))
+        return [judged[sample_id] for sample_id in order]
 
-    def _apply(self, sample: Sample, verdict: Verdict) -> Sample:
+    def check(self, judged: list[Sample]) -> None:
+        """Raises RewardError when more than the configured share of these samples could not be judged."""
+        failures = [s.failure for s in judged if s.failure is not None]
+        check_failures(failures, len(judged), self._max_failure_frac)
+
+    # ------------------------------------------------------------------------------------- in the background thread
+    def _collect(self) -> None:
+        while True:
+            try:
+                verdict = self._pool.next_finished(timeout_s=_WAIT_S)
+            except RewardError as error:
+                self._end(error)
+                return
+            if verdict is not None:
+                with self._lock:
+                    sample, done = self._waiting.pop(verdict.key)
+                done(self._apply(sample, verdict))
+
+    def _end(self, error: RewardError) -> None:
+        with self._lock:
+            self._ended = error
+            waiting = list(self._waiting.values())
+            self._waiting.clear()
+        for _, done in waiting:
+            done(error)
+
+    def _apply(self, sample: Sample, verdict: Verdict) -> Sample | RewardError:
         if verdict.reward is None:
             return replace(sample, failure=verdict.failure)
         try:
             label = label_of(verdict.reward, self._threshold)
         except RewardError as error:
-            raise RewardError(f"sample {sample.id}: {error}") from error
+            return RewardError(f"sample {sample.id}: {error}")
         return label_sample(sample, verdict.reward, label)

@@ -18,7 +18,7 @@ import multiprocessing
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -108,8 +108,9 @@ class SglangEngine:
         self._run(self._open(servers, fleet_limits))
 
     # ----------------------------------------------------------------------------------------- called by other threads
-    def stream(self, requests: Sequence[SampleRequest]) -> Iterator[Sample]:
+    def stream(self, requests: Sequence[SampleRequest], *, urgent: bool = False) -> Generator[Sample, None, None]:
         """Samples as they finish, one for each request that is not cancelled. Leaving it early cancels the rest.
+        `urgent` requests are sent before all others that wait.
 
         Raises RolloutError when a request must not be sent (`check_request`; then none of them is), failed for good, or
         no server was usable for `all_down_after_s`.
@@ -122,7 +123,7 @@ class SglangEngine:
         stream = _Stream(ids)
         left = len(ids)
         if left:
-            self._run(self._submit(stream, tuple(requests)))
+            self._run(self._submit(stream, tuple(requests), urgent))
         try:
             while left:
                 item = stream.queue.get()
@@ -211,14 +212,16 @@ class SglangEngine:
                 )
 
     # --------------------------------------------------------------------------------------------- on the loop: requests
-    async def _submit(self, stream: _Stream, requests: tuple[SampleRequest, ...]) -> None:
+    async def _submit(self, stream: _Stream, requests: tuple[SampleRequest, ...], urgent: bool) -> None:
         taken = [request.id for request in requests if request.id in self._jobs]
         if taken:
             raise RolloutError(f"request {taken[0]} is already in flight")
-        for request in requests:
-            job = _Job(request, stream)
-            self._jobs[request.id] = job
-            self._pending.append(job)
+        jobs = [_Job(request, stream) for request in requests]
+        self._jobs.update({job.request.id: job for job in jobs})
+        if urgent:
+            self._pending.extendleft(reversed(jobs))
+        else:
+            self._pending.extend(jobs)
         self._dispatch()
 
     def _dispatch(self) -> None:

@@ -38,6 +38,10 @@ class Connection:
         except OSError as error:
             raise self._gone() from error
 
+    def fileno(self) -> int:
+        """For `select`."""
+        return self._sock.fileno()
+
     def poll(self, timeout_s: float) -> bool:
         """Whether something can be read within `timeout_s` (end of file counts)."""
         ready, _, _ = select.select([self._sock], [], [], timeout_s)

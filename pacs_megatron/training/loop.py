@@ -9,7 +9,7 @@ from typing import Any
 
 from pacs_megatron.checkpoint import run_checkpoint
 from pacs_megatron.contracts import Interrupted
-from pacs_megatron.errors import ExitCode, RolloutError
+from pacs_megatron.errors import ExitCode, RewardError, RolloutError, SyncError
 from pacs_megatron.evaluation.passk import ProblemCounts, benchmark_metrics
 from pacs_megatron.observability.metrics import MetricsWriter
 from pacs_megatron.observability.progress import Progress, training_fields
@@ -18,6 +18,7 @@ from pacs_megatron.observability.run_folder import truncate_after
 from pacs_megatron.observability.writers import MetricSinks, open_sinks
 from pacs_megatron.parallel.transfer import broadcast_arrays
 from pacs_megatron.policy import state as policy_state
+from pacs_megatron.rollout.collect import DriverState
 from pacs_megatron.training.export import export_hf
 from pacs_megatron.training.step import train_step
 from pacs_megatron.training.sync import sync
@@ -31,8 +32,8 @@ class Progressed:
     """How far the run is: what a checkpoint holds beside the policy. Changes at step boundaries only."""
 
     step: int = 0
-    driver: dict[str, Any] | None = None
-    """the driver's state at this boundary (rank 0)"""
+    version: int = 0
+    """of the policy's weights"""
     row: dict[str, float | None] | None = None
     """metrics of `step` that are not written yet: its evaluation is to come"""
 
@@ -58,6 +59,8 @@ class Outputs:
         )
         self.progress = stack.enter_context(Progress(w.config.run.name, w.config.run.steps, done=max(first_step, 0)))
         w.timer.on_change(self.progress.phase)
+        assert w.driver is not None
+        w.driver.on_progress = lambda done, total: self.progress.samples(w.timer.phase, done, total)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """One row of metrics, on disk when this returns."""
@@ -74,19 +77,23 @@ class Outputs:
 
 def run(w: World) -> ExitCode:
     """Train to the last step, from the newest checkpoint if there is one. Returns how the run ended."""
-    done = resume(w) or Progressed(driver=_driver_state(w), row={})
+    done = resume(w) or Progressed(version=w.policy.version, row={})
     written = done.step if done.row is None else done.step - 1
     with ExitStack() as stack:
         out = Outputs(w, written, stack)
-        sync(w)
+        sync(w, done.step)
         w.timer.take()
         try:
             if done.row is not None:
                 _finish_step(w, done, out)
             while done.step < w.config.run.steps:
                 metrics = train_step(w, done.step + 1)
-                done.step, done.driver, done.row = done.step + 1, _driver_state(w), metrics
+                done.step, done.version, done.row = done.step + 1, w.policy.version, metrics
+                sync(w, done.step)
                 _finish_step(w, done, out)
+        except (RolloutError, RewardError, SyncError):
+            _save_what_there_is(w, done)
+            raise
         except Interrupted:
             save(w, done)
             out.report()
@@ -118,11 +125,10 @@ def _finish_step(w: World, done: Progressed, out: Outputs) -> None:
 
 
 def _break_on_mismatch(w: World, done: Progressed, row: Mapping[str, float | None]) -> None:
-    """The circuit breaker: save and stop when trainer and sampler disagree. The row is the same on every rank."""
+    """The circuit breaker: stop (and save) when trainer and sampler disagree. The row is the same on every rank."""
     limit, found = w.config.mismatch.max_abs_mean, row.get("mismatch/logprob_abs_mean")
     if limit is None or found is None or found <= limit:
         return
-    save(w, done)
     raise RolloutError(
         f"step {done.step}: trainer and sampler log-probs differ by {found:.4f} nats a token, more than "
         f"mismatch.max_abs_mean={limit:g}; saved. Look at weight sync (rollout.sync.verify=full), the sampler's dtype or "
@@ -158,20 +164,28 @@ def evaluate(w: World, step: int) -> dict[str, float | None]:
     return metrics
 
 
-def _driver_state(w: World) -> dict[str, Any] | None:
-    return None if w.driver is None else w.driver.ask({"op": "state"})["order"]
+def _save_what_there_is(w: World, done: Progressed) -> None:
+    """Before an error that all ranks have ends the run: the last boundary, so that nothing is lost but what failed."""
+    # Weights that changed since are those of half a step.
+    if done.step == 0 or w.policy.version != done.version:
+        return
+    try:
+        save(w, done)
+    except RolloutError as lost:
+        logger.warning("not saved: %s", lost)
 
 
 def save(w: World, done: Progressed) -> None:
-    """Checkpoint of the boundary `done`. Collective."""
+    """Checkpoint of the boundary `done`, with all samples of later steps that are finished. Collective."""
     has_reference = w.policy.reference is not None
     with w.timer.span("checkpoint"):
+        driver = w.rollouts.state(done.step)
         contents = run_checkpoint.Contents(
             sharded=policy_state.sharded_state(w.policy, is_loading=False, with_reference=has_reference),
             state={
                 "policy_version": w.policy.version,
                 "schedule": w.policy.optimizer.schedule.state_dict(),
-                "driver": done.driver,
+                "driver": driver.order,
                 "row": done.row,
                 "digest": w.digest,
                 "has_reference": has_reference,
@@ -179,6 +193,7 @@ def save(w: World, done: Progressed) -> None:
             rng=policy_state.rng_state(),
             hf_metadata=w.model_dir,
             dtype=w.policy.config.params_dtype,
+            buffer=driver.buffer,
         )
         folder = run_checkpoint.save_checkpoint(
             w.run_dir, done.step, w.rank, contents, keep_last=w.config.checkpoint.keep_last
@@ -208,11 +223,11 @@ def resume(w: World) -> Progressed | None:
         policy_state.load_rng_state(rng)
     w.policy.version = saved["policy_version"]
     w.policy.optimizer.schedule.load_state_dict(saved["schedule"])
-    if w.driver is not None:
-        w.driver.ask({"op": "load_state", "order": saved["driver"]})
+    buffer = run_checkpoint.read_buffer(folder) if w.rank.rank == 0 else None
+    w.rollouts.load_state(DriverState(order=saved["driver"], buffer=buffer))
     if w.rank.rank == 0:
         logger.info("resumed from %s", folder)
-    return Progressed(step=saved["step"], driver=saved["driver"], row=saved["row"])
+    return Progressed(step=saved["step"], version=w.policy.version, row=saved["row"])
 
 
 def _agreed_checkpoint(w: World) -> Path | None:

@@ -1,11 +1,11 @@
-"""One step, as a page: samples in, updates, new weights to the rollout engine."""
+"""One step, as a page: samples in, updates. The loop then sends the new weights to the rollout engine."""
 
 from dataclasses import replace
 
 from pacs_megatron.batching.distribute import cut_step
 from pacs_megatron.contracts import Interrupted, Part
 from pacs_megatron.observability.metrics import MetricSums
-from pacs_megatron.training.sync import release_memory, sync
+from pacs_megatron.training.sync import release_memory
 from pacs_megatron.training.world import World
 
 
@@ -48,7 +48,6 @@ def train_step(w: World, step: int) -> dict[str, float | None]:
         sums.add_means({"optimizer/grad_norm": report.grad_norm, "optimizer/lr": report.lr}, 1)
     if w.reset_every and step % w.reset_every == 0:
         w.policy.take_reference(reset_optimizer=True)
-    sync(w)
     metrics |= sums.values()
     metrics["admission/num_samples"] = float(collected.facts.num_samples)
     metrics["admission/num_groups"] = float(collected.facts.num_groups)

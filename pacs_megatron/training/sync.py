@@ -5,7 +5,7 @@ from typing import TypeVar, cast
 
 from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.contracts import WeightReceiver
-from pacs_megatron.errors import PacsError, SyncError
+from pacs_megatron.errors import PacsError
 from pacs_megatron.parallel.transfer import broadcast_arrays
 from pacs_megatron.rollout.driver_client import named_error
 from pacs_megatron.rollout.sglang import server_apis
@@ -15,8 +15,9 @@ from pacs_megatron.weight_sync.push import push
 T = TypeVar("T")
 
 
-def sync(w: World) -> None:
-    """Versions and digests are equal afterwards. Collective; raises SyncError on every rank.
+def sync(w: World, step: int) -> None:
+    """The rollout engine holds the weights after `step`: versions and digests are equal. Collective; raises SyncError
+    on every rank.
 
     Rank 0 alone talks to servers; the others take part in the export, which is collective.
     """
@@ -29,13 +30,15 @@ def sync(w: World) -> None:
             receivers = [w.server_sync] if w.server_sync is not None else []
         digest = _together(w, lambda: push(w.policy.version, w.policy.export_weights(), receivers).digest)
         theirs = broadcast_arrays(array_of(digest), src=0, group=w.rank.control)["text"].tobytes().decode()
-        if digest != theirs:
-            raise SyncError(
-                f"rank {w.rank.rank} exported weights with digest {digest}, rank 0 with {theirs}: the replicas have "
-                "drifted apart; resume from the last checkpoint"
+        drifted = w.channel.first_error(None if digest == theirs else f"rank {w.rank.rank} exported {digest}")
+        if drifted is not None:
+            # No SyncError, on which the loop would save: these weights are not worth keeping.
+            raise PacsError(
+                f"rank 0 exported weights with digest {theirs}, {drifted}: the replicas have drifted apart; resume from "
+                "the last checkpoint"
             )
         w.digest = digest
-        _together(w, lambda: _set_current(w))
+        _together(w, lambda: _set_current(w, step))
 
 
 def release_memory(w: World) -> None:
@@ -64,10 +67,10 @@ def _together(w: World, action: Callable[[], T]) -> T:
     return cast("T", result)
 
 
-def _set_current(w: World) -> None:
+def _set_current(w: World, step: int) -> None:
     """Rank 0: the driver accepts samples of these weights from now on."""
     if w.driver is not None:
-        w.driver.ask({"op": "set_current", "version": w.policy.version, "digest": w.digest})
+        w.driver.ask({"op": "set_current", "version": w.policy.version, "digest": w.digest, "trained": step})
 
 
 def _name_targets(w: World) -> None:
@@ -75,5 +78,6 @@ def _name_targets(w: World) -> None:
     if w.driver is None:
         return
     assert w.server_sync is not None and isinstance(w.config.rollout, SglangRollout)
-    urls = tuple(w.driver.ask({"op": "begin_update"})["urls"])
+    header, _ = w.driver.ask({"op": "begin_update"})
+    urls = tuple(header["urls"])
     w.server_sync.set_targets(server_apis(w.config.rollout, urls))

@@ -70,6 +70,15 @@ class FakeSglang:
 
     async def _open(self) -> None:
         app = web.Application(client_max_size=1 << 30, middlewares=[self._authorize])
+        self._routes(app)
+        # handler_cancellation: a client that goes away ends its request, as on the real server.
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    def _routes(self, app: web.Application) -> None:
         app.router.add_get("/ready", self._empty)
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/model_info", self._model_info)
@@ -79,12 +88,6 @@ class FakeSglang:
         app.router.add_post("/pause_generation", self._pause)
         app.router.add_post("/continue_generation", self._resume)
         app.router.add_post("/flush_cache", self._empty)
-        # handler_cancellation: a client that goes away ends its request, as on the real server.
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
 
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Any) -> web.StreamResponse:

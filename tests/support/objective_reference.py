@@ -26,6 +26,8 @@ class Batch:
     reference: torch.Tensor
     mask: torch.Tensor
     sample_of_token: torch.Tensor
+    sampler: torch.Tensor | None = None
+    """log-probs of who sampled"""
 
     def record(self, tokens: torch.Tensor | None = None, logprobs: torch.Tensor | None = None) -> TokenRecord:
         """The tokens `tokens` (default: all); `logprobs` [t] of the whole batch replace the stored ones."""
@@ -38,6 +40,7 @@ class Batch:
             response_lens=torch.from_numpy(self.facts.response_lens),
             step_start_logprobs=self.reference[rows],
             reference_logprobs=self.reference[rows],
+            sampler_logprobs=None if self.sampler is None else self.sampler[rows],
         )
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:

@@ -86,6 +86,79 @@ def test_loss_and_gradient_match_autograd(advantage: str, mean: dict[str, Any], 
             assert sums["grpo/kl"] == pytest.approx(float((k3 * batch.mask).sum() / batch.mask.sum()))
 
 
+def plain_corrected_loss(
+    batch: Batch, logprobs: torch.Tensor, advantages: list[float], options: GrpoOptions, step_start: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, w [t]) token by token, from the definition; token mean, clip 0.2, KL against `batch.reference`."""
+    assert batch.sampler is not None and options.importance_cap is not None
+    total, factors = torch.zeros((), dtype=torch.float64), []
+    for at in range(len(logprobs)):
+        w = float(torch.exp(step_start[at] - batch.sampler[at]))
+        if options.importance == "truncate":
+            w = min(w, options.importance_cap)
+        elif not (options.importance_floor or 0) <= w <= options.importance_cap:
+            w = 0.0
+        factors.append(w)
+        if batch.mask[at] == 0:
+            continue
+        advantage = advantages[int(batch.sample_of_token[at])]
+        rho = (logprobs[at] - step_start[at]).exp()
+        low, high = 1 - options.clip_low, 1 + options.clip_high
+        surrogate = torch.minimum(rho * advantage, rho.clamp(low, high) * advantage)
+        q = batch.reference[at] - logprobs[at]
+        total = total - w * surrogate + options.kl_coef * (q.exp() - q - 1)
+    return total / batch.mask.sum(), torch.tensor(factors, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("importance", ["truncate", "mask"])
+def test_importance_correction_matches_a_loop_over_tokens(importance: Any, updates: int) -> None:
+    options: dict[str, Any] = {"importance": importance, "importance_cap": 1.3, "kl_coef": 0.2}
+    objective, parsed = grpo(updates_per_step=updates, **options), GrpoOptions(name="grpo", **options)
+    assert parsed.importance_floor == (0.5 if importance == "mask" else None)
+    batch = random_batch(7, spread=0.3)
+    noise = torch.from_numpy(np.random.default_rng(1).normal(0, 0.6, len(batch.mask)))
+    batch = Batch(**{**vars(batch), "sampler": batch.logprobs + noise})
+    prepared = objective.prepare(None, batch.facts, objective.prepare_step(batch.facts))
+    gradient, loss = objective_gradient(objective, batch, prepared, cuts=5)
+    logprobs = batch.logprobs.clone().requires_grad_(True)
+    # One update a step: its own log-probs are those of the step's start.
+    step_start = batch.logprobs if updates == 1 else batch.reference
+    plain, factors = plain_corrected_loss(
+        batch, logprobs, plain_advantages(batch.facts, "grpo"), parsed, step_start.clone()
+    )
+    plain.backward()
+    assert loss == pytest.approx(float(plain.detach()), rel=1e-10)
+    np.testing.assert_allclose(gradient, logprobs.grad, rtol=1e-10, atol=1e-15)
+    without = grpo(updates_per_step=updates, kl_coef=0.2)
+    assert not torch.allclose(objective_gradient(without, batch, prepared, cuts=5)[0], gradient)
+    metrics = objective.token_metrics(batch.record(), prepared)
+    sums = {name: float((values * batch.mask).sum()) for name, values in metrics.items()}
+    num_tokens = float(batch.mask.sum())
+    assert sums["grpo/importance_mean"] == pytest.approx(float((factors * batch.mask).sum()) / num_tokens)
+    ratio = torch.exp(step_start - batch.sampler)
+    cut = (ratio > 1.3) | ((ratio < 0.5) & (importance == "mask"))
+    assert sums["grpo/importance_cut_frac"] == pytest.approx(float((cut * batch.mask).sum()) / num_tokens)
+    assert 0.1 < sums["grpo/importance_cut_frac"] < 0.9
+
+
+def test_importance_of_a_sampler_that_is_the_trainer_changes_nothing() -> None:
+    batch = random_batch(8)
+    batch = Batch(**{**vars(batch), "sampler": batch.logprobs.clone()})
+    plain, corrected = grpo(), grpo(importance="truncate")
+    prepared = plain.prepare(None, batch.facts, plain.prepare_step(batch.facts))
+    assert torch.equal(objective_gradient(plain, batch, prepared)[0], objective_gradient(corrected, batch, prepared)[0])
+
+
+def test_importance_options_without_use_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"importance_cap=3\.0 does not go with importance=none"):
+        GrpoOptions(name="grpo", importance_cap=3.0)
+    with pytest.raises(ValueError, match=r"importance_floor=0\.1 does not go with importance=truncate"):
+        GrpoOptions(name="grpo", importance="truncate", importance_floor=0.1)
+    with pytest.raises(ValueError, match=r"importance_floor=3\.0 is not below importance_cap=2\.0"):
+        GrpoOptions(name="grpo", importance="mask", importance_floor=3.0)
+
+
 @pytest.mark.parametrize("updates", [1, 2])
 def test_the_first_update_is_the_policy_gradient_with_and_without_stored_log_probs(updates: int) -> None:
     batch = random_batch(4)

@@ -1,0 +1,105 @@
+"""How long the trainer waits for samples: synchronous training against rollout.max_lag 1 and 2.
+
+    python benchmarks/overlap.py [--steps 12] [--prompts 8] [--ratio 1.0]
+
+A real training run (one rank, CPU, a tiny random model) with a server that does no work: it answers with long-tailed
+lengths, each after the time that it would take, so that trainer and server do not fight for the same cores. First a run
+without latency measures the training step; then the latencies are set so that a synchronous rollout takes `ratio` times
+as long. Prints one table and a JSON object; exits with 1 when the idle share with max_lag 2 is not below 5 %.
+
+idle: time that the trainer waits for samples, over all time, after the first 1 + max_lag steps (they fill the pipeline).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+TARGET = 0.05
+MEDIAN_TOKENS, SPREAD, MAX_TOKENS = 40.0, 0.7, 256
+SAMPLES_PER_PROMPT = 8
+
+
+def train(folder: Path, config: Path, name: str, url: str, steps: int, prompts: int, max_lag: int) -> dict[str, Any]:
+    """Runs it; returns rollout and all seconds of every step that counts."""
+    from pacs_megatron.observability.metrics import read_metrics
+
+    rollout = (
+        f"{{engine: sglang, urls: ['{url}'], dtype: fp32, max_lag: {max_lag}, max_in_flight: 4096, sampling: "
+        f"{{max_response_tokens: {MAX_TOKENS}}}, sync: {{way: disk, verify: 'off', pause: in_place}}}}"
+    )
+    overrides = [f"run.name={name}", f"run.steps={steps}", f"rollout={rollout}", f"batch.prompts_per_step={prompts}"]
+    overrides += [f"batch.samples_per_prompt={SAMPLES_PER_PROMPT}", "batch.updates_per_step=1", "parallel.tp=1"]
+    overrides += ["batch.tokens_per_microbatch=1024", "checkpoint.every=null", "logging.save_rollouts=false"]
+    command = [sys.executable, "-m", "pacs_megatron.training.main", str(config), *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{name} failed: {done.stderr[-2000:]}")
+    rows = [row for row in read_metrics(folder / "runs" / name) if row["step"] > 1 + max_lag]
+    rollout_s, step_s = [row["time/rollout_s"] for row in rows], [row["time/step_s"] for row in rows]
+    return {
+        "max_lag": max_lag,
+        "steps": len(rows),
+        "rollout_s": statistics.mean(rollout_s),
+        "step_s": statistics.mean(step_s),
+        "idle": sum(rollout_s) / sum(step_s),
+        "lag_mean": statistics.mean(row.get("lag/mean", 0.0) for row in rows),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--ratio", type=float, default=1.0)
+    args = parser.parse_args()
+
+    from tests.support.replay_sglang import ReplaySglang
+    from tests.support.tiny_models import make_tiny_qwen3
+    from tests.support.tiny_run import write_tiny_run
+
+    with tempfile.TemporaryDirectory() as tmp:
+        folder = Path(tmp)
+        model = make_tiny_qwen3(folder / "model", tied=True, vocab_size=262)
+        config = write_tiny_run(folder, model)
+        with ReplaySglang(token_s=0.0, median_tokens=MEDIAN_TOKENS, spread=SPREAD) as server:
+
+            def measure(name: str, max_lag: int) -> dict[str, Any]:
+                return train(folder, config, name, server.url, args.steps, args.prompts, max_lag)
+
+            free = measure("free", 0)
+            training_s = free["step_s"] - free["rollout_s"]
+            # What the rollout takes without any latency (HTTP, verifying) is part of it.
+            server.token_s = max(0.0, args.ratio * training_s - free["rollout_s"]) / longest(server, args.prompts)
+            results = [measure(f"lag{max_lag}", max_lag) for max_lag in (0, 1, 2)]
+    print(f"training {training_s:.3f} s a step, synchronous rollout {results[0]['rollout_s']:.3f} s")
+    print("max_lag  steps  wait s  step s   idle  lag mean")
+    for result in results:
+        print(
+            f"{result['max_lag']:7d} {result['steps']:6d} {result['rollout_s']:7.3f} {result['step_s']:7.3f} "
+            f"{result['idle']:6.1%} {result['lag_mean']:9.2f}"
+        )
+    print(json.dumps({"training_s": training_s, "ratio": args.ratio, "results": results, "target": TARGET}))
+    return 0 if results[-1]["idle"] < TARGET else 1
+
+
+def longest(server: Any, prompts: int) -> float:
+    """Mean over many batches of the longest answer in tokens: a synchronous rollout waits for it."""
+    size = prompts * SAMPLES_PER_PROMPT
+
+    def length(seed: int) -> int:
+        return len(server.tokens({"sampling_params": {"sampling_seed": seed, "max_new_tokens": MAX_TOKENS}}))
+
+    return statistics.mean(max(length(batch * size + k) for k in range(size)) for batch in range(50))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""What the driver asks for: training prompts in their order, requests for them, or the data's own solutions."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pacs_megatron.config.schema import DemonstrationRollout, RunConfig
+from pacs_megatron.contracts import Prompt, Sample, SampleRequest, Span, Stop
+from pacs_megatron.data import PromptOrder, load_prompts, stop_token_ids
+from pacs_megatron.data.prompts import PromptSet
+from pacs_megatron.errors import DataError
+from pacs_megatron.rollout.requests import sample_requests
+from pacs_megatron.rollout.work import Work
+
+logger = logging.getLogger(__name__)
+
+
+class TrainData:
+    """Prompts of the training set and how far the run is in them."""
+
+    def __init__(self, config: RunConfig, model_dir: Path, tokenizer: Any) -> None:
+        """Raises DataError for data that cannot be read or has nothing to train on."""
+        self._config = config
+        self._tokenizer = tokenizer
+        self._demonstrations: dict[str, np.ndarray] = {}
+        loaded = load_prompts(config.data.train, config.data, tokenizer)
+        if loaded.num_too_long:
+            logger.info(
+                "%s: %d of %d prompts dropped: more than data.max_prompt_tokens=%d tokens",
+                loaded.name,
+                loaded.num_too_long,
+                loaded.num_rows,
+                config.data.max_prompt_tokens,
+            )
+        self.prompts = loaded.prompts
+        if isinstance(config.rollout, DemonstrationRollout):
+            self._demonstrations = self._encode(loaded, config.rollout.max_response_tokens, model_dir)
+            self.prompts = tuple(p for p in loaded.prompts if p.id in self._demonstrations)
+            if not self.prompts:
+                raise DataError(
+                    f"{config.data.train.path}: no demonstration fits rollout.max_response_tokens="
+                    f"{config.rollout.max_response_tokens}; raise it"
+                )
+            if len(self.prompts) < len(loaded.prompts):
+                dropped = len(loaded.prompts) - len(self.prompts)
+                logger.info("%s: %d demonstrations dropped: too long", loaded.name, dropped)
+        self.by_id = {prompt.id: prompt for prompt in self.prompts}
+        self.order = PromptOrder(len(self.prompts), config.run.seed, config.data.shuffle)
+
+    def take(self, step: int) -> Work:
+        """The work of `step` with the next prompts; with demonstrations everything is in it already."""
+        prompts = tuple(self.prompts[k] for k in self.order.take(self._config.batch.prompts_per_step))
+        work = Work(step=step, prompts=prompts, requests=tuple(self.requests(prompts, step)), epoch=self.order.epoch)
+        if self._demonstrations:
+            work.sampled = {sample.id: sample for sample in self._demonstrated(prompts, step)}
+            work.judged = set(work.sampled)
+        return work
+
+    def requests(self, prompts: Sequence[Prompt], step: int) -> list[SampleRequest]:
+        """One for each sample of a group; none for demonstrations."""
+        config = self._config
+        if isinstance(config.rollout, DemonstrationRollout):
+            return []
+        return sample_requests(
+            prompts,
+            config.batch.samples_per_prompt,
+            config.rollout.sampling,
+            run_seed=config.run.seed,
+            step=step,
+            purpose="train",
+        )
+
+    def _encode(self, loaded: PromptSet, limit: int, model_dir: Path) -> dict[str, np.ndarray]:
+        """Prompt id -> int32 response ids, ended by the end-of-sequence token; over-long ones are left out."""
+        end = self._tokenizer.eos_token_id
+        if end is None:
+            end = stop_token_ids(self._tokenizer, str(model_dir))[0]
+        found = {}
+        for prompt in loaded.prompts:
+            if not prompt.solution:
+                raise DataError(
+                    f"{self._config.data.train.path}: prompt {prompt.id} has no solution to learn from; name the column "
+                    "with data.train.columns.solution"
+                )
+            ids = self._tokenizer(prompt.solution, add_special_tokens=False)["input_ids"]
+            if len(ids) < limit:
+                found[prompt.id] = np.array([*ids, end], dtype=np.int32)
+        return found
+
+    def _demonstrated(self, prompts: Sequence[Prompt], step: int) -> list[Sample]:
+        samples = []
+        for prompt in prompts:
+            response = self._demonstrations[prompt.id]
+            samples.append(
+                Sample(
+                    id=f"{step}:{prompt.id}#0",
+                    prompt_id=prompt.id,
+                    token_ids=np.concatenate([prompt.token_ids, response]),
+                    prompt_len=len(prompt.token_ids),
+                    sampler_logprobs=np.zeros(len(response), dtype=np.float32),
+                    spans=(Span(version=0, digest="demonstration", start=0, end=len(response)),),
+                    stop=Stop.EOS,
+                    reward=1.0,
+                    label=1,
+                )
+            )
+        return samples

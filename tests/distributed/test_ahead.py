@@ -1,0 +1,179 @@
+"""`rollout.max_lag` with the embedded engine: which weights sample which step, and that a stop loses nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pacs_megatron.config.schema import EmbeddedRollout
+from pacs_megatron.contracts import SampleFacts, TokenBuffers
+from pacs_megatron.errors import ExitCode
+from pacs_megatron.observability.metrics import read_metrics, reproducible_bytes
+from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
+from tests.support.plain_trainer import PlainTrainer, pacs_loss
+from tests.support.policy_cases import OPTIMIZER
+from tests.support.ranks import run_ranks
+from tests.support.rollout import fill
+from tests.support.tiny_models import make_tiny_qwen3
+from tests.support.tiny_run import write_tiny_run
+
+STEPS = 5
+GROUPS, SIBLINGS = 4, 4
+# Counts its calls; at number {stop_at} it asks the run to stop, and gives rank 0 the time to see it.
+REWARD = """import time
+from pathlib import Path
+
+CALLS = Path(__file__).with_name("calls")
+
+
+def reward(prompt, response):
+    with CALLS.open("a") as file:
+        file.write("x")
+    if CALLS.stat().st_size == {stop_at}:
+        Path({stop_file!r}).touch()
+        time.sleep(1.5)
+    return float(sum(response.encode()) % 2)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3(tmp_path_factory.mktemp("model"), num_hidden_layers=2, vocab_size=262)
+
+
+def write(folder: Path, model: Path, stop_at: int = 0) -> Path:
+    folder.mkdir(exist_ok=True)
+    config = write_tiny_run(folder, model)
+    text = REWARD.format(stop_at=stop_at, stop_file=str(folder / "runs" / "tiny" / "STOP"))
+    (folder / "reward.py").write_text(text)
+    return config
+
+
+def start(config: Path, world: int, *overrides: str) -> ExitCode:
+    def on_rank(_rank: int, _world: int) -> int:
+        from pacs_megatron.training.main import run_rank
+
+        return int(run_rank(config, (f"run.steps={STEPS}", *overrides)))
+
+    codes = run_ranks(on_rank, world, timeout=110, init_process_group=False)
+    assert len(set(codes)) == 1
+    return ExitCode(codes[0])
+
+
+@pytest.mark.parametrize("max_lag", [1, 2])
+def test_each_step_is_sampled_from_the_weights_that_the_lag_names(tmp_path: Path, model: Path, max_lag: int) -> None:
+    """Against a loop written by hand: plain transformers trains, and an engine that is filled from the run's own
+    checkpoint of step max(0, t - 1 - max_lag) samples step t."""
+    config = write(tmp_path, model)
+    overrides: tuple[str, ...] = (f"rollout.max_lag={max_lag}", "batch.updates_per_step=1", "checkpoint.keep_last=9")
+    overrides += (f"optimizer.lr={OPTIMIZER['lr']}", f"optimizer.adam_eps={OPTIMIZER['adam_eps']}")
+    assert start(config, 2, "parallel.tp=2", *overrides) is ExitCode.OK
+    run_dir = tmp_path / "runs" / "tiny"
+    rows = read_metrics(run_dir)
+    sampler = Sampler(config, model)
+    trainer = PlainTrainer(model)
+    for step in range(1, STEPS + 1):
+        origin = max(0, step - 1 - max_lag)
+        facts, tokens, responses = sampler.sample(step, run_dir, origin)
+        logged = {sample["id"]: sample for sample in read_rollouts(rollout_path(run_dir, step))}
+        assert {sample_id: sample["response"] for sample_id, sample in logged.items()} == responses
+        assert {span["version"] for sample in logged.values() for span in sample["spans"]} == {origin}
+        starts = trainer.logprobs(facts, tokens)
+        loss, norm = trainer.update(facts, tokens, pacs_loss(starts, facts))
+        row = rows[step - 1]
+        assert row["lag/mean"] == row["lag/max"] == step - 1 - origin
+        assert row["lag/multi_version_frac"] == 0 and row["admission/dropped_stale_groups"] == 0
+        assert row["objective/loss"] == pytest.approx(loss, rel=1e-5)
+        assert row["optimizer/grad_norm"] == pytest.approx(norm, rel=2e-4)
+    from safetensors.numpy import load_file
+
+    theirs = trainer.weights()
+    for name, values in load_file(run_dir / "hf" / "model.safetensors").items():
+        np.testing.assert_allclose(values, theirs[name], atol=2e-5, rtol=0, err_msg=name)
+
+
+class Sampler:
+    """The run's prompts in their order, and an engine of one process for them."""
+
+    def __init__(self, config: Path, model: Path) -> None:
+        from pacs_megatron.config import load_config
+        from pacs_megatron.data import PromptOrder, load_prompts, load_tokenizer
+        from pacs_megatron.rollout.embedded import EmbeddedEngine, Vocabulary
+
+        self.model = model
+        self.config = load_config(config).config
+        self.tokenizer = load_tokenizer(str(model))
+        self.prompts = load_prompts(self.config.data.train, self.config.data, self.tokenizer).prompts
+        self.order = PromptOrder(len(self.prompts), self.config.run.seed, True)
+        vocabulary = Vocabulary.from_tokenizer(self.tokenizer, str(model))
+        assert isinstance(self.config.rollout, EmbeddedRollout)
+        self.sampling = self.config.rollout.sampling
+        self.engine = EmbeddedEngine(model, self.config.rollout, vocabulary)
+
+    def sample(self, step: int, run_dir: Path, origin: int) -> tuple[SampleFacts, TokenBuffers, dict[str, str]]:
+        """(facts, tokens, response text by sample id) of `step` from the weights after `origin`."""
+        from pacs_megatron.batching.tables import tabulate
+        from pacs_megatron.checkpoint.megatron_weights import open_weights
+        from pacs_megatron.contracts import Group, Stop
+        from pacs_megatron.rollout.admission import label_sample
+        from pacs_megatron.rollout.requests import sample_requests
+
+        weights = open_weights(run_dir / "checkpoints" / f"step_{origin:06d}" if origin else self.model)
+        fill(self.engine, ((name, weights.get(name)) for name in weights.names), version=origin)
+        prompts = [self.prompts[k] for k in self.order.take(GROUPS)]
+        requests = sample_requests(prompts, SIBLINGS, self.sampling, run_seed=5, step=step, purpose="train")
+        texts, groups = {}, []
+        samples = list(self.engine.stream(requests))
+        for at in range(0, len(samples), SIBLINGS):
+            judged = []
+            for sample in samples[at : at + SIBLINGS]:
+                text = self.tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True)
+                texts[sample.id] = text
+                label = int(sum(text.encode()) % 2 == 1 and sample.stop is not Stop.LENGTH)
+                judged.append(label_sample(sample, float(label), label))
+            groups.append(Group(prompt_id=judged[0].prompt_id, samples=tuple(judged)))
+        return *tabulate(groups), texts
+
+
+def test_a_stop_keeps_what_was_sampled_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, model: Path) -> None:
+    overrides = ("parallel.tp=1", "rollout.max_lag=2", "checkpoint.every=2")
+    assert start(write(tmp_path / "whole", model), 1, *overrides) is ExitCode.OK
+    whole, run_dir = tmp_path / "whole" / "runs" / "tiny", tmp_path / "cut" / "runs" / "tiny"
+    calls = tmp_path / "cut" / "calls"
+    # Steps 1 to 3 are sampled first, 16 answers each: number 40 is one of the third.
+    config = write(tmp_path / "cut", model, stop_at=40)
+    assert start(config, 1, *overrides) is ExitCode.PREEMPTED
+    [folder] = (run_dir / "checkpoints").iterdir()
+    buffer = json.loads((folder / "buffer.json").read_text())
+    trained = int(folder.name[-6:])
+    assert trained < 3
+    assert {(work["step"], work["samples"]) for work in buffer["works"]} >= {(3, 16)}
+    assert all(work["step"] > trained and work["samples"] in (0, 16) for work in buffer["works"])
+    assert "buffer.safetensors" in (folder / "manifest.json").read_text()
+    assert start(config, 1, *overrides) is ExitCode.OK
+    assert reproducible_bytes(run_dir) == reproducible_bytes(whole)
+    weights = Path("hf") / "model.safetensors"
+    assert (run_dir / weights).read_bytes() == (whole / weights).read_bytes()
+    for path in sorted((whole / "rollouts").iterdir()):
+        assert (run_dir / "rollouts" / path.name).read_bytes() == path.read_bytes()
+    # Judged twice: at most the one that the stop came in, and what was on its way to a worker then.
+    assert GROUPS * SIBLINGS * STEPS <= calls.stat().st_size <= GROUPS * SIBLINGS * (STEPS + 1)
+    assert not (run_dir / "checkpoints" / f"step_{STEPS:06d}" / "buffer.json").exists()
+
+
+def test_a_lag_without_use_is_refused(tmp_path: Path, model: Path) -> None:
+    from pacs_megatron.config import load_config
+    from pacs_megatron.errors import ConfigError
+
+    config = write(tmp_path, model)
+    with pytest.raises(ConfigError, match=r"rollout\.max_lag=5 is not below run\.steps=5"):
+        load_config(config, ("run.steps=5", "rollout.max_lag=5"))
+    servers = "{python: [python], count: 1, colocated: true}"
+    sglang = (
+        f"{{engine: sglang, max_lag: 1, sampling: {{max_response_tokens: 8}}, sync: {{way: ipc}}, servers: {servers}}}"
+    )
+    with pytest.raises(ConfigError, match=r"rollout\.max_lag=1 with rollout\.servers\.colocated=true"):
+        load_config(config, ("run.steps=5", f"rollout={sglang}", "resources={gpus_per_node: 2, gpu: h100}"))

@@ -1,0 +1,54 @@
+"""A fake SGLang server for whole training runs: answers of long-tailed length, each after the time that it would take.
+
+Length and tokens are a function of a request's seed. It takes weights by `sync.way: disk` without looking at them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from tests.support.fake_sglang import FakeSglang
+
+FIRST, LAST = ord("a"), ord("z")
+"""Bytes that answers are made of; a tiny model's token ids are bytes."""
+
+
+class ReplaySglang(FakeSglang):
+    """`token_s` seconds a token; it works on any number of requests at a time."""
+
+    def __init__(self, *, token_s: float, median_tokens: float, spread: float) -> None:
+        """Lengths are log-normal: `median_tokens`, and `spread` the standard deviation of their logarithm."""
+        self.token_s = token_s
+        self._median, self._spread = median_tokens, spread
+        super().__init__(latency_s=lambda body: self.token_s * len(self.tokens(body)))
+
+    def tokens(self, body: dict[str, Any]) -> list[int]:
+        """The answer's token ids."""
+        params = body["sampling_params"]
+        generator = np.random.default_rng(int(params["sampling_seed"]))
+        length = round(generator.lognormal(np.log(self._median), self._spread))
+        size = min(max(length, 1), int(params["max_new_tokens"]))
+        ids: list[int] = generator.integers(FIRST, LAST + 1, size).tolist()
+        return ids
+
+    def _routes(self, app: web.Application) -> None:
+        super()._routes(app)
+        app.router.add_post("/update_weights_from_disk", self._empty)
+
+    async def _answer(self, request: web.Request, body: dict[str, Any], rid: str) -> web.StreamResponse:
+        while self.paused:  # as `pause: in_place`: what is finished waits for the update's end
+            await asyncio.sleep(0.002)
+        ids = self.tokens(body)
+        is_cut = len(ids) == int(body["sampling_params"]["max_new_tokens"])
+        meta = {
+            "id": rid,
+            "finish_reason": {"type": "length", "length": len(ids)} if is_cut else {"type": "stop", "matched": 0},
+            "weight_versions": [{"version": self.weight_version, "start": 0, "end": len(ids)}],
+            "output_token_logprobs": [[-3.0, token, None] for token in ids],
+        }
+        self.answered += 1
+        return web.json_response({"text": "", "output_ids": ids, "meta_info": meta})
