@@ -19,12 +19,14 @@ def quantize_blockwise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     """
     rows, columns = weight.shape
     pad_rows, pad_columns = -rows % BLOCK, -columns % BLOCK
-    padded = torch.nn.functional.pad(weight.detach().to(torch.float32), (0, pad_columns, 0, pad_rows))
+    padded = weight.detach().to(torch.float32, copy=True)  # the one fp32 copy; what follows works in it
+    if pad_rows or pad_columns:
+        padded = torch.nn.functional.pad(padded, (0, pad_columns, 0, pad_rows))
     blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    largest = blocks.abs().amax(dim=(1, 3))
+    largest = torch.maximum(blocks.amax(dim=3).amax(dim=1), blocks.amin(dim=3).amin(dim=1).neg())
     scale_inv = torch.where(largest > 0, largest / E4M3_MAX, torch.ones_like(largest))
-    scaled = (blocks / scale_inv[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
-    values = scaled.reshape(padded.shape)[:rows, :columns].to(torch.float8_e4m3fn)
+    blocks.div_(scale_inv[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
+    values = padded[:rows, :columns].to(torch.float8_e4m3fn)
     return values.contiguous(), scale_inv
 
 
