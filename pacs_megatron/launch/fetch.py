@@ -1,47 +1,114 @@
-"""`fetch`: on a machine with a network, bring what a run needs into the local caches; jobs then run offline."""
+"""`fetch`: on a machine with a network, bring what a run needs into the local caches; jobs then run offline.
+
+A connection that breaks is taken up again near where it broke; given again, the command keeps every whole file.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pacs_megatron.config import load_config
-from pacs_megatron.errors import ConfigError, DataError
+from pacs_megatron.config.schema import DatasetOptions
+from pacs_megatron.errors import ConfigError, DataError, PacsError
+from pacs_megatron.launch.check import existing_parent
+from pacs_megatron.launch.constants import GIB
 from pacs_megatron.launch.known_models import KNOWN_MODELS
 from pacs_megatron.models import read_spec
+from pacs_megatron.models.hub import HUB_FILES
 
-MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+if TYPE_CHECKING:
+    from huggingface_hub import DryRunFileInfo
+
+LOCK = Path(__file__).parents[2] / "requirements" / "base.lock"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def fetch(config_path: Path, overrides: Sequence[str], *, wheels: Path | None) -> Iterator[str]:
-    """Yields a line for each thing that is now local. Raises ConfigError or DataError with the hub's own reason."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    """Yields a line for each thing that is now local.
 
-    from pacs_megatron.data.sources import read_rows
-
+    Raises ConfigError for what cannot be had, with the reason, and DataError for a data set that cannot be read.
+    """
     config = load_config(config_path, overrides).config
-    path = config.model.path
-    if Path(path).is_dir():
-        yield f"model {path}: a local folder"
-    else:
-        try:
-            folder = Path(snapshot_download(path, allow_patterns=MODEL_FILES))
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ConfigError(
-                f"model.path={path}: the hub does not give it ({type(error).__name__}: {reason}); correct the path, log in "
-                "(hf auth login) for a gated model, or unset HF_HUB_OFFLINE"
-            ) from None
-        _compare(path, folder)
-        yield f"model {path}: {folder}"
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        raise ConfigError("HF_HUB_OFFLINE is set, and `fetch` is there to use the network; unset it for this command")
+    yield _fetch_model(config.model.path)
     for dataset in (config.data.train, *config.evaluation.benchmarks):
-        yield f"data {dataset.path} ({dataset.split}): {len(read_rows(dataset))} rows"
+        yield _fetch_data(dataset)
     if wheels is not None:
-        yield _fetch_wheels(wheels)
+        yield fetch_wheels(wheels)
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+def _fetch_model(path: str) -> str:
+    if Path(path).is_dir():
+        return f"model {path}: a local folder"
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    patterns = list(HUB_FILES)
+    try:
+        wanted = snapshot_download(path, allow_patterns=patterns, dry_run=True)
+        num_bytes = sum(file.file_size or 0 for file in wanted)
+        _check_room(path, wanted)
+        folder = Path(snapshot_download(path, allow_patterns=patterns))
+    except (OSError, httpx.HTTPError, HFValidationError) as error:
+        raise _named(path, error) from None
+    if not any(file.filename.endswith(".safetensors") for file in wanted):
+        raise ConfigError(f"model.path={path} has no .safetensors files; choose a repository that has")
+    _compare(path, folder)
+    return f"model {path}: {folder}, {len(wanted)} files, {num_bytes / GIB:.2f} GiB"
+
+
+def _check_room(path: str, wanted: Sequence[DryRunFileInfo]) -> None:
+    """Before the first byte: nobody wants to learn it after an hour."""
+    from huggingface_hub import constants
+
+    missing = sum(file.file_size or 0 for file in wanted if file.will_download)
+    cache = Path(constants.HF_HUB_CACHE)
+    free = shutil.disk_usage(existing_parent(cache)).free
+    if missing > free:
+        raise ConfigError(
+            f"model.path={path} needs {missing / GIB:.1f} GiB more and {cache} has {free / GIB:.1f} GiB left; make room, "
+            "or set HF_HOME to another folder"
+        )
+
+
+def _named(path: str, error: Exception) -> PacsError:
+    """One line with what to do, for each way in which a download fails."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.DryRunError | errors.LocalEntryNotFoundError) and isinstance(
+        error.__cause__, Exception
+    ):
+        error = error.__cause__  # the client looked into its cache after this one, in vain
+    key, hub = f"model.path={path}", constants.ENDPOINT
+    reason = " ".join(str(error).split())[:200]
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return ConfigError(
+            f"{key}: no room left in {constants.HF_HUB_CACHE}; make room, or set HF_HOME, and run it again"
+        )
+    if isinstance(error, errors.GatedRepoError):
+        return ConfigError(f"{key} is gated; accept its terms at {hub}/{path}, log in (hf auth login) and run it again")
+    if isinstance(error, errors.HFValidationError):
+        return ConfigError(f"{key} is neither a folder nor a hub id (name/name); correct the path")
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403, 404):
+        return ConfigError(f"{key}: {hub} has no such repository, or it is private; correct it, or hf auth login")
+    if status is not None:
+        return ConfigError(f"{key}: {hub} answers HTTP {status} ({reason}); run it again later")
+    return ConfigError(
+        f"{key}: {hub} was not reached, or the download broke off ({type(error).__name__}: {reason}); run it again where "
+        "there is a network: whole files are kept. Proxies: HTTPS_PROXY; a mirror: HF_ENDPOINT"
+    )
 
 
 def _compare(path: str, folder: Path) -> None:
@@ -52,14 +119,37 @@ def _compare(path: str, folder: Path) -> None:
         raise ConfigError(f"{path} is not what `plan` assumes: {found} instead of {read_spec(known)}; report this")
 
 
-def _fetch_wheels(target: Path) -> str:
-    lock = Path(__file__).parents[2] / "requirements" / "base.lock"
+# ---------------------------------------------------------------------------------------------------------------- data
+def _fetch_data(dataset: DatasetOptions) -> str:
+    import httpx
+
+    from pacs_megatron.data.sources import read_rows
+
+    try:
+        count = len(read_rows(dataset))
+    except httpx.HTTPError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"data {dataset.path}: the download broke off ({type(error).__name__}: {reason}); run it again"
+        ) from None
+    return f"data {dataset.path} ({dataset.split}): {count} rows"
+
+
+# -------------------------------------------------------------------------------------------------------------- wheels
+def fetch_wheels(target: Path, lock: Path = LOCK) -> str:
+    """All wheels of the lock, for this interpreter and platform; what is there already is not loaded again."""
     if not lock.is_file():
         raise DataError(f"{lock} is missing; run `fetch --wheels` from a checkout")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(target), "-r", str(lock)]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--only-binary=:all:"]
+    command += ["--dest", str(target), "--find-links", str(target), "-r", str(lock)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ConfigError(f"pip download: {' '.join(done.stderr.split())[-300:]}; see `pip download -r {lock.name}`")
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        reason = " ".join(lines[-1].split())[:300] if lines else f"pip ended with {done.returncode}"
+        raise ConfigError(f"fetch --wheels {target}: {reason}; look at the index (pip config list) and the room there")
+    files = sorted(target.glob("*.whl"))
+    size = sum(file.stat().st_size for file in files)
     return (
-        f"wheels in {target}; on the cluster: pip install --no-index --find-links {target} -r requirements/{lock.name}"
+        f"{len(files)} wheels in {target}, {size / GIB:.2f} GiB; where there is no network: "
+        f"make install PIP_ARGS='--no-index --find-links {target}'"
     )

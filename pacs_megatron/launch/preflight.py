@@ -181,8 +181,10 @@ def local_model(path: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    from pacs_megatron.models.hub import HUB_FILES
+
     try:
-        return Path(snapshot_download(path, local_files_only=True))
+        return Path(snapshot_download(path, local_files_only=True, allow_patterns=list(HUB_FILES)))
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         raise PacsError(
             f"model.path={path} is no folder and not in the local cache (HF_HOME); run `pacs-megatron fetch` where there "

@@ -23,6 +23,7 @@ from pacs_megatron.contracts import Objective
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.errors import CheckpointError, PacsError
 from pacs_megatron.models import load_spec
+from pacs_megatron.models.hub import HUB_FILES
 from pacs_megatron.objectives import build_objective
 from pacs_megatron.observability.spans import Timer
 from pacs_megatron.parallel import groups
@@ -181,8 +182,7 @@ def resolve_model(path: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-        return Path(snapshot_download(path, allow_patterns=patterns))
+        return Path(snapshot_download(path, allow_patterns=list(HUB_FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"model.path={path}: no such folder, and the hub does not give it ({type(error).__name__}); correct the "

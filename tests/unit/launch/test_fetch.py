@@ -1,0 +1,229 @@
+"""`fetch` with the hub's real client against a loopback hub; then everything again without any network."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.launch.fetch import fetch_wheels
+from tests.support.hub import LFS_SIZE, Hub, serve
+from tests.support.ranks import free_port
+from tests.support.tiny_models import make_tiny_qwen3
+from tests.support.tiny_run import write_tiny_run
+
+MODEL, DATA = "tiny/qwen3", "tiny/sums"
+OVERRIDES = (
+    f"model.path={MODEL}",
+    f"data.train.path={DATA}",
+    "rollout.sampling.max_response_tokens=8",
+    "run.steps=1",
+)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(model folder, data set folder) behind the hub."""
+    folder = tmp_path_factory.mktemp("hub")
+    model = make_tiny_qwen3(folder / "model")
+    (model / "original").mkdir()
+    (model / "original" / "consolidated.pth").write_bytes(b"nobody needs this")
+    data = folder / "data"
+    data.mkdir()
+    rows = [{"problem": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return model, data
+
+
+@pytest.fixture
+def hub(sources: tuple[Path, Path]) -> Iterator[Hub]:
+    with serve({MODEL: sources[0], "Qwen/Qwen3-4B": sources[0]}, {DATA: sources[1]}) as hub:
+        yield hub
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_tiny_run(tmp_path, tmp_path)
+
+
+def call(tmp_path: Path, verb: str, config: Path, *overrides: str, url: str, offline: bool = False) -> tuple[int, str]:
+    """(exit code, standard output or the error) of the command as a user gives it."""
+    env = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "SLURM_", "RANK"))},
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_ENDPOINT": url,
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    if offline:
+        env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pacs_megatron", verb, str(config), *overrides],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=tmp_path,
+        timeout=110,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_job_needs_no_network_after_it(hub: Hub, tmp_path: Path, config: Path) -> None:
+    code, out = call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url)
+    assert code == 0, out
+    assert f"model {MODEL}: " in out and f"data {DATA} (train): 16 rows" in out
+    assert "model.safetensors" in hub.downloads and "original/consolidated.pth" not in hub.downloads
+    before = len(hub.downloads)
+    code, out = call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url)
+    assert code == 0, out
+    assert hub.downloads[before:].count("model.safetensors") == 0  # a second call loads nothing again
+    nobody = f"http://127.0.0.1:{free_port()}"
+    # Not told to be offline, and yet nothing is asked: preflight reads the caches only.
+    code, out = call(tmp_path, "preflight", config, *OVERRIDES, url=nobody)
+    assert code == 0, out
+    assert f"ok    data.train.path: {DATA}: 16 prompts" in out
+
+
+@pytest.mark.full
+def test_a_run_trains_from_the_caches(hub: Hub, tmp_path: Path, config: Path) -> None:
+    assert call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url)[0] == 0
+    nobody = f"http://127.0.0.1:{free_port()}"
+    code, out = call(tmp_path, "train", config, *OVERRIDES, "parallel.tp=1", url=nobody, offline=True)
+    assert code == 0, out
+    assert (tmp_path / "runs" / "tiny" / "hf" / "model.safetensors").is_file()
+
+
+def test_a_connection_that_breaks_is_taken_up_near_the_break(
+    sources: tuple[Path, Path], tmp_path: Path, config: Path
+) -> None:
+    """The client writes pieces of 10 MiB, and goes on behind the last whole one."""
+    piece = 10 * 2**20
+    model = shutil.copytree(sources[0], tmp_path / "large")
+    (model / "notes.txt").write_bytes(os.urandom(piece + 4096))
+    with serve({MODEL: model}, {DATA: sources[1]}) as hub:
+        hub.cut_once["notes.txt"] = piece + 1000
+        code, out = call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url)
+        assert code == 0, out
+        assert ("notes.txt", f"bytes={piece}-") in hub.ranges
+    (found,) = (tmp_path / "hf" / "hub").glob("models--tiny--qwen3/snapshots/*/notes.txt")
+    assert found.read_bytes() == (model / "notes.txt").read_bytes()
+
+
+def test_whole_files_are_kept_when_a_download_fails(hub: Hub, tmp_path: Path, config: Path) -> None:
+    hub.cut["model.safetensors"] = LFS_SIZE
+    code, out = call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url)
+    assert code == 2, out
+    assert "whole files are kept" in out.strip().splitlines()[-1]
+    assert hub.downloads.count("tokenizer.json") == 1
+    hub.cut.clear()
+    code, out = call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url)
+    assert code == 0, out
+    assert hub.downloads.count("tokenizer.json") == 1
+
+
+def no_such_repository(_hub: Hub) -> tuple[str, ...]:
+    return ("model.path=tiny/nothing",)
+
+
+def gated(hub: Hub) -> tuple[str, ...]:
+    hub.gated.add(MODEL)
+    return ()
+
+
+def broken(hub: Hub) -> tuple[str, ...]:
+    hub.broken = True
+    return ()
+
+
+def larger_than_the_disk(hub: Hub) -> tuple[str, ...]:
+    hub.announced["model.safetensors"] = 1 << 60
+    return ()
+
+
+def another_architecture(_hub: Hub) -> tuple[str, ...]:
+    return ("model.path=Qwen/Qwen3-4B",)
+
+
+def no_such_data(_hub: Hub) -> tuple[str, ...]:
+    return ("data.train.path=tiny/nothing",)
+
+
+def no_id(_hub: Hub) -> tuple[str, ...]:
+    return ("model.path=models/of/mine",)
+
+
+FAILURES = {
+    no_such_repository: "model.path=tiny/nothing: http://127.0.0.1",
+    gated: "accept its terms at",
+    broken: "answers HTTP 500",
+    larger_than_the_disk: "GiB more and",
+    another_architecture: "is not what `plan` assumes",
+    no_such_data: "tiny/nothing",
+    no_id: "neither a folder nor a hub id",
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.__name__)
+def test_what_fails_is_one_line(failure: object, hub: Hub, tmp_path: Path, config: Path) -> None:
+    overrides = failure(hub)  # type: ignore[operator]
+    code, out = call(tmp_path, "fetch", config, *OVERRIDES, *overrides, url=hub.url)
+    errors = [line for line in out.splitlines() if "Error: " in line]
+    assert code == 2, out
+    assert len(errors) == 1 and FAILURES[failure] in errors[0], out  # type: ignore[index]
+    assert "Traceback" not in out
+
+
+def test_no_network_is_one_line(tmp_path: Path, config: Path) -> None:
+    code, out = call(tmp_path, "fetch", config, *OVERRIDES, url=f"http://127.0.0.1:{free_port()}")
+    assert code == 2 and "was not reached" in out and "HTTPS_PROXY" in out and "Traceback" not in out, out
+    code, out = call(tmp_path, "fetch", config, *OVERRIDES, url="http://127.0.0.1:9", offline=True)
+    assert code == 2 and "HF_HUB_OFFLINE is set" in out
+
+
+# -------------------------------------------------------------------------------------------------------------- wheels
+def make_wheel(folder: Path, name: str) -> None:
+    """The smallest wheel that pip takes."""
+    folder.mkdir(exist_ok=True)
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def test_wheels_of_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    for name in ("one", "two"):
+        make_wheel(tmp_path / "index", name)
+    lock = tmp_path / "some.lock"
+    lock.write_text("one==1.0\n")
+    assert fetch_wheels(tmp_path / "wheels", lock).startswith("1 wheels in ")
+    (tmp_path / "index" / "one-1.0-py3-none-any.whl").unlink()  # what was fetched is not fetched again
+    lock.write_text("one==1.0\ntwo==1.0\n")
+    assert fetch_wheels(tmp_path / "wheels", lock).startswith("2 wheels in ")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--no-index"),
+            *("--find-links", str(tmp_path / "wheels"), "--target", str(tmp_path / "site"), "-r", str(lock)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PIP_FIND_LINKS": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    lock.write_text("three==1.0\n")
+    with pytest.raises(ConfigError, match=r"No matching distribution found for three==1\.0"):
+        fetch_wheels(tmp_path / "wheels", lock)
