@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import requests
 import torch
 
 from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
 from pacs_megatron.contracts import SampleRequest, SamplingParams
+from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
 from pacs_megatron.models import load_spec
 from pacs_megatron.rollout import sglang, sglang_guard
 from pacs_megatron.rollout.sglang_client import SglangEngine
@@ -28,6 +30,7 @@ from tests.support.tiny_models import make_tiny_qwen3
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 START_S = 300.0
+FIRST_PROMPTS = [list(range(start, start + 5)) for start in range(40, 80, 2)]
 
 
 class Lab:
@@ -39,6 +42,8 @@ class Lab:
         self.tmp = tmp
         self.version = 0
         """of the last push; grows over the session, as a trainer's does"""
+        self.first_answers: list[list[int]] | None = None
+        """greedy answers to FIRST_PROMPTS before any push; None for a server that ran already"""
         self._models: dict[tuple[int, bool], torch.nn.Module] = {}
         self.engine: SglangEngine
         self.sync: ServerSync
@@ -138,12 +143,25 @@ def lab(lab_folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> It
     tmp = tmp_path_factory.mktemp("sglang-server")
     options = own_options()
     assert options.servers is not None
-    specs = sglang.server_specs(options, options.servers, ModelOptions(path=str(lab_folders[0])), tmp)
+    # From a folder that went through both conversions: SGLang has to load what they write as it stands.
+    hf_to_megatron(str(lab_folders[0]), Options(out=tmp / "megatron", show_progress=False))
+    back = Options(out=tmp / "converted", show_progress=False)
+    megatron_to_hf(tmp / "megatron", back, step=None, max_shard_bytes=200_000)
+    specs = sglang.server_specs(options, options.servers, ModelOptions(path=str(back.out)), tmp)
     [server] = sglang.start_servers(specs, START_S)
     try:
-        yield Lab(server.url, lab_folders, tmp)
+        lab = Lab(server.url, lab_folders, tmp)
+        lab.first_answers = [_greedy(server.url, prompt) for prompt in FIRST_PROMPTS]
+        yield lab
     finally:
         server.close()
+
+
+def _greedy(url: str, prompt: list[int]) -> list[int]:
+    sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    answer = requests.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling}, timeout=60)
+    tokens: list[int] = answer.json()["output_ids"]
+    return tokens
 
 
 def own_options(**changes: Any) -> SglangRollout:
