@@ -101,7 +101,8 @@ class SglangApi:
             data = answer.read()
         except (OSError, http.client.HTTPException) as error:
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise ServerUnreachableError(f"{self.url}{path}: no answer within {limit:g} s ({reason})") from error
+            what = f"no answer within {limit:g} s" if isinstance(error, TimeoutError) else "no answer"
+            raise ServerUnreachableError(f"{self.url}{path}: {what} ({reason})") from error
         finally:
             connection.close()
         if answer.status != 200:

@@ -11,6 +11,7 @@ import io
 import json
 import shutil
 import socket
+import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -151,7 +152,14 @@ class _Group:
     name: str
     backend: Any
     """ProcessGroupGloo or ProcessGroupNCCL"""
-    store: TCPStore
+    store: TCPStore | None
+
+    def end(self) -> None:
+        """Gives the group up without waiting: a gloo group's destructor waits until its broken broadcast times out."""
+        self.backend.abort()
+        held = [self.backend, self.store]
+        self.backend = self.store = None
+        threading.Thread(target=held.clear, name="weight-sync-end", daemon=True).start()
 
 
 class BroadcastTransport:
@@ -211,11 +219,11 @@ class BroadcastTransport:
     def forget(self, api: SglangApi) -> None:
         group = self._groups.pop(api.url, None)
         if group is not None:
-            group.backend.abort()
+            group.end()
 
     def close(self) -> None:
         for group in self._groups.values():
-            group.backend.abort()
+            group.end()
         self._groups.clear()
         self._calls.shutdown(wait=False, cancel_futures=True)
 
