@@ -20,6 +20,7 @@ from pacs_megatron.config.schema import (
     RunConfig,
     SftOptions,
     SglangRollout,
+    SglangServers,
 )
 
 
@@ -134,25 +135,26 @@ def _rollout_place(config: RunConfig) -> Iterator[Problem]:
             "or disk",
         )
     servers = rollout.servers
-    if servers is None or servers.device == "cpu":
+    if servers is None:
+        return
+    if resources.rollout_nodes and servers.colocated:
+        yield Problem(
+            "rollout.servers.colocated",
+            f"rollout.servers.colocated=true with resources.rollout_nodes={resources.rollout_nodes}: the servers "
+            "have nodes of their own; set one of the two",
+        )
+    on_every_node = servers.colocated and resources.nodes > 1
+    if on_every_node:
+        yield from _colocated_on_nodes(rollout, servers, resources.nodes)
+    if servers.device == "cpu":
         return
     wanted = servers.count * servers.tp
     if resources.rollout_nodes:
         offered, where = resources.rollout_nodes * resources.gpus_per_node, "resources.rollout_nodes * gpus_per_node"
-        if servers.colocated:
-            yield Problem(
-                "rollout.servers.colocated",
-                f"rollout.servers.colocated=true with resources.rollout_nodes={resources.rollout_nodes}: the servers "
-                "have nodes of their own; set one of the two",
-            )
+    elif on_every_node:
+        offered, where = resources.nodes * resources.gpus_per_node, "resources.nodes * gpus_per_node"
     else:
         offered, where = resources.gpus_per_node, "resources.gpus_per_node"
-        if servers.colocated and resources.nodes > 1:
-            yield Problem(
-                "resources.nodes",
-                f"resources.nodes={resources.nodes} with rollout.servers.colocated=true: a run starts its servers on its "
-                "first node only; give them nodes of their own (resources.rollout_nodes)",
-            )
         if servers.count > 1 and not servers.visible_devices:
             yield Problem(
                 "rollout.servers.visible_devices",
@@ -163,6 +165,28 @@ def _rollout_place(config: RunConfig) -> Iterator[Problem]:
             "rollout.servers.count",
             f"rollout.servers.count * tp = {servers.count} * {servers.tp} = {wanted} GPUs, but {where} offers {offered}; "
             f"use at most {offered // servers.tp} servers",
+        )
+
+
+def _colocated_on_nodes(rollout: SglangRollout, servers: SglangServers, nodes: int) -> Iterator[Problem]:
+    """Every node starts its own servers; rank 0 reaches those of the others over the network and by files only."""
+    if rollout.sync.way != "disk":
+        yield Problem(
+            "rollout.sync.way",
+            f"rollout.sync.way={rollout.sync.way} with rollout.servers.colocated=true on resources.nodes={nodes}: ipc stays on "
+            "one host, and a broadcast cannot have trainer and server on one GPU; use disk",
+        )
+    if servers.count % nodes:
+        yield Problem(
+            "rollout.servers.count",
+            f"rollout.servers.count={servers.count} does not divide over resources.nodes={nodes} with colocated=true; use a "
+            f"multiple of {nodes}",
+        )
+    if servers.visible_devices:
+        yield Problem(
+            "rollout.servers.visible_devices",
+            f"rollout.servers.visible_devices with resources.nodes={nodes}: each node numbers its own GPUs by server; set it "
+            "to []",
         )
 
 

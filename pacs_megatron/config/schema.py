@@ -286,7 +286,8 @@ class SglangServers(Options):
     context_length: PositiveInt | None = None
     """Longest prompt + response; None: the model's."""
     colocated: bool = False
-    """On the trainer's GPUs: memory is released while the trainer steps."""
+    """On the trainer's GPUs: memory is released while the trainer steps. With several `resources.nodes` every node starts
+    its share of `count`."""
     deterministic: bool = False
     """Batch-invariant kernels (GPU only); a sample's seed has an effect only with it."""
     start_timeout_s: float = Field(default=900.0, gt=0)
@@ -301,8 +302,8 @@ class SglangServers(Options):
             raise ValueError(
                 f"visible_devices names {len(self.visible_devices)} servers, count={self.count}; one entry a server"
             )
-        if self.device == "cpu" and (self.colocated or self.deterministic or self.visible_devices):
-            raise ValueError("device=cpu has no use for colocated, deterministic and visible_devices; remove them")
+        if self.device == "cpu" and (self.deterministic or self.visible_devices):
+            raise ValueError("device=cpu has no use for deterministic and visible_devices; remove them")
         return self
 
 
@@ -339,6 +340,8 @@ class SglangRollout(Options):
     urls: tuple[str, ...] = Field(default=(), strict=False)
     """Running servers to attach to; exactly one of `urls` and `servers`."""
     servers: SglangServers | None = None
+    shares_gpus: bool = False
+    """The servers at `urls` sit on the trainer's GPUs: they release memory while the trainer steps."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Of the servers' weights; the policy's are cast to it on the way."""
     api_key_env: str | None = None
@@ -367,6 +370,8 @@ class SglangRollout(Options):
     def _check_servers(self) -> SglangRollout:
         if bool(self.urls) == (self.servers is not None):
             raise ValueError("rollout.engine=sglang needs exactly one of `urls` and `servers`")
+        if self.shares_gpus and self.servers is not None:
+            raise ValueError("shares_gpus is for servers at `urls`; for own ones say servers.colocated=true")
         if self.sync.folder is not None and self.sync.way != "disk":
             raise ValueError(f"sync.folder is not used by sync.way={self.sync.way}; remove it")
         if self.sync.host != "127.0.0.1" and self.sync.way != "broadcast":

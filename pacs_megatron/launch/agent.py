@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG = 1
 
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; returns 0, the exit code of the first failed rank, or 128 + its signal."""
-    _die_with_parent()
+    die_with_parent(signal.SIGTERM)
     _pass_on_usr1()
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -54,10 +54,10 @@ def _pass_on_usr1() -> None:
     signal.signal(signal.SIGUSR1, pass_on)
 
 
-def _die_with_parent() -> None:
-    """Ask Linux for SIGTERM when the command that started this process dies, so that no rank outlives it."""
+def die_with_parent(number: signal.Signals) -> None:
+    """Ask Linux for this signal when the command that started this process dies, so that no rank outlives it."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
 
 
 if __name__ == "__main__":

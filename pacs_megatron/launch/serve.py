@@ -1,6 +1,7 @@
-"""SGLang servers on a rollout node: `python -m pacs_megatron.launch.serve <folder> <config> [key=value ...]`.
+"""SGLang servers of a node: `python -m pacs_megatron.launch.serve <folder> <config> [key=value ...]`.
 
-One process a node, started by srun beside the trainer. It starts this node's share of `rollout.servers`, writes their
+One process a node: on rollout nodes started by srun beside the trainer, on the trainer's own nodes (colocated) by the
+first rank there (`launch.colocated`). It starts this node's share of `rollout.servers`, writes their
 addresses to `<folder>/<node>.urls` once all are ready, and starts a server that ended anew. They listen on this node's
 own address, which the other nodes of the job reach: set rollout.api_key_env on a network that others share.
 
@@ -39,13 +40,18 @@ _log = logging.getLogger(__name__)
 
 
 def servers_here(config: RunConfig) -> int:
-    """Servers that each rollout node starts. Raises ConfigError where they do not divide."""
-    rollout, nodes = config.rollout, max(1, config.resources.rollout_nodes)
+    """Servers that each rollout node starts, or each trainer node where they are colocated.
+
+    Raises ConfigError where they do not divide.
+    """
+    rollout, resources = config.rollout, config.resources
     if not isinstance(rollout, SglangRollout) or rollout.servers is None:
         raise ConfigError("rollout.servers is not set; rollout nodes need rollout.engine=sglang with rollout.servers")
+    key, nodes = ("nodes", resources.nodes) if rollout.servers.colocated else ("rollout_nodes", resources.rollout_nodes)
+    nodes = max(1, nodes)
     if rollout.servers.count % nodes:
         raise ConfigError(
-            f"rollout.servers.count={rollout.servers.count} does not divide over resources.rollout_nodes={nodes}; use a "
+            f"rollout.servers.count={rollout.servers.count} does not divide over resources.{key}={nodes}; use a "
             f"multiple of {nodes}"
         )
     return rollout.servers.count // nodes

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -209,11 +210,29 @@ def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
                     yield f"# {job.name}: {script.name}, run by every task\n{script.read_text(encoding='utf-8')}"
                 shutil.rmtree(folder)
                 continue
-            experiment.run(detach=True, tail_logs=False)
-            ids = [(str(task.id), _job_id(task)) for task in experiment.jobs]
+            ids = _launch(experiment)
             note_jobs(run_folder(job.loaded), ids)
             text = ", ".join(f"{name}={job_id}" for name, job_id in ids)
             yield f"{job.name}: submitted {text}; pacs-megatron status {run_folder(job.loaded)}"
+
+
+def _launch(experiment: Any) -> list[tuple[str, str]]:
+    """(name, Slurm id) of the submitted jobs. Raises ConfigError when sbatch refuses one; then none stays."""
+    from invoke.exceptions import UnexpectedExit
+
+    try:
+        experiment.run(detach=True, tail_logs=False)
+    except UnexpectedExit as error:
+        submitted = [
+            _job_id(task) for task in experiment.jobs if getattr(task, "handles", None) or vars(task).get("handle")
+        ]
+        if submitted:
+            subprocess.run(["scancel", *submitted], capture_output=True, check=False)
+        said = "; ".join(line.removeprefix("sbatch: error: ") for line in error.result.stderr.strip().splitlines())
+        raise ConfigError(
+            f"sbatch refused the job: {said}; correct the cluster's file (--cluster) or `resources`, nothing was submitted"
+        ) from None
+    return [(str(task.id), _job_id(task)) for task in experiment.jobs]
 
 
 def _refuse_what_is_queued(jobs: Sequence[Job]) -> None:

@@ -43,6 +43,11 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
         )
     command = [TRAINING_MODULE, str(config_path), *overrides]
     if place is not None:
+        # Not at the top: servers' own processes import this module.
+        from pacs_megatron.launch.colocated import are_on_every_node, attach
+
+        if are_on_every_node(loaded.config):
+            command += attach(loaded.config, config_path, overrides, place)
         environ = rank_environment(place.local_world_size, single_host=False) | place.variables()
         os.execve(sys.executable, [sys.executable, "-m", *command], environ)  # noqa: S606  this process is the rank
     return start_ranks(command, world_size, run_folder(loaded) / EXIT_CODE_FILE)

@@ -54,7 +54,7 @@ def server_specs(options: SglangRollout, servers: SglangServers, model: ModelOpt
             mem_fraction=servers.mem_fraction,
             max_total_tokens=servers.max_total_tokens,
             context_length=servers.context_length,
-            memory_saver=servers.colocated,
+            memory_saver=servers.colocated and servers.device == "cuda",
             deterministic=servers.deterministic,
             api_key=key,
             trust_remote_code=model.trust_remote_code,

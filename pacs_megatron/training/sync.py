@@ -44,7 +44,9 @@ def sync(w: World, step: int) -> None:
 def release_memory(w: World) -> None:
     """Colocated servers give their GPU memory to the training step; the next `sync` brings them back."""
     rollout = w.config.rollout
-    if isinstance(rollout, SglangRollout) and rollout.servers is not None and rollout.servers.colocated:
+    if not isinstance(rollout, SglangRollout):
+        return
+    if rollout.shares_gpus or (rollout.servers is not None and rollout.servers.colocated):
         _together(w, lambda: _release(w))
 
 

@@ -136,3 +136,45 @@ def test_a_heterogeneous_job_with_a_real_sglang_server_is_requeued(
     while (left := running(str(tmp_path))) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left
+
+
+@pytest.mark.slurm
+@pytest.mark.sglang
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_colocated_servers_on_two_nodes(
+    nemo_run: None, slurm: Slurm, tmp_path: Path, require: Callable[[bool, str], None]
+) -> None:
+    """Each trainer node starts a server of its own; without GPUs, what they release is nothing, but it is asked."""
+    interpreter = ROOT / ".venv-sglang" / "bin" / "python"
+    require(interpreter.exists(), "make install-sglang")
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
+    run_dir = tmp_path / "runs" / "tiny"
+    start = "count: 2, colocated: true, max_total_tokens: 4096, start_timeout_s: 600"
+    overrides = [
+        *("resources.nodes=2", "run.nproc=1", "run.steps=2"),
+        *(
+            "rollout=null",
+            "rollout.engine=sglang",
+            "rollout.dtype=fp32",
+            "rollout.sync.way=disk",
+            "rollout.sync.verify=full",
+        ),
+        "rollout.sampling={max_response_tokens: 12, stop: [a, e, i, o, u, s, t, n, r, l]}",
+        f"rollout.servers={{python: [{interpreter}], device: cpu, {start}}}",
+    ]
+    jobs = submit_by_nemo_run(slurm, config, *overrides)
+    fields = slurm.wait(jobs["train"], 800)
+    logs = "\n".join(path.read_text() for path in (tmp_path / "nemo").rglob("*.out"))
+    assert fields["JobState"] == "COMPLETED", logs
+    assert [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").open()] == [1, 2]
+    servers = run_dir / "logs" / "latest" / "servers"
+    urls = {path.stem: path.read_text().split() for path in servers.glob("*.urls")}
+    assert sorted(urls) == ["n1", "n2"]
+    assert len({url for found in urls.values() for url in found}) == 2
+    # Both were asked: the start, every step's weights, and their release before each training step.
+    assert "2 servers" in logs
+    deadline = time.monotonic() + 30
+    while (left := running(str(tmp_path))) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left

@@ -124,7 +124,9 @@ CASES: dict[str, tuple[Breaker, list[str], str, str]] = {
     "nproc beside GPUs": (no, [*GPUS, "run.nproc=2"], "run.nproc", "remove it"),
     "rollout nodes for the embedded engine": (no, [*GPUS, "resources.rollout_nodes=1"], "resources.rollout_nodes", "set 0"),
     "more servers than GPUs": (no, [*GPUS, *SGLANG, "rollout.servers={python: [python], count: 9, visible_devices: [a,b,c,d,e,f,g,h,i]}"], "rollout.servers.count", "use at most 8 servers"),
-    "colocated on two nodes": (no, [*GPUS, *SGLANG, "resources.nodes=2", "rollout.servers={python: [python], colocated: true}"], "resources.nodes", "resources.rollout_nodes"),
+    "colocated on two nodes, odd": (no, [*GPUS, *SGLANG, "resources.nodes=2", "rollout.servers={python: [python], colocated: true}"], "rollout.servers.count", "use a multiple of 2"),
+    "colocated on two nodes by broadcast": (no, [*GPUS, *SGLANG, "rollout.sync.way=broadcast", "resources.nodes=2", "rollout.servers={python: [python], colocated: true, count: 2}"], "rollout.sync.way", "use disk"),
+    "colocated on two nodes, named GPUs": (no, [*GPUS, *SGLANG, "resources.nodes=2", "rollout.servers={python: [python], colocated: true, count: 2, visible_devices: ['0', '1']}"], "rollout.servers.visible_devices", "set it to []"),
     "ipc across nodes": (
         no,
         [*GPUS, *SGLANG, "rollout.sync.way=ipc", "resources.rollout_nodes=1", "rollout.servers={python: [python]}"],

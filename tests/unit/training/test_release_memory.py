@@ -1,0 +1,51 @@
+"""Which servers are asked for their GPU memory before a training step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pacs_megatron.config.schema import SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.training.sync import release_memory
+
+URL = "http://127.0.0.1:1"
+
+
+class Recorder:
+    """Stands where the weight sync stands."""
+
+    def __init__(self) -> None:
+        self.targets: list[str] = []
+        self.released: list[str] = []
+
+    def set_targets(self, apis: Any) -> None:
+        self.targets = [api.url for api in apis]
+
+    def release_memory(self) -> None:
+        self.released += self.targets
+
+
+@pytest.mark.parametrize(
+    ("place", "released"),
+    [
+        ({"urls": (URL,)}, []),
+        ({"urls": (URL,), "shares_gpus": True}, [URL]),
+        ({"servers": SglangServers(python=("python",))}, []),
+        ({"servers": SglangServers(python=("python",), colocated=True)}, [URL]),
+    ],
+)
+def test_only_servers_on_the_trainers_gpus(place: dict[str, Any], released: list[str]) -> None:
+    options = SglangRollout(
+        engine="sglang", sampling=SamplingOptions(max_response_tokens=8), sync=SglangSync(way="disk"), **place
+    )
+    recorder = Recorder()
+    world: Any = SimpleNamespace(
+        config=SimpleNamespace(rollout=options),
+        channel=SimpleNamespace(first_error=lambda message: message),
+        driver=SimpleNamespace(ask=lambda question: {"urls": [URL]} if question["op"] == "begin_update" else {}),
+        server_sync=recorder,
+    )
+    release_memory(world)
+    assert recorder.released == released
