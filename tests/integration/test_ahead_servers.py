@@ -1,0 +1,146 @@
+"""Training ahead of its samples through a server that answers every request alike in every run: stopped in the middle of
+generation, or left without servers, the run goes on to the same weights, and nothing finished is asked for again.
+
+That the answers do not depend on the weights is the point: given the same samples, a run is the same bits whatever the
+lag, the interruptions and the order in which samples came.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pacs_megatron.errors import ExitCode
+from pacs_megatron.observability.metrics import read_metrics
+from tests.support.replay_sglang import ReplaySglang
+from tests.support.tiny_models import make_tiny_qwen3
+from tests.support.tiny_run import write_tiny_run
+
+STEPS = 6
+SAMPLES = 16
+"""of a step"""
+LIMIT_S = 100
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3(tmp_path_factory.mktemp("model"), num_hidden_layers=2, vocab_size=262)
+
+
+@pytest.fixture
+def server() -> Iterator[ReplaySglang]:
+    with ReplaySglang(token_s=0.004, median_tokens=20.0, spread=0.7) as replay:
+        yield replay
+
+
+def start(folder: Path, model: Path, url: str, max_lag: int, *overrides: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    config = write_tiny_run(folder, model)
+    rollout = (
+        f"{{engine: sglang, urls: ['{url}'], max_lag: {max_lag}, sampling: {{max_response_tokens: 48}}, probe_s: 0.2, "
+        "dead_after_s: 2.0, all_down_after_s: 3.0, sync: {way: disk, verify: 'off', pause: in_place, timeout_s: 5.0}}"
+    )
+    values = (f"run.steps={STEPS}", f"rollout={rollout}", "parallel.tp=1", "checkpoint.every=null", *overrides)
+    return subprocess.Popen(
+        [sys.executable, "-m", "pacs_megatron.training.main", str(config), *values],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, err = process.communicate(timeout=LIMIT_S)
+    return process.returncode, err
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert process.poll() is None, f"the run ended early: {process.communicate()[1]}"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def num_rows(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def learned(run_dir: Path) -> tuple[bytes, list[dict[str, Any]]]:
+    """The final weights, and all metrics but times and lags."""
+    rows = [
+        {name: value for name, value in row.items() if not name.startswith(("time/", "lag/")) and "per_s" not in name}
+        for row in read_metrics(run_dir)
+    ]
+    for row in rows:
+        row.pop("admission/dropped_stale_groups", None)  # counted with a lag only
+    return (run_dir / "hf" / "model.safetensors").read_bytes(), rows
+
+
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    folder = tmp_path_factory.mktemp("synchronous")
+    with ReplaySglang(token_s=0.0, median_tokens=20.0, spread=0.7) as replay:
+        code, err = finish(start(folder, model, replay.url, 0))
+    assert code == ExitCode.OK, err
+    return folder / "runs" / "tiny"
+
+
+@pytest.mark.timeout(400)
+def test_a_stop_in_the_middle_of_generation_loses_no_finished_sample(
+    synchronous: Path, tmp_path: Path, model: Path, server: ReplaySglang
+) -> None:
+    run_dir = tmp_path / "runs" / "tiny"
+    process = start(tmp_path, model, server.url, 2)
+    wait_until(lambda: num_rows(run_dir) >= 2, process)
+    server.token_s = 0.1  # from here on an answer takes seconds
+    seen = server.answered
+    wait_until(lambda: server.answered >= seen + 4, process)
+    process.send_signal(signal.SIGTERM)
+    code, err = finish(process)
+    assert code == ExitCode.PREEMPTED, err
+    [folder] = (run_dir / "checkpoints").iterdir()
+    buffer = json.loads((folder / "buffer.json").read_text())
+    kept = set(buffer["ids"])
+    assert len(kept) == len(buffer["ids"]) == sum(work["samples"] for work in buffer["works"]) > 0
+    assert any(0 < work["samples"] < SAMPLES for work in buffer["works"])
+    server.token_s = 0.004
+    server.asked.clear()
+    code, err = finish(start(tmp_path, model, server.url, 2))
+    assert code == ExitCode.OK, err
+    assert not kept & set(server.asked), "a finished sample was asked for again"
+    assert max(server.asked.values()) == 1
+    rows = read_metrics(run_dir)
+    assert {row["lag/max"] for row in rows} <= {0.0, 1.0, 2.0} and rows[3]["lag/mean"] > 0
+    assert learned(run_dir) == learned(synchronous)
+
+
+@pytest.mark.timeout(400)
+def test_without_servers_the_last_boundary_is_saved_with_the_reason(
+    synchronous: Path, tmp_path: Path, model: Path, server: ReplaySglang
+) -> None:
+    run_dir = tmp_path / "runs" / "tiny"
+    process = start(tmp_path, model, server.url, 1)
+    wait_until(lambda: num_rows(run_dir) >= 2, process)
+    server.refuse()
+    code, err = finish(process)
+    assert code == ExitCode.FAILED, err
+    [line] = [line for line in err.splitlines() if line.startswith(("RolloutError:", "SyncError:"))]
+    assert "server" in line and "Connect" in line, err
+    [folder] = (run_dir / "checkpoints").iterdir()
+    assert int(folder.name[-6:]) >= 2 and (folder / "manifest.json").is_file()
+    server.accept()
+    code, err = finish(start(tmp_path, model, server.url, 1))
+    assert code == ExitCode.OK, err
+    assert learned(run_dir) == learned(synchronous)
