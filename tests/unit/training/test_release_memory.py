@@ -44,7 +44,7 @@ def test_only_servers_on_the_trainers_gpus(place: dict[str, Any], released: list
     world: Any = SimpleNamespace(
         config=SimpleNamespace(rollout=options),
         channel=SimpleNamespace(first_error=lambda message: message),
-        driver=SimpleNamespace(ask=lambda question: {"urls": [URL]} if question["op"] == "begin_update" else {}),
+        driver=SimpleNamespace(ask=lambda _question: ({"urls": [URL]}, {})),
         server_sync=recorder,
     )
     release_memory(world)
