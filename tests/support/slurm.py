@@ -85,7 +85,7 @@ class Slurm:
     def stop(self) -> None:
         """Cancel every job, then end the daemons."""
         self.run("scancel", "--user=root", check=False)
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 40  # KillWait, and what jobs need to end
         while self.run("squeue", "-h", check=False) and time.monotonic() < deadline:
             time.sleep(0.2)
         for daemon in reversed(self._daemons):

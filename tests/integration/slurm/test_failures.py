@@ -80,19 +80,19 @@ def test_a_lost_node_requeues_the_job_and_it_goes_on(slurm: Slurm, repo: Path, t
     assert_nothing_runs(str(tmp_path))
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(480)
 def test_the_time_limit_is_survived(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     """Slurm's own signal, not ours: `--signal` may come up to a minute early, and limits are whole minutes."""
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.4)
     run_dir = tmp_path / "runs" / "tiny"
-    limits = ("--time=2", "--signal=B:USR1@75")
-    job = sbatch(slurm, repo, config, "run.steps=16", "resources.max_attempts=2", options=limits)
-    fields = slurm.wait(job, 380)
+    limits = ("--time=3", "--signal=B:USR1@60")  # so between one and two minutes after the start
+    job = sbatch(slurm, repo, config, "run.steps=16", options=limits)
+    fields = slurm.wait(job, 450)
     rows = read_attempts(run_dir)
     assert fields["JobState"] == "COMPLETED", text_of(config)
     assert len(rows) >= 2
     assert [row["code"] for row in rows] == [75] * (len(rows) - 1) + [0]
-    assert all(row["end"] - row["begin"] < 120 for row in rows)
+    assert all(row["end"] - row["begin"] < 180 for row in rows)
     assert "signal: asking the run to save and stop" in (tmp_path / "job.log").read_text()
     assert steps(run_dir) == list(range(1, 17))
 
