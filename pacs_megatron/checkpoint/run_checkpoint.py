@@ -40,6 +40,7 @@ from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step_(\d{6,})")
+_PARTIAL = ".partial"
 _BUFFER_HEADER, _BUFFER_ARRAYS = "buffer.json", "buffer.safetensors"
 
 
@@ -76,14 +77,39 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     return max(found)[1] if found else None
 
 
+def finish_interrupted(run_dir: Path) -> None:
+    """Gives a checkpoint its name whose writer was killed after the last byte and before the renaming."""
+    for partial in (run_dir / "checkpoints").glob(f"step_*{_PARTIAL}"):
+        try:
+            read_manifest(partial)
+        except CheckpointError:
+            continue  # not whole: the next save removes it
+        _replace(partial.with_name(partial.name.removesuffix(_PARTIAL)), partial)
+        logger.info("%s was whole but for its name", partial)
+
+
+def _replace(final: Path, partial: Path) -> None:
+    """Renames `partial`, which has its manifest. Killed at any point, `final` or `partial` is whole afterwards."""
+    if final.exists():
+        _remove(final)
+    os.rename(partial, final)
+    sync_folder(final.parent)
+
+
+def _remove(folder: Path) -> None:
+    # Without its manifest it is no checkpoint any more, even if the removal is interrupted.
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
 def save_checkpoint(run_dir: Path, step: int, rank: Rank, contents: Contents, *, keep_last: int) -> Path:
     """Write a whole checkpoint. Collective. An interrupted one leaves only a `.partial` folder, removed next time."""
     from safetensors.torch import save_file
 
     final = checkpoint_folder(run_dir, step)
-    partial = final.with_name(final.name + ".partial")
+    partial = final.with_name(final.name + _PARTIAL)
     if rank.rank == 0:
-        for leftover in final.parent.glob("*.partial"):
+        for leftover in final.parent.glob(f"*{_PARTIAL}"):
             shutil.rmtree(leftover)
         for name in (DIST_FOLDER, HF_FOLDER, "rng"):
             (partial / name).mkdir(parents=True)
@@ -99,10 +125,7 @@ def save_checkpoint(run_dir: Path, step: int, rank: Rank, contents: Contents, *,
     files = _digest_all(partial, rank)
     if rank.rank == 0:
         write_manifest(partial, Manifest(step=step, files=files))
-        if final.exists():
-            shutil.rmtree(final)
-        os.rename(partial, final)
-        sync_folder(final.parent)
+        _replace(final, partial)
         _prune(final.parent, keep_last)
     dist.barrier(group=rank.control)
     return final
@@ -131,9 +154,7 @@ def _prune(folder: Path, keep_last: int) -> None:
         if (match := _NAME.fullmatch(path.name)) and (path / MANIFEST_NAME).is_file()
     )
     for _, path in whole[:-keep_last]:
-        # Without its manifest it is no checkpoint any more, even if the removal is interrupted.
-        (path / MANIFEST_NAME).unlink()
-        shutil.rmtree(path)
+        _remove(path)
 
 
 def _files(folder: Path) -> list[str]:

@@ -1,0 +1,49 @@
+"""A kill between the last byte of a checkpoint and its name loses nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pacs_megatron.checkpoint import run_checkpoint
+from pacs_megatron.checkpoint.manifest import MANIFEST_NAME, Manifest, write_manifest
+
+
+def _folder(run_dir: Path, name: str, step: int, marker: str) -> Path:
+    folder = run_dir / "checkpoints" / name
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(marker)
+    write_manifest(folder, Manifest(step=step, files={}))
+    return folder
+
+
+@pytest.mark.parametrize("older", ["none", "whole", "half removed"])
+def test_a_whole_checkpoint_without_its_name_gets_it(older: str, tmp_path: Path) -> None:
+    if older != "none":
+        folder = _folder(tmp_path, "step_000002", 2, "older")
+        if older == "half removed":
+            (folder / MANIFEST_NAME).unlink()
+    _folder(tmp_path, "step_000002.partial", 2, "newer")
+    run_checkpoint.finish_interrupted(tmp_path)
+    found = run_checkpoint.latest_checkpoint(tmp_path)
+    assert found == tmp_path / "checkpoints" / "step_000002"
+    assert (found / "state.json").read_text() == "newer"
+    assert [path.name for path in found.parent.iterdir()] == ["step_000002"]
+
+
+@pytest.mark.parametrize("manifest", [None, b'{"format": 1, "st'])
+def test_a_half_written_one_does_not(manifest: bytes | None, tmp_path: Path) -> None:
+    whole = _folder(tmp_path, "step_000002", 2, "older")
+    partial = _folder(tmp_path, "step_000003.partial", 3, "newer")
+    if manifest is None:
+        (partial / MANIFEST_NAME).unlink()
+    else:
+        (partial / MANIFEST_NAME).write_bytes(manifest)
+    run_checkpoint.finish_interrupted(tmp_path)
+    assert run_checkpoint.latest_checkpoint(tmp_path) == whole
+
+
+def test_a_run_without_checkpoints_has_nothing_to_finish(tmp_path: Path) -> None:
+    run_checkpoint.finish_interrupted(tmp_path)
+    assert run_checkpoint.latest_checkpoint(tmp_path) is None
