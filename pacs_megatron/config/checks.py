@@ -192,19 +192,25 @@ def _colocated_on_nodes(rollout: SglangRollout, servers: SglangServers, nodes: i
 
 def _ahead(config: RunConfig) -> Iterator[Problem]:
     rollout = config.rollout
-    if isinstance(rollout, DemonstrationRollout) or not rollout.max_lag:
+    if not isinstance(rollout, SglangRollout) or not rollout.max_lag:
         return
-    if isinstance(rollout, SglangRollout) and rollout.servers is not None and rollout.servers.colocated:
+    is_colocated = rollout.servers is not None and rollout.servers.colocated
+    if is_colocated or rollout.shares_gpus:
+        key = "servers.colocated" if is_colocated else "shares_gpus"
         yield Problem(
             "rollout.max_lag",
-            f"rollout.max_lag={rollout.max_lag} with rollout.servers.colocated=true: colocated servers give their memory "
-            "to the training step and cannot sample meanwhile; set max_lag=0, or give the servers GPUs of their own",
+            f"rollout.max_lag={rollout.max_lag} with rollout.{key}=true: such servers give their memory to the training "
+            "step and cannot sample meanwhile; set max_lag=0, or give the servers GPUs of their own",
         )
-    if rollout.max_lag >= config.run.steps:
+
+
+def _oversample(config: RunConfig) -> Iterator[Problem]:
+    admission = config.admission
+    if admission.oversample > 1 and not admission.drop_one_class_groups:
         yield Problem(
-            "rollout.max_lag",
-            f"rollout.max_lag={rollout.max_lag} is not below run.steps={config.run.steps}: every step would be sampled "
-            f"from the starting weights; use at most {config.run.steps - 1}",
+            "admission.oversample",
+            f"admission.oversample={admission.oversample} without admission.drop_one_class_groups=true would only prefer "
+            "short answers; set drop_one_class_groups=true or oversample=1",
         )
 
 
@@ -383,6 +389,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _strategy,
     _rollout_place,
     _ahead,
+    _oversample,
     _batch,
     _datasets,
     _optimizer,

@@ -425,6 +425,9 @@ class AdmissionOptions(Options):
     """What a response cut at the token limit counts as."""
     drop_one_class_groups: bool = False
     """Dynamic sampling: drop groups whose labels are all equal."""
+    oversample: float = Field(default=1.0, ge=1)
+    """With `drop_one_class_groups`: a step asks for so many times its prompts and trains the first `batch.
+    prompts_per_step` groups that are admitted. SGLang stops sampling the others then; their prompts come again later."""
 
 
 # ----------------------------------------------------------------------------------------------------------------- data

@@ -1,6 +1,6 @@
 """In which order prompts are trained on: from the seed, and resumable to the sample."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ class PromptOrder:
 
     The epoch's permutation is a function of (seed, epoch) alone. One `take` never holds a prompt twice, since a step
     names its samples by prompt: a take that crosses into the next epoch skips what it holds already, and those
-    prompts come first in the next take.
+    prompts come first in the next take, as do those that were put back.
     """
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool) -> None:
@@ -36,27 +36,32 @@ class PromptOrder:
         if n > self._num_prompts:
             raise ConfigError(
                 f"a step asks for {n} different prompts but the data set keeps {self._num_prompts}; lower "
-                "batch.prompts_per_step or use more data"
+                "batch.prompts_per_step (or admission.oversample) or use more data"
             )
-        taken, self._skipped = self._skipped[:n], self._skipped[n:]
+        waiting, self._skipped = self._skipped, []
+        taken: list[int] = []
+        held: set[int] = set()
+
+        def offer(prompt: int) -> None:
+            if prompt in held or len(taken) == n:
+                self._skipped.append(prompt)
+            else:
+                taken.append(prompt)
+                held.add(prompt)
+
+        for prompt in waiting:
+            offer(prompt)
         while len(taken) < n:
             if self._position == self._num_prompts:
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._permutation(self._epoch)
-                held = frozenset(taken)
-                self._fill(taken, n, held)
-            else:
-                end = min(self._num_prompts, self._position + n - len(taken))
-                taken += self._order[self._position : end]
-                self._position = end
+            offer(self._order[self._position])
+            self._position += 1
         return taken
 
-    def _fill(self, taken: list[int], n: int, held: frozenset[int]) -> None:
-        """Completes `taken` from the start of a new epoch, without the prompts in `held`."""
-        while len(taken) < n:
-            prompt = self._order[self._position]
-            self._position += 1
-            (self._skipped if prompt in held else taken).append(prompt)
+    def put_back(self, prompts: Sequence[int]) -> None:
+        """These were taken and not used: they come first in the next take."""
+        self._skipped += prompts
 
     def _permutation(self, epoch: int) -> list[int]:
         if not self._shuffle:

@@ -27,7 +27,7 @@ import numpy as np
 from pacs_megatron.batching.tables import facts_to_arrays, tabulate, tokens_to_arrays
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import DemonstrationRollout, RunConfig, SglangRollout
-from pacs_megatron.contracts import Sample, Stop
+from pacs_megatron.contracts import Group, Sample, Stop
 from pacs_megatron.data import load_prompts, load_tokenizer
 from pacs_megatron.errors import PacsError, RolloutError
 from pacs_megatron.observability.logs import setup_logging
@@ -97,7 +97,7 @@ class Driver:
         if isinstance(rollout, SglangRollout):
             model = config.model.model_copy(update={"path": str(model_dir)})
             self._engine = open_engine(rollout, model, run_dir / "servers")
-        self._pipeline = Pipeline(self._judge, self._engine, self._data.take, self._wake)
+        self._pipeline = Pipeline(self._judge, self._engine, self._data.take, self._wake, self._admits)
 
     def close(self) -> None:
         """End workers and own servers."""
@@ -154,15 +154,19 @@ class Driver:
         is_sampled = not isinstance(config.rollout, DemonstrationRollout)
         if self._judge is not None and is_sampled:
             self._judge.check(judged)
-        groups = work.groups()
+        if not work.is_returned:
+            self._data.put_back(work.unfinished)
+            work.is_returned = True
         lags = {s.id: self._pipeline.sent.lag(s, step) for s in judged} if self._max_lag else None
         admitted = admit(
-            groups,
+            work.groups(),
             config.admission,
-            min_group_size=1 if config.objective.name == "sft" else 2,
+            min_group_size=self._min_group_size,
             stale=None if lags is None else {sample_id for sample_id, lag in lags.items() if lag > self._max_lag},
         )
-        kept = admitted.groups
+        kept = admitted.groups[: work.enough]
+        if work.enough is not None:
+            admitted.counts["surplus_groups"] = len(admitted.groups) - len(kept) + len(work.unfinished)
         if config.data.shuffle_labels:
             kept = shuffle_labels(kept, seed=config.run.seed, step=step)
         if config.logging.save_rollouts and is_sampled:
@@ -176,6 +180,14 @@ class Driver:
             metrics |= lag_metrics(trained, [lags[sample.id] for sample in trained])
         logger.info("step %d: %d samples in %.2f s", step, len(judged), time.perf_counter() - work.since)
         return {"kind": "groups", "metrics": metrics}, arrays
+
+    @property
+    def _min_group_size(self) -> int:
+        return 1 if self._config.objective.name == "sft" else 2
+
+    def _admits(self, group: Group) -> bool:
+        """Whether a judged group will be trained, its age aside."""
+        return bool(admit([group], self._config.admission, min_group_size=self._min_group_size).groups)
 
     def evaluate(self, number: int, step: int) -> None:
         """Opens the question for the counts of every benchmark's problems."""

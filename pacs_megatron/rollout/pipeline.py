@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pacs_megatron.contracts import Prompt, Sample, SampleRequest
+from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest
 from pacs_megatron.errors import PacsError, RewardError
 from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.rollout.lag import SentWeights
@@ -33,8 +33,11 @@ class Pipeline:
         engine: SglangEngine | None,
         make_work: Callable[[int], Work],
         wake: Callable[[], None],
+        admits: Callable[[Group], bool] = lambda _group: True,
     ) -> None:
-        """`make_work(step)` takes the step's prompts from the data; `wake` may be called from any thread."""
+        """`make_work(step)` takes the step's prompts from the data; `wake` and `admits` may be called from any thread.
+        `admits` says whether a whole group will be trained, for works that need not have all of theirs."""
+        self._admits = admits
         self._judge = judge
         self._engine = engine
         self._make_work = make_work
@@ -120,9 +123,24 @@ class Pipeline:
             self._fail(work, answer)
         else:
             with self._lock:
-                work.sampled[answer.id] = answer
-                work.judged.add(answer.id)
+                surplus = self._judged(work, answer)
+            if surplus and self._engine is not None:
+                self._engine.cancel(surplus)
         self._wake()
+
+    def _judged(self, work: Work, sample: Sample) -> list[str]:
+        """Takes the verdict; returns requests in flight that are no longer needed."""
+        if sample.id in work.cancelled:
+            return []
+        work.sampled[sample.id] = sample
+        work.judged.add(sample.id)
+        # The ranks of the embedded engine sample everything at once: nothing can be saved, and order is not chance.
+        if work.enough is None or self._engine is None:
+            return []
+        group = work.whole_group(sample.prompt_id)
+        if group is not None and self._admits(group):
+            work.num_admitted += 1
+        return work.cancel_rest() if work.num_admitted >= work.enough and not work.cancelled else []
 
     def _fail(self, work: Work, error: PacsError) -> None:
         with self._lock:
@@ -155,6 +173,9 @@ class Pipeline:
         self.sent.load_state_dict(header["sent"])
         for work in works_from_message(header, arrays, prompts, requests_of):
             self._works[work.step] = work
+            if self._engine is not None and not work.cancelled:
+                whole = [work.whole_group(prompt.id) for prompt in work.prompts]
+                work.num_admitted = sum(group is not None and self._admits(group) for group in whole)
             unjudged = [sample for sample in work.sampled.values() if sample.id not in work.judged]
             for sample in unjudged:
                 self._submit(work, sample)

@@ -1,6 +1,7 @@
 """What the driver asks for: training prompts in their order, requests for them, or the data's own solutions."""
 
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,16 +49,25 @@ class TrainData:
                 dropped = len(loaded.prompts) - len(self.prompts)
                 logger.info("%s: %d demonstrations dropped: too long", loaded.name, dropped)
         self.by_id = {prompt.id: prompt for prompt in self.prompts}
+        self._number_of = {prompt.id: number for number, prompt in enumerate(self.prompts)}
         self.order = PromptOrder(len(self.prompts), config.run.seed, config.data.shuffle)
 
     def take(self, step: int) -> Work:
         """The work of `step` with the next prompts; with demonstrations everything is in it already."""
-        prompts = tuple(self.prompts[k] for k in self.order.take(self._config.batch.prompts_per_step))
+        config = self._config
+        wanted = config.batch.prompts_per_step
+        indices = self.order.take(math.ceil(wanted * config.admission.oversample))
+        prompts = tuple(self.prompts[k] for k in indices)
         work = Work(step=step, prompts=prompts, requests=tuple(self.requests(prompts, step)), epoch=self.order.epoch)
+        work.enough = wanted if len(prompts) > wanted else None
         if self._demonstrations:
             work.sampled = {sample.id: sample for sample in self._demonstrated(prompts, step)}
             work.judged = set(work.sampled)
         return work
+
+    def put_back(self, prompt_ids: Sequence[str]) -> None:
+        """Their groups were cut short: they come first in the next work."""
+        self.order.put_back([self._number_of[prompt_id] for prompt_id in prompt_ids])
 
     def requests(self, prompts: Sequence[Prompt], step: int) -> list[SampleRequest]:
         """One for each sample of a group; none for demonstrations."""

@@ -30,14 +30,25 @@ class Work:
     judged: set[str] = field(default_factory=set)
     cancelled: set[str] = field(default_factory=set)
     """requests that are no longer needed: over-sampling had enough groups without them"""
+    enough: int | None = None
+    """groups that suffice; None: all of them are wanted"""
+    is_returned: bool = False
+    """prompts of unfinished groups are back in the data's order"""
+    num_admitted: int = 0
+    """whole groups that will be admitted, as far as judged"""
     started: bool = False
     """its requests are with the rollout engine"""
     error: PacsError | None = None
     since: float = field(default_factory=time.perf_counter)
     by_id: dict[str, Prompt] = field(init=False)
+    _ids_of: dict[str, list[str]] = field(init=False)
+    """prompt id -> ids of its requests"""
 
     def __post_init__(self) -> None:
         self.by_id = {prompt.id: prompt for prompt in self.prompts}
+        self._ids_of = {prompt.id: [] for prompt in self.prompts}
+        for request in self.requests:
+            self._ids_of[request.prompt_id].append(request.id)
 
     @property
     def missing(self) -> list[SampleRequest]:
@@ -53,21 +64,41 @@ class Work:
     def is_done(self) -> bool:
         return len(self.judged) >= self.num_wanted
 
+    @property
+    def unfinished(self) -> list[str]:
+        """Ids of prompts with a cancelled request: their groups are not whole and will not be."""
+        return list(dict.fromkeys(r.prompt_id for r in self.requests if r.id in self.cancelled))
+
     def groups(self) -> list[Group]:
-        """Judged samples by prompt, in the order of the prompts; siblings in the order of their number."""
+        """Judged samples by prompt, in the order of the prompts, whole groups only; siblings in the order of their
+        number."""
         members: dict[str, list[Sample]] = {prompt.id: [] for prompt in self.prompts}
         for sample_id in self.judged:
             members[self.sampled[sample_id].prompt_id].append(self.sampled[sample_id])
-        return [
-            Group(prompt_id=prompt_id, samples=tuple(sorted(found, key=lambda s: _number_of(s.id))))
-            for prompt_id, found in members.items()
-            if found
-        ]
+        cut = set(self.unfinished)
+        return [_group(prompt_id, found) for prompt_id, found in members.items() if prompt_id not in cut]
+
+    def whole_group(self, prompt_id: str) -> Group | None:
+        """The group of a prompt once all of it is judged."""
+        ids = self._ids_of[prompt_id]
+        if not self.judged.issuperset(ids):
+            return None
+        return _group(prompt_id, [self.sampled[sample_id] for sample_id in ids])
+
+    def cancel_rest(self) -> list[str]:
+        """Gives up what is not judged yet; returns the ids of what is with the rollout engine still."""
+        in_flight = [request.id for request in self.missing]
+        self.cancelled = {request.id for request in self.requests if request.id not in self.judged}
+        return in_flight
 
     def in_order(self) -> list[Sample]:
         """Judged samples in the order of the requests, whatever order they came in."""
         order = [request.id for request in self.requests] if self.requests else list(self.sampled)
         return [self.sampled[sample_id] for sample_id in order if sample_id in self.judged]
+
+
+def _group(prompt_id: str, samples: Sequence[Sample]) -> Group:
+    return Group(prompt_id=prompt_id, samples=tuple(sorted(samples, key=lambda s: _number_of(s.id))))
 
 
 def _number_of(sample_id: str) -> int:
@@ -84,6 +115,8 @@ def works_to_message(works: Sequence[Work]) -> Message:
             "epoch": work.epoch,
             "prompts": [prompt.id for prompt in work.prompts],
             "cancelled": sorted(work.cancelled),
+            "enough": work.enough,
+            "is_returned": work.is_returned,
             "samples": len(work.sampled),
         }
         for work in works
@@ -120,6 +153,8 @@ def works_from_message(
             requests=tuple(requests_of(own, saved["step"])),
             epoch=saved["epoch"],
             cancelled=set(saved["cancelled"]),
+            enough=saved["enough"],
+            is_returned=saved["is_returned"],
         )
         for sample, reward, label in verdicts[start : start + saved["samples"]]:
             if label >= 0:

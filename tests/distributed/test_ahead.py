@@ -162,18 +162,3 @@ def test_a_stop_keeps_what_was_sampled_and_the_run_goes_on_to_the_same_bits(tmp_
     # Judged twice: at most the one that the stop came in, and what was on its way to a worker then.
     assert GROUPS * SIBLINGS * STEPS <= calls.stat().st_size <= GROUPS * SIBLINGS * (STEPS + 1)
     assert not (run_dir / "checkpoints" / f"step_{STEPS:06d}" / "buffer.json").exists()
-
-
-def test_a_lag_without_use_is_refused(tmp_path: Path, model: Path) -> None:
-    from pacs_megatron.config import load_config
-    from pacs_megatron.errors import ConfigError
-
-    config = write(tmp_path, model)
-    with pytest.raises(ConfigError, match=r"rollout\.max_lag=5 is not below run\.steps=5"):
-        load_config(config, ("run.steps=5", "rollout.max_lag=5"))
-    servers = "{python: [python], count: 1, colocated: true}"
-    sglang = (
-        f"{{engine: sglang, max_lag: 1, sampling: {{max_response_tokens: 8}}, sync: {{way: ipc}}, servers: {servers}}}"
-    )
-    with pytest.raises(ConfigError, match=r"rollout\.max_lag=1 with rollout\.servers\.colocated=true"):
-        load_config(config, ("run.steps=5", f"rollout={sglang}", "resources={gpus_per_node: 2, gpu: h100}"))

@@ -21,6 +21,7 @@ import pytest
 
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.observability.metrics import read_metrics
+from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
 from tests.support.replay_sglang import ReplaySglang
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -144,3 +145,31 @@ def test_without_servers_the_last_boundary_is_saved_with_the_reason(
     code, err = finish(start(tmp_path, model, server.url, 1))
     assert code == ExitCode.OK, err
     assert learned(run_dir) == learned(synchronous)
+
+
+@pytest.mark.timeout(200)
+def test_more_is_asked_for_than_is_trained_and_the_rest_ends_early(
+    tmp_path: Path, model: Path, server: ReplaySglang
+) -> None:
+    server.token_s = 0.02
+    options = ("admission={drop_one_class_groups: true, oversample: 2.0}", "objective={name: grpo}", "run.steps=4")
+    code, err = finish(start(tmp_path, model, server.url, 0, *options))
+    assert code == ExitCode.OK, err
+    run_dir = tmp_path / "runs" / "tiny"
+    asked: dict[int, set[str]] = {step: set() for step in range(1, 5)}
+    for sample_id in server.asked:
+        step, rest = sample_id.split(":", 1)
+        asked[int(step)].add(rest.partition("#")[0])
+    ended_early = 0
+    for row in read_metrics(run_dir):
+        step = int(row["step"])
+        assert row["admission/num_groups"] == 4 and len(asked[step]) == 8
+        judged = {(s["prompt_id"], s["id"]) for s in read_rollouts(rollout_path(run_dir, step))}
+        whole = {prompt for prompt, _ in judged if sum(p == prompt for p, _ in judged) == 4}
+        cut = asked[step] - whole
+        dropped = row["admission/dropped_one_class_groups"] + row["admission/dropped_surplus_groups"]
+        assert dropped == 8 - 4 and row["admission/dropped_surplus_groups"] == len(cut)
+        ended_early += len(cut)
+        if step < 4:
+            assert cut <= asked[step + 1], "prompts that were cut short come again"
+    assert ended_early > 0 and server.aborted

@@ -22,6 +22,12 @@ SAMPLING = "evaluation.sampling={max_response_tokens: 8}"
 SGLANG = "rollout={engine: sglang, urls: ['http://127.0.0.1:1'], sync: {way: disk}"
 
 
+AHEAD = [
+    "rollout={engine: sglang, max_lag: 1, urls: ['http://127.0.0.1:1'], sampling: {max_response_tokens: 512}, "
+    "sync: {way: disk}}"
+]
+
+
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -61,6 +67,9 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "set rollout.engine=embedded or objective.name=sft",
         ),
         (["reward=null"], "`reward` is missing; sampled answers need a verifier"),
+        (["admission.oversample=1.5"], "set drop_one_class_groups=true or oversample=1 (override)"),
+        ([*AHEAD, "rollout.shares_gpus=true"], "rollout.max_lag=1 with rollout.shares_gpus=true"),
+        ([*SFT, "rollout.max_lag=1"], "max_lag"),
         ([*SFT, "reward.name=math"], "`reward` is not used by rollout.engine=demonstrations"),
         ([*SFT, "data.shuffle_labels=true"], "has no labels to shuffle"),
         ([*SFT, "admission.truncated=drop"], "`admission.truncated` is not used"),

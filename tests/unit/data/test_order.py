@@ -111,3 +111,19 @@ def test_is_stateful_and_needs_no_torch():
     assert isinstance(PromptOrder(2, 0, True), Stateful)
     code = "import sys, pacs_megatron.data.order, pacs_megatron.rewards; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@given(runs(), st.data())
+def test_what_is_put_back_comes_next_and_no_take_repeats_a_prompt(run, data):
+    size, takes, seed, shuffle = run
+    order = PromptOrder(size, seed, shuffle)
+    owed = []
+    for n in takes:
+        taken = order.take(n)
+        assert len(taken) == n == len(set(taken))
+        assert set(taken) >= set(owed[:n])
+        owed = [prompt for prompt in owed if prompt not in taken]
+        back = data.draw(st.lists(st.sampled_from(taken), unique=True)) if taken else []
+        order.put_back(back)
+        # What an epoch's end left over waits in front of it.
+        owed = list(dict.fromkeys(order.state_dict()["skipped"]))

@@ -194,3 +194,14 @@ def test_setup_twice_does_not_double_lines(tmp_path: Path) -> None:
     logging.getLogger("pacs_megatron.x").info("once")
     assert stream.getvalue().count("once") == 1
     assert (tmp_path / "rank0.log").read_text().count("once") == 1
+
+
+def test_sampling_is_rarely_a_log_line_where_there_is_no_bar(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    progress = Progress("run", 4, console=Console(stream=io.StringIO(), clock=lambda: now[0]))
+    with caplog.at_level(logging.INFO):
+        for second in range(0, 95, 5):
+            now[0] = float(second)
+            progress.samples(("rollout",), 10 * second, 1000)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [f"run 0/4 rollout {done}/1000" for done in (300, 600, 900)]

@@ -127,6 +127,26 @@ def test_the_buffer_keeps_every_sample_and_every_verdict(states: list[str]) -> N
             works_from_message(header, arrays, {k: v for k, v in prompts.items() if k != "d/3"}, requests_of)
 
 
+def test_what_was_given_up_stays_given_up_over_a_checkpoint() -> None:
+    one = work(3, 0)
+    one.enough = 1
+    for request in one.requests[:3]:
+        one.sampled[request.id] = sample(request, "a", reward=1.0, label=1)
+    one.judged = {request.id for request in one.requests[:2]}
+    assert one.whole_group("d/1") is None
+    group = one.whole_group("d/0")
+    assert group is not None and len(group.samples) == 2
+    assert not one.is_done
+    assert one.cancel_rest() == [one.requests[3].id]
+    assert one.is_done and one.unfinished == ["d/1"]
+    one.is_returned = True
+    header, arrays = works_to_message([one])
+    prompts = {f"d/{k}": prompt(k) for k in range(2)}
+    [again] = works_from_message(json.loads(json.dumps(header)), arrays, prompts, requests_of)
+    assert (again.cancelled, again.enough, again.is_returned) == (one.cancelled, 1, True)
+    assert [g.prompt_id for g in again.groups()] == ["d/0"] and not again.missing
+
+
 # --------------------------------------------------------------------------------------------------------------- judge
 @pytest.fixture
 def judge(tmp_path: Path) -> Iterator[Judge]:
