@@ -68,6 +68,7 @@ FP8_WEIGHT_COPIES_BYTES = Constant(
     2.0, "assumed: Transformer Engine keeps two FP8 copies of each matrix (rows, columns)"
 )
 FP8_ACTIVATION_FRAC = Constant(0.75, "assumed: saved activations in FP8 against bf16 (inputs of matrix products)")
+EXPERT_IMBALANCE = Constant(1.3, "assumed: tokens of the fullest expert-parallel rank over the mean")
 FREE_DISK_FACTOR = Constant(1.2, "assumed: room beside the files themselves")
 
 MEASURABLE = (
@@ -91,5 +92,6 @@ MEASURABLE = (
     DISK_GB_S,
     FP8_WEIGHT_COPIES_BYTES,
     FP8_ACTIVATION_FRAC,
+    EXPERT_IMBALANCE,
     FREE_DISK_FACTOR,
 )

@@ -9,15 +9,40 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from pacs_megatron.config.checks import max_sequence_tokens
 from pacs_megatron.config.schema import EmbeddedRollout, GrpoOptions, PacsOptions, RunConfig, SglangRollout
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.launch import constants
 from pacs_megatron.models import ModelSpec, weight_table
-from pacs_megatron.models.table import Entry
+from pacs_megatron.models.table import Entry, WeightTable
 
 LOGITS_PER_CHUNK = 1 << 26
 """Elements of one chunk of logits; the policy's head has the same number (a test compares them)."""
+
+
+_tables: dict[str, WeightTable] = {}
+"""By the architecture's text: a table with experts takes a second to build, and `--search` asks for it hundreds of times."""
+
+
+def table_of(spec: ModelSpec) -> WeightTable:
+    """`weight_table(spec)`, built once."""
+    key = repr(spec)
+    if key not in _tables:
+        _tables[key] = weight_table(spec)
+    return _tables[key]
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Exact count of the Hugging Face checkpoint's parameters."""
+    table_of(spec)
+    return _num_parameters(repr(spec))
+
+
+@lru_cache(maxsize=64)
+def _num_parameters(key: str) -> int:
+    return _tables[key].num_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +95,19 @@ def layers_of_stage(num_layers: int, layout: Layout, stage: int) -> list[int]:
 
 def rank_parameters(spec: ModelSpec, layout: Layout, stage: int) -> RankParameters:
     """Sizes of every tensor that one rank of `stage` holds."""
+    table_of(spec)
+    return _rank_parameters(repr(spec), layout, stage)
+
+
+@lru_cache(maxsize=4096)
+def _rank_parameters(key: str, layout: Layout, stage: int) -> RankParameters:
+    table = _tables[key]
+    spec = table.spec
     mine = set(layers_of_stage(spec.num_layers, layout, stage))
     first, last = stage == 0, stage == layout.pp - 1
     split_tied = spec.tied and layout.pp > 1
     dense, experts, shared = [], [], 0
-    for entry in weight_table(spec).entries:
+    for entry in table.entries:
         if entry.place == "embedding":
             if split_tied and (first or last):
                 shared = _local_size(entry, layout)
@@ -170,11 +203,25 @@ def layer_activation_bytes(config: RunConfig, spec: ModelSpec) -> float:
         mlp = 3 * spec.ffn_size / tp
         extra = 0.0
     else:
-        # Each token is copied to its top_k experts before and after them; the router's probabilities are fp32.
-        mlp = spec.moe.top_k * (2 * spec.hidden_size + 3 * spec.moe.expert_ffn_size / tp)
-        extra = 8.0 * spec.moe.num_experts
+        expert_tp = 1 if config.parallel.ep > 1 else tp
+        fullest = constants.EXPERT_IMBALANCE.value if config.parallel.ep > 1 else 1.0
+        copy = spec.hidden_size + 3 * spec.moe.expert_ffn_size / expert_tp
+        mlp = expert_copies(config, spec) * copy * fullest
+        extra = 8.0 * spec.moe.num_experts / sequence  # the router's logits and probabilities, fp32
     fp8 = 1.0 if config.precision.fp8 is None else constants.FP8_ACTIVATION_FRAC.value
     return width * (norms + attention + mlp) * fp8 + 4 * spec.num_heads / tp + extra
+
+
+def expert_copies(config: RunConfig, spec: ModelSpec) -> float:
+    """Copies of tokens that a rank's experts see, for each token of the micro-batch, on average over the ranks.
+
+    Whole experts (ep > 1): every token of this rank's part of the sequence goes to top_k of them, wherever they are, and
+    as many come back. Experts cut by tensor parallelism: every rank of the group works on all tokens.
+    """
+    assert spec.moe is not None
+    parallel = config.parallel
+    is_split = parallel.ep > 1 and parallel.sequence_parallel
+    return spec.moe.top_k / (parallel.tp if is_split else 1)
 
 
 def activation_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) -> list[Item]:
@@ -202,6 +249,7 @@ def activation_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: 
             )
         ]
     items.append(Item("hidden states and their gradients", 4 * width * spec.hidden_size * tokens, "computed"))
+    items.append(Item("tokens, labels and log-probs of a mini-batch", minibatch_bytes(config, layout), "computed"))
     if stage == layout.pp - 1:
         items.append(
             Item(
@@ -213,10 +261,32 @@ def activation_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: 
     return items
 
 
+def minibatch_bytes(config: RunConfig, layout: Layout) -> float:
+    """What a rank's share of a mini-batch holds on the device during a pass, if every response reaches the limit.
+
+    Ids, positions and labels (int64, divided by cp) and, for each response token, its row (int64), log-prob, entropy and
+    two log-probs of other weights (fp32).
+    """
+    batch = config.batch
+    samples = batch.prompts_per_step * batch.samples_per_prompt / batch.updates_per_step / layout.dp
+    total = max_sequence_tokens(config)
+    return samples * (24 * total / layout.cp + 24 * (total - config.data.max_prompt_tokens))
+
+
+def host_step_bytes(config: RunConfig) -> float:
+    """Host memory of a step's samples on rank 0, if every response reaches the limit; the driver holds as much again.
+
+    Ids (int32) and the sampler's log-probs (fp32).
+    """
+    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
+    total = max_sequence_tokens(config)
+    return samples * (4.0 * total + 4.0 * (total - config.data.max_prompt_tokens))
+
+
 def _head_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, tokens: float) -> float:
     """Bytes of the chunked output layer: logits in the weights' type and in fp32, its exponentials, the gradients."""
     width = 2 if config.precision.dtype == "bf16" else 4
-    vocab = weight_table(spec).padded_vocab // layout.tp
+    vocab = table_of(spec).padded_vocab // layout.tp
     rows = min(tokens, max(1, LOGITS_PER_CHUNK // vocab))
     chunk = rows * vocab * (2 * width + 4 + 4)
     many = tokens > rows
@@ -267,7 +337,7 @@ def _process_items(layout: Layout) -> list[Item]:
 def sync_bytes(config: RunConfig, spec: ModelSpec) -> float:
     """GPU memory that a weight sync needs on the trainer: one bucket and the largest whole tensor."""
     assert isinstance(config.rollout, SglangRollout)
-    largest = max(math.prod(entry.megatron_shape) for entry in weight_table(spec).entries)
+    largest = max(math.prod(entry.megatron_shape) for entry in table_of(spec).entries)
     return config.rollout.sync.bucket_mib * 2**20 + largest * 2
 
 
@@ -280,7 +350,7 @@ def kv_bytes_per_token(spec: ModelSpec, tp: int, width: int = 2) -> float:
 def sampler_weight_bytes(rollout: SglangRollout, spec: ModelSpec) -> float:
     """Weights of one SGLang server. FP8: the layers' matrices, with an fp32 scale for each block of 128 x 128."""
     width = 2 if rollout.dtype == "bf16" else 4
-    shapes = [(entry.place, shape) for entry in weight_table(spec).entries for shape in entry.hf_shapes]
+    shapes = [(entry.place, shape) for entry in table_of(spec).entries for shape in entry.hf_shapes]
     if rollout.sync.quantize == "none":
         return sum(math.prod(shape) for _, shape in shapes) * width
     total = 0.0
@@ -294,7 +364,7 @@ def sampler_weight_bytes(rollout: SglangRollout, spec: ModelSpec) -> float:
 def rollout_memory(config: RunConfig, spec: ModelSpec, layout: Layout, gpu_bytes: float) -> StageMemory | None:
     """One GPU while it samples; None where nothing is sampled on GPUs of this plan (attached or no servers)."""
     rollout = config.rollout
-    table = weight_table(spec)
+    table = table_of(spec)
     if isinstance(rollout, EmbeddedRollout):
         width = 4 if rollout.dtype == "fp32" else 2
         longest = config.data.max_prompt_tokens + rollout.sampling.max_response_tokens

@@ -21,7 +21,7 @@ from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch import constants, memory, timing
 from pacs_megatron.launch.constants import GIB, Gpu
 from pacs_megatron.launch.known_models import need_spec
-from pacs_megatron.models import ModelSpec, num_parameters
+from pacs_megatron.models import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +60,13 @@ class Plan:
     @property
     def checkpoint_bytes(self) -> float:
         """One checkpoint: weights, fp32 master weights, two moments."""
-        return num_parameters(self.spec) * (14 if self.config.precision.dtype == "bf16" else 12)
+        return memory.num_parameters(self.spec) * (14 if self.config.precision.dtype == "bf16" else 12)
 
     @property
     def disk_bytes(self) -> float:
         """All checkpoints at their most (one is written beside the kept ones) and the exported model."""
         kept = self.config.checkpoint.keep_last + 1
-        return (self.checkpoint_bytes * kept + num_parameters(self.spec) * 2) * constants.FREE_DISK_FACTOR.value
+        return (self.checkpoint_bytes * kept + memory.num_parameters(self.spec) * 2) * constants.FREE_DISK_FACTOR.value
 
     @property
     def host_bytes_per_rank(self) -> float:
@@ -190,7 +190,9 @@ def _headline(plan: Plan) -> str:
     if resources.rollout_nodes:
         where += f" + {resources.rollout_nodes} rollout nodes"
     axes = f"tp={layout.tp} pp={layout.pp} cp={layout.cp} ep={layout.ep} dp={layout.dp}"
-    return f"{plan.config.run.name}: {plan.spec.family}, {num_parameters(plan.spec):,} parameters, {where}, {axes}"
+    return (
+        f"{plan.config.run.name}: {plan.spec.family}, {memory.num_parameters(plan.spec):,} parameters, {where}, {axes}"
+    )
 
 
 def _verdict(plan: Plan) -> list[str]:
@@ -247,6 +249,9 @@ def _disk_lines(plan: Plan) -> list[str]:
         f"a checkpoint: {_gib(plan.checkpoint_bytes)}; quota for {plan.config.checkpoint.keep_last} kept, one being "
         f"written and the export: {_gib(plan.disk_bytes)}"
     ]
+    lines.append(
+        f"host memory for a step's samples: at most {_gib(memory.host_step_bytes(plan.config))} on rank 0 and in the driver each"
+    )
     if plan.host_bytes_per_rank:
         lines.append(f"host memory for the reference snapshot: {_gib(plan.host_bytes_per_rank)} a rank")
     return lines
@@ -284,7 +289,7 @@ def to_json(plan: Plan) -> str:
     return json.dumps(
         {
             "run": plan.config.run.name,
-            "parameters": num_parameters(plan.spec),
+            "parameters": memory.num_parameters(plan.spec),
             "gpus": plan.num_gpus,
             "fits": plan.fits,
             "memory": [{**asdict(stage), "total": stage.total} for stage in stages],
@@ -292,6 +297,8 @@ def to_json(plan: Plan) -> str:
             "step_s": plan.step_s,
             "checkpoint_bytes": plan.checkpoint_bytes,
             "disk_bytes": plan.disk_bytes,
+            "host_step_bytes": memory.host_step_bytes(plan.config),
+            "host_bytes_per_rank": plan.host_bytes_per_rank,
             "assumptions": [asdict(constant) for constant in constants.MEASURABLE],
         },
         indent=2,

@@ -20,8 +20,8 @@ from pacs_megatron.config.schema import (
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.launch import constants
 from pacs_megatron.launch.constants import Gpu
-from pacs_megatron.launch.memory import StageMemory, kv_bytes_per_token, sampler_weight_bytes
-from pacs_megatron.models import ModelSpec, num_parameters
+from pacs_megatron.launch.memory import StageMemory, kv_bytes_per_token, num_parameters, sampler_weight_bytes
+from pacs_megatron.models import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,20 +11,38 @@ import torch
 
 from pacs_megatron.config import RunConfig
 from pacs_megatron.config.layout import layout_of
+from pacs_megatron.config.schema import PacsOptions
 from pacs_megatron.launch import memory
+from pacs_megatron.launch.plan import plan_of
 from pacs_megatron.models import load_spec, num_parameters
-from tests.support.policy_cases import make_policy
+from tests.support.policy_cases import make_part, make_policy, random_step
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import make_tiny_qwen3
+from tests.support.tiny_families import make_family
 
-CASES: dict[str, tuple[int, dict[str, Any], bool]] = {
-    "one": (1, {}, False),
-    "tp2-tied": (2, {"tp": 2}, True),
-    "pp2-tied": (2, {"pp": 2}, True),
-    "tp2pp2": (4, {"tp": 2, "pp": 2}, False),
-    "dp2-distopt": (2, {"distributed_optimizer": True}, False),
-    "pp2dp2-distopt-tied": (4, {"pp": 2, "distributed_optimizer": True}, True),
+# name: (ranks, layout, family, tied)
+CASES: dict[str, tuple[int, dict[str, Any], str, bool]] = {
+    "one": (1, {}, "qwen3", False),
+    "tp2-tied": (2, {"tp": 2}, "qwen3", True),
+    "pp2-tied": (2, {"pp": 2}, "qwen3", True),
+    "vpp2": (2, {"pp": 2, "vpp": 2}, "qwen3", False),
+    "tp2pp2": (4, {"tp": 2, "pp": 2}, "qwen3", False),
+    "cp2-distopt": (2, {"cp": 2, "distributed_optimizer": True}, "qwen3", False),
+    "dp2-distopt": (2, {"distributed_optimizer": True}, "qwen3", False),
+    "pp2dp2-distopt-tied": (4, {"pp": 2, "distributed_optimizer": True}, "qwen3", True),
+    "qwen2-tp2": (2, {"tp": 2}, "qwen2", True),
+    "llama-tp2": (2, {"tp": 2}, "llama", False),
+    "mistral-pp2": (2, {"pp": 2}, "mistral", False),
+    "moe": (1, {}, "qwen3_moe", False),
+    "moe-tp2": (2, {"tp": 2, "sequence_parallel": True}, "qwen3_moe", False),
+    "moe-ep2": (2, {"ep": 2}, "qwen3_moe", False),
+    "moe-ep2-distopt": (2, {"ep": 2, "distributed_optimizer": True}, "qwen3_moe", False),
+    "moe-ep2-dp4-distopt": (4, {"ep": 2, "distributed_optimizer": True}, "qwen3_moe", False),
+    "moe-tp2ep2": (4, {"tp": 2, "ep": 2, "sequence_parallel": True}, "qwen3_moe", False),
+    "moe-pp2ep2-distopt": (4, {"pp": 2, "ep": 2, "distributed_optimizer": True}, "qwen3_moe", False),
 }
+QUICK = ("tp2-tied", "vpp2", "cp2-distopt", "pp2dp2-distopt-tied", "qwen2-tp2", "llama-tp2", "mistral-pp2", "moe-ep2-distopt", "moe-tp2ep2")  # fmt: skip
+"""In `make test`, in bf16; the others and fp32 in `make test-full`."""
+SHAPE = {"num_hidden_layers": 4, "vocab_size": 301, "hidden_size": 64, "intermediate_size": 96}
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,7 @@ class Live:
     gradients: int
     moments: int
     masters: int
+    snapshot: int
 
 
 def run_config(dtype: str, parallel: dict[str, Any]) -> RunConfig:
@@ -67,50 +86,96 @@ def live_bytes(folder: Path, world: int, dtype: str, parallel: dict[str, Any]) -
                     moments += sum(state[name].nbytes for name in ("exp_avg", "exp_avg_sq"))
                     if held.dtype == torch.float32 and dtype == "bf16" and held.data_ptr() not in weights:
                         masters += held.nbytes
+        policy.take_reference(reset_optimizer=False)
         return Live(
             stage=policy.rank.pp,
             parameters=sum(p.nbytes for p in parameters),
             gradients=sum(b.grad_data.nbytes for b in buffers),
             moments=moments,
             masters=masters,
+            snapshot=sum(tensor.nbytes for tensor in policy.reference.tensors),
         )
 
     return run_ranks(on_rank, world, timeout=120)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(case, dtype, marks=[] if case in QUICK and dtype == "bf16" else pytest.mark.full)
+        for case in CASES
+        for dtype in ("bf16", "fp32")
+    ],
+)
 def test_bytes_are_exact(case: str, dtype: str, tmp_path: Path) -> None:
-    world, parallel, tied = CASES[case]
-    folder = make_tiny_qwen3(tmp_path / "model", tied=tied, num_hidden_layers=4, vocab_size=301)
+    world, parallel, family, tied = CASES[case]
+    folder = make_family(tmp_path, family, tie_word_embeddings=tied, **SHAPE)
     spec = load_spec(folder)
     config = run_config(dtype, parallel)
     layout = layout_of(config, world)
     live = live_bytes(folder, world, dtype, parallel)
+    assert plan_of(config_with_world(config, world), spec).host_bytes_per_rank == max(found.snapshot for found in live)
     for stage in range(layout.pp):
         ranks = [found for found in live if found.stage == stage]
+        parameters = memory.rank_parameters(spec, layout, stage)
         planned = {item.name.split(" (")[0]: item.num_bytes for item in memory.state_items(config, spec, layout, stage)}
-        padding = planned["gradients"] / 4 - memory.rank_parameters(spec, layout, stage).total
+        padding = planned["gradients"] / 4 - parameters.total
         width = 2 if dtype == "bf16" else 4
         for found in ranks:
             # Planned weights include the padding of the distributed optimizer's buffer, which live tensors leave out.
             assert found.parameters == planned["weights"] - padding * width
             assert found.gradients == planned["gradients"]
+            assert found.moments <= planned["Adam moments"]
+        # Every element of a stage has its moments once among the ranks that hold it.
+        dense = (sum(parameters.dense) + parameters.shared_embedding) * layout.tp
+        elements = dense + sum(parameters.experts) * layout.expert_tp * layout.ep
         if not config.parallel.distributed_optimizer:
             assert padding == 0
             assert all(found.moments == planned["Adam moments"] for found in ranks)
             assert all(found.masters == planned.get("master weights", 0) for found in ranks)
         else:
-            # A shard is an equal cut of the padded buffer: the fullest rank holds it whole, all together the rest.
-            assert max(found.moments for found in ranks) <= planned["Adam moments"]
-            assert sum(found.moments for found in ranks) == (planned["Adam moments"] / 8 * layout.dp - padding) * 8
-            assert sum(found.masters for found in ranks) * 2 == (
-                sum(f.moments for f in ranks) if dtype == "bf16" else 0
-            )
+            assert sum(found.moments for found in ranks) == elements * 8
+            assert sum(found.masters for found in ranks) == (elements * 4 if dtype == "bf16" else 0)
 
 
-def test_parameter_count_is_megatrons_own(tmp_path: Path) -> None:
-    folder = make_tiny_qwen3(tmp_path / "model", tied=False, vocab_size=272)
+def config_with_world(config: RunConfig, world: int) -> RunConfig:
+    """The same with that many ranks on a host, and an objective that keeps a reference."""
+    run = config.run.model_copy(update={"nproc": world})
+    return config.model_copy(update={"run": run, "objective": PacsOptions(name="pacs", reference="frozen")})
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        (2, {"ep": 2}),
+        (2, {"tp": 2, "sequence_parallel": True}),
+        (4, {"tp": 2, "ep": 2, "sequence_parallel": True}),
+    ],
+    ids=["ep2", "tp2", "tp2ep2"],
+)
+def test_tokens_that_experts_see(world: int, parallel: dict[str, Any], tmp_path: Path) -> None:
+    """The mean over the ranks is exact; which rank gets more is the router's choice."""
+    folder = make_family(tmp_path, "qwen3_moe", **SHAPE)
+    facts, tokens = random_step(3, num_groups=6)
+
+    def on_rank(_rank: int, size: int) -> tuple[int, int]:
+        policy = make_policy(folder, size, tokens_per_microbatch=10_000, **parallel)
+        rows: list[int] = []
+        layer = policy.models[0].decoder.layers[0].mlp.experts
+        layer.register_forward_pre_hook(lambda _module, inputs: rows.append(int(inputs[0].shape[0])))
+        part = make_part(facts, tokens, policy, 10_000)
+        (batch,) = policy._batches(part)
+        policy.logprobs(part, "step_start")
+        return sum(rows), batch.input_ids.shape[1]
+
+    found = run_ranks(on_rank, world, timeout=100)
+    copies = memory.expert_copies(run_config("fp32", parallel), load_spec(folder))
+    assert sum(rows for rows, _ in found) == sum(copies * tokens for _, tokens in found)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama", "mistral"])
+def test_parameter_count_is_megatrons_own(family: str, tmp_path: Path) -> None:
+    folder = make_family(tmp_path, family, **SHAPE)
     spec = load_spec(folder)
 
     def on_rank(_rank: int, size: int) -> int:
@@ -122,7 +187,24 @@ def test_parameter_count_is_megatrons_own(tmp_path: Path) -> None:
     padded = memory.rank_parameters(spec, layout_of(config, 1), 0).total
     assert held == padded
     padding_rows = -(-spec.vocab_size // 128) * 128 - spec.vocab_size
-    assert held - 2 * padding_rows * spec.hidden_size == num_parameters(spec)
+    assert held - (1 if spec.tied else 2) * padding_rows * spec.hidden_size == num_parameters(spec)
+    assert memory.num_parameters(spec) == num_parameters(spec)
+
+
+def test_a_mini_batch_on_the_device(tmp_path: Path) -> None:
+    folder = make_family(tmp_path, "qwen3", **SHAPE)
+    facts, tokens = random_step(3, num_groups=6)
+
+    def on_rank(_rank: int, size: int) -> tuple[int, int]:
+        policy = make_policy(folder, size)
+        batches = policy._batches(make_part(facts, tokens, policy))
+        by_token = sum(t.nbytes for b in batches for t in (b.input_ids, b.position_ids, b.labels))
+        return by_token, sum(b.sample_of_token.nbytes for b in batches)
+
+    ((by_token, by_response),) = run_ranks(on_rank, 1, timeout=60)
+    # As in `minibatch_bytes`, whose 16 other bytes of a response token are four fp32 results.
+    fed, responses = int((facts.lens - 1).sum()), int(facts.response_lens.sum())
+    assert (by_token, by_response) == (24 * fed, 8 * responses)
 
 
 def test_chunk_of_logits_is_the_heads() -> None:

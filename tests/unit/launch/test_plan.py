@@ -51,8 +51,10 @@ def test_known_names() -> None:
 
 @pytest.mark.parametrize("path", CLUSTER_RUNS, ids=lambda path: path.stem)
 def test_shipped_configs_plan_and_fit(path: Path) -> None:
+    start = time.process_time()
     loaded = load_config(path)
     plan = make_plan(loaded)
+    assert time.process_time() - start < 5
     assert plan.fits
     assert plan.peak.total > 0.3 * constants.GPUS["h100"].memory_gib * constants.GIB  # else the layout wastes GPUs
     resources, parallel = loaded.config.resources, loaded.config.parallel
@@ -95,6 +97,60 @@ def test_what_does_not_fit_says_what_to_change() -> None:
     assert not fits
     assert "DOES NOT FIT" in text
     assert "change parallel.distributed_optimizer=true" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "advice"),
+    [
+        (
+            "pacs-qwen3-14b-2n8g-tp4",
+            ["parallel.recompute.granularity=none", "batch.tokens_per_microbatch=60000"],
+            "parallel.recompute.granularity=full",
+        ),
+        ("pacs-qwen3-4b-1n8g-tp1", ["rollout.servers.mem_fraction=0.9"], "rollout.servers.mem_fraction (lower)"),
+        (
+            "pacs-qwen3-14b-2n8g-tp4",
+            ["parallel.sequence_parallel=false", "batch.tokens_per_microbatch=200000"],
+            "parallel.sequence_parallel=true",
+        ),
+    ],
+)
+def test_advice_fits_what_is_too_large(config: str, overrides: list[str], advice: str) -> None:
+    text, fits = run_plan(
+        ROOT / "configs" / "runs" / f"{config}.yaml", overrides, search=False, as_json=False, response_tokens=None
+    )
+    assert not fits
+    assert f"change {advice}" in text
+
+
+def test_search_over_experts_takes_seconds() -> None:
+    start = time.process_time()
+    plans = search_layouts(make_plan(load_config(ROOT / "configs" / "runs" / "pacs-qwen3-30b-a3b-4n8g-ep8.yaml")))
+    assert time.process_time() - start < 15
+    assert {plan.layout.ep for plan in plans} >= {1, 2, 4, 8}
+
+
+def test_activations_of_experts() -> None:
+    """By hand for Qwen3-30B-A3B in bf16: hidden 2048, 32 query and 4 KV heads of 128, 8 of 128 experts of 768."""
+    spec = find_spec("Qwen/Qwen3-30B-A3B")
+    assert spec is not None
+    base = load_config(ROOT / "configs" / "runs" / "pacs-qwen3-30b-a3b-4n8g-ep8.yaml").config
+
+    def bytes_of(**parallel: Any) -> float:
+        config = base.model_copy(update={"parallel": base.parallel.model_copy(update=parallel)})
+        return memory.layer_activation_bytes(config, spec)
+
+    attention = (4096 + 512) + 2 * 4096 + 2 * 512
+    experts = 8 * (2048 + 3 * 768)
+    one = 2 * (4 * 2048 + attention + experts) + 4 * 32 + 8 * 128
+    assert bytes_of(tp=1, ep=1) == pytest.approx(one)
+    imbalance = constants.EXPERT_IMBALANCE.value
+    assert bytes_of(tp=1, ep=8) == pytest.approx(one + 2 * experts * (imbalance - 1))
+    # Whole experts and a divided sequence: everything is divided by tp.
+    assert bytes_of(tp=2, ep=8, sequence_parallel=True) == pytest.approx(bytes_of(tp=1, ep=8) / 2)
+    # Cut experts: all ranks of the group hold every token's copy, and a part of each expert.
+    cut = 2 * (4 * 2048 / 2 + attention / 2 + 8 * (2048 + 3 * 768 / 2)) + 4 * 32 / 2 + 8 * 128 / 2
+    assert bytes_of(tp=2, ep=1, sequence_parallel=True) == pytest.approx(cut)
 
 
 def test_search_finds_a_layout_that_fits() -> None:
