@@ -151,6 +151,10 @@ def setup_lines(job: Job, request: Request) -> str:
             "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
             f"export PACS_ATTEMPT; PACS_ATTEMPT=$({python} -m pacs_megatron.launch.job begin {run_dir}) || exit $?",
             'PACS_ATTEMPT=$(readlink -f "$PACS_ATTEMPT")',
+            # Where NeMo-Run has srun write: the attempt's log, as train.sbatch keeps it.
+            'pacs_out=$(scontrol show job "$SLURM_JOB_ID" | sed -n "s/^ *StdOut=//p" | head -n 1)',
+            'ln -sfn "$(dirname "$pacs_out")/log-${SLURM_JOB_NAME}_${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}.out" '
+            '"$PACS_ATTEMPT/output.log"',
             f"trap 'pacs_code=$?; trap - EXIT; {stop_servers}{python} -m pacs_megatron.launch.job end --requeue {run_dir} "
             f"$pacs_code {config.resources.max_attempts}; exit' EXIT",
         ]

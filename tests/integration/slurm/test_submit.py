@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -13,10 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.submit import Request, expand, submit
-from tests.integration.slurm.conftest import read_attempts, running, submit_by_nemo_run, wait_for_rows
+from tests.integration.slurm.conftest import (
+    read_attempts,
+    run_command,
+    running,
+    submit_by_nemo_run,
+    wait_for_rows,
+)
 from tests.support.slurm import Slurm
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -81,6 +89,25 @@ def test_without_nemo_run_the_message_says_what_to_do(tmp_path: Path, monkeypatc
 
 @pytest.mark.slurm
 @pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_sweep_is_a_job_for_each_value(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(
+        f"{(CLUSTERS / 'local.yaml').read_text()}partition: debug\naccount: none\npython: [{sys.executable}]\n"
+    )
+    words = ["submit", str(config), "run.nproc=2", "run.steps=1", "--cluster", str(cluster)]
+    done = run_command(slurm, tmp_path, *words, "--sweep", "objective.beta=0.5,2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs = dict(re.findall(r"^(\S+): submitted train=(\d+);", done.stdout, re.MULTILINE))
+    assert sorted(jobs) == ["tiny-beta0.5", "tiny-beta2"]
+    assert {slurm.wait(job, 200)["JobState"] for job in jobs.values()} == {"COMPLETED"}
+    betas = {name: load_config(tmp_path / "runs" / name / "config.yaml").config.objective.beta for name in jobs}  # type: ignore[union-attr]
+    assert betas == {"tiny-beta0.5": 0.5, "tiny-beta2": 2.0}
+
+
+@pytest.mark.slurm
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_two_nodes_signal_requeue_and_evaluation(nemo_run: None, slurm: Slurm, tmp_path: Path, launcher: str) -> None:
@@ -98,6 +125,8 @@ def test_two_nodes_signal_requeue_and_evaluation(nemo_run: None, slurm: Slurm, t
     logs = "\n".join(path.read_text() for path in (tmp_path / "nemo").rglob("*.out"))
     assert fields["JobState"] == "COMPLETED", logs
     assert [row["code"] for row in read_attempts(run_dir)] == [75, 0], logs
+    assert "; saved; the same command continues" in (run_dir / "logs" / "attempt_1" / "output.log").read_text()
+    assert "resumed from" in (run_dir / "logs" / "attempt_2" / "output.log").read_text()
     assert slurm.wait(jobs["eval"], 120)["JobState"] == "COMPLETED"
     assert json.loads((run_dir / "eval" / "results.json").read_text())["metrics"]
     assert os.readlink(run_dir / "logs" / "latest") == "attempt_2"
