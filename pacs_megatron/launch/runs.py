@@ -38,10 +38,7 @@ def status(run_dir: Path) -> str:
     lines.extend(_attempt_line(row, queued) for row in attempts)
     told = {str(row["job_id"]) for row in attempts if "end" not in row}
     lines.extend(f"job {job} ({known[job]}): {state}" for job, state in queued.items() if job not in told)
-    if attempts and "end" not in attempts[-1]:
-        lines.extend(_heartbeats(run_dir, float(attempts[-1]["begin"])))
-    elif not attempts and not (run_dir / EXIT_CODE_FILE).exists():
-        lines.extend(_heartbeats(run_dir, 0.0))
+    lines.extend(_heartbeats(run_dir, _last_change(run_dir, attempts)))
     lines.append(f"checkpoint step {latest_step(run_dir)}" if latest_step(run_dir) >= 0 else "checkpoint none yet")
     lines.extend(_last_metrics(run_dir))
     if (run_dir / "STOP").exists():
@@ -56,6 +53,14 @@ def _attempt_line(row: Row, queued: dict[str, str]) -> str:
     else:
         outcome = queued.get(str(row["job_id"]), "ended without a word (node failure, or killed)")
     return f"attempt {row['attempt']}  job {row['job_id']}: {outcome}"
+
+
+def _last_change(run_dir: Path, attempts: list[Row]) -> float:
+    """When the last attempt began or ended, as batch scripts or rank 0 said: older heartbeats are history."""
+    told = run_dir / EXIT_CODE_FILE
+    times = [told.stat().st_mtime] if told.exists() else []
+    times.extend(float(row.get("end", row["begin"])) for row in attempts[-1:])
+    return max(times, default=0.0)
 
 
 def _heartbeats(run_dir: Path, since: float) -> list[str]:

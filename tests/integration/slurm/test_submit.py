@@ -43,7 +43,9 @@ def make_request(config: Path, cluster: str = "local", **changes: object) -> Req
 def test_every_shipped_config_dry_runs(nemo_run: None, tmp_path: Path) -> None:
     for index, path in enumerate(RUNS):
         cluster = ("example-bare", "example-pyxis", "example-apptainer")[index % 3]
+        before = time.process_time()
         texts = list(submit(make_request(path, cluster, overrides=(f"run.dir={tmp_path}",)), dry_run=True))
+        assert time.process_time() - before < 15
         together = "\n".join(texts)
         assert f"name: {path.stem}" in texts[0]
         assert "--signal=USR1@3600" in together
