@@ -13,6 +13,8 @@ class DecisionKind(StrEnum):
     """Heartbeat: the driver is alive and busy; keep waiting."""
     GENERATE = "generate"
     """Embedded engine: sample the requests that follow."""
+    SYNC = "sync"
+    """The servers have lost the weights: send them once more, then ask again."""
     TRAIN = "train"
     EVALUATE = "evaluate"
     STOP = "stop"

@@ -27,6 +27,13 @@ from pacs_megatron.rollout.sample_arrays import (
 )
 
 
+_MAX_RESENDS = 5
+
+
+def _cannot_send(_trained: int) -> None:
+    raise RolloutError("the rollout servers need weights, and nothing here can send them")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
     """Admitted samples of a step. `tokens` is there on rank 0 only: the whole step's payload."""
@@ -63,10 +70,12 @@ class Rollouts:
         self._driver = driver
         self._engine = engine
         self._should_stop = should_stop
+        self.send_weights: Callable[[int], None] = _cannot_send
+        """sends the weights after so many steps to the rollout engine once more; collective. The loop sets it"""
 
     def collect(self, step: int) -> Collected:
         """The step's samples. Raises, on every rank, what the driver raised."""
-        header, arrays = self._exchange({"op": "rollout", "step": step})
+        header, arrays = self._exchange({"op": "rollout", "step": step}, trained=step - 1)
         wire, tokens = None, None
         if self._rank.rank == 0:
             parts = _split_prefix(arrays)
@@ -77,7 +86,7 @@ class Rollouts:
 
     def evaluate(self, step: int) -> dict[str, list[dict[str, Any]]]:
         """Benchmark -> counts of each problem, on every rank."""
-        header, _ = self._exchange({"op": "evaluate", "step": step})
+        header, _ = self._exchange({"op": "evaluate", "step": step}, trained=step)
         benchmarks: dict[str, list[dict[str, Any]]] = header["benchmarks"]
         return benchmarks
 
@@ -110,8 +119,22 @@ class Rollouts:
         return found
 
     # ------------------------------------------------------------------------------------------------------ exchange
-    def _exchange(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """The final answer to `question` on every rank (its arrays on rank 0 only)."""
+    def _exchange(self, question: Mapping[str, Any], trained: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """The final answer to `question` on every rank (its arrays on rank 0 only).
+
+        Where all servers were restarted meanwhile and wait for weights, they get those after `trained` steps again.
+        """
+        for _ in range(1 + _MAX_RESENDS):
+            header, arrays = self._exchange_once(question)
+            if header["kind"] != "stale":
+                return header, arrays
+            self.send_weights(trained)
+        raise RolloutError(
+            f"the rollout servers lost their weights {_MAX_RESENDS + 1} times while one question was open; see the logs in "
+            "servers/ of the run's folder"
+        )
+
+    def _exchange_once(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         if self._rank.rank:
             return self._follow(), {}
         assert self._driver is not None
@@ -122,7 +145,8 @@ class Rollouts:
             # Outside of `_ask`: an error in here is known to every rank already.
             samples, payload = self._generate(header, arrays)
             header, arrays = self._ask(partial(driver.reply, {"op": "samples", **samples}, payload))
-        kind = DecisionKind.TRAIN if header["kind"] == "groups" else DecisionKind.EVALUATE
+        kinds = {"groups": DecisionKind.TRAIN, "stale": DecisionKind.SYNC}
+        kind = kinds.get(header["kind"], DecisionKind.EVALUATE)
         self._channel.send(Decision(kind=kind, reason=str(question["op"]), detail=header))
         return header, arrays
 

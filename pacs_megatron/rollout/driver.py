@@ -49,6 +49,7 @@ from pacs_megatron.rollout.work import Work, work_metrics
 logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _PROGRESS_S = 1.0
+_RESTART_POLL_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,13 +114,17 @@ class Driver:
     # ------------------------------------------------------------------------------------------------------- weights
     def begin_update(self) -> Message:
         """Nothing is asked of the servers from here to `set_current`; the servers that take the update."""
-        assert self._engine is not None
+        assert self._engine is not None and isinstance(self._config.rollout, SglangRollout)
         self._engine.begin_update()
-        status = self._engine.status()
-        urls = [server.url for server in status if server.health is not Health.DEAD]
-        if not urls:
-            raise RolloutError("no rollout server is alive: " + "; ".join(f"{s.url}: {s.reason}" for s in status))
-        return {"kind": "updating", "urls": urls}, {}
+        deadline = time.monotonic() + self._config.rollout.all_down_after_s
+        while True:
+            status = self._engine.status()
+            urls = [server.url for server in status if server.health is not Health.DEAD]
+            if urls:
+                return {"kind": "updating", "urls": urls}, {}
+            if time.monotonic() > deadline or not any(server.returning for server in status):
+                raise RolloutError("no rollout server is alive: " + "; ".join(f"{s.url}: {s.reason}" for s in status))
+            time.sleep(_RESTART_POLL_S)
 
     def set_current(self, version: int, digest: str, trained: int) -> Message:
         """The rollout engine holds the weights after `trained` steps. Servers go on with the steps that may now be
@@ -310,6 +315,10 @@ class Driver:
         if is_done:
             self._open = None
             self._answer(question.number, question.finish)
+        elif self._engine is not None and self._engine.needs_weights():
+            logger.warning("no rollout server holds the current weights; asking the trainer to send them once more")
+            self._abandon()
+            self._connection.send({"kind": "stale", "ask": question.number})
         elif time.monotonic() - question.told_at >= _PROGRESS_S:
             counts = self._pipeline.counts(question.work)
             if counts != question.told:

@@ -148,6 +148,10 @@ class SglangEngine:
         """The servers' current weights; call after every push, also one that failed for some servers."""
         self._run(self._fleet.set_current(WeightVersion(version, digest)))
 
+    def needs_weights(self) -> bool:
+        """Whether no server can be asked until the current weights are pushed once more (`Fleet.needs_weights`)."""
+        return bool(self._run(self._call(lambda: self._fleet.needs_weights())))
+
     def status(self) -> tuple[ServerStatus, ...]:
         status: tuple[ServerStatus, ...] = self._run(self._call(lambda: self._fleet.status()))
         return status

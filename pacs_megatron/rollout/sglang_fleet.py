@@ -29,6 +29,10 @@ from pacs_megatron.rollout.sglang_server import OwnServer
 logger = logging.getLogger(__name__)
 
 
+STALE_PROBES = 2
+"""Probe intervals without a usable server after which the weights are asked for again."""
+
+
 class Health(StrEnum):
     HEALTHY = "healthy"
     SUSPECT = "suspect"
@@ -48,6 +52,7 @@ class Server:
     failures: int = 0
     """times it went from HEALTHY to SUSPECT since its last good answer"""
     restarts: int = 0
+    restarting: bool = False
     last_ok: float = field(default_factory=time.monotonic)
     """monotonic time of the last answered probe"""
 
@@ -78,6 +83,8 @@ class ServerStatus:
     reason: str
     in_flight: int
     restarts: int
+    returning: bool
+    """dead, but it is being started anew, or will be"""
 
 
 Ask = Callable[[Server, float], Awaitable[str]]
@@ -125,6 +132,7 @@ class Fleet:
         self.epoch += 1
         self.current = None
         for server in self.servers:
+            self._notice_exit(server)
             if server.health in (Health.HEALTHY, Health.STALE):
                 self._set(server, Health.STALE, "weight update under way")
 
@@ -188,9 +196,28 @@ class Fleet:
 
     def status(self) -> tuple[ServerStatus, ...]:
         return tuple(
-            ServerStatus(url=s.url, health=s.health, reason=s.reason, in_flight=s.in_flight, restarts=s.restarts)
+            ServerStatus(
+                url=s.url,
+                health=s.health,
+                reason=s.reason,
+                in_flight=s.in_flight,
+                restarts=s.restarts,
+                returning=self._is_returning(s),
+            )
             for s in self.servers
         )
+
+    def needs_weights(self) -> bool:
+        """Whether nothing can be asked, nothing will come back by itself, and new weights would help: all that answer
+        are STALE, restarted while the trainer waits for them."""
+        if self.current is None or self._settling or self.down_s() < STALE_PROBES * self.limits.probe_s:
+            return False
+        states = {server.health for server in self.servers}
+        return Health.STALE in states and states <= {Health.STALE, Health.DEAD}
+
+    def _is_returning(self, server: Server) -> bool:
+        is_dead = server.own is not None and server.health is Health.DEAD
+        return is_dead and (server.restarting or server.restarts < self.limits.max_restarts)
 
     def why_down(self) -> str:
         """One line with the state of every server and its reason."""
@@ -202,12 +229,15 @@ class Fleet:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake[server].wait(), self.limits.probe_s)
             self._wake[server].clear()
-            if server.own is not None and server.own.exit_code() is not None and server.health is not Health.DEAD:
-                self._die(server, f"exited with {server.own.exit_code()}")
+            self._notice_exit(server)
             if server.health is Health.DEAD and server.own is not None:
                 await self._restart(server, server.own)
             if self.current is not None:
                 await self._probe(server)
+
+    def _notice_exit(self, server: Server) -> None:
+        if server.own is not None and server.own.exit_code() is not None and server.health is not Health.DEAD:
+            self._die(server, f"exited with {server.own.exit_code()}")
 
     async def _probe(self, server: Server) -> None:
         epoch = self.epoch
@@ -247,6 +277,7 @@ class Fleet:
                 await asyncio.to_thread(own.stop)
             return
         server.restarts += 1
+        server.restarting = True
         logger.warning(
             "restarting %s (%d of %d): %s", server.url, server.restarts, self.limits.max_restarts, server.reason
         )
@@ -256,6 +287,8 @@ class Fleet:
         except PacsError as error:
             server.reason = str(error)
             return
+        finally:
+            server.restarting = False
         server.api = own.api
         server.failures = 0
         server.last_ok = time.monotonic()

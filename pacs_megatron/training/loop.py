@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ def run(w: World) -> ExitCode:
     written = done.step if done.row is None else done.step - 1
     with ExitStack() as stack:
         out = Outputs(w, written, stack)
+        w.rollouts.send_weights = partial(sync, w)
         sync(w, done.step)
         w.timer.take()
         try:
@@ -232,7 +234,10 @@ def resume(w: World) -> Progressed | None:
 
 def _agreed_checkpoint(w: World) -> Path | None:
     """Rank 0's choice, on every rank: a shared file system may show a new folder later elsewhere."""
-    found = run_checkpoint.latest_checkpoint(w.run_dir) if w.rank.rank == 0 else None
+    found = None
+    if w.rank.rank == 0:
+        run_checkpoint.finish_interrupted(w.run_dir)
+        found = run_checkpoint.latest_checkpoint(w.run_dir)
     answer = broadcast_arrays(array_of("" if found is None else str(found)), src=0, group=w.rank.control)
     text = answer["text"].tobytes().decode()
     return Path(text) if text else None

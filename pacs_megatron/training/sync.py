@@ -1,17 +1,19 @@
 """New weights from the policy to whatever samples: the embedded engines of all ranks, or SGLang servers."""
 
+import logging
 from collections.abc import Callable
 from typing import TypeVar, cast
 
 from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.contracts import WeightReceiver
-from pacs_megatron.errors import PacsError
+from pacs_megatron.errors import PacsError, SyncError
 from pacs_megatron.parallel.transfer import broadcast_arrays
 from pacs_megatron.rollout.driver_client import named_error
 from pacs_megatron.rollout.sglang import server_apis
 from pacs_megatron.training.world import World, array_of
 from pacs_megatron.weight_sync.push import push
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -24,11 +26,14 @@ def sync(w: World, step: int) -> None:
     if w.engine is None and not isinstance(w.config.rollout, SglangRollout):
         return
     with w.timer.span("sync"):
-        receivers: list[WeightReceiver] = [w.engine] if w.engine is not None else []
-        if isinstance(w.config.rollout, SglangRollout):
-            _together(w, lambda: _name_targets(w))
-            receivers = [w.server_sync] if w.server_sync is not None else []
-        digest = _together(w, lambda: push(w.policy.version, w.policy.export_weights(), receivers).digest)
+        try:
+            digest = _push(w)
+        except SyncError as error:
+            if w.engine is not None:
+                raise
+            # A server that died in the middle is started anew, a broken process group is made anew.
+            logger.warning("trying once more: %s", error)
+            digest = _push(w)
         theirs = broadcast_arrays(array_of(digest), src=0, group=w.rank.control)["text"].tobytes().decode()
         drifted = w.channel.first_error(None if digest == theirs else f"rank {w.rank.rank} exported {digest}")
         if drifted is not None:
@@ -39,6 +44,15 @@ def sync(w: World, step: int) -> None:
             )
         w.digest = digest
         _together(w, lambda: _set_current(w, step))
+
+
+def _push(w: World) -> str:
+    """The digest of what was exported and reached at least one receiver. Collective; raises on every rank."""
+    receivers: list[WeightReceiver] = [w.engine] if w.engine is not None else []
+    if isinstance(w.config.rollout, SglangRollout):
+        _together(w, lambda: _name_targets(w))
+        receivers = [w.server_sync] if w.server_sync is not None else []
+    return _together(w, lambda: push(w.policy.version, w.policy.export_weights(), receivers).digest)
 
 
 def release_memory(w: World) -> None:

@@ -5,6 +5,7 @@ It is left with the weights of `models[0]` by nobody in particular: a test that 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +22,12 @@ from pacs_megatron.contracts import SampleRequest, SamplingParams
 from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
 from pacs_megatron.models import load_spec
 from pacs_megatron.rollout import sglang, sglang_guard
+from pacs_megatron.rollout.sglang_api import SglangApi
 from pacs_megatron.rollout.sglang_client import SglangEngine
 from pacs_megatron.weight_sync.push import Pushed, push
 from pacs_megatron.weight_sync.server_sync import ServerSync
 from pacs_megatron.weight_sync.sglang import server_sync
+from tests.support.fleet_run import FleetRun
 from tests.support.tiny_models import make_tiny_qwen3
 
 ROOT = Path(__file__).parents[3]
@@ -125,6 +128,12 @@ def sample_requests(num: int, *, tokens: int = 16, tag: str, **params: Any) -> l
     ]
 
 
+@pytest.fixture(autouse=True)
+def _no_run_is_left() -> Iterator[None]:
+    yield
+    FleetRun.end_all()
+
+
 @pytest.fixture(scope="session")
 def lab_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two checkpoints of one architecture."""
@@ -187,3 +196,9 @@ def server_pids(port: str) -> list[int]:
             if "sglang.launch_server" in words and port in words and "sglang_guard.py" not in " ".join(words):
                 return sglang_guard.members(os.getpgid(int(entry)))
     raise AssertionError(f"no server on port {port}")
+
+
+def num_running(api: SglangApi) -> int:
+    """Requests that the server's scheduler works on or has queued."""
+    [load] = json.loads(api.call("/v1/loads"))["loads"]
+    return int(load["num_running_reqs"]) + int(load["num_waiting_reqs"])

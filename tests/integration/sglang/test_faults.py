@@ -14,10 +14,13 @@ import pytest
 
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.contracts import Sample
+from pacs_megatron.errors import ExitCode
 from pacs_megatron.rollout import sglang, sglang_guard
+from pacs_megatron.rollout.sglang_api import SglangApi
 from pacs_megatron.rollout.sglang_fleet import Health
-from tests.integration.sglang.conftest import START_S, Lab, own_options, sample_requests, server_pids
+from tests.integration.sglang.conftest import START_S, Lab, num_running, own_options, sample_requests, server_pids
 from tests.support.fake_sglang import FakeSglang
+from tests.support.fleet_run import FleetRun
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -57,6 +60,23 @@ def test_a_stopped_server_loses_its_work_to_another_and_comes_back(lab: Lab) -> 
             assert until(lambda: engine.status()[0].health is Health.HEALTHY, 60)
             again = sample_requests(8, tag="cont", tokens=8)
             assert sorted(s.id for s in engine.stream(again)) == sorted(r.id for r in again)
+
+
+@pytest.mark.timeout(300)
+def test_a_training_run_sends_its_weights_again_when_its_only_server_has_lost_them(lab: Lab, tmp_path: Path) -> None:
+    """In the middle of generation the server says what one says that was just started: nothing more is sampled from it
+    until the trainer, which waits for these very samples, has sent the weights once more."""
+    rollout = {"engine": "sglang", "urls": [lab.url], "sync": {"way": "broadcast", "verify": "full"}, "retries": 8}
+    run = FleetRun(tmp_path, lab.folders[0], rollout, steps=3)
+    run.start()
+    run.until_step(1)
+    api = SglangApi(url=lab.url)
+    run.until(lambda: num_running(api) > 0, "request in work")
+    api.set_weight_version("default")
+    code, err = run.finish()
+    assert code == ExitCode.OK, err
+    assert "asking the trainer to send them once more" in run.driver_log()
+    run.assert_whole()
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ from pacs_megatron.contracts import Sample, SampleRequest, SamplingParams, Stop
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.rollout.sglang_api import SglangApi
 from pacs_megatron.rollout.sglang_fleet import Health
-from tests.integration.sglang.conftest import Lab, sample_requests, server_pids
+from tests.integration.sglang.conftest import Lab, num_running, sample_requests, server_pids
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fault_proxy import FaultProxy, Spoil
 
@@ -109,12 +109,6 @@ def test_the_fake_server_answers_like_the_real_one(lab: Lab) -> None:
                 assert real[1].get("weight_version") is None or path != "/model_info" or real[1]["weight_version"]
 
 
-def _running(url: str) -> int:
-    """Requests that the server's scheduler works on or has queued."""
-    [load] = json.loads(SglangApi(url=url).call("/v1/loads"))["loads"]
-    return int(load["num_running_reqs"]) + int(load["num_waiting_reqs"])
-
-
 def _until(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
     deadline = time.monotonic() + within_s
     while not condition() and time.monotonic() < deadline:
@@ -129,10 +123,10 @@ def test_what_is_no_longer_needed_ends_on_the_server_too(lab: Lab) -> None:
         done: list[Sample] = []
         reader = threading.Thread(target=lambda: done.extend(lab.engine.stream(asked)))
         reader.start()
-        assert _until(lambda: _running(lab.url) == 24)
+        assert _until(lambda: num_running(SglangApi(url=lab.url)) == 24)
         lab.engine.cancel([request.id for request in asked[2:]])
         began = time.monotonic()
-        assert _until(lambda: _running(lab.url) <= 2, 30)
+        assert _until(lambda: num_running(SglangApi(url=lab.url)) <= 2, 30)
         assert lab.engine.status()[0].in_flight <= 2
         reader.join(120)
         assert sorted(s.id for s in done) == sorted(r.id for r in asked[:2])

@@ -235,6 +235,38 @@ def test_a_server_with_other_weights_is_asked_nothing(fakes: Callable[..., list[
         assert until(lambda: client.status()[0].health is Health.HEALTHY)
 
 
+def test_weights_are_asked_for_when_every_server_that_answers_has_lost_them(
+    fakes: Callable[..., list[FakeSglang]],
+) -> None:
+    first, second = fakes(2)
+    with engine([first, second]) as client:
+        assert not client.needs_weights()
+        first.weight_version = "default"  # as after a restart
+        time.sleep(0.3)
+        assert not client.needs_weights()  # the other one works on, the next update brings this one back
+        second.refuse()
+        assert until(client.needs_weights)
+        assert client.status()[1].health is Health.DEAD
+        client.begin_update()
+        assert not client.needs_weights()
+        first.weight_version = "2:bb"
+        client.set_current(2, "bb")
+        assert not client.needs_weights()
+        asked = requests(4)
+        assert len(list(client.stream(asked))) == 4
+        second.accept()
+
+
+def test_a_server_that_may_come_back_by_itself_is_waited_for(fakes: Callable[..., list[FakeSglang]]) -> None:
+    silent, stale = fakes(2)
+    with engine([silent, stale], dead_after_s=1.5, probe_timeout_s=0.3) as client:
+        silent.fault, stale.weight_version = "hang", "default"
+        assert until(lambda: client.status()[0].health is Health.SUSPECT)
+        assert not client.needs_weights()
+        assert until(client.needs_weights)
+        assert client.status()[0].health is Health.DEAD
+
+
 def test_nothing_is_asked_during_an_update(fakes: Callable[..., list[FakeSglang]]) -> None:
     [server] = fakes(1)
     with engine([server]) as client:

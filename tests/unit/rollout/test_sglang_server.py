@@ -16,6 +16,8 @@ import tests.support.dummy_server as dummy
 from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.rollout import sglang, sglang_guard, sglang_server
+from pacs_megatron.rollout.sglang_client import ClientLimits, SglangEngine
+from pacs_megatron.rollout.sglang_fleet import FleetLimits, Health, Server
 from pacs_megatron.rollout.sglang_server import OwnServer, ServerSpec, reap
 
 PYTHON = (sys.executable, dummy.__file__)
@@ -95,6 +97,35 @@ def test_killing_the_server_ends_its_orphans_and_a_restart_keeps_the_port(tmp_pa
     server.wait_ready(TOOK_S)
     assert server.url == url
     server.close()
+
+
+def test_an_exit_is_noticed_when_an_update_begins_and_the_server_comes_back(tmp_path: Path) -> None:
+    """Not only by the next probe, which here is half a minute away: the update would go to a server that is gone."""
+    own = OwnServer(spec(tmp_path))
+    own.start()
+    own.wait_ready(TOOK_S)
+    limits = FleetLimits(
+        max_in_flight=1,
+        probe_s=30.0,
+        probe_timeout_s=1.0,
+        dead_after_s=60.0,
+        max_failures=1,
+        max_restarts=1,
+        start_timeout_s=TOOK_S,
+    )
+    client = ClientLimits(request_timeout_s=5.0, retries=0, all_down_after_s=60.0, decode_workers=1)
+    with SglangEngine([Server(own.api, own)], limits, client, vocab_size=8) as engine:
+        os.kill(json.loads(own.pid_file.read_text())["server"], signal.SIGKILL)
+        assert until_exit(own) == 128 + signal.SIGKILL
+        assert engine.status()[0].health is Health.STALE
+        engine.begin_update()
+        [status] = engine.status()
+        assert status.health is Health.DEAD and status.returning
+        deadline = time.monotonic() + TOOK_S
+        while engine.status()[0].health is Health.DEAD and time.monotonic() < deadline:
+            time.sleep(0.05)
+        [status] = engine.status()
+        assert (status.health, status.restarts, status.returning) == (Health.STALE, 1, False)
 
 
 def test_a_server_that_fails_to_start_says_why(tmp_path: Path) -> None:
