@@ -9,6 +9,7 @@ It ignores SIGINT, SIGTERM and SIGUSR1: rank 0 turns signals into decisions and 
 
 import ctypes
 import logging
+import os
 import select
 import signal
 import socket
@@ -29,7 +30,7 @@ from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import DemonstrationRollout, RunConfig, SglangRollout
 from pacs_megatron.contracts import Group, Sample, Stop
 from pacs_megatron.data import load_prompts, load_tokenizer
-from pacs_megatron.errors import PacsError, RolloutError
+from pacs_megatron.errors import ExitCode, PacsError, RolloutError
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.observability.rollout_log import rollout_path, write_rollouts
 from pacs_megatron.rewards.pool import RewardPool
@@ -368,6 +369,13 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _end_with_thread(args: threading.ExceptHookArgs) -> None:
+    """A bug in a thread ends the driver: whoever waits for that thread would wait for ever."""
+    logger.critical("thread %s died", args.thread, exc_info=args.exc_value)
+    logging.shutdown()
+    os._exit(int(ExitCode.FAILED))
+
+
 def main(arguments: Sequence[str]) -> int:
     """`python -m pacs_megatron.rollout.driver <run folder> <model folder> <socket fd>`: started by rank 0 only."""
     _die_with_parent()
@@ -375,6 +383,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     run_dir, model_dir, fd = Path(arguments[0]), Path(arguments[1]), int(arguments[2])
     setup_logging(None, 0)
+    threading.excepthook = _end_with_thread
     connection = Connection(socket.socket(fileno=fd), "trainer")
     config = load_config(run_dir / "config.yaml").config
     try:

@@ -127,6 +127,32 @@ def test_a_stop_in_the_middle_of_generation_loses_no_finished_sample(
     assert learned(run_dir) == learned(synchronous)
 
 
+@pytest.mark.timeout(200)
+def test_evaluations_in_between_have_exactly_the_weights_of_their_step(
+    tmp_path: Path, model: Path, server: ReplaySglang
+) -> None:
+    server.token_s = 0.01
+    rows = [{"problem": f"{a} + 1 = ?", "answer": str(a + 1)} for a in range(6)]
+    evaluation = tmp_path / "test.jsonl"
+    evaluation.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = (
+        f"evaluation.benchmarks=[{{path: {evaluation}, name: test, columns: {{problem: problem, answer: answer}}}}]",
+        *("evaluation.sampling.max_response_tokens=48", "evaluation.every=1", "evaluation.samples_per_prompt=2"),
+        *("run.steps=3", "rollout.max_in_flight=8", "batch.updates_per_step=1"),
+    )
+    code, err = finish(start(tmp_path, model, server.url, 2, *options))
+    assert code == ExitCode.OK, err
+    run_dir = tmp_path / "runs" / "tiny"
+    for step in range(4):
+        samples = read_rollouts(rollout_path(run_dir, step, "eval"))
+        assert len(samples) == 12
+        assert {span["version"] for sample in samples for span in sample["spans"]} == {step}
+    # Eight at a time: the evaluation before the first step was asked for while 48 training requests waited, and went first.
+    arrived = [body["rid"] for body in server.bodies]
+    first_eval = [at for at, rid in enumerate(arrived) if rid.startswith("eval0:")]
+    assert max(first_eval) < 12 + 2 * 8
+
+
 @pytest.mark.timeout(400)
 def test_without_servers_the_last_boundary_is_saved_with_the_reason(
     synchronous: Path, tmp_path: Path, model: Path, server: ReplaySglang
