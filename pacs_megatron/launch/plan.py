@@ -16,6 +16,7 @@ from pacs_megatron.config.checks import (
     shape_problems,
 )
 from pacs_megatron.config.layout import layout_of, ranks_to_start
+from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch import constants, memory, timing
@@ -39,8 +40,22 @@ class Plan:
     phases: tuple[timing.Phase, ...]
 
     @property
+    def is_ahead(self) -> bool:
+        """Servers sample later steps while this one trains."""
+        return isinstance(self.config.rollout, SglangRollout) and self.config.rollout.max_lag > 0
+
+    @property
     def step_s(self) -> float:
-        return sum(phase.seconds for phase in self.phases)
+        """Seconds of one step: all phases in turn, or the longer of what servers and trainer do (both take part in the
+        sync)."""
+        total = sum(phase.seconds for phase in self.phases)
+        if not self.is_ahead:
+            return total
+        rollout, sync = (
+            sum(phase.seconds for phase in self.phases if phase.name.startswith(name))
+            for name in ("rollout", "weight sync")
+        )
+        return max(rollout + sync, total - rollout)
 
     @property
     def num_gpus(self) -> int:
@@ -236,7 +251,8 @@ def _time_lines(plan: Plan) -> list[str]:
         note = f" ({phase.note})" if phase.note else ""
         lines.append(f"  {phase.seconds:9.1f} s  {phase.name}{flops}{note}")
     hours = plan.step_s * plan.config.run.steps / 3600
-    lines.append(f"  {plan.step_s:9.1f} s  together: {tokens / plan.step_s / plan.num_gpus:,.0f} tokens/s a GPU")
+    together = "together, rollout beside the rest" if plan.is_ahead else "together"
+    lines.append(f"  {plan.step_s:9.1f} s  {together}: {tokens / plan.step_s / plan.num_gpus:,.0f} tokens/s a GPU")
     lines.append(
         f"the run, {plan.config.run.steps} steps: {hours:,.1f} h, {hours * plan.num_gpus:,.0f} GPU-hours "
         "(efficiencies are assumed, not measured on several GPUs; checkpoints and evaluation come on top)"

@@ -183,6 +183,17 @@ def test_json_is_the_same_plan() -> None:
     assert all(row["source"].startswith(("assumed", "docs/measurements/")) for row in found["assumptions"])
 
 
+def test_steps_ahead_take_as_long_as_the_slower_side() -> None:
+    config = ROOT / "configs" / "runs" / "grpo-qwen3-14b-2n8g-tp4.yaml"
+    turns = make_plan(load_config(config))
+    ahead = make_plan(load_config(config, ("rollout.max_lag=1",)))
+    seconds = {phase.name.split(" (")[0]: phase.seconds for phase in turns.phases}
+    rollout, sync = seconds["rollout"], seconds["weight sync"]
+    assert turns.step_s == pytest.approx(sum(seconds.values()))
+    assert ahead.step_s == pytest.approx(max(rollout + sync, turns.step_s - rollout))
+    assert ahead.step_s < turns.step_s
+
+
 def test_every_constant_has_a_source() -> None:
     declared = {name for name, value in vars(constants).items() if isinstance(value, constants.Constant)}
     assert {id(getattr(constants, name)) for name in declared} == {id(constant) for constant in constants.MEASURABLE}
