@@ -17,7 +17,7 @@ Verb = Callable[[argparse.Namespace], int]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code. A PacsError becomes one line on stderr and its own code."""
-    parsed = build_parser().parse_args(arguments)
+    parsed = _parse(arguments)
     verb: Verb = parsed.run_verb
     try:
         return int(verb(parsed))
@@ -31,6 +31,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `pacs-megatron config show ... | head`
         sys.stderr.close()
         return 128 + signal.SIGPIPE
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand after options too, which argparse alone does not allow."""
+    parser = build_parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and hasattr(parsed, "overrides") and all("=" in word and not word.startswith("-") for word in rest):
+        parsed.overrides.extend(rest)
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return parsed
 
 
 def build_parser() -> argparse.ArgumentParser:

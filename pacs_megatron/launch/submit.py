@@ -59,6 +59,8 @@ class Job:
 def expand(request: Request) -> list[Job]:
     """The runs of a request, each loaded and checked. Raises ConfigError before anything is submitted."""
     axes = [_axis(text) for text in request.sweep]
+    if request.seeds < 1:
+        raise ConfigError(f"--seeds {request.seeds}: expected how many runs to submit, 1 or more")
     if request.seeds > 1:
         first = load_config(request.config, request.overrides).config.run.seed
         axes.append([f"run.seed={first + index}" for index in range(request.seeds)])
@@ -71,6 +73,8 @@ def expand(request: Request) -> list[Job]:
         check_model_and_layout(loaded, ranks_to_start(loaded.config))
         if loaded.config.resources.rollout_nodes:
             servers_here(loaded.config)
+        if request.evaluate and not loaded.config.evaluation.benchmarks:
+            raise ConfigError("--evaluate: evaluation.benchmarks is empty, so there is nothing to evaluate; add one")
         jobs.append(Job(name=name, overrides=overrides, loaded=loaded))
     return jobs
 

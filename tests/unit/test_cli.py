@@ -28,6 +28,15 @@ def test_config_show(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("optimizer.clip_grad = 1.0 ") and line.endswith("# default") for line in lines)
 
 
+def test_overrides_may_follow_options(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "explain", config, "batch.updates_per_step=3", "--ranks", "4", "parallel.tp=2"]) == 0
+    assert "data-parallel replicas" in capsys.readouterr().out
+    for words in (["parallel.tp=2", "--rank", "4", "--nosuch=3"], ["--ranks", "4", "nosuch"]):
+        with pytest.raises(SystemExit):
+            main(["config", "explain", config, *words])
+        assert "unrecognized arguments" in capsys.readouterr().err
+
+
 def test_config_explain(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "explain", config, "batch.updates_per_step=3", "parallel.tp=2", "run.nproc=4"]) == 0
     values = {
