@@ -48,7 +48,7 @@ lint: install-dev ## ruff, format check, types, shell scripts
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
-	@$(VENV)/bin/shellcheck tools/*.sh slurm/*.sbatch
+	@$(VENV)/bin/shellcheck tools/*.sh slurm/*.sbatch slurm/container/*.sh
 
 format: install-dev ## let ruff fix and format
 	@$(PY) -m ruff check --fix .
