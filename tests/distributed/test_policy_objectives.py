@@ -100,6 +100,56 @@ def test_later_grpo_updates_use_the_clipped_ratio(tiny_qwen3: Path, layout: str)
     assert_equal_runs(results, expected, trainer)
 
 
+CORRECTED: dict[str, dict[str, Any]] = {
+    "pacs": {"name": "pacs", "importance_cap": 1.05},
+    "grpo-truncate": {"name": "grpo", "importance": "truncate", "importance_cap": 1.2},
+    "grpo-mask": {"name": "grpo", "importance": "mask", "importance_cap": 1.5, "importance_floor": 0.7},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("pacs", "pp2"), ("pacs", "dp2"), ("pacs", "cp2"), ("grpo-truncate", "cp2"), ("grpo-mask", "dp2")],
+)
+def test_three_updates_on_stale_samples_equal_the_plain_loop(tiny_qwen3: Path, name: str, layout: str) -> None:
+    """Samples of the first weights with noise on their log-probs, corrected for while the policy moves away."""
+    world, options = LAYOUTS[layout]
+    trainer = PlainTrainer(tiny_qwen3)
+    noise = np.random.default_rng(3)
+    steps = []
+    for facts, tokens in STEPS:
+        sampled = np.concatenate([logp.numpy() for logp in trainer.logprobs(facts, tokens)])
+        sampled = (sampled + noise.normal(0, 0.3, len(sampled))).astype(np.float32)
+        steps.append((facts, replace(tokens, sampler_logprobs=sampled)))
+    expected = []
+    for facts, tokens in steps:
+        starts = trainer.logprobs(facts, tokens)
+        bounds = tokens.response_offsets[1:-1]
+        sampler = [torch.from_numpy(piece) for piece in np.split(tokens.sampler_logprobs, bounds)]
+        if name == "pacs":
+            means = [float((a.double() - b.double()).mean()) for a, b in zip(starts, sampler, strict=True)]
+            loss = pacs_loss(starts, facts, [min(float(np.exp(mean)), 1.05) for mean in means])
+        else:
+            ratios = [(a - b).exp() for a, b in zip(starts, sampler, strict=True)]
+            if name == "grpo-mask":
+                factors = [ratio * ((ratio >= 0.7) & (ratio <= 1.5)) for ratio in ratios]
+            else:
+                factors = [ratio.clamp(max=1.2) for ratio in ratios]
+            loss = grpo_loss(None, None, facts, 0.0, factors=factors)
+        expected.append(trainer.update(facts, tokens, loss))
+
+    def on_rank(_rank: int, world: int) -> Any:
+        policy = make_policy(tiny_qwen3, world, tokens_per_microbatch=BUDGET, **options)
+        chosen = (PacsOptions if name == "pacs" else GrpoOptions)(**CORRECTED[name])
+        reports = train(policy, build_objective(chosen, updates_per_step=1), steps, tokens_per_microbatch=BUDGET)
+        cut = [r.metrics.get("pacs/importance_capped_frac", r.metrics.get("grpo/importance_cut_frac")) for r in reports]
+        return [(r.metrics["objective/loss"], r.grad_norm) for r in reports], weights_of(policy), cut
+
+    results = run_ranks(on_rank, world, timeout=100)
+    assert all(0.05 < share < 0.95 for share in results[0][2]), results[0][2]
+    assert_equal_runs(results, expected, trainer)
+
+
 def renumbered(tokens: Any) -> Any:
     return replace(tokens, index=np.arange(len(tokens.index)))
 

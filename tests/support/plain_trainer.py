@@ -35,15 +35,22 @@ def plain_logprobs(
     return logps, entropies
 
 
-def pacs_loss(starts: Logps, facts: SampleFacts) -> Loss:
-    """(8) against the reference log-probs `starts`."""
-    return lambda logps: reference_pacs_loss(logps, starts, facts)
+def pacs_loss(starts: Logps, facts: SampleFacts, factors: list[float] | None = None) -> Loss:
+    """(8) against the reference log-probs `starts`; `factors` multiply the samples' weights."""
+    return lambda logps: reference_pacs_loss(logps, starts, facts, factors)
 
 
 def grpo_loss(
-    starts: Logps | None, references: Logps | None, facts: SampleFacts, kl_coef: float, clip: float = 0.2
+    starts: Logps | None,
+    references: Logps | None,
+    facts: SampleFacts,
+    kl_coef: float,
+    clip: float = 0.2,
+    *,
+    factors: Logps | None = None,
 ) -> Loss:
-    """Clipped ratio times (R - mean)/(std + 1e-6), mean over all tokens, plus kl_coef * k3. No `starts`: ratio 1."""
+    """Clipped ratio times (R - mean)/(std + 1e-6), mean over all tokens, plus kl_coef * k3. No `starts`: ratio 1.
+    `factors` [response] of each sample multiply the first term."""
     advantages = np.empty(facts.num_samples)
     for group in np.unique(facts.groups):
         rows = facts.groups == group
@@ -56,6 +63,8 @@ def grpo_loss(
             ratio = (logp - (logp.detach() if starts is None else starts[row])).exp()
             advantage = float(advantages[row])
             term = -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+            if factors is not None:
+                term = term * factors[row]
             if references is not None:
                 difference = references[row] - logp
                 term = term + kl_coef * (difference.exp() - difference - 1)

@@ -119,6 +119,7 @@ def train(policy: Any, objective: Any, steps: list[tuple[SampleFacts, TokenBuffe
         passes = objective.logprob_passes()
         if "step_start" in passes:
             part = replace(part, step_start_logprobs=policy.logprobs(part, "step_start"))
+            part = policy.with_log_ratio_to_sampler(part)
         if "reference" in passes:
             part = replace(part, reference_logprobs=policy.logprobs(part, "reference"))
         inputs = objective.prepare_step(part.facts)
@@ -140,8 +141,10 @@ def reference_logprobs(model: Any, facts: SampleFacts, tokens: TokenBuffers) -> 
     return found
 
 
-def reference_pacs_loss(logps: list[torch.Tensor], starts: list[torch.Tensor], facts: SampleFacts) -> torch.Tensor:
-    """objective.md's (2), (6), (7), (8) in plain autograd: rloo, beta 1, weights `question`."""
+def reference_pacs_loss(
+    logps: list[torch.Tensor], starts: list[torch.Tensor], facts: SampleFacts, factors: list[float] | None = None
+) -> torch.Tensor:
+    """objective.md's (2), (6), (7), (8) in plain autograd: rloo, beta 1, weights `question`, times `factors`."""
     proxies = torch.stack([(p - s).sum() for p, s in zip(logps, starts, strict=True)]).double()
     total = torch.zeros((), dtype=torch.float64)
     for group in range(facts.num_groups):
@@ -151,6 +154,7 @@ def reference_pacs_loss(logps: list[torch.Tensor], starts: list[torch.Tensor], f
             psi = proxies[i] - proxies[others].mean()
             same = sum(facts.labels[j] == facts.labels[i] for j in members)
             weight = 1.0 if same == len(members) else len(members) / (2 * same)
+            weight *= 1.0 if factors is None else factors[i]
             label = torch.tensor(facts.labels[i], dtype=torch.float64)
             total = total + weight * torch.nn.functional.binary_cross_entropy_with_logits(psi, label)
     return total / facts.num_samples
