@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,12 @@ REQUIRED = ("torch", "megatron-core", "transformers", "datasets", "math-verify",
 # Megatron-Core 0.16.1 asks for this range of Transformer Engine.
 TE_RANGE = (Version("2.9"), Version("2.12"))
 SGLANG_PYTHON = Path(".venv-sglang/bin/python")
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+IB_DEVICES = Path("/sys/class/infiniband")
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (its size is looked at)
+MIN_SHARED_BYTES = 1 << 30
+MIN_OPEN_FILES = 4096
+_TIMEOUT_S = 30.0
 
 
 def installed(package: str) -> str | None:
@@ -44,7 +51,7 @@ def installed(package: str) -> str | None:
 def findings() -> list[Finding]:
     """Everything that was looked at, in the order of the report."""
     checks: tuple[Callable[[], list[Finding]], ...] = (
-        _python, _packages, _cuda, _transformer_engine, _apex, _sglang, _slurm, _nemo_run, _containers
+        _python, _limits, _packages, _cuda, _transformer_engine, _apex, _sglang, _slurm, _nemo_run, _containers
     )  # fmt: skip
     return [finding for check in checks for finding in check()]
 
@@ -63,7 +70,8 @@ def _summary(rows: list[Finding]) -> list[str]:
     has_cuda = state["CUDA"] == "ok"
     return [
         f"train on CPU (gloo): {_yes(has_required)}",
-        f"train on GPU in bf16: {_yes(has_required and has_cuda and state['transformer-engine'] == 'ok')}",
+        f"train on GPU in bf16 and FP8: {_yes(has_required and has_cuda and state['transformer-engine'] == 'ok')} "
+        "(FP8 needs sm_89 or later)",
         f"sample with SGLang: {_yes(state['SGLang'] == 'ok')} (the embedded engine needs nothing more)",
         f"submit to Slurm: {_yes(state['Slurm'] == 'ok')} by sbatch; by `submit`: "
         f"{_yes(state['Slurm'] == 'ok' and state['nemo-run'] == 'ok')}",
@@ -84,6 +92,27 @@ def _python() -> list[Finding]:
     ]
 
 
+def _limits() -> list[Finding]:
+    """Limits that end a job with a message about something else."""
+    rows = []
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < MIN_OPEN_FILES:
+        fix = f"ulimit -n {MIN_OPEN_FILES} or more: a socket for each request in flight and each rank"
+        rows.append(Finding("open files", "bad", f"at most {files}", fix))
+    if SHARED_MEMORY.is_dir():
+        size = shutil.disk_usage(SHARED_MEMORY).total
+        if size < MIN_SHARED_BYTES:
+            fix = (
+                "give the container more (docker --shm-size, --ipc=host): NCCL and weight sync by shared memory use it"
+            )
+            rows.append(Finding(str(SHARED_MEMORY), "bad", f"{size / 2**20:.0f} MiB", fix))
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if IB_DEVICES.is_dir() and any(IB_DEVICES.iterdir()) and locked != resource.RLIM_INFINITY:
+        fix = "ulimit -l unlimited (Slurm: PropagateResourceLimitsExcept=MEMLOCK), or InfiniBand cannot register memory"
+        rows.append(Finding("locked memory", "bad", f"at most {locked // 1024} KiB", fix))
+    return rows or [Finding("limits", "ok", "open files, shared and locked memory suffice")]
+
+
 def _packages() -> list[Finding]:
     rows = []
     for name in REQUIRED:
@@ -99,16 +128,39 @@ def _cuda() -> list[Finding]:
 
     if not torch.cuda.is_available():
         built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is a CPU build"
-        driver = "nvidia-smi is there" if shutil.which("nvidia-smi") else "no NVIDIA driver"
-        return [Finding("CUDA", "none", f"{built}, {driver}", "training runs on CPU over gloo")]
+        if _driver() is None:
+            return [Finding("CUDA", "none", f"{built}, no NVIDIA driver", "training runs on CPU over gloo")]
+        fix = "install torch for your CUDA (README, Install), or a newer driver; nvidia-smi names its CUDA"
+        return [Finding("CUDA", "bad", f"{built}, driver {_driver()}, and it finds no GPU", fix)]
     rows = []
     for index in range(torch.cuda.device_count()):
         props = torch.cuda.get_device_properties(index)
         rows.append(f"{props.name} ({props.total_memory / 2**30:.0f} GiB, sm_{props.major}{props.minor})")
     nccl = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     return [
-        Finding("CUDA", "ok", f"{torch.version.cuda}, NCCL {nccl}, {len(rows)} GPUs: {', '.join(sorted(set(rows)))}")
+        Finding(
+            "CUDA",
+            "ok",
+            f"{torch.version.cuda}, driver {_driver()}, NCCL {nccl}, {len(rows)} GPUs: {', '.join(sorted(set(rows)))}",
+        )
     ]
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version, None where there is none."""
+    if not DRIVER_FILE.is_file():
+        return None
+    words = DRIVER_FILE.read_text(encoding="utf-8").split("\n", 1)[0].split()
+    return next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
+
+
+def _output(command: list[str]) -> tuple[int, str, str]:
+    """(status, output, the reason in one line) of a program; it may hang or be broken: `doctor` goes on."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 1, "", " ".join(str(error).split())
+    return done.returncode, done.stdout.strip(), " ".join(done.stderr.split())
 
 
 def _transformer_engine() -> list[Finding]:
@@ -146,9 +198,9 @@ def _sglang() -> list[Finding]:
         return [Finding("SGLang", "ok", f"{here}, in this environment")]
     if SGLANG_PYTHON.exists():
         code = "from importlib.metadata import version; print(version('sglang'))"
-        done = subprocess.run([str(SGLANG_PYTHON), "-c", code], capture_output=True, text=True, timeout=60, check=False)
-        if done.returncode == 0:
-            return [Finding("SGLang", "ok", f"{done.stdout.strip()}, in {SGLANG_PYTHON.parent.parent}")]
+        status, found, _ = _output([str(SGLANG_PYTHON), "-c", code])
+        if status == 0:
+            return [Finding("SGLang", "ok", f"{found}, in {SGLANG_PYTHON.parent.parent}")]
         return [Finding("SGLang", "bad", f"{SGLANG_PYTHON} has no sglang", "make install-sglang")]
     return [Finding("SGLang", "none", "not installed", "make install-sglang (its pins clash with Megatron's)")]
 
@@ -158,10 +210,10 @@ def _slurm() -> list[Finding]:
         return [
             Finding("Slurm", "none", "no sinfo on PATH", "log in to a cluster, or make install-slurm (Debian, root)")
         ]
-    found = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=False).stdout.strip()
-    alive = subprocess.run(["sinfo", "-h"], capture_output=True, text=True, timeout=30, check=False)
-    if alive.returncode:
-        return [Finding("Slurm", "none", found, f"no controller answers: {' '.join(alive.stderr.split())}")]
+    _, found, _ = _output(["sinfo", "--version"])
+    status, _, reason = _output(["sinfo", "-h"])
+    if status:
+        return [Finding("Slurm", "none", found, f"no controller answers: {reason}")]
     return [Finding("Slurm", "ok", found)]
 
 
