@@ -26,7 +26,6 @@ from pacs_megatron.rollout.sample_arrays import (
     samples_to_message,
 )
 
-
 _MAX_RESENDS = 5
 
 

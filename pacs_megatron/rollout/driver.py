@@ -163,12 +163,14 @@ class Driver:
         if not work.is_returned:
             self._data.put_back(work.unfinished)
             work.is_returned = True
-        lags = {s.id: self._pipeline.sent.lag(s, step) for s in judged} if self._max_lag else None
+        lags = {s.id: self._pipeline.sent.lag(s, step) for s in judged} if is_sampled else {}
+        stale = {sample_id for sample_id, lag in lags.items() if lag > self._max_lag}
         admitted = admit(
             work.groups(),
             config.admission,
             min_group_size=self._min_group_size,
-            stale=None if lags is None else {sample_id for sample_id, lag in lags.items() if lag > self._max_lag},
+            # Synchronous training has none but where an earlier attempt was ahead, and says nothing of them otherwise.
+            stale=stale if stale or self._max_lag else None,
         )
         kept = admitted.groups[: work.enough]
         if work.enough is not None:
@@ -181,7 +183,7 @@ class Driver:
         arrays = {f"facts.{name}": value for name, value in facts_to_arrays(facts).items()}
         arrays |= {f"tokens.{name}": value for name, value in tokens_to_arrays(tokens).items()}
         metrics = work_metrics(judged, admitted.counts) | {"data/epoch": float(work.epoch)}
-        if lags is not None:
+        if self._max_lag:
             trained = [sample for group in kept for sample in group.samples]
             metrics |= lag_metrics(trained, [lags[sample.id] for sample in trained])
         logger.info("step %d: %d samples in %.2f s", step, len(judged), time.perf_counter() - work.since)

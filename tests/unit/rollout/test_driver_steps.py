@@ -1,0 +1,63 @@
+"""The driver's answer to `rollout` for samples of several ages, without a model: a real driver object, no ranks."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pacs_megatron.batching.tables import facts_from_arrays
+from pacs_megatron.config import load_config
+from pacs_megatron.contracts import Sample, Span, Stop
+from pacs_megatron.rollout.driver import Driver
+from pacs_megatron.rollout.wire import Connection
+from tests.support.tiny_models import make_tiny_qwen3
+from tests.support.tiny_run import write_tiny_run
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_groups_from_weights_older_than_the_lag_are_not_trained(tmp_path: Path, max_lag: int) -> None:
+    model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
+    config = load_config(write_tiny_run(tmp_path, model), ("run.steps=9", f"rollout.max_lag={max_lag}")).config
+    ours, theirs = socket.socketpair()
+    driver = Driver(config, tmp_path, model, Connection(ours, "trainer"))
+    try:
+        for trained in range(3):
+            driver.set_current(trained, f"weights{trained}", trained)
+        [work] = driver._pipeline.dispatch(3, 3)
+        ages = dict(zip([prompt.id for prompt in work.prompts], [0, 1, 2, 2], strict=True))
+        for number, request in enumerate(work.requests):
+            # One token of one sibling decides over its group.
+            made_at = ages[request.prompt_id] if number % 4 == 0 else 2
+            sample = Sample(
+                id=request.id,
+                prompt_id=request.prompt_id,
+                token_ids=np.concatenate([request.token_ids, np.array([97, 98], dtype=np.int32)]),
+                prompt_len=len(request.token_ids),
+                sampler_logprobs=np.zeros(2, dtype=np.float32),
+                spans=(
+                    Span(version=made_at, digest=f"weights{made_at}", start=0, end=1),
+                    Span(version=2, digest="weights2", start=1, end=2),
+                ),
+                stop=Stop.EOS,
+                reward=1.0,
+                label=number % 2,
+            )
+            work.sampled[sample.id] = sample
+            work.judged.add(sample.id)
+        header, arrays = driver._step_message(work)
+    finally:
+        driver.close()
+        ours.close()
+        theirs.close()
+    metrics = header["metrics"]
+    facts = facts_from_arrays({name[6:]: value for name, value in arrays.items() if name.startswith("facts.")})
+    # Weights 2 are step 3's own; a lag of 1 allows weights 1, and nothing allows weights 0.
+    assert metrics["admission/dropped_stale_groups"] == 2 - max_lag
+    assert facts.num_groups == 2 + max_lag and facts.num_samples == 4 * facts.num_groups
+    assert ("lag/max" in metrics) == (max_lag > 0)
+    if max_lag:
+        assert metrics["lag/max"] == 1.0 and metrics["lag/mean"] == pytest.approx(1 / 12)
+        assert metrics["lag/multi_version_frac"] == pytest.approx(1 / 12)
