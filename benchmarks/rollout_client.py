@@ -2,7 +2,8 @@
 
     python benchmarks/rollout_client.py [--requests 512] [--tokens 64] [--rounds 5] [--url http://127.0.0.1:30000]
 
-Both ask for fixed-length answers with log-probs, not streamed, with the same number of requests in flight, by turns.
+Both ask for fixed-length answers with log-probs, not streamed, with the same number of requests in flight, by turns
+and in changing order.
 Prints one JSON object and exits with 1 when the median of the rounds' ratios is below 0.95. Without --url it starts a
 server of a tiny random model on CPU from .venv-sglang; a given server needs
 `--preferred-sampling-params '{"ignore_eos": true}'` (bench_serving ignores the end of sequence; our client never does).
@@ -115,7 +116,11 @@ def main() -> int:
         ours(engine, args, 0)  # warm-up of the server
         rounds = []
         for number in range(1, args.rounds + 1):
-            mine, reference = ours(engine, args, number), theirs(url, model, args, number)
+            # By turns, so that a host that becomes busier or idler favours neither.
+            if number % 2:
+                mine, reference = ours(engine, args, number), theirs(url, model, args, number)
+            else:
+                reference, mine = theirs(url, model, args, number), ours(engine, args, number)
             rounds.append(
                 {"ours": round(mine, 1), "bench_serving": round(reference, 1), "ratio": round(mine / reference, 4)}
             )
