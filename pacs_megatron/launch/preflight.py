@@ -25,6 +25,7 @@ from pacs_megatron.launch.plan import Plan, make_plan
 from pacs_megatron.launch.preflight_host import (
     check_folders,
     check_gpus,
+    check_memory,
     check_network_settings,
     check_ports,
     check_room,
@@ -70,7 +71,7 @@ def run_preflight(
         checks.extend(load_cluster_checks(cluster))
     checks.extend(_resume(loaded))
     if plan is not None:
-        checks.extend([*check_room(loaded, plan), *_signal(loaded, plan)])
+        checks.extend([*check_room(loaded, plan), *check_memory(loaded, plan), *_signal(loaded, plan)])
     model_dir = local_model(loaded.config.model.path) if readable else None
     # Last, because it takes the longest, and not beside a failure that a person has to mend first.
     failed = any(check.level == "fail" for check in checks)
@@ -269,9 +270,18 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
 
 def _resume(loaded: LoadedConfig) -> Iterator[Check]:
     folder = run_folder(loaded)
+
+    def is_the_same_run() -> str:
+        from pacs_megatron.training.main import changed_since
+
+        changed = changed_since(loaded, folder)
+        return f"{folder} goes on" + (f" with another {', '.join(changed)}" if changed else "")
+
+    if folder.exists():
+        yield attempt("run.name", is_the_same_run)
     checkpoints = sorted((folder / "checkpoints").glob("step_*"))
     if not checkpoints:
-        yield Check("ok", "run.name", f"{folder} has no checkpoint: the run starts")
+        yield Check("ok", "checkpoint", f"{folder} has no checkpoint: the run starts")
         return
 
     def readable() -> str:
@@ -280,7 +290,7 @@ def _resume(loaded: LoadedConfig) -> Iterator[Check]:
         check_files(checkpoints[-1], read_manifest(checkpoints[-1]), digests=False)
         return f"resumes from {checkpoints[-1].name}"
 
-    yield attempt("run.name", readable, f"move {checkpoints[-1]} away to resume from the one before")
+    yield attempt("checkpoint", readable, f"move {checkpoints[-1]} away to resume from the one before")
 
 
 def _signal(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:

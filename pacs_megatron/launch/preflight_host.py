@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -19,7 +20,7 @@ from pacs_megatron.config import LoadedConfig
 from pacs_megatron.config.cluster import ClusterConfig
 from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.errors import PacsError
-from pacs_megatron.launch import constants, quota
+from pacs_megatron.launch import constants, memory, quota
 from pacs_megatron.launch.check import Check, Level, attempt, existing_parent
 from pacs_megatron.launch.constants import GIB
 from pacs_megatron.launch.doctor import findings, installed
@@ -29,6 +30,10 @@ from pacs_megatron.launch.plan import Plan
 NET_DEVICES = Path("/sys/class/net")
 IB_DEVICES = Path("/sys/class/infiniband")
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 FILES_A_CHECKPOINT = 64
 """Files of a checkpoint and its share of logs, beside one or two a rank."""
 MIN_SCRATCH_BYTES = 1 * GIB
@@ -198,6 +203,33 @@ def check_room(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
             yield Check("ok", "checkpoint.keep_last", f"{text} and export")
     if unknown is not None:
         yield Check("warn", "quota", unknown, f"make sure that it leaves {need / GIB:.0f} GiB")
+
+
+def check_memory(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
+    """This host's memory against what `plan` puts there; not on a login node of a run on GPUs, whose memory says nothing."""
+    if needs_gpus(loaded) and not in_a_job():
+        return
+    ranks = plan.layout.world_size // loaded.config.resources.nodes
+    need = ranks * plan.host_bytes_per_rank + 2 * memory.host_step_bytes(loaded.config)
+    if not needs_gpus(loaded):
+        stages = (
+            sum(item.num_bytes for item in memory.state_items(loaded.config, plan.spec, plan.layout, s))
+            for s in range(plan.layout.pp)
+        )
+        need += ranks * max(stages)
+    there = min(psutil.virtual_memory().available, _cgroup_limit())
+    text = f"{there / GIB:.1f} GiB of host memory, at least {need / GIB:.1f} GiB for what `plan` puts there"
+    fix = "ask for more (cluster file: mem: '0' for all of the node), or lower batch.prompts_per_step"
+    yield Check("fail" if there < need else "ok", "memory", text, fix if there < need else "")
+
+
+def _cgroup_limit() -> float:
+    """Bytes that this process's control group allows, as Slurm and containers set them; infinite where none does."""
+    limits = [float("inf")]
+    for path in CGROUP_LIMITS:
+        if path.is_file() and (text := path.read_text(encoding="utf-8").strip()).isdecimal():
+            limits.append(float(text))
+    return min(limits)
 
 
 # ------------------------------------------------------------------------------------------------------------- network

@@ -24,24 +24,29 @@ _FIXED = ("run.seed", "model.path", "objective.name", "data.", "batch.prompts_pe
 
 
 def prepare_folder(loaded: LoadedConfig, run_dir: Path) -> None:
-    """Rank 0: the resolved configuration into the run's folder.
+    """Rank 0: the resolved configuration into the run's folder. Raises as `changed_since` does."""
+    for key in changed_since(loaded, run_dir):
+        logger.info("changed since the last attempt: %s", key)
+    write_atomically(run_dir / CONFIG_FILE, [loaded.to_yaml().encode()])
+    write_environment(run_dir, {})
+
+
+def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
+    """Keys whose values differ from the last attempt's in this folder; empty where there was none.
 
     Raises ConfigError when the folder belongs to a run with another data set, model, objective or seed.
     """
     target = run_dir / CONFIG_FILE
-    if target.exists():
-        before = load_config(target).config
-        changed = _changed_keys(before.model_dump(mode="json"), loaded.config.model_dump(mode="json"))
-        refused = [key for key in changed if any(key.startswith(fixed) for fixed in _FIXED)]
-        if refused:
-            raise ConfigError(
-                f"{run_dir} holds a run with another {refused[0]}; continue it with the same value, or choose another "
-                "run.name"
-            )
-        for key in changed:
-            logger.info("changed since the last attempt: %s", key)
-    write_atomically(target, [loaded.to_yaml().encode()])
-    write_environment(run_dir, {})
+    if not target.exists():
+        return []
+    before = load_config(target).config
+    changed = _changed_keys(before.model_dump(mode="json"), loaded.config.model_dump(mode="json"))
+    refused = [key for key in changed if any(key.startswith(fixed) for fixed in _FIXED)]
+    if refused:
+        raise ConfigError(
+            f"{run_dir} holds a run with another {refused[0]}; continue it with the same value, or choose another run.name"
+        )
+    return changed
 
 
 def _changed_keys(before: object, after: object, prefix: str = "") -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pacs_megatron.config import load_config
 from pacs_megatron.launch import quota
 from pacs_megatron.launch.preflight import render, run_preflight
 from pacs_megatron.launch.train import run_train
@@ -62,6 +63,11 @@ def no_template(folder: Path) -> None:
 
 def broken_checkpoint(folder: Path) -> None:
     write("runs/tiny/checkpoints/step_000003/manifest.json", "{")(folder)
+
+
+def earlier_run(folder: Path) -> None:
+    config = load_config(folder / "run.yaml").to_yaml()
+    write("runs/tiny/config.yaml", config)(folder)
 
 
 def run_dir_is_a_file(folder: Path) -> None:
@@ -158,7 +164,9 @@ CASES: dict[str, tuple[Breaker, list[str], str, str]] = {
     "reward pattern": (no, ["reward={name: format, pattern: '('}"], "reward", "pattern"),
     "answers that never verify": (write("train.jsonl", '{"problem": "1", "answer": "many"}\n' * 8), ["reward={name: arithmetic}", "batch.prompts_per_step=1", "batch.updates_per_step=1"], "reward", "data.train.preset or columns"),
     "run.dir is a file": (run_dir_is_a_file, [], "run.dir", "name a folder"),
-    "damaged checkpoint": (broken_checkpoint, [], "run.name", "resume from the one before"),
+    "damaged checkpoint": (broken_checkpoint, [], "checkpoint", "resume from the one before"),
+    "another run's folder": (earlier_run, ["run.seed=6"], "run.name", "choose another run.name"),
+    "more samples than memory": (no, ["batch.prompts_per_step=16", "batch.samples_per_prompt=2000000000"], "memory", "lower batch.prompts_per_step"),
     "signal too late": (slow_updates, [], "resources.signal_lead_s", "use at least 1200"),
     "time limit too short": (slow_updates, ["resources.time_limit=00:04:00"], "resources.time_limit", "raise it"),
     "data that was not fetched": (no, ["data.train.columns=null", "data.train.preset=gsm8k", "data.train.path=nobody/nothing"], "data.train.path", "pacs-megatron fetch"),
