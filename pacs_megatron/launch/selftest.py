@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -192,7 +193,7 @@ class SelfTest:
     def _command(self, name: str, ranks: int, arguments: Sequence[str]) -> str:
         program = [sys.executable, "-m", "pacs_megatron", *arguments]
         if "SLURM_JOB_ID" in os.environ:
-            command = ["srun", f"--ntasks={ranks}", "--kill-on-bad-exit=1", "--overlap", *program]
+            command = ["srun", f"--ntasks={ranks}", "--kill-on-bad-exit=1", "--overlap", *_in_tasks(program)]
         elif ranks == 1 or arguments[0] == "train":
             command = [*program, f"run.nproc={ranks}"]
         else:
@@ -218,6 +219,13 @@ class SelfTest:
 
 class PartFailedError(Exception):
     """One part of the self-test found something wrong."""
+
+
+def _in_tasks(program: Sequence[str]) -> list[str]:
+    """The site's words for srun and for the tasks' interpreter, which a container may hold (slurm/clusters/example.env)."""
+    python = os.environ.get("PACS_PYTHON")
+    interpreter = shlex.split(python) if python is not None else [program[0]]
+    return [*shlex.split(os.environ.get("PACS_SRUN_ARGS", "")), *interpreter, *program[1:]]
 
 
 def _word(name: str) -> str:

@@ -1,0 +1,25 @@
+"""The self-test's commands, as far as they can be seen without running it (tests/integration/slurm does)."""
+
+from __future__ import annotations
+
+import pytest
+
+from pacs_megatron.config.schema import MAX_SGLANG_STOPS
+from pacs_megatron.launch.selftest import SAMPLING, _in_tasks
+
+PROGRAM = ["/bare/python", "-m", "pacs_megatron", "train", "run.yaml"]
+
+
+def test_tasks_run_the_sites_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACS_PYTHON", raising=False)
+    monkeypatch.delenv("PACS_SRUN_ARGS", raising=False)
+    assert _in_tasks(PROGRAM) == PROGRAM
+    monkeypatch.setenv("PACS_PYTHON", "apptainer exec --nv image.sif python")
+    monkeypatch.setenv("PACS_SRUN_ARGS", "--cpu-bind=cores")
+    assert _in_tasks(PROGRAM) == ["--cpu-bind=cores", "apptainer", "exec", "--nv", "image.sif", "python", *PROGRAM[1:]]
+
+
+def test_sglang_takes_its_stop_strings() -> None:
+    stops = SAMPLING["stop"]
+    assert isinstance(stops, list)
+    assert len(stops) <= MAX_SGLANG_STOPS
