@@ -70,6 +70,8 @@ def main() -> int:
         folder = Path(tmp)
         model = make_tiny_qwen3(folder / "model", tied=True, vocab_size=262)
         config = write_tiny_run(folder, model)
+        rows = [{"problem": f"{a} + 1 = ?", "answer": str(a + 1)} for a in range(max(64, args.prompts))]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         with ReplaySglang(token_s=0.0, median_tokens=MEDIAN_TOKENS, spread=SPREAD) as server:
 
             def measure(name: str, max_lag: int) -> dict[str, Any]:

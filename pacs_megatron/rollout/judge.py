@@ -4,6 +4,7 @@ Concurrency: `submit` and `judge` may be called from any thread. One background 
 calls back whoever submitted; it ends with the pool, and tells everybody who still waits.
 """
 
+import itertools
 import logging
 import queue
 import threading
@@ -40,6 +41,7 @@ class Judge:
         self._threshold = threshold
         self._max_failure_frac = max_failure_frac
         self._waiting: dict[str, tuple[Sample, Judged]] = {}
+        self._again = itertools.count(1)
         self._lock = threading.Lock()
         self._ended: RewardError | None = None
         threading.Thread(target=self._collect, name="judge", daemon=True).start()
@@ -49,8 +51,10 @@ class Judge:
         with self._lock:
             if self._ended is not None:
                 raise self._ended
-            self._waiting[sample.id] = (sample, done)
-        self._pool.submit(sample.id, prompt, self._decode(sample.response_ids))
+            # An evaluation that was given up and made anew has the same ids, some of which may still be with a worker.
+            key = sample.id if sample.id not in self._waiting else f"{sample.id}/{next(self._again)}"
+            self._waiting[key] = (sample, done)
+        self._pool.submit(key, prompt, self._decode(sample.response_ids))
 
     def judge(self, samples: Iterable[Sample], prompts: Mapping[str, Prompt]) -> list[Sample]:
         """Every sample with reward and label, or with `failure`; in order of arrival of the samples.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -48,7 +49,8 @@ def kill_everything(process: subprocess.Popen[str]) -> None:
     """`kill -9` of launcher, ranks and driver, as when a node is lost."""
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for member in family:
-        member.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # the driver follows its rank by itself
+            member.kill()
     psutil.wait_procs(family, timeout=10)
     process.communicate(timeout=10)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import socket
 import threading
 from collections.abc import Iterator
@@ -174,6 +175,15 @@ def test_streams_are_judged_side_by_side_and_do_not_take_each_others_verdicts(ju
     for step in range(3):
         assert [s.id for s in found[step]] == [r.id for r in requests_of(list(prompts.values()), step)]
         assert [s.label for s in found[step]] == [1, 0] * 40
+
+
+def test_the_same_sample_may_be_judged_again_while_it_still_is(judge: Judge) -> None:
+    [request] = requests_of([prompt(0)], 1)[:1]
+    answers: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
+    for _ in range(20):
+        judge.submit(sample(request, "a"), prompt(0), answers.put)
+    found = [answers.get(timeout=20) for _ in range(20)]
+    assert all(isinstance(answer, Sample) and answer.id == request.id and answer.label == 1 for answer in found)
 
 
 def test_a_reward_that_is_no_label_is_an_error_of_that_work_alone(judge: Judge) -> None:
