@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,14 @@ class DriverClient:
 
 
 def named_error(name: str, message: str) -> errors.PacsError:
-    """The PacsError of that name: an error of another process, raised here."""
-    kinds: list[type[errors.PacsError]] = [errors.PacsError, *errors.PacsError.__subclasses__()]
-    return next((kind for kind in kinds if kind.__name__ == name), errors.PacsError)(message)
+    """The PacsError of that name, an error of another process, raised here. For a class of some module's own it is the
+    one of `errors` that it is derived from: every process knows that, and the loop decides by it."""
+    found = next((kind for kind in _kinds(errors.PacsError) if kind.__name__ == name), errors.PacsError)
+    public: type[errors.PacsError] = next(kind for kind in found.__mro__ if kind.__module__ == errors.__name__)
+    return public(message)
+
+
+def _kinds(kind: type[errors.PacsError]) -> Iterator[type[errors.PacsError]]:
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _kinds(derived)
