@@ -32,7 +32,7 @@ from tests.support.tiny_models import make_tiny_qwen3
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
-START_S = 300.0
+START_S = 600.0
 FIRST_PROMPTS = [list(range(start, start + 5)) for start in range(40, 80, 2)]
 
 

@@ -68,7 +68,7 @@ def test_a_training_run_sends_its_weights_again_when_its_only_server_has_lost_th
     until the trainer, which waits for these very samples, has sent the weights once more."""
     rollout = {"engine": "sglang", "urls": [lab.url], "sync": {"way": "broadcast", "verify": "full"}, "retries": 8}
     run = FleetRun(tmp_path, lab.folders[0], rollout, steps=3)
-    run.start()
+    run.start("parallel.tp=2", "run.nproc=2")
     run.until_step(1)
     api = SglangApi(url=lab.url)
     run.until(lambda: num_running(api) > 0, "request in work")
