@@ -128,12 +128,12 @@ def test_five_kills_at_random_moments(undisturbed: Path, tmp_path: Path, model: 
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_a_kill_with_steps_ahead(tmp_path: Path, model: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
     cut.mkdir()
-    code, err = finish(start(write_tiny_run(whole, model), "rollout.max_lag=2"))
+    code, err = finish(start(write_tiny_run(whole, model), "rollout.max_lag=2"), 250)
     assert code == ExitCode.OK, err
     config, run_dir = write_tiny_run(cut, model, delay_s=0.02), cut / "runs" / "tiny"
     process = start(config, "rollout.max_lag=2")
@@ -141,7 +141,7 @@ def test_a_kill_with_steps_ahead(tmp_path: Path, model: Path) -> None:
     kill_everything(process)
     [*_, newest] = sorted((run_dir / "checkpoints").glob("step_*[0-9]"))
     assert (newest / "buffer.safetensors").is_file()
-    code, err = finish(start(config, "rollout.max_lag=2"))
+    code, err = finish(start(config, "rollout.max_lag=2"), 250)
     assert code == ExitCode.OK, err
     assert_same_run(run_dir, whole / "runs" / "tiny")
 

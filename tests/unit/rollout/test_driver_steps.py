@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
@@ -61,3 +62,38 @@ def test_groups_from_weights_older_than_the_lag_are_not_trained(tmp_path: Path, 
     if max_lag:
         assert metrics["lag/max"] == 1.0 and metrics["lag/mean"] == pytest.approx(1 / 12)
         assert metrics["lag/multi_version_frac"] == pytest.approx(1 / 12)
+
+
+def test_a_step_of_demonstrations_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """A signal between its rollout and its updates: the step is in the checkpoint, its prompts are not taken twice."""
+    model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
+    path = write_tiny_run(tmp_path, model)
+    rows = [{"problem": f"{a} + 1 = ?", "answer": str(a + 1), "solution": f"it is {a + 1}"} for a in range(12)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = (
+        "run.steps=5",
+        "objective={name: sft}",
+        "rollout={engine: demonstrations, max_response_tokens: 32}",
+        "reward=null",
+    )
+    columns = "data.train.columns={problem: problem, answer: answer, solution: solution}"
+    config = load_config(path, (*overrides, columns)).config
+    ours, theirs = socket.socketpair()
+    answers = []
+    first, second, undisturbed = (Driver(config, tmp_path, model, Connection(ours, "trainer")) for _ in range(3))
+    for step in (1, 2, 3):
+        undisturbed.rollout(step, step)
+        answers.append(undisturbed._step_message(undisturbed._pipeline.dispatch(step, step)[0]))
+    first.rollout(1, 1)
+    first.rollout(2, 2)
+    header, arrays = first.state(1)
+    assert [work["step"] for work in header["buffer"]["works"]] == [2]
+    second.load_state(json.loads(json.dumps(header)), arrays)
+    for step in (2, 3):
+        second.rollout(step, step)
+        metrics, found = second._step_message(second._pipeline.dispatch(step, step)[0])
+        assert metrics == answers[step - 1][0]
+        for name, values in answers[step - 1][1].items():
+            np.testing.assert_array_equal(found[name], values)
+    ours.close()
+    theirs.close()
