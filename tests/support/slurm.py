@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -10,6 +11,8 @@ import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
 
 from tests.support.ranks import free_port
 
@@ -97,6 +100,18 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        for process in self._left():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _left(self) -> list[psutil.Process]:
+        """Processes of this cluster's jobs: an interrupted session may end before its jobs have saved."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.pid != os.getpid() and process.environ().get("SLURM_CONF") == self.env["SLURM_CONF"]:
+                    found.append(process)
+        return found
 
     def _spawn(self, *command: str) -> None:
         log = (self.folder / "log" / f"{len(self._daemons)}-{command[0]}.out").open("wb")
