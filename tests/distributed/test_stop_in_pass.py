@@ -120,6 +120,8 @@ def test_every_rank_leaves_the_pass(folders: dict[str, Path], tmp_path: Path, la
         assert rank["asked_is_unasked"] and rank["unchanged"] and rank["again_is_expected"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.pp=2"])
 def test_a_run_signalled_in_a_score_pass_goes_on_to_the_same_bits(tmp_path: Path, layout: str) -> None:
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=2, vocab_size=262)

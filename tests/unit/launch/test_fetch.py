@@ -78,6 +78,8 @@ def call(tmp_path: Path, verb: str, config: Path, *overrides: str, url: str, off
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_job_needs_no_network_after_it(hub: Hub, tmp_path: Path, config: Path) -> None:
     code, out = call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url)
     assert code == 0, out
@@ -95,6 +97,7 @@ def test_a_job_needs_no_network_after_it(hub: Hub, tmp_path: Path, config: Path)
 
 
 @pytest.mark.full
+@pytest.mark.timeout(300)
 def test_a_run_trains_from_the_caches(hub: Hub, tmp_path: Path, config: Path) -> None:
     assert call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url)[0] == 0
     nobody = f"http://127.0.0.1:{free_port()}"
