@@ -36,6 +36,7 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
     place = find_rank(os.environ)
     world_size = place.world_size if place is not None else ranks_to_start(loaded.config)
     check_model_and_layout(loaded, world_size)
+    _check_model_is_here(loaded)
     if place is None and loaded.config.resources.nodes > 1:
         raise ConfigError(
             f"resources.nodes={loaded.config.resources.nodes}: `train` starts ranks on one host only; use `submit`, or "
@@ -64,13 +65,25 @@ def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
 
     config = loaded.config
     problems = layout_problems(config, world_size)
-    folder = Path(config.model.path)
+    folder = Path(config.model.path).expanduser()
     if not (folder / "config.json").is_file():
         folder = folder / "hf"  # a converted checkpoint
     if (folder / "config.json").is_file():
         problems += shape_problems(config, load_spec(folder), folder.name)
     if problems:
         raise loaded.fail(problems[0])
+
+
+def _check_model_is_here(loaded: LoadedConfig) -> None:
+    """Not for `submit`: a job before this one may make the folder."""
+    from pacs_megatron.models.hub import is_hub_id
+
+    path = loaded.config.model.path
+    if not Path(path).expanduser().is_dir() and not is_hub_id(path):
+        raise ConfigError(
+            f"model.path={path}: no such folder; correct the path, or make what it names first "
+            f"({loaded.where('model.path')})"
+        )
 
 
 def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path) -> int:

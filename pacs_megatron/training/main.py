@@ -3,7 +3,9 @@
 import logging
 import os
 import shutil
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -17,6 +19,7 @@ from pacs_megatron.observability.run_folder import CONFIG_FILE, LOG_FOLDER, writ
 
 logger = logging.getLogger(__name__)
 EXIT_CODE_FILE = "exit_code"
+RANK_0_FIRST_S = 10.0
 ATTEMPT_VARIABLE = "PACS_ATTEMPT"
 """Set by batch scripts: the attempt's log folder."""
 _FIXED = ("run.seed", "model.path", "objective.name", "data.", "batch.prompts_per_step", "batch.samples_per_prompt")
@@ -126,9 +129,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         code = run_rank(config_path, overrides)
     except PacsError as error:
+        logger.debug("%s", traceback.format_exc())
         if is_first:
             sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        logger.debug("%s", traceback.format_exc())
+        else:
+            _leave_it_to_rank_0(error)
         code = error.exit_code
     if is_first:
         _leave_exit_code(config_path, overrides, code)
@@ -137,6 +142,14 @@ def main(arguments: Sequence[str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(int(code))
+
+
+def _leave_it_to_rank_0(error: PacsError) -> None:
+    """Most errors meet all ranks, and one line is enough. Ended here too soon, this rank would have rank 0 ended before
+    it spoke; where rank 0 has nothing to say the launcher still waits, and this rank speaks."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(RANK_0_FIRST_S)
+    sys.stderr.write(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}\n")
 
 
 def _leave_exit_code(config_path: Path, overrides: Sequence[str], code: ExitCode) -> None:

@@ -211,6 +211,23 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert all(name in lines[0] for name in names), lines[0]
 
 
+def test_an_error_of_another_rank_than_0_is_told_too(broken: tuple[Path, Path]) -> None:
+    """It leaves rank 0 the time to speak first; torchrun would end rank 0 as soon as this one is gone."""
+    config, _ = broken
+    code = "import sys\nfrom pacs_megatron.training import main\nmain.RANK_0_FIRST_S = 0.5\nmain.main(sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(config), "model.path=an/absent/folder"],
+        env=os.environ | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == ExitCode.FAILED
+    [line] = [line for line in done.stderr.splitlines() if "Error:" in line]
+    assert line.startswith("rank 1: CheckpointError: model.path=an/absent/folder: no such folder")
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_stopped_rank_is_found_and_the_run_ends_with_its_own_code(tmp_path: Path, model: Path) -> None:
