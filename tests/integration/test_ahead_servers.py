@@ -29,12 +29,22 @@ from tests.support.tiny_run import write_tiny_run
 STEPS = 6
 SAMPLES = 16
 """of a step"""
-LIMIT_S = 100
+LIMIT_S = 200
+_started: list[subprocess.Popen[str]] = []
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_qwen3(tmp_path_factory.mktemp("model"), num_hidden_layers=2, vocab_size=262)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    for process in _started:
+        process.kill()
+        process.wait()
+    _started.clear()
 
 
 @pytest.fixture
@@ -51,13 +61,15 @@ def start(folder: Path, model: Path, url: str, max_lag: int, *overrides: str) ->
         "dead_after_s: 2.0, all_down_after_s: 3.0, sync: {way: disk, verify: 'off', pause: in_place, timeout_s: 5.0}}"
     )
     values = (f"run.steps={STEPS}", f"rollout={rollout}", "parallel.tp=1", "checkpoint.every=null", *overrides)
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "pacs_megatron.training.main", str(config), *values],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+    _started.append(process)
+    return process
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -98,7 +110,7 @@ def synchronous(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return folder / "runs" / "tiny"
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_stop_in_the_middle_of_generation_loses_no_finished_sample(
     synchronous: Path, tmp_path: Path, model: Path, server: ReplaySglang
 ) -> None:
@@ -127,7 +139,7 @@ def test_a_stop_in_the_middle_of_generation_loses_no_finished_sample(
     assert learned(run_dir) == learned(synchronous)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(500)
 def test_evaluations_in_between_have_exactly_the_weights_of_their_step(
     tmp_path: Path, model: Path, server: ReplaySglang
 ) -> None:
@@ -153,7 +165,7 @@ def test_evaluations_in_between_have_exactly_the_weights_of_their_step(
     assert max(first_eval) < 12 + 2 * 8
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_without_servers_the_last_boundary_is_saved_with_the_reason(
     synchronous: Path, tmp_path: Path, model: Path, server: ReplaySglang
 ) -> None:
@@ -173,7 +185,7 @@ def test_without_servers_the_last_boundary_is_saved_with_the_reason(
     assert learned(run_dir) == learned(synchronous)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(500)
 def test_more_is_asked_for_than_is_trained_and_the_rest_ends_early(
     tmp_path: Path, model: Path, server: ReplaySglang
 ) -> None:

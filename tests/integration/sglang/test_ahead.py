@@ -18,7 +18,7 @@ STEPS = 4
 TOKENS = 160
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "pause",
     [pytest.param("abort", marks=pytest.mark.full), "retract", pytest.param("in_place", marks=pytest.mark.full)],

@@ -64,6 +64,46 @@ def test_groups_from_weights_older_than_the_lag_are_not_trained(tmp_path: Path, 
         assert metrics["lag/multi_version_frac"] == pytest.approx(1 / 12)
 
 
+def test_over_sampling_trains_the_first_groups_that_are_admitted(tmp_path: Path) -> None:
+    """Embedded engine: everything is sampled, so the choice is by the order of the prompts, not by chance."""
+    model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
+    path = write_tiny_run(tmp_path, model)
+    config = load_config(path, ("admission={drop_one_class_groups: true, oversample: 1.75}",)).config
+    ours, theirs = socket.socketpair()
+    driver = Driver(config, tmp_path, model, Connection(ours, "trainer"))
+    try:
+        driver.set_current(0, "weights0", 0)
+        [work] = driver._pipeline.dispatch(1, 1)
+        assert len(work.prompts) == 7
+        one_class = {work.prompts[1].id, work.prompts[3].id}
+        for number, request in reversed(list(enumerate(work.requests))):
+            label = 1 if request.prompt_id in one_class else number % 2
+            sample = Sample(
+                id=request.id,
+                prompt_id=request.prompt_id,
+                token_ids=np.concatenate([request.token_ids, np.array([97], dtype=np.int32)]),
+                prompt_len=len(request.token_ids),
+                sampler_logprobs=np.zeros(1, dtype=np.float32),
+                spans=(Span(version=0, digest="weights0", start=0, end=1),),
+                stop=Stop.EOS,
+                reward=float(label),
+                label=label,
+            )
+            work.sampled[sample.id] = sample
+            work.judged.add(sample.id)
+        header, arrays = driver._step_message(work)
+    finally:
+        driver.close()
+        ours.close()
+        theirs.close()
+    facts = facts_from_arrays({name[6:]: value for name, value in arrays.items() if name.startswith("facts.")})
+    kept = [sample_id.split(":", 1)[1].partition("#")[0] for sample_id in facts.ids[::4]]
+    assert kept == [work.prompts[k].id for k in (0, 2, 4, 5)]
+    assert header["metrics"]["admission/dropped_surplus_groups"] == 1
+    assert header["metrics"]["admission/dropped_one_class_groups"] == 2
+    assert driver._data.order.state_dict()["skipped"] == []
+
+
 def test_a_step_of_demonstrations_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """A signal between its rollout and its updates: the step is in the checkpoint, its prompts are not taken twice."""
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
