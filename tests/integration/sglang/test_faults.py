@@ -62,7 +62,7 @@ def test_a_stopped_server_loses_its_work_to_another_and_comes_back(lab: Lab) -> 
             assert sorted(s.id for s in engine.stream(again)) == sorted(r.id for r in again)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_training_run_sends_its_weights_again_when_its_only_server_has_lost_them(lab: Lab, tmp_path: Path) -> None:
     """In the middle of generation the server says what one says that was just started: nothing more is sampled from it
     until the trainer, which waits for these very samples, has sent the weights once more."""
