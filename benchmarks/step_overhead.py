@@ -62,7 +62,7 @@ def instrumented(watch: Stopwatch, rows: list[dict[str, float]]) -> Any:
     from pacs_megatron.rollout.embedded import EmbeddedEngine
     from pacs_megatron.training import loop
 
-    real = passes._run, engine.finalize_model_grads, EmbeddedEngine.generate_share, loop.train_step
+    real = passes._run, engine.finalize_model_grads, EmbeddedEngine._generate, loop.train_step
 
     def step(*args: Any) -> Any:
         watch.take()
@@ -82,13 +82,13 @@ def instrumented(watch: Stopwatch, rows: list[dict[str, float]]) -> Any:
 
     passes._run = watch.timed("schedule", real[0])
     engine.finalize_model_grads = watch.timed("reduction", real[1])
-    EmbeddedEngine.generate_share = watch.timed("generation", real[2])  # type: ignore[method-assign]
+    EmbeddedEngine._generate = watch.timed("generation", real[2])  # type: ignore[method-assign]
     loop.train_step = step
     try:
         yield
     finally:
         passes._run, engine.finalize_model_grads = real[:2]
-        EmbeddedEngine.generate_share = real[2]  # type: ignore[method-assign]
+        EmbeddedEngine._generate = real[2]  # type: ignore[method-assign]
         loop.train_step = real[3]
 
 
