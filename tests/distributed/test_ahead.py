@@ -63,7 +63,7 @@ def start(config: Path, world: int, *overrides: str) -> ExitCode:
     return ExitCode(codes[0])
 
 
-@pytest.mark.parametrize("max_lag", [1, 2])
+@pytest.mark.parametrize("max_lag", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_each_step_is_sampled_from_the_weights_that_the_lag_names(tmp_path: Path, model: Path, max_lag: int) -> None:
     """Against a loop written by hand: plain transformers trains, and an engine that is filled from the run's own
     checkpoint of step max(0, t - 1 - max_lag) samples step t."""
