@@ -561,7 +561,7 @@ class ResourceOptions(Options):
     time_limit: str = Field(default="04:00:00", pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")
     """Of one job, as Slurm writes it; the run goes on in the next one."""
     signal_lead_s: PositiveInt = 300
-    """The signal to save and stop comes this long before the time limit: more than an update and a save take."""
+    """The signal to save and stop comes this long before the time limit: longer than the updates of a step and a save."""
     max_attempts: PositiveInt = 5
     """A job that ended so often in a row without a new checkpoint is not requeued."""
 
