@@ -1,0 +1,137 @@
+"""Servers of a run are gone however the run ends: failure, Ctrl-C, `kill -9`, success. With an API key."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from pacs_megatron.errors import ExitCode
+from pacs_megatron.rollout import sglang_guard
+from pacs_megatron.rollout.sglang_api import ServerRefusedError, SglangApi
+from tests.integration.sglang.conftest import PYTHON, START_S
+from tests.support.fleet_run import FleetRun
+from tests.support.tiny_models import make_tiny_qwen3
+
+pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(3000)]
+KEY = "sesame-of-the-test"
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if sglang_guard.group_and_parent(pid) is not None]
+
+
+def gone(pids: list[int], within_s: float = 30.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pids)
+
+
+def servers(run: FleetRun) -> tuple[list[int], str]:
+    """Guard, launcher, scheduler and detokenizer of the run's server; its address."""
+    record = json.loads((run.run_dir / "servers" / "server0.pid").read_text())
+    pids = [record["guard"], *sglang_guard.members(record["server"])]
+    assert len(pids) >= 4
+    return pids, re.findall(r"starting rollout server server0 at (http://\S+),", run.driver_log())[-1]
+
+
+def is_free(url: str) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", urlsplit(url).port or 0))
+        except OSError:
+            return False
+        return True
+
+
+def stores() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("pacs-server-")}
+
+
+def test_no_server_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run, four attempts; each takes up where the one before ended."""
+    if not PYTHON.exists():
+        pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
+    monkeypatch.setenv("ROLLOUT_KEY", KEY)
+    before = stores()
+    own = {"python": [str(PYTHON)], "device": "cpu", "max_total_tokens": 16384}
+    rollout = {"engine": "sglang", "servers": own, "sync": {"way": "broadcast"}, "api_key_env": "ROLLOUT_KEY"}
+    run = FleetRun(tmp_path, make_tiny_qwen3(tmp_path / "model"), rollout, steps=30, delay_s=0.05)
+
+    # Failure: the circuit breaker ends the run after its first step.
+    run.start("mismatch.max_abs_mean=1e-9")
+    run.until(lambda: "weights 0:" in _rank_log(run), "first weights", START_S)
+    pids, url = servers(run)
+    _check_running(pids, url)
+    code, err = run.finish()
+    assert code == ExitCode.FAILED and "mismatch.max_abs_mean" in err, (code, err)
+    assert gone(pids) and is_free(url)
+
+    # Ctrl-C, as a terminal sends it.
+    run.start()
+    run.until_step(3, START_S)
+    pids, url = servers(run)
+    run.process.send_signal(signal.SIGINT)
+    code, err = run.finish()
+    assert code == ExitCode.PREEMPTED, err
+    assert gone(pids) and is_free(url)
+
+    # kill -9 of everything that could still clean up, the guard too. What is left of the server then, if anything (the
+    # children of SGLang 0.5.23 mostly notice), the next start ends.
+    run.start()
+    run.until_step(run.last_step() + 2, START_S)
+    pids, _ = servers(run)
+    os.kill(pids[0], signal.SIGKILL)
+    run.kill()
+    assert gone(pids[:1])
+    left = alive(pids)
+
+    # Success.
+    run.steps = run.last_step() + 2
+    run.start(f"run.steps={run.steps}")
+    assert gone(left, START_S)
+    run.until(lambda: (run.run_dir / "servers" / "server0.pid").exists(), "server", START_S)
+    run.until(lambda: len(servers_or_none(run)) >= 4, "server's children", START_S)
+    pids, url = servers(run)
+    code, err = run.finish(START_S)
+    assert code == ExitCode.OK, err
+    assert gone(pids) and is_free(url)
+    assert stores() <= before
+    run.assert_whole()
+
+
+def servers_or_none(run: FleetRun) -> list[int]:
+    record = json.loads((run.run_dir / "servers" / "server0.pid").read_text())
+    return [record["guard"], *sglang_guard.members(record["server"])]
+
+
+def _rank_log(run: FleetRun) -> str:
+    path = run.run_dir / "logs" / "rank0.log"
+    return path.read_text() if path.is_file() else ""
+
+
+def _check_running(pids: list[int], url: str) -> None:
+    """Loopback only; the key is asked for, and is on no command line and in no log."""
+    listening = {
+        c.laddr.ip
+        for pid in pids
+        for c in psutil.Process(pid).net_connections(kind="inet")
+        if c.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
+    for key in (None, "another"):
+        with pytest.raises(ServerRefusedError, match="HTTP 401"):
+            SglangApi(url=url, api_key=key).call("/generate", {"input_ids": [1]})
+    assert SglangApi(url=url, api_key=KEY).server_info()["device"] == "cpu"
+    for pid in pids:
+        assert KEY not in Path(f"/proc/{pid}/cmdline").read_bytes().decode()
