@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pacs_megatron.config.checks import max_sequence_tokens
-from pacs_megatron.config.schema import EmbeddedRollout, GrpoOptions, PacsOptions, RunConfig, SglangRollout
+from pacs_megatron.config.schema import (
+    DemonstrationRollout,
+    EmbeddedRollout,
+    GrpoOptions,
+    PacsOptions,
+    RunConfig,
+    SglangRollout,
+)
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.launch import constants
 from pacs_megatron.models import ModelSpec, weight_table
@@ -274,11 +281,13 @@ def minibatch_bytes(config: RunConfig, layout: Layout) -> float:
 
 
 def host_step_bytes(config: RunConfig) -> float:
-    """Host memory of a step's samples on rank 0, if every response reaches the limit; the driver holds as much again.
+    """Host memory of the samples on rank 0, if every response reaches the limit; the driver holds as much again.
 
-    Ids (int32) and the sampler's log-probs (fp32).
+    Ids (int32) and the sampler's log-probs (fp32) of this step and of those that are sampled ahead.
     """
-    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
+    rollout = config.rollout
+    steps = 1 if isinstance(rollout, DemonstrationRollout) else 1 + rollout.max_lag
+    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt * steps
     total = max_sequence_tokens(config)
     return samples * (4.0 * total + 4.0 * (total - config.data.max_prompt_tokens))
 

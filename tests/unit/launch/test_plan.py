@@ -123,6 +123,16 @@ def test_advice_fits_what_is_too_large(config: str, overrides: list[str], advice
     assert f"change {advice}" in text
 
 
+def test_host_memory_of_the_samples() -> None:
+    config = load_config(BIG).config
+    samples, limits = config.batch.prompts_per_step * config.batch.samples_per_prompt, config.data.max_prompt_tokens
+    response = config.rollout.sampling.max_response_tokens  # type: ignore[union-attr]
+    one = samples * (4 * (limits + response) + 4 * response)
+    assert memory.host_step_bytes(config) == one
+    ahead = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_lag": 2})})
+    assert memory.host_step_bytes(ahead) == 3 * one
+
+
 def test_search_over_experts_takes_seconds() -> None:
     start = time.process_time()
     plans = search_layouts(make_plan(load_config(ROOT / "configs" / "runs" / "pacs-qwen3-30b-a3b-4n8g-ep8.yaml")))
