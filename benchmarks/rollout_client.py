@@ -3,10 +3,10 @@
     python benchmarks/rollout_client.py [--requests 512] [--tokens 64] [--rounds 5] [--url http://127.0.0.1:30000]
 
 Both ask for fixed-length answers with log-probs, not streamed, with the same number of requests in flight, by turns
-and in changing order.
-Prints one JSON object and exits with 1 when the median of the rounds' ratios is below 0.95. Without --url it starts a
-server of a tiny random model on CPU from .venv-sglang; a given server needs
-`--preferred-sampling-params '{"ignore_eos": true}'` (bench_serving ignores the end of sequence; our client never does).
+and in changing order. Prints one JSON object (with the CPU time of our client for a request, which a busy host changes
+little) and exits with 1 when the median of the rounds' ratios is below 0.95. Without --url it starts a server of a tiny
+random model on CPU from .venv-sglang; a given server needs `--preferred-sampling-params '{"ignore_eos": true}'`
+(bench_serving ignores the end of sequence; our client never does).
 """
 
 import argparse
@@ -49,8 +49,8 @@ def options(args: argparse.Namespace) -> SglangRollout:
     )
 
 
-def ours(engine: SglangEngine, args: argparse.Namespace, round_number: int) -> float:
-    """Output tokens/s from the first request to the last checked sample."""
+def ours(engine: SglangEngine, args: argparse.Namespace, round_number: int) -> tuple[float, float]:
+    """Output tokens/s from the first request to the last checked sample, and this process's CPU ms for each request."""
     rng = np.random.default_rng(round_number)
     params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=args.tokens)
     requests = [
@@ -63,14 +63,14 @@ def ours(engine: SglangEngine, args: argparse.Namespace, round_number: int) -> f
         )
         for i in range(args.requests)
     ]
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     num_tokens = sum(sample.response_len for sample in engine.stream(requests))
-    seconds = time.perf_counter() - began
+    seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     if num_tokens != args.requests * args.tokens:
         raise SystemExit(
             f"got {num_tokens} tokens, expected {args.requests * args.tokens}: does the server ignore_eos?"
         )
-    return num_tokens / seconds
+    return num_tokens / seconds, cpu_s / args.requests * 1000
 
 
 def theirs(url: str, tokenizer: Path, args: argparse.Namespace, round_number: int) -> float:
@@ -118,11 +118,12 @@ def main() -> int:
         for number in range(1, args.rounds + 1):
             # By turns, so that a host that becomes busier or idler favours neither.
             if number % 2:
-                mine, reference = ours(engine, args, number), theirs(url, model, args, number)
+                (mine, cpu_ms), reference = ours(engine, args, number), theirs(url, model, args, number)
             else:
-                reference, mine = theirs(url, model, args, number), ours(engine, args, number)
+                reference, (mine, cpu_ms) = theirs(url, model, args, number), ours(engine, args, number)
             rounds.append(
                 {"ours": round(mine, 1), "bench_serving": round(reference, 1), "ratio": round(mine / reference, 4)}
+                | {"client_cpu_ms_per_request": round(cpu_ms, 3)}
             )
             print(rounds[-1], file=sys.stderr, flush=True)
     ratio = statistics.median(entry["ratio"] for entry in rounds)
