@@ -24,6 +24,8 @@ class ReplaySglang(FakeSglang):
         """Lengths are log-normal: `median_tokens`, and `spread` the standard deviation of their logarithm."""
         self.token_s = token_s
         self._median, self._spread = median_tokens, spread
+        self.finished: set[str] = set()
+        """request ids, without the try, that were answered"""
         super().__init__(latency_s=lambda body: self.token_s * len(self.tokens(body)))
 
     def tokens(self, body: dict[str, Any]) -> list[int]:
@@ -51,4 +53,5 @@ class ReplaySglang(FakeSglang):
             "output_token_logprobs": [[-3.0, token, None] for token in ids],
         }
         self.answered += 1
+        self.finished.add(rid.rpartition("/")[0])
         return web.json_response({"text": "", "output_ids": ids, "meta_info": meta})
