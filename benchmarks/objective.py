@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pacs_megatron.config.schema import PacsOptions
+from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.contracts import SampleFacts
 from pacs_megatron.objectives import build_objective
 

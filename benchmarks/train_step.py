@@ -200,7 +200,7 @@ def timed(work: Callable[[], Any], repeats: int) -> list[float]:
 
 def measure_speed(setup: Setup) -> dict[str, Any]:
     """Seconds of updates and of forward passes, and peak memory."""
-    from pacs_megatron.config.schema import PacsOptions
+    from pacs_megatron.config.objective_options import PacsOptions
     from pacs_megatron.launch.timing import forward_flops
     from pacs_megatron.objectives import build_objective
 
@@ -232,7 +232,7 @@ def measure_speed(setup: Setup) -> dict[str, Any]:
 
 def measure_check(setup: Setup) -> dict[str, Any]:
     """Log-probs, SFT loss, PACS gradient norm, score floor and drift; compared when the CPU path's file is there."""
-    from pacs_megatron.config.schema import PacsOptions, SftOptions
+    from pacs_megatron.config.objective_options import PacsOptions, SftOptions
     from pacs_megatron.objectives import build_objective
 
     policy, used = build_policy(setup)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pacs_megatron.config.layout import ranks_to_start
+from pacs_megatron.config.objective_options import SftOptions
+from pacs_megatron.config.options import Options
 from pacs_megatron.config.schema import (
     MAX_SGLANG_STOPS,
     DatasetOptions,
     DemonstrationRollout,
-    Options,
     RunConfig,
-    SftOptions,
     SglangRollout,
     SglangServers,
 )

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, ValidationError
 
-from pacs_megatron.config.schema import Options
+from pacs_megatron.config.options import Options
 from pacs_megatron.config.yaml_tree import read_yaml
 from pacs_megatron.errors import ConfigError
 

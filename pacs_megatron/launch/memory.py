@@ -12,14 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pacs_megatron.config.checks import max_sequence_tokens
-from pacs_megatron.config.schema import (
-    DemonstrationRollout,
-    EmbeddedRollout,
-    GrpoOptions,
-    PacsOptions,
-    RunConfig,
-    SglangRollout,
-)
+from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
+from pacs_megatron.config.schema import DemonstrationRollout, EmbeddedRollout, RunConfig, SglangRollout
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.launch import constants
 from pacs_megatron.models import ModelSpec, weight_table

@@ -9,14 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pacs_megatron.config.checks import max_response_tokens
-from pacs_megatron.config.schema import (
-    DemonstrationRollout,
-    EmbeddedRollout,
-    GrpoOptions,
-    PacsOptions,
-    RunConfig,
-    SglangRollout,
-)
+from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
+from pacs_megatron.config.schema import DemonstrationRollout, EmbeddedRollout, RunConfig, SglangRollout
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.launch import constants
 from pacs_megatron.launch.constants import Gpu

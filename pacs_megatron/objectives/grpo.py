@@ -11,7 +11,7 @@ outside a band. The KL term stays as it is.
 import numpy as np
 import torch
 
-from pacs_megatron.config.schema import GrpoOptions
+from pacs_megatron.config.objective_options import GrpoOptions
 from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.protocols import LogprobSource
 from pacs_megatron.errors import NonFiniteError

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pacs_megatron.config.schema import PacsOptions
+from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.protocols import LogprobSource
 from pacs_megatron.errors import NonFiniteError

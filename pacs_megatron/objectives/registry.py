@@ -1,6 +1,6 @@
 """From the options of the config to an objective."""
 
-from pacs_megatron.config.schema import GrpoOptions, PacsOptions, SftOptions
+from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions, SftOptions
 from pacs_megatron.contracts import Objective
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.objectives.grpo import Grpo

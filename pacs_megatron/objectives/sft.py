@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from pacs_megatron.config.schema import SftOptions
+from pacs_megatron.config.objective_options import SftOptions
 from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.protocols import LogprobSource
 from pacs_megatron.objectives.lookup import at_tokens

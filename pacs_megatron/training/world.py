@@ -11,14 +11,8 @@ from pacs_megatron.checkpoint.manifest import HF_FOLDER
 from pacs_megatron.checkpoint.megatron_weights import is_megatron_checkpoint, open_weights
 from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint
 from pacs_megatron.config.layout import layout_of
-from pacs_megatron.config.schema import (
-    DemonstrationRollout,
-    EmbeddedRollout,
-    GrpoOptions,
-    PacsOptions,
-    RunConfig,
-    SglangRollout,
-)
+from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
+from pacs_megatron.config.schema import DemonstrationRollout, EmbeddedRollout, RunConfig, SglangRollout
 from pacs_megatron.contracts import Objective
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.errors import CheckpointError, PacsError

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from pacs_megatron.config.schema import ObjectiveOptions
+from pacs_megatron.config.objective_options import ObjectiveOptions
 from pacs_megatron.contracts import Objective, Prepared
 from pacs_megatron.objectives import build_objective
 from tests.support.objective_reference import Batch, objective_gradient, objective_scores, random_batch

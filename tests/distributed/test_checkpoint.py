@@ -11,7 +11,7 @@ import pytest
 
 from pacs_megatron.checkpoint import run_checkpoint
 from pacs_megatron.checkpoint.manifest import MANIFEST_NAME
-from pacs_megatron.config.schema import PacsOptions
+from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.objectives import build_objective
 from tests.support.policy_cases import make_policy, random_step, train

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights
-from pacs_megatron.config.schema import PacsOptions
+from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
 from pacs_megatron.objectives import build_objective
 from tests.support.policy_cases import make_policy, random_step, train

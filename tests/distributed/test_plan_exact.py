@@ -11,7 +11,7 @@ import torch
 
 from pacs_megatron.config import RunConfig
 from pacs_megatron.config.layout import layout_of
-from pacs_megatron.config.schema import PacsOptions
+from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.launch import memory
 from pacs_megatron.launch.plan import plan_of
 from pacs_megatron.models import load_spec, num_parameters

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_megatron.config.schema import PacsOptions
+from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.objectives import build_objective
 from tests.support.policy_cases import (
     ReferenceTrainer,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_megatron.config.schema import PacsOptions
+from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.contracts import SampleFacts
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.objectives import build_objective

@@ -13,7 +13,7 @@ import torch
 from pacs_megatron.batching.distribute import cut_step
 from pacs_megatron.batching.split import split_by_group
 from pacs_megatron.batching.tables import select_tokens
-from pacs_megatron.config.schema import PacsOptions
+from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.contracts import Part, SampleFacts, TokenBuffers
 from pacs_megatron.objectives import build_objective
 from tests.support.plain_trainer import PlainTrainer, pacs_loss

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pacs_megatron.config.schema import PacsOptions
+from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.contracts import Interrupted
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.objectives import build_objective

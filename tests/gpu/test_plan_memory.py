@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pacs_megatron.config.layout import layout_of
-from pacs_megatron.config.schema import PacsOptions
+from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.launch import memory
 from pacs_megatron.models import load_spec
 from pacs_megatron.objectives import build_objective

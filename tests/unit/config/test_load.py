@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pacs_megatron.config import load_config
-from pacs_megatron.config.schema import GrpoOptions, PacsOptions
+from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
 from pacs_megatron.errors import ConfigError
 
 BASE = """\

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pacs_megatron.config import load_config
-from pacs_megatron.config.schema import GrpoOptions, PacsOptions
+from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
 from pacs_megatron.contracts import Layout
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch import constants, memory, timing

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_megatron.config.schema import GrpoOptions
+from pacs_megatron.config.objective_options import GrpoOptions
 from pacs_megatron.contracts import Objective, SampleFacts
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.objectives import build_objective

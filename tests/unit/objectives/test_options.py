@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from pacs_megatron.config.schema import GrpoOptions, ObjectiveOptions, PacsOptions
+from pacs_megatron.config.objective_options import GrpoOptions, ObjectiveOptions, PacsOptions
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.objectives import build_objective
 
