@@ -93,8 +93,9 @@ def first_host(node_list: str) -> str:
 
 
 def job_port(job_id: str) -> int:
-    """A port that every task of a job derives alike; jobs that share a node rarely collide."""
-    return 20000 + int(job_id) % 20000
+    """A port that every task of a job derives alike, below those that Linux hands out (32768); jobs on one node rarely
+    collide."""
+    return 20000 + int(job_id) % 12000
 
 
 def rank_environment(local_world_size: int, *, single_host: bool) -> dict[str, str]:

@@ -152,7 +152,7 @@ def setup_lines(job: Job, request: Request) -> str:
     lines.extend(
         [
             'export MASTER_ADDR="${PACS_MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"',
-            "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
+            "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))",
             f"export PACS_ATTEMPT; PACS_ATTEMPT=$({python} -m pacs_megatron.launch.job begin {run_dir}) || exit $?",
             'PACS_ATTEMPT=$(readlink -f "$PACS_ATTEMPT")',
             # Where NeMo-Run has srun write: the attempt's log, as train.sbatch keeps it.
