@@ -135,7 +135,9 @@ def test_status_logs_and_cancel_of_real_jobs(nemo_run: None, slurm: Slurm, tmp_p
     blocker = slurm.submit("--nodes=2", "--exclusive", "--wrap=sleep 600", cwd=tmp_path)
     columns = "columns: {problem: problem, answer: answer}"
     benchmark = f"evaluation.benchmarks=[{{path: {tmp_path}/train.jsonl, name: sums, {columns}}}]"
-    waiting = submit_by_nemo_run(slurm, config, *TWO_NODES, benchmark, "--evaluate")
+    waiting = submit_by_nemo_run(
+        slurm, config, *TWO_NODES, benchmark, "evaluation.sampling={max_response_tokens: 8}", "--evaluate"
+    )
     assert re.search(rf"job {waiting['train']} \(train\): PENDING", command("status", str(run_dir)))
     assert "has job" in refused("submit", str(config), *TWO_NODES, "--cluster", str(tmp_path / "cluster.yaml"))
     assert "nothing ran" in command("cancel", "--save", str(run_dir))
