@@ -36,6 +36,7 @@ def save(policy: Any, folder: Path, step: int, model: Path, keep_last: int = 2) 
         rng=state.rng_state(),
         hf_metadata=model,
         dtype=policy.config.params_dtype,
+        buffer=None,
     )
     return run_checkpoint.save_checkpoint(folder, step, policy.rank, contents, keep_last=keep_last)
 

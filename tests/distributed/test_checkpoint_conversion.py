@@ -140,6 +140,7 @@ def test_a_training_checkpoint_exports_what_the_policy_holds(dtype: str, tmp_pat
             rng=state.rng_state(),
             hf_metadata=hf,
             dtype=policy.config.params_dtype,
+            buffer=None,
         )
         save_checkpoint(tmp_path / "run", 2, policy.rank, contents, keep_last=1)
         found = {n: t.view(torch.uint8).numpy() for n, t in exported(policy).items()}
