@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -36,18 +37,20 @@ def _show(match: re.Match[str]) -> str:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Writes above the live bar, if there is one."""
+    """Writes above the live bar, if there is one. A console that has gone (a closed session) does not end a run."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name == PROGRESS_LOGGER and is_terminal(self._stream):
-            return  # the bar shows it
-        with tqdm.external_write_mode(file=self._stream):
-            self._stream.write(self.format(record) + "\n")
-            self._stream.flush()
+        line = self.format(record) + "\n"
+        with suppress(OSError, ValueError):  # ValueError: the stream was closed
+            if record.name == PROGRESS_LOGGER and is_terminal(self._stream):
+                return  # the bar shows it
+            with tqdm.external_write_mode(file=self._stream):
+                self._stream.write(line)
+                self._stream.flush()
 
 
 def setup_logging(log_dir: Path | None, rank: int, *, stream: TextIO | None = None) -> None:

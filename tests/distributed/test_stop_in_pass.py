@@ -122,7 +122,7 @@ def test_every_rank_leaves_the_pass(folders: dict[str, Path], tmp_path: Path, la
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.pp=2"])
+@pytest.mark.parametrize("layout", [pytest.param("parallel.tp=2", marks=pytest.mark.full), "parallel.pp=2"])
 def test_a_run_signalled_in_a_score_pass_goes_on_to_the_same_bits(tmp_path: Path, layout: str) -> None:
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=2, vocab_size=262)
     overrides = ("parallel.tp=1", layout, "objective.reference=frozen", "batch.tokens_per_microbatch=140")

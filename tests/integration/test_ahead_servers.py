@@ -185,6 +185,7 @@ def test_without_servers_the_last_boundary_is_saved_with_the_reason(
     assert learned(run_dir) == learned(synchronous)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(500)
 def test_more_is_asked_for_than_is_trained_and_the_rest_ends_early(
     tmp_path: Path, model: Path, server: ReplaySglang

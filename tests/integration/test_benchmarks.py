@@ -45,7 +45,7 @@ def test_the_gpu_measurement_runs_dry_on_a_cpu(tmp_path: Path) -> None:
     assert (tmp_path / "raw.log").stat().st_size > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_laptop_prints_the_ratio_to_a_plain_loop() -> None:
     printed = run("laptop.py", "--steps", "2")
@@ -56,7 +56,7 @@ def test_laptop_prints_the_ratio_to_a_plain_loop() -> None:
         assert mine > 0 and theirs > 0 and abs(ratio - mine / theirs) < 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_step_overhead_prints_the_share(tmp_path: Path) -> None:
     printed = run("step_overhead.py", "--steps", "2", "--updates", "2")

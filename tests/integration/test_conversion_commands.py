@@ -121,7 +121,7 @@ def _large_model(folder: Path, num_layers: int) -> None:
     shutil.rmtree(source)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_benchmark_runs_and_checks_the_round_trip(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     work = tmp_path / "work"

@@ -192,10 +192,10 @@ def missing_column(config: Path, model: Path) -> None:
     [
         (truncate_weights, ("model.safetensors",)),
         (remove_weights, ("model",)),
-        (remove_template, ("chat template",)),
-        (unsupported_family, ("gpt2",)),
+        pytest.param(remove_template, ("chat template",), marks=pytest.mark.full),
+        pytest.param(unsupported_family, ("gpt2",), marks=pytest.mark.full),
         (malformed_line, ("train.jsonl:5",)),
-        (missing_column, ("answer", "gold")),
+        pytest.param(missing_column, ("answer", "gold"), marks=pytest.mark.full),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pacs_megatron.observability.logs import LineFormatter, setup_logging
+from pacs_megatron.observability.logs import PROGRESS_LOGGER, LineFormatter, setup_logging
 from pacs_megatron.observability.progress import (
     Console,
     Progress,
@@ -120,6 +120,15 @@ def test_on_a_real_terminal(columns: int) -> None:
 def test_disabled_shows_nothing() -> None:
     assert run(io.StringIO(), enabled=False) == ""
     assert run(Terminal(), enabled=False) == ""
+
+
+@pytest.mark.parametrize("name", ["pacs_megatron.training", PROGRESS_LOGGER])
+def test_a_console_that_has_gone_ends_nothing(name: str, tmp_path: Path) -> None:
+    stream = io.StringIO()
+    setup_logging(tmp_path, rank=0, stream=stream)
+    stream.close()
+    logging.getLogger(name).info("still in the file")
+    assert "still in the file" in (tmp_path / "rank0.log").read_text()
 
 
 def test_bytes_show_gigabytes_and_speed() -> None:
