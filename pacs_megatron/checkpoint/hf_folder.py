@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,20 +136,26 @@ class HfFolderWriter:
             name = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             self._create(name, shard)
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes one tensor, cast to the dtype that was announced. Raises CheckpointError on a wrong name or shape."""
+    def put(self, name: str, *blocks: torch.Tensor) -> None:
+        """Writes one tensor, whole or as consecutive blocks of rows, cast to the dtype that was announced.
+
+        Raises CheckpointError on a wrong name or shape.
+        """
         with self._mutex:
             if name not in self._missing:
                 reason = "was written already" if name in self._place else "was not announced"
                 raise CheckpointError(f"{self._staged.target}: tensor {name} {reason}")
             self._missing.discard(name)
         descriptor, stored = self._place[name]
-        if tuple(tensor.shape) != stored.info.shape:
-            raise CheckpointError(f"{name}: shape {list(tensor.shape)}, announced as {list(stored.info.shape)}")
-        data = tensor_bytes(tensor.to("cpu", stored.info.dtype))
+        shape = _joined_shape(blocks)
+        if shape != stored.info.shape:
+            raise CheckpointError(f"{name}: shape {list(shape)}, announced as {list(stored.info.shape)}")
         written = 0
-        while written < len(data):
-            written += os.pwrite(descriptor, data[written:], stored.offset + written)
+        for block in blocks:
+            data = tensor_bytes(block.to("cpu", stored.info.dtype))
+            end = written + len(data)
+            while written < end:
+                written += os.pwrite(descriptor, data[len(data) - (end - written) :], stored.offset + written)
         self._behind.wrote(descriptor, stored.offset, written)
 
     @property
@@ -211,6 +217,12 @@ class HfFolderWriter:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
+
+
+def _joined_shape(blocks: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    if len(blocks) == 1:
+        return tuple(blocks[0].shape)
+    return (sum(block.shape[0] for block in blocks), *blocks[0].shape[1:])
 
 
 def hf_tensors(entries: Iterable[Entry], dtype: torch.dtype) -> list[TensorInfo]:

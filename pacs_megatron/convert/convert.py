@@ -201,12 +201,12 @@ def _num_pieces(entry: Entry, part: torch.Tensor) -> int:
 def _export(
     entry: Entry, weights: MegatronWeights, writer: HfFolderWriter, certificate: Certificate, options: Options
 ) -> None:
-    full = weights.get_entry(entry)
-    certificate.add("megatron", entry.megatron_name, [full], with_digest=options.digests)
-    for name, tensor in zip(entry.hf_names, entry.to_hf(full), strict=True):
-        out = tensor if options.dtype is None else tensor.to(DTYPES[options.dtype])
-        certificate.add("hf", name, [out], with_digest=options.digests)
-        writer.put(name, out)
+    blocks = weights.get_entry_blocks(entry)
+    certificate.add("megatron", entry.megatron_name, blocks, with_digest=options.digests)
+    for name, rows in zip(entry.hf_names, entry.to_hf_blocks(blocks), strict=True):
+        out = rows if options.dtype is None else [block.to(DTYPES[options.dtype]) for block in rows]
+        certificate.add("hf", name, out, with_digest=options.digests)
+        writer.put(name, *out)
     weights.release_entry(entry)
 
 

@@ -25,11 +25,12 @@ class Job:
 
 
 def run_jobs(label: str, jobs: Iterable[Job], *, workers: int, show_progress: bool) -> None:
-    """Runs all jobs, starting them in order; a job larger than the limit runs alone.
+    """Runs all jobs, starting them in order, but for those larger than the limit: they are spread out, and one at a time
+    runs beside the others, which keep to the limit.
 
     The first error, or an interrupt, stops new jobs, waits for those that run, and is raised.
     """
-    todo = list(jobs)
+    todo = _spread(list(jobs))
     total_bytes = sum(job.nbytes for job in todo)
     running: dict[Future[None], int] = {}
     with (
@@ -39,13 +40,30 @@ def run_jobs(label: str, jobs: Iterable[Job], *, workers: int, show_progress: bo
         meter = _Meter(progress, total_bytes)
         try:
             for job in todo:
-                while running and (len(running) >= 2 * workers or sum(running.values()) + job.nbytes > IN_FLIGHT_BYTES):
+                while running and (len(running) >= 2 * workers or _is_too_much(job.nbytes, list(running.values()))):
                     meter.collect(running)
                 running[pool.submit(job.run)] = job.nbytes
             while running:
                 meter.collect(running)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _spread(jobs: list[Job]) -> list[Job]:
+    """The largest ones (embeddings) apart from each other, so that each has others to overlap with."""
+    large = [job for job in jobs if job.nbytes > IN_FLIGHT_BYTES]
+    small = [job for job in jobs if job.nbytes <= IN_FLIGHT_BYTES]
+    stride = -(-len(small) // len(large)) if large else len(small)
+    order: list[Job] = []
+    for number, job in enumerate(large):
+        order += [job, *small[number * stride : (number + 1) * stride]]
+    return order if large else small
+
+
+def _is_too_much(nbytes: int, running: list[int]) -> bool:
+    if nbytes > IN_FLIGHT_BYTES:
+        return any(size > IN_FLIGHT_BYTES for size in running)
+    return nbytes + sum(size for size in running if size <= IN_FLIGHT_BYTES) > IN_FLIGHT_BYTES
 
 
 class _Meter:

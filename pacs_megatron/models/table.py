@@ -139,6 +139,20 @@ class Entry:
         _check_shape(self.megatron_name, tuple(tensor.shape), self.megatron_shape)
         return self.transform.to_hf(tensor, self.dims)
 
+    def to_hf_blocks(self, blocks: Sequence[Tensor]) -> list[list[Tensor]]:
+        """`to_hf` of a tensor in consecutive blocks of rows: each result in blocks too, joined only where it must be."""
+        import torch
+
+        if len(blocks) == 1 or not self.transform.in_row_order:
+            return [[t] for t in self.to_hf(blocks[0] if len(blocks) == 1 else torch.cat(list(blocks)))]
+        shape = (sum(block.shape[0] for block in blocks), *blocks[0].shape[1:])
+        _check_shape(self.megatron_name, shape, self.megatron_shape)
+        results, start = [], 0
+        for hf_shape in self.hf_shapes:
+            results.append(_rows(blocks, start, start + hf_shape[0]))
+            start += hf_shape[0]
+        return results
+
     def split_tp(self, full: Tensor, tp: int) -> list[Tensor]:
         """The `tp` shards of a full Megatron tensor, rank by rank; views or copies. Expert tensors: expert TP."""
         import torch
@@ -251,6 +265,17 @@ def _entry(row: Row, dims: Dims, *, place: Place, layer: int | None = None, expe
         transform=row.transform,
         dims=dims,
     )
+
+
+def _rows(blocks: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    """Rows [start, stop) of consecutive blocks, as views."""
+    found, at = [], 0
+    for block in blocks:
+        low, high = max(start - at, 0), min(stop - at, block.shape[0])
+        if low < high:
+            found.append(block[low:high])
+        at += block.shape[0]
+    return found
 
 
 def _check_shape(name: str, got: Shape, expected: Shape) -> None:

@@ -63,6 +63,11 @@ class Transform(Protocol):
         """Equal parts along `tp_dim` that are cut separately (2 for gate and up: each rank holds [gate_r; up_r])."""
         ...
 
+    @property
+    def in_row_order(self) -> bool:
+        """Whether the Hugging Face tensors are, one after the other, the first rows of the Megatron tensor"""
+        ...
+
     def tp_units(self, dims: Dims) -> int:
         """What tensor parallelism must divide: rows or columns of a part, for qkv the query groups."""
         ...
@@ -84,6 +89,7 @@ class Plain:
     tp_dim: int | None = None
     num_hf: int = field(default=1, init=False)
     tp_parts: int = field(default=1, init=False)
+    in_row_order: bool = field(default=True, init=False)
 
     def tp_units(self, dims: Dims) -> int:
         return 1 if self.tp_dim is None else dims.sizes[self.dims[self.tp_dim]]
@@ -108,6 +114,7 @@ class Vocabulary:
     num_hf: int = field(default=1, init=False)
     tp_dim: int = field(default=0, init=False)
     tp_parts: int = field(default=1, init=False)
+    in_row_order: bool = field(default=True, init=False)
 
     def tp_units(self, dims: Dims) -> int:
         return dims.padded_vocab
@@ -143,6 +150,7 @@ class Qkv:
     num_hf: int = field(default=3, init=False)
     tp_dim: int = field(default=0, init=False)
     tp_parts: int = field(default=1, init=False)
+    in_row_order: bool = field(default=False, init=False)
 
     def tp_units(self, dims: Dims) -> int:
         return dims.spec.num_kv_heads
@@ -181,6 +189,7 @@ class GatedUp:
     num_hf: int = field(default=2, init=False)
     tp_dim: int = field(default=0, init=False)
     tp_parts: int = field(default=2, init=False)
+    in_row_order: bool = field(default=True, init=False)
 
     def tp_units(self, dims: Dims) -> int:
         return dims.sizes[self.rows]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks.conversion import run_measured
+from tests.support.hub import serve
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3
 
@@ -75,6 +76,41 @@ def test_the_same_as_verbs_of_the_command_line(tmp_path: Path) -> None:
     assert refused.returncode == 1
     assert refused.stderr.startswith("CheckpointError: ") and len(refused.stderr.splitlines()) == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "ckpt", "model"]
+
+
+def test_a_hub_id_is_downloaded_and_what_is_no_id_is_refused(tmp_path: Path) -> None:
+    """By the hub's real client, from a loopback hub; no pickled weights and no code come along."""
+    hf = make_family(tmp_path / "model", "qwen3")
+    (hf / "pytorch_model.bin").write_bytes(b"pickled")
+    (hf / "modeling.py").write_text("raise SystemExit\n")
+    program = [sys.executable, str(ROOT / "conversion" / "hf_to_megatron.py")]
+    with serve({"tiny/qwen3": hf}, {}) as hub:
+        environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        for hub_id, out in (("tiny/qwen3", "ckpt"), ("tiny/absent", "other")):
+            done = subprocess.run(
+                [*program, "--hf", hub_id, "--out", str(tmp_path / out)],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=110,
+                cwd=tmp_path,
+                env=environment,
+            )
+            assert (tmp_path / out).exists() == (out == "ckpt"), done.stderr
+            assert (done.returncode == 0) == (out == "ckpt")
+    errors = [line for line in done.stderr.splitlines() if "Error" in line]
+    assert len(errors) == 1 and errors[0].startswith("ConversionError: tiny/absent") and "Traceback" not in done.stderr
+    assert not {"pytorch_model.bin", "modeling.py"} & set(hub.downloads)
+    run(
+        *program[:1],
+        "conversion/megatron_to_hf.py",
+        "--checkpoint",
+        str(tmp_path / "ckpt"),
+        "--out",
+        str(tmp_path / "back"),
+    )
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (hf / name).read_bytes(), name
 
 
 @pytest.mark.slow

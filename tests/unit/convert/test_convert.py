@@ -65,7 +65,11 @@ def converted(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
-def test_round_trip_is_bit_identical(case: str, dtype: str, tmp_path: Path) -> None:
+def test_round_trip_is_bit_identical(case: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if dtype == "bfloat16":
+        # In pieces, as tensors of a real size are, and with some jobs over the limit of bytes in flight.
+        monkeypatch.setattr("pacs_megatron.convert.convert._MIN_PIECE_BYTES", 64)
+        monkeypatch.setattr("pacs_megatron.convert.pipeline.IN_FLIGHT_BYTES", 8000)
     hf = make_family(tmp_path / "hf", case, dtype=dtype)
     checkpoint = to_megatron(hf, tmp_path / "ckpt")
     back = to_hf(checkpoint, tmp_path / "back", max_shard_bytes=20_000)
@@ -372,23 +376,26 @@ def test_an_error_of_a_worker_stops_the_rest_and_travels() -> None:
     assert len(started) < 20
 
 
-def test_bytes_in_flight_are_bounded_and_large_jobs_run_alone() -> None:
+def test_bytes_in_flight_are_bounded_and_one_large_job_runs_beside_them() -> None:
     mutex = threading.Lock()
-    now, peak, alone = 0, 0, True
+    now: list[int] = []
+    peak, most_large, overlapped = 0, 0, False
 
     def job(size: int) -> None:
-        nonlocal now, peak, alone
+        nonlocal peak, most_large, overlapped
         with mutex:
-            now += size
-            peak = max(peak, now)
-            alone &= size <= IN_FLIGHT_BYTES or now == size
+            now.append(size)
+            large = [s for s in now if s > IN_FLIGHT_BYTES]
+            peak = max(peak, sum(now) - sum(large))
+            most_large = max(most_large, len(large))
+            overlapped |= bool(large) and len(now) > 1
         time.sleep(0.005)
         with mutex:
-            now -= size
+            now.remove(size)
 
     sizes = [IN_FLIGHT_BYTES // 3, IN_FLIGHT_BYTES // 2, 2 * IN_FLIGHT_BYTES, IN_FLIGHT_BYTES // 4] * 5
     run_jobs("test", [Job(size, lambda s=size: job(s)) for size in sizes], workers=4, show_progress=False)  # type: ignore[misc]
-    assert now == 0 and alone and peak == 2 * IN_FLIGHT_BYTES
+    assert not now and peak <= IN_FLIGHT_BYTES and most_large == 1 and overlapped
 
 
 # ------------------------------------------------------------------------------------------------------------ interrupts
