@@ -1,7 +1,7 @@
 """Files larger than memory, read and written once: what has been used leaves the page cache again.
 
 Left alone, a conversion fills the cache with pages that nobody reads a second time; getting fresh pages for them costs
-more processor time than moving the bytes (docs/measurements/conversion.md), and other programs' files are pushed out.
+processor time, and other programs' files are pushed out.
 """
 
 from __future__ import annotations
