@@ -5,11 +5,14 @@ Generation is in `sglang_client`. Every call opens its own connection, so an ins
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
-from collections.abc import Mapping, Sequence
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pacs_megatron.errors import ConfigError, RolloutError
@@ -18,12 +21,17 @@ PauseMode = Literal["abort", "in_place", "retract"]
 """`abort`: running requests return what they have. `retract`: they wait, and their KV cache is computed anew by the
 new weights. `in_place`: they wait and go on with the old KV cache."""
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
+T = TypeVar("T")
 FRESH_VERSION = "default"
 """The `weight_version` of a server that was just started."""
 
 
 class ServerUnreachableError(RolloutError):
     """No answer: connection refused or broken, or the time limit passed."""
+
+
+class BadControlAnswerError(RolloutError):
+    """An answer of status 200 that is not what SGLang answers."""
 
 
 class ServerRefusedError(RolloutError):
@@ -70,9 +78,31 @@ def updating_version(version: int) -> str:
 def check_url(url: str) -> str:
     """`url` without a trailing slash. Raises ConfigError unless it is plain http://host:port."""
     parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname or not parts.port or parts.path not in ("", "/"):
+    try:
+        has_port = bool(parts.port)
+    except ValueError:  # no number, or beyond 65535
+        has_port = False
+    if "@" in parts.netloc:  # not repeated: it is a secret
+        raise ConfigError("rollout.urls: an address with a user or password; name the key by rollout.api_key_env")
+    if parts.scheme != "http" or not parts.hostname or not has_port or parts.path not in ("", "/"):
         raise ConfigError(f"rollout.urls: got {url!r}, expected http://<host>:<port>")
-    return f"http://{parts.netloc}"
+    if parts.query or parts.fragment:
+        raise ConfigError(f"rollout.urls: got {url!r}, expected http://<host>:<port> and nothing behind it")
+    return f"http://{parts.netloc.lower()}"
+
+
+def hint(status: int) -> str:
+    """What to do about an HTTP status, as the end of a message; empty where it says nothing by itself."""
+    if status in (401, 403):
+        return "; the server wants another key: see rollout.api_key_env"
+    if 300 <= status < 400:
+        return "; redirects are not followed: name the server's own address"
+    return ""
+
+
+def excerpt(data: bytes) -> str:
+    """The begin of an answer as one line."""
+    return " ".join(data[:300].decode(errors="replace").split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,25 +120,51 @@ class SglangApi:
         return headers
 
     def call(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> bytes:
-        """The body of the answer: GET without `body`, else POST. Raises ServerUnreachableError, ServerRefusedError."""
+        """The body of the answer: GET without `body`, else POST. Raises ServerUnreachableError, ServerRefusedError.
+
+        The time limit is of the whole call, also where a server sends a byte now and then.
+        """
         parts = urlsplit(self.url)
         limit = self.timeout_s if timeout_s is None else timeout_s
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=limit)
+        overdue = threading.Event()
+        timer = None
         try:
+            connection.connect()
+            timer = threading.Timer(limit, _break_off, (connection.sock, overdue))
+            timer.daemon = True
+            timer.start()
             method, payload = ("GET", None) if body is None else ("POST", json.dumps(body))
             connection.request(method, path, payload, self.headers())
             answer = connection.getresponse()
             data = answer.read()
         except (OSError, http.client.HTTPException) as error:
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
-            what = f"no answer within {limit:g} s" if isinstance(error, TimeoutError) else "no answer"
+            is_late = overdue.is_set() or isinstance(error, TimeoutError)
+            what = f"no answer within {limit:g} s" if is_late else "no answer"
             raise ServerUnreachableError(f"{self.url}{path}: {what} ({reason})") from error
         finally:
+            if timer is not None:
+                timer.cancel()
             connection.close()
+        if overdue.is_set():  # without a length, what came before the end looks whole
+            raise ServerUnreachableError(f"{self.url}{path}: no whole answer within {limit:g} s")
         if answer.status != 200:
-            text = data[:300].decode(errors="replace").replace("\n", " ")
-            raise ServerRefusedError(f"{self.url}{path}: HTTP {answer.status}, expected 200: {text}", answer.status)
+            message = f"{self.url}{path}: HTTP {answer.status}, expected 200: {excerpt(data)}{hint(answer.status)}"
+            raise ServerRefusedError(message, answer.status)
         return data
+
+    def ask(
+        self, path: str, read: Callable[[Any], T], body: Mapping[str, Any] | None = None, timeout_s: float | None = None
+    ) -> T:
+        """What `read` takes from the answer's JSON. Raises BadControlAnswerError where that is not there."""
+        data = self.call(path, body, timeout_s)
+        try:
+            return read(json.loads(data))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            raise BadControlAnswerError(
+                f"{self.url}{path}: unexpected answer ({type(error).__name__}: {error}): {excerpt(data)}; is it SGLang?"
+            ) from error
 
     def ready(self, timeout_s: float = 2.0) -> bool:
         """Whether it takes requests. Cheap; `/health` sleeps a second by design."""
@@ -120,11 +176,14 @@ class SglangApi:
 
     def server_info(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Arguments and state; its scheduler has to answer, so a stuck one is noticed."""
-        info: dict[str, Any] = json.loads(self.call("/server_info", timeout_s=timeout_s))
-        return info
+        return self.ask("/server_info", dict, timeout_s=timeout_s)
+
+    def placement(self, timeout_s: float | None = None) -> tuple[int, str]:
+        """(tensor-parallel size, device); its scheduler has to answer."""
+        return self.ask("/server_info", lambda info: (int(info["tp_size"]), str(info["device"])), timeout_s=timeout_s)
 
     def weight_version(self, timeout_s: float | None = None) -> str:
-        return str(json.loads(self.call("/model_info", timeout_s=timeout_s))["weight_version"])
+        return self.ask("/model_info", lambda info: str(info["weight_version"]), timeout_s=timeout_s)
 
     def set_weight_version(self, text: str) -> None:
         self.call("/update_weight_version", {"new_version": text, "abort_all_requests": False})
@@ -165,8 +224,12 @@ class SglangApi:
         `skip` names parameters to leave out, so that a sample costs what a sample should.
         """
         body = {"action": "checksum", "skip_tensor_list": list(skip)}
-        ranks = json.loads(self.call("/weights_checker", body, timeout_s))["ranks"]
-        return [dict(rank["checksums"]) for rank in ranks]
+        return self.ask(
+            "/weights_checker",
+            lambda answer: [{str(k): str(v) for k, v in rank["checksums"].items()} for rank in answer["ranks"]],
+            body,
+            timeout_s,
+        )
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Gives GPU memory back to the trainer (colocated). The server must be idle or paused."""
@@ -174,3 +237,10 @@ class SglangApi:
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         self.call("/resume_memory_occupation", {"tags": list(tags)})
+
+
+def _break_off(sock: socket.socket, overdue: threading.Event) -> None:
+    """Ends whatever a call waits for."""
+    overdue.set()
+    with contextlib.suppress(OSError):  # it has just ended
+        sock.shutdown(socket.SHUT_RDWR)

@@ -18,22 +18,22 @@ import multiprocessing
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
 import orjson
 
-from pacs_megatron.config.schema import MAX_SGLANG_STOPS
 from pacs_megatron.contracts.samples import Sample, SampleRequest, Span, Stop
 from pacs_megatron.errors import RolloutError
-from pacs_megatron.rollout.sglang_api import WeightVersion
+from pacs_megatron.rollout.sglang_api import WeightVersion, excerpt, hint
 from pacs_megatron.rollout.sglang_decode import Answer, BadAnswerError, decode, init_worker
-from pacs_megatron.rollout.sglang_fleet import Fleet, FleetLimits, Server, ServerStatus
+from pacs_megatron.rollout.sglang_fleet import Fleet, FleetLimits, Health, Server, ServerStatus
+from pacs_megatron.rollout.sglang_request import allow_connections, check_request, request_body
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,15 @@ INLINE_BYTES = 16 * 1024
 KEEPALIVE_S = 2.0
 """Below the server's 5 s, so that no request goes out on a connection that the server is just closing."""
 MONITOR_S = 0.5
+ALIVE_S = 1.0
+"""Callers that wait for the loop look so often whether it still runs."""
+ANSWER_BYTES, TOKEN_BYTES = 1 << 20, 1024
+"""An answer is given up beyond the first and the second for each token; a token takes about 30 bytes."""
+T = TypeVar("T")
+
+
+NO_ANSWER = (aiohttp.ClientError, OSError)
+"""What a connection fails with; aiohttp wraps most of it, but not all."""
 
 
 class RequestRefusedError(RolloutError):
@@ -126,7 +135,7 @@ class SglangEngine:
             self._run(self._submit(stream, tuple(requests), urgent))
         try:
             while left:
-                item = stream.queue.get()
+                item = self._next(stream)
                 if isinstance(item, BaseException):
                     raise item
                 left -= 1
@@ -172,8 +181,28 @@ class SglangEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns, run on the loop. Raises RolloutError when the loop has ended or ends meanwhile."""
+        if not self._thread.is_alive():
+            work.close()
+            raise RolloutError("the rollout engine was closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while True:
+            try:
+                return future.result(ALIVE_S)
+            except TimeoutError:
+                if not self._thread.is_alive() and not future.done():
+                    raise RolloutError("the rollout engine was closed") from None
+                if future.done():
+                    raise
+
+    def _next(self, stream: _Stream) -> Sample | BaseException | None:
+        while True:
+            try:
+                return stream.queue.get(timeout=ALIVE_S)
+            except queue.Empty:
+                if not self._thread.is_alive():
+                    return RolloutError("the rollout engine was closed")
 
     # ------------------------------------------------------------------------------------------------ on the loop: life
     async def _call(self, function: Callable[[], Any]) -> Any:
@@ -181,9 +210,17 @@ class SglangEngine:
 
     async def _open(self, servers: Sequence[Server], limits: FleetLimits) -> None:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        self._http = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=1 << 20)
+        allow_connections(limits.max_in_flight * len(servers))
+        self._http = aiohttp.ClientSession(
+            connector=connector,
+            trust_env=False,
+            read_bufsize=1 << 20,
+            # Nothing is to be compressed: a few bytes could become gigabytes.
+            auto_decompress=False,
+            skip_auto_headers=("Accept-Encoding",),
+        )
         self._pool = self._new_pool()
-        self._fleet = Fleet(servers, limits, self._ask, self._dispatch, self._on_dead)
+        self._fleet = Fleet(servers, limits, self._ask, self._dispatch, self._on_lost)
         self._fleet.start()
         self._monitor_task = asyncio.create_task(self._monitor())
 
@@ -209,6 +246,8 @@ class SglangEngine:
         while True:
             await asyncio.sleep(MONITOR_S)
             self._dispatch()
+            if self._fleet.broken is not None:
+                self._fail_all(self._fleet.broken)
             down_s = self._fleet.down_s()
             if self._jobs and down_s > self._limits.all_down_after_s:
                 self._fail_all(
@@ -239,8 +278,8 @@ class SglangEngine:
             if server is None:
                 waiting.append(job)  # there is room only where it failed; others may have that
                 continue
-            # A group's prompt is computed once where its samples share a server.
-            self._home.setdefault(job.request.prompt_id, server)
+            # A group's prompt is computed once where its samples share a server; when that died, they move together.
+            self._home[job.request.prompt_id] = server
             server.in_flight += 1
             job.server, job.epoch, job.least_version = server, self._fleet.epoch, self._fleet.current.version
             job.sent += 1
@@ -258,7 +297,7 @@ class SglangEngine:
             failure = error
         except (_ServerFaultError, BadAnswerError) as error:
             failure = error
-            job.task = job.server = None  # `failed` may end the server, and `_on_dead` must not start this job over too
+            job.task = job.server = None  # `failed` may end the server, and `_on_lost` must not start this job over too
             if job.epoch == self._fleet.epoch:  # an update may abort requests; that is nobody's fault
                 self._fleet.failed(server, str(error))
         else:
@@ -291,20 +330,38 @@ class SglangEngine:
             self._pending.appendleft(job)
 
     async def _generate(self, job: _Job, server: Server, rid: str) -> Sample:
-        url, headers = f"{server.url}/generate", server.api.headers()
-        timeout = aiohttp.ClientTimeout(total=self._limits.request_timeout_s)
+        limit = ANSWER_BYTES + TOKEN_BYTES * job.request.params.max_tokens
+        timeout_s = self._limits.request_timeout_s
         try:
-            async with self._http.post(url, data=_body(job.request, rid), headers=headers, timeout=timeout) as answer:
-                data = await answer.read()
+            status, data = await self._exchange(server, "/generate", timeout_s, request_body(job.request, rid), limit)
         except TimeoutError as error:
-            raise _ServerFaultError(f"no answer within {self._limits.request_timeout_s:g} s") from error
-        except aiohttp.ClientError as error:
+            raise _ServerFaultError(f"no answer within {timeout_s:g} s") from error
+        except NO_ANSWER as error:
             raise _ServerFaultError(f"{type(error).__name__}: {error}") from error
-        if answer.status == 400:
-            raise RequestRefusedError(f"HTTP 400: {data[:300].decode(errors='replace')}")
-        if answer.status != 200:
-            raise _ServerFaultError(f"HTTP {answer.status}: {data[:200].decode(errors='replace')}")
+        if status == 400:
+            raise RequestRefusedError(f"HTTP 400: {excerpt(data)}")
+        if status != 200:
+            raise _ServerFaultError(f"HTTP {status}: {excerpt(data)}{hint(status)}")
         return self._sample(job, await self._decode(data, rid, job.request.params.max_tokens))
+
+    async def _exchange(
+        self, server: Server, path: str, timeout_s: float, body: bytes | None, limit: int = ANSWER_BYTES
+    ) -> tuple[int, bytes]:
+        """(HTTP status, answer); GET without `body`, else POST. Raises TimeoutError or one of NO_ANSWER."""
+        async with self._http.request(
+            "GET" if body is None else "POST",
+            server.url + path,
+            data=body,
+            headers=server.api.headers(),
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            allow_redirects=False,  # whoever is sent somewhere else takes prompts and key there
+        ) as answer:
+            data = bytearray()
+            async for chunk in answer.content.iter_any():
+                data += chunk
+                if len(data) > limit:
+                    raise aiohttp.ClientPayloadError(f"more than {limit} bytes of answer")
+            return answer.status, bytes(data)
 
     async def _decode(self, data: bytes, rid: str, max_tokens: int) -> Answer:
         if len(data) <= INLINE_BYTES:
@@ -369,18 +426,20 @@ class SglangEngine:
             self._drop(job)
         stream.queue.put(error)
 
-    def _fail_all(self, error: RolloutError) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         for stream in {job.stream for job in self._jobs.values()}:
             self._fail_stream(stream, error)
 
-    def _on_dead(self, server: Server) -> None:
-        """Sends what a dead server worked on elsewhere."""
+    def _on_lost(self, server: Server) -> None:
+        """Sends elsewhere what a server worked on that died, or that holds no whole weights and so cannot go on."""
         orphans = [job for job in self._jobs.values() if job.server is server and job.task is not None]
         if orphans:
             logger.warning("%d requests of %s start over elsewhere", len(orphans), server.url)
         for job in orphans:
             assert job.task is not None
             job.task.cancel()
+            if server.health is not Health.DEAD:  # paused by an update that failed, but it listens
+                self._in_background(self._abort(server, f"{job.request.id}/{job.sent}"))
             job.task = job.server = None
             self._pending.appendleft(job)
         self._loop.call_soon(self._dispatch)
@@ -392,63 +451,22 @@ class SglangEngine:
 
     async def _abort(self, server: Server, rid: str) -> None:
         """Best effort: the closed connection tells the server too."""
-        timeout = aiohttp.ClientTimeout(total=5.0)
         try:
-            async with self._http.post(
-                f"{server.url}/abort_request", json={"rid": rid}, headers=server.api.headers(), timeout=timeout
-            ) as answer:
-                await answer.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
+            await self._exchange(server, "/abort_request", 5.0, orjson.dumps({"rid": rid}))
+        except (*NO_ANSWER, TimeoutError) as error:
             logger.debug("abort of %s at %s: %s", rid, server.url, error)
 
     async def _ask(self, server: Server, timeout_s: float) -> str:
         """A server's weight version. `/server_info` makes its scheduler answer, `/model_info` says what it holds now
         (in the former the version is the one of its start)."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
         data = b""
         try:
             for path in ("/server_info", "/model_info"):
-                async with self._http.get(server.url + path, headers=server.api.headers(), timeout=timeout) as answer:
-                    data = await answer.read()
-                if answer.status != 200:
-                    raise RolloutError(f"probe: {path} answered HTTP {answer.status}")
+                status, data = await self._exchange(server, path, timeout_s, None)
+                if status != 200:
+                    raise RolloutError(f"probe: {path} answered HTTP {status}{hint(status)}")
             return str(orjson.loads(data)["weight_version"])
         except TimeoutError as error:
             raise RolloutError(f"probe: no answer within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, orjson.JSONDecodeError, KeyError) as error:
-            raise RolloutError(f"probe: {type(error).__name__}: {error}") from error
-
-
-def check_request(request: SampleRequest, vocab_size: int) -> None:
-    """Raises RolloutError for what would end the whole server (a token id outside the vocabulary does), or would be
-    refused by every server."""
-    ids = request.token_ids
-    if not len(ids):
-        raise RolloutError(f"request {request.id}: the prompt has no tokens")
-    worst = int(ids.max()) if ids.max() >= vocab_size else int(ids.min())
-    if not 0 <= worst < vocab_size:
-        raise RolloutError(
-            f"request {request.id}: prompt token id {worst}, expected 0 to {vocab_size - 1}: tokenizer and model do not "
-            "belong together; check model.path"
-        )
-    if len(request.params.stop) > MAX_SGLANG_STOPS:
-        raise RolloutError(
-            f"request {request.id}: {len(request.params.stop)} stop strings, SGLang takes at most {MAX_SGLANG_STOPS}; "
-            "shorten sampling.stop"
-        )
-
-
-def _body(request: SampleRequest, rid: str) -> bytes:
-    params = request.params
-    sampling: dict[str, Any] = {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k or -1,
-        "max_new_tokens": params.max_tokens,
-        "sampling_seed": request.seed,
-        "no_stop_trim": True,
-    }
-    if params.stop:
-        sampling["stop"] = list(params.stop)
-    body = {"rid": rid, "input_ids": request.token_ids, "sampling_params": sampling, "return_logprob": True}
-    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        except (*NO_ANSWER, ValueError, KeyError, TypeError) as error:
+            raise RolloutError(f"probe: {type(error).__name__}: {error}; is it SGLang?") from error

@@ -58,12 +58,19 @@ def decode(body: bytes, rid: str, max_tokens: int) -> Answer:
             raise BadAnswerError(f"answers request {meta['id']!r} instead of {rid!r}")
         logprobs = np.array([entry[0] for entry in entries], dtype=np.float32)
         entry_ids = [entry[1] for entry in entries]
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise BadAnswerError(f"malformed answer of {len(body)} bytes ({type(error).__name__}: {error})") from error
+        if type(ids) is not list or not set(map(type, ids)) <= {int} or logprobs.ndim != 1:
+            raise BadAnswerError("output_ids or output_token_logprobs hold something else than numbers")
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:  # orjson's is a ValueError
+        text = " ".join(body[:80].decode(errors="replace").split())
+        raise BadAnswerError(
+            f"malformed answer of {len(body)} bytes ({type(error).__name__}: {error}): {text}"
+        ) from error
     return _checked(ids, entry_ids, logprobs, _stop(kind, finish, len(ids), max_tokens), spans)
 
 
 def _stop(kind: str, finish: dict[str, object], num_tokens: int, max_tokens: int) -> Stop:
+    if num_tokens > max_tokens:
+        raise BadAnswerError(f"{num_tokens} tokens, at most {max_tokens} were asked for")
     if kind == "stop":
         return Stop.EOS
     if kind == "abort":
@@ -71,7 +78,10 @@ def _stop(kind: str, finish: dict[str, object], num_tokens: int, max_tokens: int
     if kind != "length":
         raise BadAnswerError(f"finish reason {finish!r}, expected stop, length or abort")
     if num_tokens != max_tokens:
-        raise BadAnswerError(f"{num_tokens} tokens with finish reason length, expected {max_tokens}")
+        raise BadAnswerError(
+            f"{num_tokens} tokens with finish reason length, expected {max_tokens}: the server's context or KV cache is too "
+            "small for prompt and response; see rollout.servers.context_length and max_total_tokens"
+        )
     return Stop.LENGTH
 
 
@@ -94,7 +104,6 @@ def _checked(
             raise BadAnswerError("a token span without a weight version")
     if at != len(ids):
         raise BadAnswerError(f"weight version spans end at {at} of {len(ids)} tokens")
-    token_ids = np.array(ids, dtype=np.int64)
-    if token_ids.size and (token_ids.min() < 0 or token_ids.max() > np.iinfo(np.int32).max):
-        raise BadAnswerError(f"token id out of range: {token_ids.min()} to {token_ids.max()}")
-    return Answer(token_ids.astype(np.int32), logprobs, stop, tuple(spans))
+    if ids and (min(ids) < 0 or max(ids) > np.iinfo(np.int32).max):
+        raise BadAnswerError(f"token id out of range: {min(ids)} to {max(ids)}")
+    return Answer(np.array(ids, dtype=np.int32), logprobs, stop, tuple(spans))

@@ -84,7 +84,7 @@ class ServerStatus:
     in_flight: int
     restarts: int
     returning: bool
-    """dead, but it is being started anew, or will be"""
+    """dead, but it is being started anew, or will be, or may be (servers of others)"""
 
 
 Ask = Callable[[Server, float], Awaitable[str]]
@@ -92,7 +92,8 @@ Ask = Callable[[Server, float], Awaitable[str]]
 
 
 class Fleet:
-    """States of the servers. `on_change` is called when one may be asked again, `on_dead` when one died."""
+    """States of the servers. `on_change` is called when one may be asked again, `on_lost` when what one works on will
+    not come: it died, or missed an update and holds no whole weights."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class Fleet:
         limits: FleetLimits,
         ask: Ask,
         on_change: Callable[[], None],
-        on_dead: Callable[[Server], None],
+        on_lost: Callable[[Server], None],
     ) -> None:
         self.servers = tuple(servers)
         self.limits = limits
@@ -109,27 +110,40 @@ class Fleet:
         """every `weight_version` that was current at some time"""
         self.epoch = 0
         """counts updates: what was asked before an update is told from what came after"""
+        self.broken: BaseException | None = None
+        """what ended a watch, if anything did"""
         self._settling = False
         self._ask = ask
         self._on_change = on_change
-        self._on_dead = on_dead
+        self._on_lost = on_lost
         self._wake = {server: asyncio.Event() for server in self.servers}
         self._tasks: list[asyncio.Task[None]] = []
         self._last_usable = time.monotonic()
+        self._unprobed_since: float | None = time.monotonic()
+        """begin of the time without current weights, in which no living server is probed"""
 
     # ------------------------------------------------------------------------------------------------------- lifetime
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._watch(server)) for server in self.servers]
+        for task in self._tasks:
+            task.add_done_callback(self._watch_ended)
 
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def _watch_ended(self, task: asyncio.Task[None]) -> None:
+        """A bug: without its watch a server would stay in its state for ever."""
+        if not task.cancelled() and task.exception() is not None:
+            self.broken = task.exception()
+
     # -------------------------------------------------------------------------------------------------------- weights
     def begin_update(self) -> None:
         """Nothing new is asked of any server until `set_current`."""
         self.epoch += 1
+        if self.current is not None:
+            self._unprobed_since = time.monotonic()
         self.current = None
         for server in self.servers:
             self._notice_exit(server)
@@ -144,11 +158,13 @@ class Fleet:
         self.epoch += 1
         self.current = version
         self.known.add(str(version))
-        self._last_usable = time.monotonic()
+        self._last_usable = now = time.monotonic()
         for server in self.servers:
             if server.health is Health.HEALTHY:
                 self._set(server, Health.STALE, "to be probed for the new weights")
-            server.last_ok = time.monotonic()  # no probes ran during the update
+            if self._unprobed_since is not None:  # a server that was silent before the update stays so by its silence
+                server.last_ok = min(now, server.last_ok + now - self._unprobed_since)
+        self._unprobed_since = None
         self._settling = True
         try:
             await asyncio.gather(*(self._probe(server) for server in self.servers))
@@ -216,8 +232,10 @@ class Fleet:
         return Health.STALE in states and states <= {Health.STALE, Health.DEAD}
 
     def _is_returning(self, server: Server) -> bool:
-        is_dead = server.own is not None and server.health is Health.DEAD
-        return is_dead and (server.restarting or server.restarts < self.limits.max_restarts)
+        if server.health is not Health.DEAD:
+            return False
+        # A server of others may be started anew by those: `all_down_after_s` says how long that is waited for.
+        return server.own is None or server.restarting or server.restarts < self.limits.max_restarts
 
     def why_down(self) -> str:
         """One line with the state of every server and its reason."""
@@ -234,6 +252,8 @@ class Fleet:
                 await self._restart(server, server.own)
             if self.current is not None:
                 await self._probe(server)
+            elif server.health is Health.DEAD and server.own is None:
+                await self._look_for(server)
 
     def _notice_exit(self, server: Server) -> None:
         if server.own is not None and server.own.exit_code() is not None and server.health is not Health.DEAD:
@@ -251,11 +271,23 @@ class Fleet:
         server.last_ok = time.monotonic()
         if held != str(self.current):
             self._set(server, Health.STALE, f"holds weights {held!r}, current are {str(self.current)!r}")
+            if server.in_flight and WeightVersion.parse(held) is None:
+                # An update left it paused, or it was started anew: what it worked on will not come.
+                self._on_lost(server)
         elif server.health is not Health.HEALTHY:
             if server.health is Health.DEAD:
                 server.failures = 0
             self._set(server, Health.HEALTHY, "")
             self._on_change()
+
+    async def _look_for(self, server: Server) -> None:
+        """During an update, which takes the servers that are not DEAD: whether this one is back."""
+        with contextlib.suppress(RolloutError):
+            await self._ask(server, self.limits.probe_timeout_s)
+            server.failures = 0
+            server.last_ok = time.monotonic()
+            if self.current is None:  # else the next probe says more
+                self._set(server, Health.STALE, "answers again")
 
     def _probe_failed(self, server: Server, reason: str) -> None:
         silent_s = time.monotonic() - server.last_ok
@@ -268,7 +300,7 @@ class Fleet:
 
     def _die(self, server: Server, reason: str) -> None:
         self._set(server, Health.DEAD, reason)
-        self._on_dead(server)
+        self._on_lost(server)
         self._wake[server].set()
 
     async def _restart(self, server: Server, own: OwnServer) -> None:

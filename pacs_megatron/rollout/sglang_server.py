@@ -187,7 +187,11 @@ class OwnServer:
             self._spawn()
 
     def _spawn(self) -> None:
-        self.spec.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.spec.folder.mkdir(parents=True, exist_ok=True)
+            self._log = self.log_path.open("ab")
+        except OSError as error:
+            raise RolloutError(f"rollout server {self.spec.name}: cannot write {self.log_path} ({error})") from error
         if self._port == 0 or not _is_free(self.spec.host, self._port):
             self._port = free_port(self.spec.host)
         nccl_port = free_port(self.spec.host)
@@ -200,7 +204,6 @@ class OwnServer:
         if self.spec.api_key is not None:
             environment["PACS_SGLANG_API_KEY"] = self.spec.api_key
         guard = [sys.executable, "-I", sglang_guard.__file__, str(self.pid_file), str(GRACE_S), str(store)]
-        self._log = self.log_path.open("ab")
         try:
             self._guard = subprocess.Popen(
                 [*guard, *command],

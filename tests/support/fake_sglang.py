@@ -34,6 +34,8 @@ class FakeSglang:
         self.answered = 0
         self.aborted: list[str] = []
         self.most_in_flight = 0
+        self.raw: dict[str, bytes] = {}
+        """path -> bytes to send as they are, without any HTTP around them; then the connection is closed"""
         self._active: set[str] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -69,7 +71,7 @@ class FakeSglang:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
 
     async def _open(self) -> None:
-        app = web.Application(client_max_size=1 << 30, middlewares=[self._authorize])
+        app = web.Application(client_max_size=1 << 30, middlewares=[self._raw, self._authorize])
         self._routes(app)
         # handler_cancellation: a client that goes away ends its request, as on the real server.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
@@ -88,6 +90,18 @@ class FakeSglang:
         app.router.add_post("/pause_generation", self._pause)
         app.router.add_post("/continue_generation", self._resume)
         app.router.add_post("/flush_cache", self._empty)
+
+    @web.middleware
+    async def _raw(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path not in self.raw:
+            response: web.StreamResponse = await handler(request)
+            return response
+        await request.read()
+        self.asked[request.path] += 1
+        assert request.transport is not None
+        request.transport.write(self.raw[request.path])  # type: ignore[attr-defined]
+        request.transport.close()
+        return web.Response()
 
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Any) -> web.StreamResponse:

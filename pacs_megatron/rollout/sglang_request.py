@@ -1,0 +1,76 @@
+"""What is asked of a server for one sample, and room for as many connections."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from typing import Any
+
+import numpy as np
+import orjson
+
+from pacs_megatron.config.schema import MAX_SGLANG_STOPS
+from pacs_megatron.contracts.samples import SampleRequest
+from pacs_megatron.errors import RolloutError
+
+logger = logging.getLogger(__name__)
+OTHER_FILES = 256
+"""Open files besides the connections: logs, workers, data."""
+MOST_FILES = 1 << 20
+
+
+def allow_connections(num: int) -> None:
+    """Raises this process's limit of open files as far as the host allows; a warning where that is not enough for `num`
+    connections: those beyond it would fail as if the servers were to blame."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < highest:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+    if num + OTHER_FILES > max(soft, highest) and soft != resource.RLIM_INFINITY:
+        logger.warning(
+            "%d requests in flight need more files than the %d that this host allows a process (ulimit -n); lower "
+            "rollout.max_in_flight",
+            num,
+            highest,
+        )
+
+
+def check_request(request: SampleRequest, vocab_size: int) -> None:
+    """Raises RolloutError for what would end the whole server (a token id outside the vocabulary does), or would be
+    refused by every server."""
+    ids = request.token_ids
+    if not len(ids):
+        raise RolloutError(f"request {request.id}: the prompt has no tokens")
+    worst = int(ids.max()) if ids.max() >= vocab_size else int(ids.min())
+    if not 0 <= worst < vocab_size:
+        raise RolloutError(
+            f"request {request.id}: prompt token id {worst}, expected 0 to {vocab_size - 1}: tokenizer and model do not "
+            "belong together; check model.path"
+        )
+    if len(request.params.stop) > MAX_SGLANG_STOPS:
+        raise RolloutError(
+            f"request {request.id}: {len(request.params.stop)} stop strings, SGLang takes at most {MAX_SGLANG_STOPS}; "
+            "shorten sampling.stop"
+        )
+
+
+def request_body(request: SampleRequest, rid: str) -> bytes:
+    """The JSON of `/generate` for one sample, under the id `rid`."""
+    params = request.params
+    sampling: dict[str, Any] = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "max_new_tokens": params.max_tokens,
+        "sampling_seed": request.seed,
+        "no_stop_trim": True,
+    }
+    if params.stop:
+        sampling["stop"] = list(params.stop)
+    body = {
+        "rid": rid,
+        "input_ids": np.ascontiguousarray(request.token_ids),
+        "sampling_params": sampling,
+        "return_logprob": True,
+    }
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
