@@ -1,15 +1,14 @@
 """Checks over several keys that need neither torch nor a model: each finding names the key and the fix.
 
-`find_problems` needs the file alone. `layout_problems` needs the number of ranks, `shape_problems` the model's shape;
-`launch` calls them, because models stand above this layer.
+`find_problems` needs the file alone, `layout_problems` the number of ranks too; what the model's shape asks for is in
+`config/shape.py`.
 """
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.objective_options import SftOptions
@@ -23,6 +22,8 @@ from pacs_megatron.config.schema import (
     SglangServers,
 )
 
+_RUN_NAME = re.compile(r"\w[\w.+=,@:-]*")
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -32,30 +33,6 @@ class Problem:
     """Dotted key to change."""
     message: str
     """What is wrong, what was expected, and the fix, in one line."""
-
-
-class ExpertShape(Protocol):
-    """The expert part of a mixture-of-experts model."""
-
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def expert_ffn_size(self) -> int: ...
-
-
-class ModelShape(Protocol):
-    """What a layout must divide; `pacs_megatron.models.ModelSpec` has it."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def ffn_size(self) -> int: ...
-    @property
-    def moe(self) -> ExpertShape | None: ...
 
 
 def find_problems(config: RunConfig) -> list[Problem]:
@@ -81,15 +58,17 @@ def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
     return list(_layout(config, world_size))
 
 
-def shape_problems(config: RunConfig, shape: ModelShape, model_name: str) -> list[Problem]:
-    """What does not divide the model's heads, layers and experts; `model_name` is for the message."""
-    return list(_shape(config, shape, model_name))
-
-
 def changed(options: Options) -> list[str]:
     """Options that differ from their default. A resolved copy writes defaults out, so presence says nothing."""
     fields = type(options).model_fields
     return [name for name, field in fields.items() if getattr(options, name) != field.default]
+
+
+def seconds_of(time_limit: str) -> int:
+    """Seconds of a time as Slurm writes it, `hours:minutes:seconds` with `days-` before it."""
+    days, _, clock = time_limit.rpartition("-")
+    hours, minutes, seconds = (int(part) for part in clock.split(":"))
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
 def divisors(number: int) -> list[int]:
@@ -105,6 +84,19 @@ def one_of(values: list[int]) -> str:
 # ------------------------------------------------------------------------------------------------------ the file alone
 def _run(config: RunConfig) -> Iterator[Problem]:
     run, resources = config.run, config.resources
+    if not _RUN_NAME.fullmatch(run.name):
+        # It is a folder, a job's name and a word of batch scripts.
+        yield Problem(
+            "run.name",
+            f"run.name={run.name!r}: expected letters, digits and . _ - + = , @ :, beginning with a letter or digit; rename it "
+            "(run.dir says where the folder is)",
+        )
+    if seconds_of(resources.time_limit) <= resources.signal_lead_s:
+        yield Problem(
+            "resources.time_limit",
+            f"resources.time_limit={resources.time_limit} is not longer than resources.signal_lead_s="
+            f"{resources.signal_lead_s}, so that the signal would come at the start; raise it",
+        )
     if resources.gpus_per_node:
         if run.nproc is not None:
             yield Problem(
@@ -161,10 +153,27 @@ def _rollout_place(config: RunConfig) -> Iterator[Problem]:
                 f"rollout.servers.count={servers.count} on the same GPUs; name each server's in visible_devices",
             )
     if wanted > offered:
+        fix = (
+            f"use at most {offered // servers.tp} servers"
+            if offered >= servers.tp
+            else f"use rollout.servers.tp of at most {offered}"
+        )
+        yield Problem(
+            "rollout.servers.count" if offered >= servers.tp else "rollout.servers.tp",
+            f"rollout.servers.count * tp = {servers.count} * {servers.tp} = {wanted} GPUs, but {where} offers {offered}; "
+            f"{fix}",
+        )
+    elif resources.gpus_per_node and servers.tp > resources.gpus_per_node:
+        yield Problem(
+            "rollout.servers.tp",
+            f"rollout.servers.tp={servers.tp}: a server stays on one node, which has resources.gpus_per_node="
+            f"{resources.gpus_per_node}; use at most {resources.gpus_per_node}",
+        )
+    if resources.rollout_nodes and servers.count % resources.rollout_nodes:
         yield Problem(
             "rollout.servers.count",
-            f"rollout.servers.count * tp = {servers.count} * {servers.tp} = {wanted} GPUs, but {where} offers {offered}; "
-            f"use at most {offered // servers.tp} servers",
+            f"rollout.servers.count={servers.count} does not divide over resources.rollout_nodes={resources.rollout_nodes}; "
+            f"use a multiple of {resources.rollout_nodes}",
         )
 
 
@@ -220,6 +229,12 @@ def _precision(config: RunConfig) -> Iterator[Problem]:
             "precision.dtype",
             f"precision.dtype={config.precision.dtype} with precision.fp8: FP8 needs bf16; set precision.dtype=bf16",
         )
+    if config.precision.fp8 is not None and config.resources.gpu == "a100":
+        yield Problem(
+            "precision.fp8",
+            f"precision.fp8 ({config.precision.fp8.recipe}) with resources.gpu=a100, which has no FP8 units; remove "
+            "precision.fp8, or use h100, h200 or b200",
+        )
     if config.precision.fp8 is not None and not config.resources.gpus_per_node:
         yield Problem("precision.fp8", "precision.fp8 needs GPUs, got resources.gpus_per_node=0; set it or remove fp8")
 
@@ -256,7 +271,7 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "batch.tokens_per_microbatch",
             f"batch.tokens_per_microbatch={batch.tokens_per_microbatch} cannot hold the longest sample: "
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {_response_key(config)}="
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {response_key(config)}="
             f"{max_response_tokens(config)}; use at least {longest}",
         )
 
@@ -377,7 +392,8 @@ def _stop_strings(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _response_key(config: RunConfig) -> str:
+def response_key(config: RunConfig) -> str:
+    """The key that limits a response, as the user writes it."""
     is_demo = isinstance(config.rollout, DemonstrationRollout)
     return "rollout.max_response_tokens" if is_demo else "rollout.sampling.max_response_tokens"
 
@@ -398,7 +414,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
 )
 
 
-# --------------------------------------------------------------------------------------------- with ranks, with a model
+# ------------------------------------------------------------------------------------------------------------ with ranks
 def _layout(config: RunConfig, world_size: int, key: str = "parallel.tp") -> Iterator[Problem]:
     parallel = config.parallel
     replica = parallel.tp * parallel.pp * parallel.cp
@@ -426,41 +442,4 @@ def _layout(config: RunConfig, world_size: int, key: str = "parallel.tp") -> Ite
             "batch.prompts_per_step",
             f"an update has {samples} samples (batch.prompts_per_step / updates_per_step * samples_per_prompt) for "
             f"{dp} data-parallel ranks; raise batch.prompts_per_step or use fewer ranks",
-        )
-
-
-def _shape(config: RunConfig, shape: ModelShape, model_name: str) -> Iterator[Problem]:
-    parallel, moe = config.parallel, shape.moe
-    # Hugging Face's names: the user finds them in the checkpoint's config.json.
-    ffn = ("intermediate_size", shape.ffn_size) if moe is None else ("moe_intermediate_size", moe.expert_ffn_size)
-    sizes = [("num_key_value_heads", shape.num_kv_heads), ("num_attention_heads", shape.num_heads), ffn]
-    common = divisors(math.gcd(*(size for _, size in sizes)))
-    for name, size in sizes:
-        if size % parallel.tp:
-            yield Problem(
-                "parallel.tp",
-                f"parallel.tp={parallel.tp} does not divide {name}={size} of {model_name}; {one_of(common)}",
-            )
-            break
-    stages = parallel.pp * (parallel.vpp or 1)
-    if shape.num_layers % stages:
-        key, label = ("parallel.pp", "pp") if parallel.vpp is None else ("parallel.vpp", "pp*vpp")
-        yield Problem(
-            key,
-            f"parallel.{label}={stages} does not divide num_hidden_layers={shape.num_layers} of {model_name}; make it "
-            f"{one_of(divisors(shape.num_layers)).removeprefix('use ')}",
-        )
-    if parallel.ep > 1 and moe is None:
-        yield Problem("parallel.ep", f"parallel.ep={parallel.ep}, but {model_name} has no experts; set parallel.ep=1")
-    if moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
-        yield Problem(
-            "parallel.sequence_parallel",
-            f"parallel.tp={parallel.tp} with {model_name}, which has experts, needs parallel.sequence_parallel=true "
-            "(Megatron's experts take tokens that are split over the tensor-parallel ranks); switch it on",
-        )
-    if moe is not None and moe.num_experts % parallel.ep:
-        yield Problem(
-            "parallel.ep",
-            f"parallel.ep={parallel.ep} does not divide num_experts={moe.num_experts} of {model_name}; "
-            f"{one_of(divisors(moe.num_experts))}",
         )

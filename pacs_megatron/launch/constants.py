@@ -59,6 +59,9 @@ DECODE_MFU = Constant(0.25, "assumed: share of the bf16 peak in a decoding step"
 DECODE_OVERHEAD_S = Constant(0.004, "assumed: scheduling and launches of one decoding step of SGLang")
 SGLANG_MEMORY_FRAC = Constant(0.85, "assumed: SGLang's own choice of mem_fraction where none is set")
 SGLANG_OVERHEAD_BYTES = Constant(3.0 * GIB, "assumed: SGLang's CUDA context, graphs and activations")
+SGLANG_RELEASED_BYTES = Constant(
+    1.5 * GIB, "assumed: CUDA context and graphs that a colocated SGLang keeps after it released weights and cache"
+)
 MEAN_RESPONSE_FRAC = Constant(0.45, "assumed: mean response length as a share of the limit")
 MEAN_PROMPT_FRAC = Constant(0.15, "assumed: mean prompt length as a share of the limit")
 NETWORK_GB_S = Constant(40.0, "assumed: one GPU's share of the network between nodes (400 Gbit/s, 80 %)")
@@ -85,6 +88,7 @@ MEASURABLE = (
     DECODE_OVERHEAD_S,
     SGLANG_MEMORY_FRAC,
     SGLANG_OVERHEAD_BYTES,
+    SGLANG_RELEASED_BYTES,
     MEAN_RESPONSE_FRAC,
     MEAN_PROMPT_FRAC,
     NETWORK_GB_S,

@@ -81,15 +81,32 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
+QUICKSTART_MODEL: Mapping[str, Any] = MappingProxyType(
+    {
+        **_qwen3(128, 2, 4, 256, tied=True),
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 384,
+        "max_position_embeddings": 256,
+        "rope_theta": 10000.0,
+        "torch_dtype": "float32",
+    }
+)
+"""What examples/quickstart writes, so that its configurations can be planned before it ran (a test compares the two)."""
+_QUICKSTART_FOLDERS = ("quickstart-inputs/model", "quickstart-warmstart/hf")
+
+
 def find_spec(model_path: str) -> ModelSpec | None:
-    """The architecture of a local folder, a converted checkpoint or a known hub id; None for a hub id not in the table.
+    """The architecture of a local folder, a converted checkpoint, a known hub id or the quickstart; None for any other.
 
     Raises ConversionError where a folder's config.json cannot be used.
     """
-    for folder in (Path(model_path), Path(model_path) / "hf"):
+    path = Path(model_path).expanduser()
+    for folder in (path, path / "hf"):
         if (folder / "config.json").is_file():
             return load_spec(folder)
-    known = KNOWN_MODELS.get(known_name(model_path))
+    name = known_name(model_path)
+    known = QUICKSTART_MODEL if name in _QUICKSTART_FOLDERS else KNOWN_MODELS.get(name)
     return read_spec(known) if known is not None else None
 
 

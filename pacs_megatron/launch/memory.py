@@ -19,6 +19,7 @@ from pacs_megatron.launch import constants
 from pacs_megatron.models import ModelSpec, weight_table
 from pacs_megatron.models.table import Entry, WeightTable
 
+_KV_CACHE = "KV cache"
 LOGITS_PER_CHUNK = 1 << 26
 """Elements of one chunk of logits; the policy's head has the same number (a test compares them)."""
 
@@ -325,6 +326,9 @@ def train_memory(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int)
     items.extend(_process_items(layout))
     if isinstance(config.rollout, SglangRollout):
         items.append(Item("weight sync: a bucket and the largest tensor", sync_bytes(config, spec), "computed"))
+        if config.rollout.servers is not None and config.rollout.servers.colocated:
+            left = constants.SGLANG_RELEASED_BYTES
+            items.append(Item("SGLang server that released its memory", left.value, left.source))
     return StageMemory("train", stage, tuple(items))
 
 
@@ -348,6 +352,11 @@ def kv_bytes_per_token(spec: ModelSpec, tp: int, width: int = 2) -> float:
     """Key-value cache of one token on one GPU of a server; a KV head is not split further."""
     heads = max(1, math.ceil(spec.num_kv_heads / tp))
     return 2 * heads * spec.head_dim * width * spec.num_layers
+
+
+def kv_cache_bytes(rollout: StageMemory) -> float:
+    """Bytes of the key-value cache in `rollout_memory`'s table."""
+    return next(item.num_bytes for item in rollout.items if item.name.startswith(_KV_CACHE))
 
 
 def sampler_weight_bytes(rollout: SglangRollout, spec: ModelSpec) -> float:
@@ -381,7 +390,7 @@ def rollout_memory(config: RunConfig, spec: ModelSpec, layout: Layout, gpu_bytes
                 Item(
                     f"sampler's weights ({rollout.dtype}), whole on every rank", table.num_parameters * width, "exact"
                 ),
-                Item(f"KV cache of {rollout.batch_sequences} sequences", cache, "computed"),
+                Item(f"{_KV_CACHE} of {rollout.batch_sequences} sequences", cache, "computed"),
                 *_process_items(layout),
             ),
         )
@@ -403,5 +412,5 @@ def rollout_memory(config: RunConfig, spec: ModelSpec, layout: Layout, gpu_bytes
     cache = budget - items[0].num_bytes
     if servers.max_total_tokens is not None:
         cache = min(cache, kv_bytes_per_token(spec, servers.tp) * servers.max_total_tokens)
-    items.append(Item("KV cache", max(cache, 0.0), source))
+    items.append(Item(_KV_CACHE, max(cache, 0.0), source))
     return StageMemory("rollout", 0, tuple(items))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,10 +14,11 @@ from pacs_megatron.config.checks import (
     find_problems,
     layout_problems,
     max_response_tokens,
-    shape_problems,
+    max_sequence_tokens,
 )
 from pacs_megatron.config.layout import layout_of, ranks_to_start
 from pacs_megatron.config.schema import SglangRollout
+from pacs_megatron.config.shape import shape_problems
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch import constants, memory, timing
@@ -70,7 +72,32 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.gpu is None or self.peak.total <= self.gpu.memory_gib * GIB
+        """Memory of every stage and phase is there, and a server's cache holds a sample."""
+        return self.gpu is None or (self.peak.total <= self.gpu.memory_gib * GIB and self.small_cache is None)
+
+    @property
+    def small_cache(self) -> str | None:
+        """What to change where a server's KV cache cannot hold one sample of the greatest length; else None."""
+        rollout = self.config.rollout
+        if (
+            self.gpu is None
+            or self.rollout is None
+            or not isinstance(rollout, SglangRollout)
+            or rollout.servers is None
+        ):
+            return None
+        per_token = memory.kv_bytes_per_token(self.spec, rollout.servers.tp)
+        longest = max_sequence_tokens(self.config)
+        holds = int(memory.kv_cache_bytes(self.rollout) / per_token)
+        if holds >= longest:
+            return None
+        limit = rollout.servers.max_total_tokens
+        if limit is not None and limit < longest:
+            return f"rollout.servers.max_total_tokens (now {limit}; at least {longest})"
+        need = memory.sampler_weight_bytes(rollout, self.spec) / rollout.servers.tp + per_token * longest
+        share = math.ceil(100 * need / (self.gpu.memory_gib * GIB)) / 100
+        least = f"rollout.servers.mem_fraction (at least {share:.2f}) or " if share < 0.95 else ""
+        return f"{least}rollout.servers.tp (higher): weights and cache have room for {holds} of {longest} tokens"
 
     @property
     def checkpoint_bytes(self) -> float:
@@ -78,10 +105,16 @@ class Plan:
         return memory.num_parameters(self.spec) * (14 if self.config.precision.dtype == "bf16" else 12)
 
     @property
+    def num_checkpoints(self) -> int:
+        """At their most: one is written beside the kept ones, and there may be one in the middle of a step."""
+        return self.config.checkpoint.keep_last + 1 + (self.config.batch.updates_per_step > 1)
+
+    @property
     def disk_bytes(self) -> float:
-        """All checkpoints at their most (one is written beside the kept ones) and the exported model."""
-        kept = self.config.checkpoint.keep_last + 1
-        return (self.checkpoint_bytes * kept + memory.num_parameters(self.spec) * 2) * constants.FREE_DISK_FACTOR.value
+        """All checkpoints at their most and the exported model."""
+        return (
+            self.checkpoint_bytes * self.num_checkpoints + memory.num_parameters(self.spec) * 2
+        ) * constants.FREE_DISK_FACTOR.value
 
     @property
     def host_bytes_per_rank(self) -> float:
@@ -130,9 +163,15 @@ def run_plan(
 ) -> tuple[str, bool]:
     """(text to print, whether it fits)."""
     loaded = load_config(path, overrides)
+    limit = max_response_tokens(loaded.config)
+    if response_tokens is not None and not 0 < response_tokens <= limit:
+        raise ConfigError(
+            f"--response-tokens {response_tokens:g}: expected more than 0 and at most the limit of {limit}"
+        )
     plan = make_plan(loaded, response_tokens)
     if search:
-        return render_search(search_layouts(plan, response_tokens), plan), True
+        found = search_layouts(plan, response_tokens)
+        return (search_json(found, plan) if as_json else render_search(found, plan)), any(each.fits for each in found)
     return (to_json(plan) if as_json else render(plan)), plan.fits
 
 
@@ -216,6 +255,8 @@ def _verdict(plan: Plan) -> list[str]:
     limit = plan.gpu.memory_gib * GIB
     peak = plan.peak
     share = peak.total / limit
+    if peak.total <= limit and plan.small_cache is not None:
+        return ["DOES NOT FIT: a server's KV cache cannot hold one sample", f"  change {plan.small_cache}"]
     where = f"stage {peak.stage}" if peak.phase == "train" else "the rollout phase"
     if plan.fits:
         return [f"FITS: at most {_gib(peak.total)} of {_gib(limit)} ({share:.0%}) of a {plan.gpu.name}, in {where}"]
@@ -234,7 +275,7 @@ def _advice(plan: Plan) -> Iterator[str]:
         yield "parallel.recompute.granularity=full: only layer inputs are kept, for a third more time"
     if layout.tp > 1 and not parallel.sequence_parallel:
         yield "parallel.sequence_parallel=true: norms' inputs are divided by tp"
-    longest = config.data.max_prompt_tokens + max_response_tokens(config)
+    longest = max_sequence_tokens(config)
     if config.batch.tokens_per_microbatch > longest:
         yield f"batch.tokens_per_microbatch (now {config.batch.tokens_per_microbatch}; at least {longest})"
     yield "parallel.tp or parallel.pp (more ranks a replica), or resources.nodes; `plan --search` compares layouts"
@@ -288,6 +329,24 @@ def render_search(plans: Sequence[Plan], current: Plan) -> str:
     else:
         lines.extend(["", "no layout fits: raise resources.nodes or lower batch.tokens_per_microbatch"])
     return "\n".join(lines)
+
+
+def search_json(plans: Sequence[Plan], current: Plan) -> str:
+    """All layouts, the best first, and the configured one: bytes and seconds."""
+    return json.dumps(
+        {"configured": _search_entry(current), "layouts": [_search_entry(plan) for plan in plans]}, indent=2
+    )
+
+
+def _search_entry(plan: Plan) -> dict[str, object]:
+    layout = plan.layout
+    return {
+        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "dp")},
+        "recompute": plan.config.parallel.recompute.granularity,
+        "peak_bytes": plan.peak.total,
+        "fits": plan.fits,
+        "step_s": plan.step_s,
+    }
 
 
 def _search_row(plan: Plan) -> str:

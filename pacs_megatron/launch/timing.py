@@ -14,7 +14,13 @@ from pacs_megatron.config.schema import DemonstrationRollout, EmbeddedRollout, R
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.launch import constants
 from pacs_megatron.launch.constants import Gpu
-from pacs_megatron.launch.memory import StageMemory, kv_bytes_per_token, num_parameters, sampler_weight_bytes
+from pacs_megatron.launch.memory import (
+    StageMemory,
+    kv_bytes_per_token,
+    kv_cache_bytes,
+    num_parameters,
+    sampler_weight_bytes,
+)
 from pacs_megatron.models import ModelSpec
 
 
@@ -87,7 +93,9 @@ def num_forward_passes(config: RunConfig) -> int:
     return sources * updates
 
 
-def train_seconds(config: RunConfig, layout: Layout, gpu: Gpu, flops: float, *, forward_only: bool) -> float:
+def train_seconds(
+    config: RunConfig, layout: Layout, gpu: Gpu, flops: float, *, lengths: Lengths, forward_only: bool
+) -> float:
     """Seconds of the whole job's GPUs for `flops` model FLOPs, with pipeline bubble, TP and CP losses, recompute."""
     efficiency = (constants.FORWARD_MFU if forward_only else constants.TRAIN_MFU).value
     for ways, loss in ((layout.tp, constants.TP_LOSS), (layout.cp, constants.CP_LOSS)):
@@ -97,20 +105,20 @@ def train_seconds(config: RunConfig, layout: Layout, gpu: Gpu, flops: float, *, 
     if not forward_only and config.parallel.recompute.granularity == "full":
         flops = flops * 4 / 3
     seconds = flops / (layout.world_size * gpu.bf16_tflops * 1e12 * efficiency)
-    return seconds * (1 + bubble(config, layout))
+    return seconds * (1 + bubble(config, layout, lengths))
 
 
-def bubble(config: RunConfig, layout: Layout) -> float:
+def bubble(config: RunConfig, layout: Layout, lengths: Lengths) -> float:
     """Idle time of the pipeline over its working time: (pp - 1) / (micro-batches * vpp)."""
     if layout.pp == 1:
         return 0.0
-    return (layout.pp - 1) / (num_microbatches(config, layout) * (layout.vpp or 1))
+    return (layout.pp - 1) / (num_microbatches(config, layout, lengths) * (layout.vpp or 1))
 
 
-def num_microbatches(config: RunConfig, layout: Layout) -> int:
-    """Micro-batches of one rank in one update, at the assumed mean length."""
+def num_microbatches(config: RunConfig, layout: Layout, lengths: Lengths) -> int:
+    """Micro-batches of one rank in one update, at the mean length."""
     samples = config.batch.prompts_per_step * config.batch.samples_per_prompt / config.batch.updates_per_step
-    tokens = samples * mean_lengths(config).total / layout.dp
+    tokens = samples * lengths.total / layout.dp
     return max(1, round(tokens / config.batch.tokens_per_microbatch))
 
 
@@ -126,15 +134,12 @@ def step_phases(
     passes = num_forward_passes(config)
     if passes:
         flops = forward * passes / config.batch.updates_per_step
-        seconds = train_seconds(config, layout, gpu, flops, forward_only=True)
+        seconds = train_seconds(config, layout, gpu, flops, lengths=lengths, forward_only=True)
         phases.append(Phase("score and log-prob passes", seconds, flops, f"{passes} passes over a mini-batch"))
     flops = 3 * forward
-    seconds = train_seconds(config, layout, gpu, flops, forward_only=False)
-    phases.append(
-        Phase(
-            "updates", seconds, flops, f"{config.batch.updates_per_step} updates, bubble {bubble(config, layout):.0%}"
-        )
-    )
+    seconds = train_seconds(config, layout, gpu, flops, lengths=lengths, forward_only=False)
+    idle = bubble(config, layout, lengths)
+    phases.append(Phase("updates", seconds, flops, f"{config.batch.updates_per_step} updates, bubble {idle:.0%}"))
     if isinstance(config.rollout, SglangRollout):
         phases.append(_sync(config, spec, gpu))
     return phases
@@ -152,7 +157,7 @@ def _rollout(
     replicas, tp = sampling_replicas(config, layout)
     if sampling is None:
         return Phase("rollout", 0.0, 0.0, "attached servers: not estimated")
-    cache = next((item.num_bytes for item in sampling.items if item.name.startswith("KV cache")), 0.0)
+    cache = kv_cache_bytes(sampling)
     per_token = kv_bytes_per_token(spec, tp)
     fits = cache / (per_token * (lengths.prompt + lengths.response / 2))
     limit = _max_running(config)

@@ -18,8 +18,9 @@ from types import FrameType, TracebackType
 import psutil  # type: ignore[import-untyped]
 
 from pacs_megatron.config import LoadedConfig, load_config
-from pacs_megatron.config.checks import layout_problems, shape_problems
+from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import ranks_to_start
+from pacs_megatron.config.shape import shape_problems
 from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.launch.environment import find_rank, rank_environment
 

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pacs_megatron.config import load_config
-from pacs_megatron.config.checks import layout_problems, shape_problems
+from pacs_megatron.config.checks import layout_problems
+from pacs_megatron.config.shape import shape_problems
 from pacs_megatron.errors import ConfigError
 from tests.unit.config.test_load import BASE
 
@@ -21,7 +23,10 @@ BENCH = "evaluation.benchmarks=[{path: a, preset: aime, name: x}]"
 SAMPLING = "evaluation.sampling={max_response_tokens: 8}"
 SGLANG = "rollout={engine: sglang, urls: ['http://127.0.0.1:1'], sync: {way: disk}"
 
-
+SERVERS = [
+    "resources={gpus_per_node: 8, gpu: h100}",
+    "rollout={engine: sglang, sync: {way: disk}, sampling: {max_response_tokens: 512}, servers: {python: [python]}}",
+]
 AHEAD = [
     "rollout={engine: sglang, max_lag: 1, urls: ['http://127.0.0.1:1'], sampling: {max_response_tokens: 512}, "
     "sync: {way: disk}}"
@@ -50,6 +55,25 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             ["objective.actor_term=0.5", "batch.updates_per_step=2"],
             "actor_term to 0 or updates_per_step to 1 (override)",
+        ),
+        (["run.name=''"], "run.name='': expected letters, digits"),
+        (["run.name=../other"], "run.name='../other': expected letters"),
+        (["run.name=a b"], "rename it (run.dir says where the folder is) (override)"),
+        (
+            ["resources.time_limit=00:05:00"],
+            "not longer than resources.signal_lead_s=300, so that the signal would come",
+        ),
+        (
+            [*SERVERS, "rollout.servers.tp=16"],
+            "= 16 GPUs, but resources.gpus_per_node offers 8; use rollout.servers.tp of at",
+        ),
+        (
+            [*SERVERS, "resources.rollout_nodes=2", "rollout.servers.tp=16"],
+            "a server stays on one node, which has resources.gpus_per_node=8; use at most 8",
+        ),
+        (
+            [*SERVERS, "resources.rollout_nodes=3", "rollout.servers.count=4"],
+            "rollout.servers.count=4 does not divide over resources.rollout_nodes=3; use a multiple of 3",
         ),
         (["objective.reset_every=3"], "remove it or set reference to frozen (override)"),
         (["objective.score=grpo"], "or use score rloo (base.yaml:6)"),
@@ -134,6 +158,8 @@ class Shape:
     num_heads: int = 40
     num_kv_heads: int = 8
     ffn_size: int = 17408
+    max_positions: int = 40960
+    rope_scaling: dict[str, Any] | None = None
     moe: Experts | None = None
 
 
@@ -152,6 +178,17 @@ class Shape:
             "parallel.ep=3 does not divide num_experts=128 of M; use one of 1, 2",
         ),
         (["parallel.tp=2"], Shape(moe=Experts()), "needs parallel.sequence_parallel=true"),
+        ([], Shape(max_positions=100), "positions, but M has max_position_embeddings=100; lower one of them"),
+        (
+            [],
+            Shape(max_positions=10, rope_scaling={"rope_type": "linear", "factor": 4.0}),
+            "M has max_position_embeddings=40;",
+        ),
+        (
+            [*SERVERS, "rollout.servers.tp=3"],
+            Shape(),
+            "rollout.servers.tp=3 does not divide num_attention_heads=40 and num_key_value_heads=8 of M; use one of 1, 2, 4, 8",
+        ),
     ],
 )
 def test_shape(base: Path, overrides: list[str], shape: Shape, expected: str) -> None:

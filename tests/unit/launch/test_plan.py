@@ -44,6 +44,18 @@ def test_published_parameter_counts() -> None:
     assert set(published) <= set(KNOWN_MODELS)
 
 
+def test_the_quickstart_can_be_planned_before_it_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples.quickstart.model import build_config, build_tokenizer
+
+    monkeypatch.chdir(tmp_path)  # nothing is made here
+    build_config(build_tokenizer()).save_pretrained(tmp_path / "made")
+    for path in sorted(set(RUNS) - set(CLUSTER_RUNS)):
+        assert find_spec(load_config(path).config.model.path) == load_spec(tmp_path / "made")
+        text, fits = run_plan(path, [], search=False, as_json=False, response_tokens=None)
+        assert fits
+        assert "exact" in text
+
+
 def test_known_names() -> None:
     assert known_name("models/Qwen/Qwen3-14B") == "Qwen/Qwen3-14B"
     assert find_spec("someone/else") is None
@@ -109,6 +121,16 @@ def test_what_does_not_fit_says_what_to_change() -> None:
         ),
         ("pacs-qwen3-4b-1n8g-tp1", ["rollout.servers.mem_fraction=0.9"], "rollout.servers.mem_fraction (lower)"),
         (
+            "pacs-qwen3-32b-4n8g-tp8",
+            ["rollout.servers.tp=1", "rollout.servers.mem_fraction=0.5"],
+            "rollout.servers.mem_fraction (at least 0.80) or rollout.servers.tp (higher): weights and cache have room for 0",
+        ),
+        (
+            "pacs-qwen3-14b-2n8g-tp4",
+            ["rollout.servers.max_total_tokens=100"],
+            "rollout.servers.max_total_tokens (now 100; at least 9216)",
+        ),
+        (
             "pacs-qwen3-14b-2n8g-tp4",
             ["parallel.sequence_parallel=false", "batch.tokens_per_microbatch=200000"],
             "parallel.sequence_parallel=true",
@@ -121,6 +143,38 @@ def test_advice_fits_what_is_too_large(config: str, overrides: list[str], advice
     )
     assert not fits
     assert f"change {advice}" in text
+
+
+@pytest.mark.parametrize("tokens", [0, -5, 8193, float("nan"), float("inf")])
+def test_response_tokens_stay_below_the_limit(tokens: float) -> None:
+    with pytest.raises(ConfigError, match=r"--response-tokens .*: expected more than 0 and at most the limit of 8192"):
+        run_plan(BIG, [], search=False, as_json=False, response_tokens=tokens)
+
+
+def test_search_as_json_lists_every_layout() -> None:
+    text, fits = run_plan(BIG, [], search=True, as_json=True, response_tokens=None)
+    found = json.loads(text)
+    plans = search_layouts(make_plan(load_config(BIG)))
+    assert fits
+    assert [entry["step_s"] for entry in found["layouts"]] == pytest.approx([plan.step_s for plan in plans])
+    assert found["configured"]["tp"] == 4
+    huge = ["batch.tokens_per_microbatch=4000000"]
+    assert run_plan(BIG, huge, search=True, as_json=False, response_tokens=None)[1] is False
+
+
+def test_the_pipelines_bubble_is_of_the_lengths_that_were_asked_for() -> None:
+    loaded = load_config(BIG, ["parallel.pp=2", "parallel.tp=4"])
+    for response in (500, 8000):
+        plan = make_plan(loaded, response)
+        tokens = 1024 * 8 / 4 * (plan.lengths.prompt + response)  # of one update, on one replica
+        assert timing.bubble(loaded.config, plan.layout, plan.lengths) == pytest.approx(1 / round(tokens / 9216))
+
+
+def test_a_colocated_server_leaves_something_behind() -> None:
+    loaded = load_config(ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml")
+    items = {item.name: item.num_bytes for item in make_plan(loaded).stages[0].items}
+    assert items["SGLang server that released its memory"] == constants.SGLANG_RELEASED_BYTES.value
+    assert not [item for item in make_plan(load_config(BIG)).stages[0].items if "released" in item.name]
 
 
 def test_host_memory_of_the_samples() -> None:
