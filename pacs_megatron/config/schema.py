@@ -152,7 +152,8 @@ class SglangSync(Options):
     host: str = "127.0.0.1"
     """With `way: broadcast`: the trainer's address that servers connect to; loopback unless they are on other hosts."""
     folder: str | None = None
-    """With `way: disk`: the folder on a file system that servers share; None: in the run's folder."""
+    """With `way: disk`: a folder on a file system that servers share, in which the run makes one of its own; None: in the
+    run's folder."""
     pause: Literal["abort", "retract", "in_place"] = "abort"
     """Requests in flight during an update: `abort` ends them and samples them anew; `retract` keeps their tokens and
     recomputes their KV cache; `in_place` keeps both, and with them the cached prompts of the old weights. The last two
@@ -366,7 +367,10 @@ class LoggingOptions(Options):
     """Weights & Biases, when installed and asked for (the key comes from WANDB_API_KEY)."""
     samples_in_report: int = Field(default=8, ge=0)
     save_rollouts: bool = True
-    """Write every step's samples to rollouts/."""
+    """Write every step's samples to rollouts/ as text."""
+    save_tokens: bool = False
+    """Write them as arrays too: token ids, log-probs and the weights they came from, exactly, so that a step can be
+    trained again from them. Eight bytes a token."""
 
 
 class RunOptions(Options):

@@ -19,7 +19,9 @@ from pacs_megatron.observability.files import (
 
 ROLLOUT_FOLDER = "rollouts"
 RolloutKind = Literal["step", "eval"]
-_NAME = re.compile(r"(step|eval)_(\d{6,})\.jsonl")
+RECORD_SUFFIX = ".safetensors"
+"""Of the same samples as arrays, beside the text (`rollout.record`)."""
+_NAME = re.compile(r"(step|eval)_(\d{6,})\.(jsonl|safetensors)")
 
 
 def rollout_path(run_dir: Path, step: int, kind: RolloutKind = "step") -> Path:
@@ -66,17 +68,17 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
 
 def rollout_files(run_dir: Path, kind: RolloutKind = "step") -> list[tuple[int, Path]]:
     """(step, path) of every finished file, by step."""
-    found = []
-    for path in (run_dir / ROLLOUT_FOLDER).glob(f"{kind}_*.jsonl"):
-        match = _NAME.fullmatch(path.name)
-        if match:
-            found.append((int(match[2]), path))
-    return sorted(found)
+    return _files(run_dir, f"{kind}_*.jsonl")
+
+
+def _files(run_dir: Path, pattern: str) -> list[tuple[int, Path]]:
+    matches = [(_NAME.fullmatch(path.name), path) for path in (run_dir / ROLLOUT_FOLDER).glob(pattern)]
+    return sorted((int(match[2]), path) for match, path in matches if match)
 
 
 def truncate_rollouts(run_dir: Path, step: int) -> int:
     """Delete the files of steps after `step`, and unfinished ones. Returns how many files went."""
-    gone = [path for kind in ("step", "eval") for number, path in rollout_files(run_dir, kind) if number > step]
+    gone = [path for number, path in _files(run_dir, "*") if number > step]
     gone += (run_dir / ROLLOUT_FOLDER).glob(f"*{PARTIAL_SUFFIX}")
     for path in gone:
         path.unlink()

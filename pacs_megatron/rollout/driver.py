@@ -8,6 +8,7 @@ It ignores SIGINT, SIGTERM and SIGUSR1: rank 0 turns signals into decisions and 
 """
 
 import ctypes
+import gc
 import logging
 import os
 import select
@@ -32,12 +33,13 @@ from pacs_megatron.contracts import Group, Sample, Stop
 from pacs_megatron.data import load_prompts, load_tokenizer
 from pacs_megatron.errors import ExitCode, PacsError, RolloutError
 from pacs_megatron.observability.logs import setup_logging
-from pacs_megatron.observability.rollout_log import rollout_path, write_rollouts
+from pacs_megatron.observability.rollout_log import RECORD_SUFFIX, rollout_path, write_rollouts
 from pacs_megatron.rewards.pool import RewardPool
 from pacs_megatron.rollout.admission import admit, shuffle_labels
 from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.rollout.lag import lag_metrics
 from pacs_megatron.rollout.pipeline import Pipeline
+from pacs_megatron.rollout.record import write_record
 from pacs_megatron.rollout.requests import sample_requests
 from pacs_megatron.rollout.sample_arrays import Message, requests_to_message, samples_from_message
 from pacs_megatron.rollout.sglang import open_engine
@@ -47,10 +49,13 @@ from pacs_megatron.rollout.train_data import TrainData
 from pacs_megatron.rollout.wire import Connection
 from pacs_megatron.rollout.work import Work, work_metrics
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("pacs_megatron.rollout.driver")  # not `__main__`, whose lines below a warning are not kept
 _PR_SET_PDEATHSIG = 1
 _PROGRESS_S = 1.0
 _RESTART_POLL_S = 0.5
+_ANSWER_FIRST_S = 0.02
+"""How long requests for later steps wait for rank 0's next question: sending hundreds of them holds the GIL, and rank 0
+asks for a step that is ready right after a weight update. Seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +88,12 @@ class Driver:
         rollout = config.rollout
         self._max_lag = 0 if isinstance(rollout, DemonstrationRollout) else rollout.max_lag
         self._open: _Open | None = None
+        self._to_start: list[Work] = []
+        """SGLang: works that may be sampled and were not asked for yet"""
+        self._start_at = 0.0
+        """monotonic time from which on `_to_start` waits no longer"""
+        self._to_write: Callable[[], None] | None = None
+        """what is to be written once the answer is out"""
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._engine: SglangEngine | None = None
@@ -129,13 +140,14 @@ class Driver:
 
     def set_current(self, version: int, digest: str, trained: int) -> Message:
         """The rollout engine holds the weights after `trained` steps. Servers go on with the steps that may now be
-        sampled, while rank 0 evaluates, saves or trains."""
+        sampled (in a moment, see `_ANSWER_FIRST_S`), while rank 0 evaluates, saves or trains."""
         self._pipeline.sent.add(digest, trained)
         self._pipeline.forget(trained)
         if self._engine is not None:
             self._engine.set_current(version, digest)
             if self._max_lag:
-                self._dispatch(trained + 1)
+                self._to_start = self._dispatch(trained + 1)
+                self._start_at = time.monotonic() + _ANSWER_FIRST_S
         return {"kind": "current"}, {}
 
     def _dispatch(self, step: int) -> list[Work]:
@@ -147,8 +159,13 @@ class Driver:
         """Opens the question for a step's admitted samples; the steps before it are trained."""
         self._pipeline.forget(step - 1)
         works = self._dispatch(step)
-        # Ranks sample what the lag allows before they train: afterwards these weights are gone.
-        to_generate = [] if self._engine is not None else [w for w in works if self._pipeline.missing(w)]
+        to_generate: list[Work] = []
+        if self._engine is not None:
+            self._pipeline.start(works[0])
+            self._to_start, self._start_at = works, 0.0
+        else:
+            # Ranks sample what the lag allows before they train: afterwards these weights are gone.
+            to_generate = [w for w in works if self._pipeline.missing(w)]
         self._open = _Open(
             number=number, work=works[0], finish=partial(self._step_message, works[0]), to_generate=to_generate
         )
@@ -177,8 +194,10 @@ class Driver:
             admitted.counts["surplus_groups"] = len(admitted.groups) - len(kept) + len(work.unfinished)
         if config.data.shuffle_labels:
             kept = shuffle_labels(kept, seed=config.run.seed, step=step)
-        if config.logging.save_rollouts and is_sampled:
-            write_rollouts(rollout_path(self._run_dir, step), judged, work.by_id, self._decode)
+        if is_sampled:
+            # Decoding thousands of long answers takes a while, and rank 0 can train meanwhile. Its next question waits
+            # for it, so that the samples are on disk before the row of their step.
+            self._to_write = partial(self._write, work, judged)
         facts, tokens = tabulate(kept)
         arrays = {f"facts.{name}": value for name, value in facts_to_arrays(facts).items()}
         arrays |= {f"tokens.{name}": value for name, value in tokens_to_arrays(tokens).items()}
@@ -224,8 +243,7 @@ class Driver:
         judged = work.in_order()
         assert self._judge is not None
         self._judge.check(judged)
-        if self._config.logging.save_rollouts:
-            write_rollouts(rollout_path(self._run_dir, work.step, "eval"), judged, work.by_id, self._decode)
+        self._write(work, judged)
         per_prompt: dict[str, list[Sample]] = {prompt.id: [] for prompt in work.prompts}
         for sample in judged:
             per_prompt[sample.prompt_id].append(sample)
@@ -236,6 +254,14 @@ class Driver:
                 for benchmark in self._benchmarks
             },
         }, {}
+
+    def _write(self, work: Work, samples: list[Sample]) -> None:
+        """What the run keeps of these samples, as text and as arrays."""
+        path = rollout_path(self._run_dir, work.step, "step" if work.is_train else "eval")
+        if self._config.logging.save_rollouts:
+            write_rollouts(path, samples, work.by_id, self._decode)
+        if self._config.logging.save_tokens:
+            write_record(path.with_suffix(RECORD_SUFFIX), samples)
 
     def _abandon(self) -> None:
         """Rank 0 does not wait any more. Finished samples of steps stay; an evaluation is made anew."""
@@ -263,7 +289,7 @@ class Driver:
         self._connection.send({"kind": "ready", "ask": 0, "num_prompts": len(self._data.prompts)})
         while True:
             sources: list[Connection | socket.socket] = [self._connection, self._woken]
-            ready, _, _ = select.select(sources, [], [], _PROGRESS_S if self._open else None)
+            ready, _, _ = select.select(sources, [], [], self._patience_s())
             if self._woken in ready:
                 self._woken.recv(1 << 16)
             if self._connection in ready:
@@ -273,6 +299,23 @@ class Driver:
                 self._handle(header, arrays)
             if self._open is not None:
                 self._advance(self._open)
+            self._catch_up()
+
+    def _patience_s(self) -> float | None:
+        """How long to wait for rank 0 and the threads; None: for ever."""
+        if self._to_start:
+            return max(0.0, self._start_at - time.monotonic())
+        return _PROGRESS_S if self._open else None
+
+    def _catch_up(self) -> None:
+        """What had to wait for an answer that was on its way."""
+        if time.monotonic() >= self._start_at:
+            for work in self._to_start:
+                self._pipeline.start(work)
+            self._to_start = []
+        if self._to_write is not None:
+            self._to_write()
+            self._to_write = None
 
     def _handle(self, question: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         number = question["ask"]
@@ -393,6 +436,10 @@ def main(arguments: Sequence[str]) -> int:
     except PacsError as error:
         connection.send({"kind": "error", "ask": 0, "type": type(error).__name__, "message": str(error)})
         return int(error.exit_code)
+    # What is loaded by now stays: half a million objects, and looking through them holds the GIL for 0.2 s and more,
+    # during which no request goes out and no answer is taken.
+    gc.collect()
+    gc.freeze()
     try:
         driver.serve()
     finally:

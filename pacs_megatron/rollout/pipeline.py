@@ -48,16 +48,11 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------------------- the works
     def dispatch(self, first: int, last: int) -> list[Work]:
-        """The works of steps `first` to `last`, made where they are not there; with SGLang their sampling starts."""
-        works = []
+        """The works of steps `first` to `last`, made where they are not there; `start` has them sampled."""
         for step in range(first, last + 1):
             if step not in self._works:
                 self._works[step] = self._make_work(step)
-            works.append(self._works[step])
-        if self._engine is not None:
-            for work in works:
-                self.start(work)
-        return works
+        return [self._works[step] for step in range(first, last + 1)]
 
     def forget(self, trained: int) -> None:
         """Steps up to `trained` are done with."""

@@ -1,5 +1,5 @@
 """A server with SGLang's answers, chosen latency, and faults on command. Held to the real one by
-tests/integration/sglang/test_contract.py.
+tests/integration/sglang/test_generation.py.
 
 Runs in a thread of the test's process. It samples nothing: response i of a request is token `(seed + i) % 251`.
 """
@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from aiohttp import web
 
@@ -61,7 +61,7 @@ class FakeSglang:
         self._thread.join()
         self._loop.close()
 
-    def __enter__(self) -> FakeSglang:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,7 +99,7 @@ class FakeSglang:
         await request.read()
         self.asked[request.path] += 1
         assert request.transport is not None
-        request.transport.write(self.raw[request.path])  # type: ignore[attr-defined]
+        request.transport.write(self.raw[request.path])
         request.transport.close()
         return web.Response()
 

@@ -1,0 +1,40 @@
+"""`rollouts/step_000012.safetensors`: the samples of a step bit for bit, enough to train the step again from them.
+
+int32 token ids, float32 log-probs, why each response ended, and its spans with version and digest of their weights
+(`sample_arrays`), with the sample ids beside. A sample's seed follows from its id and the run's seed (`seeds`). Eight bytes
+a token: `logging.save_tokens` asks for it.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from pacs_megatron.contracts import Sample
+from pacs_megatron.errors import DataError
+from pacs_megatron.observability.files import write_atomically
+from pacs_megatron.rollout.sample_arrays import samples_from_message, samples_to_message
+
+_HEADER = "samples"
+
+
+def write_record(path: Path, samples: Sequence[Sample]) -> None:
+    """Samples without their verdicts, in the given order; equal samples give equal bytes."""
+    from safetensors.numpy import save
+
+    header, arrays = samples_to_message(samples)
+    write_atomically(path, [save(arrays, metadata={_HEADER: json.dumps(header)})])
+
+
+def read_record(path: Path) -> list[Sample]:
+    """What `write_record` was given. Raises DataError for a file that is something else."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            header = (file.metadata() or {}).get(_HEADER)
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path}: not a record of samples ({error}); it is written with logging.save_tokens") from error
+    if header is None:
+        raise DataError(f"{path}: no ids of samples in it; it is written with logging.save_tokens")
+    return samples_from_message(json.loads(header), arrays)

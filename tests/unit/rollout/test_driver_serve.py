@@ -1,0 +1,159 @@
+"""The order in which the driver does what rank 0 waits for and what can wait: a real driver, its socket, a light server."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pacs_megatron.config import load_config
+from pacs_megatron.observability.rollout_log import rollout_path, write_rollouts
+from pacs_megatron.rollout import driver as driver_module
+from pacs_megatron.rollout.driver import Driver
+from pacs_megatron.rollout.sglang_api import WeightVersion
+from pacs_megatron.rollout.wire import Connection
+from pacs_megatron.rollout.work import Work
+from tests.support.replay_sglang import ReplaySglang
+from tests.support.tiny_models import make_tiny_qwen3
+from tests.support.tiny_run import write_tiny_run
+
+WAIT_S = 30.0
+
+
+class Trainer:
+    """Rank 0's end of the socket, and what the driver did in which order."""
+
+    def __init__(self, folder: Path, server: ReplaySglang) -> None:
+        model = make_tiny_qwen3(folder / "model", num_hidden_layers=1, vocab_size=262)
+        rollout = f"{{engine: sglang, urls: ['{server.url}'], max_lag: 1, sync: {{way: disk}}, sampling: {{max_response_tokens: 16}}}}"
+        config = load_config(write_tiny_run(folder, model), ("run.steps=9", f"rollout={rollout}")).config
+        ours, theirs = socket.socketpair()
+        self.folder = folder
+        self.events: list[str] = []
+        self._server = server
+        self._connection = Connection(ours, "driver")
+        self._asked = 0
+        self._other_end = Connection(theirs, "trainer")
+        self.driver = Driver(config, folder, model, self._other_end)
+        self._record()
+        self._thread = threading.Thread(target=self.driver.serve)
+        self._thread.start()
+        assert self.next()["kind"] == "ready"
+        self.events.clear()
+
+    def _record(self) -> None:
+        start, send = self.driver._pipeline.start, self._other_end.send
+
+        def record_start(work: Work, *, urgent: bool = False) -> None:
+            if not work.started:
+                self.events.append(f"start {work.step}")
+            start(work, urgent=urgent)
+
+        def record_send(header: Any, arrays: Any = None) -> None:
+            if header["kind"] != "progress":
+                self.events.append(f"answer {header['kind']}")
+            send(header, arrays)
+
+        self.driver._pipeline.start = record_start  # type: ignore[method-assign]
+        self._other_end.send = record_send  # type: ignore[method-assign]
+
+    def ask(self, **question: Any) -> None:
+        self._asked += 1
+        self._connection.send({**question, "ask": self._asked})
+
+    def next(self) -> dict[str, Any]:
+        while True:
+            assert self._connection.poll(WAIT_S), self.events
+            header, _ = self._connection.receive()
+            if header["kind"] != "progress":
+                return header
+
+    def send_weights(self, trained: int) -> None:
+        weights = WeightVersion(trained, f"weights{trained}")
+        self.ask(op="begin_update")
+        assert self.next()["kind"] == "updating"
+        self._server.weight_version = str(weights)
+        self.ask(op="set_current", version=weights.version, digest=weights.digest, trained=trained)
+        assert self.next()["kind"] == "current"
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline, self.events
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        self._connection.send({"op": "close"})
+        self._thread.join(WAIT_S)
+        self.driver.close()
+        self._connection.close()
+        self._other_end.close()
+
+
+@contextmanager
+def trainer(folder: Path) -> Iterator[tuple[Trainer, ReplaySglang]]:
+    with ReplaySglang(token_s=0.0, median_tokens=6.0, spread=0.5) as server:
+        one = Trainer(folder, server)
+        try:
+            yield one, server
+        finally:
+            one.close()
+
+
+def test_a_finished_step_is_answered_before_later_ones_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with trainer(tmp_path) as (one, server):
+        # Long, so that only the answer can end the wait.
+        monkeypatch.setattr(driver_module, "_ANSWER_FIRST_S", WAIT_S)
+        one.send_weights(0)
+        one.ask(op="rollout", step=1)
+        assert one.next()["kind"] == "groups"
+        # Step 1 was not ready when it was asked for, so nothing waits for its answer.
+        assert one.events[2:] == ["start 1", "start 2", "answer groups"]
+        ahead = one.driver._pipeline.dispatch(2, 2)[0]
+        one.until(lambda: one.driver._pipeline.is_done(ahead))
+        one.events.clear()
+        one.send_weights(1)
+        one.ask(op="rollout", step=2)
+        assert one.next()["kind"] == "groups"
+        one.until(lambda: "start 3" in one.events)
+        assert one.events == ["answer updating", "answer current", "answer groups", "start 3"]
+        one.until(lambda: any(rid.startswith("3:") for rid in server.asked))
+
+
+def test_without_a_question_the_servers_get_work_soon(tmp_path: Path) -> None:
+    with trainer(tmp_path) as (one, server):
+        one.send_weights(0)
+        one.until(lambda: {rid.partition(":")[0] for rid in server.asked} == {"1", "2"})
+        assert one.events == ["answer updating", "answer current", "start 1", "start 2"]
+
+
+def test_rollouts_are_written_after_their_answer_and_before_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+
+    def record_write(path: Path, *rest: Any) -> None:
+        assert may_write.wait(WAIT_S)
+        write_rollouts(path, *rest)
+        one.events.append(f"write {path.stem}")
+
+    monkeypatch.setattr(driver_module, "write_rollouts", record_write)
+    with trainer(tmp_path) as (one, _server):
+        one.send_weights(0)
+        one.ask(op="rollout", step=1)
+        assert one.next()["kind"] == "groups"
+        path = rollout_path(tmp_path, 1)
+        assert not path.exists()
+        one.ask(op="state", trained=0)
+        may_write.set()
+        assert one.next()["kind"] == "state"
+        assert path.read_bytes().count(b"\n") == 16
+        assert one.events[-3:] == ["answer groups", "write step_000001", "answer state"]
