@@ -101,6 +101,29 @@ MAX_SGLANG_STOPS = 32
 """SGLang refuses requests with more stop strings."""
 
 
+SET_ELSEWHERE = {
+    "--api-key": "name the key's environment variable by rollout.api_key_env, a command line can be read by everybody",
+    "--admin-api-key": "no call would bear it; rollout.api_key_env protects all of them",
+    "--port": "a free one is chosen",
+    "--nccl-port": "a free one is chosen",
+    "--model": "say model.path",
+    "--model-path": "say model.path",
+    "--device": "say rollout.servers.device",
+    "--dtype": "say rollout.dtype",
+    "--tp": "say rollout.servers.tp",
+    "--tp-size": "say rollout.servers.tp",
+    "--tensor-parallel-size": "say rollout.servers.tp",
+    "--dp": "start more servers by rollout.servers.count",
+    "--dp-size": "start more servers by rollout.servers.count",
+    "--data-parallel-size": "start more servers by rollout.servers.count",
+    "--mem-fraction-static": "say rollout.servers.mem_fraction",
+    "--max-total-tokens": "say rollout.servers.max_total_tokens",
+    "--context-length": "say rollout.servers.context_length",
+    "--trust-remote-code": "say model.trust_remote_code",
+}
+"""Arguments of SGLang's that are not for `extra_args`, and what to do instead."""
+
+
 class SglangServers(Options):
     """Servers that the run starts, owns and ends."""
 
@@ -137,6 +160,11 @@ class SglangServers(Options):
             )
         if self.device == "cpu" and (self.deterministic or self.visible_devices):
             raise ValueError("device=cpu has no use for deterministic and visible_devices; remove them")
+        for arg in self.extra_args:
+            key = SET_ELSEWHERE.get(arg.partition("=")[0].replace("_", "-"))
+            if key is not None:
+                # The argument itself is not repeated: it may be a secret.
+                raise ValueError(f"extra_args has {arg.partition('=')[0]}; remove it: {key}")
         return self
 
 
@@ -398,7 +426,7 @@ class ResourceOptions(Options):
     time_limit: str = Field(default="04:00:00", pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")
     """Of one job, as Slurm writes it; the run goes on in the next one."""
     signal_lead_s: PositiveInt = 300
-    """The signal to save and stop comes this long before the time limit: longer than the updates of a step and a save."""
+    """The signal to save and stop comes this long before the time limit: longer than an update, a weight sync and a save."""
     max_attempts: PositiveInt = 5
     """A job that ended so often in a row without a new checkpoint is not requeued."""
 

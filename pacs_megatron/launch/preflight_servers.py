@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import tempfile
@@ -13,7 +12,7 @@ from pathlib import Path
 from pacs_megatron.config import LoadedConfig
 from pacs_megatron.config.checks import max_sequence_tokens
 from pacs_megatron.config.schema import SglangRollout, SglangServers
-from pacs_megatron.errors import PacsError, RolloutError
+from pacs_megatron.errors import PacsError
 from pacs_megatron.launch.check import Check, attempt
 
 TESTED_VERSION = "0.5.23"
@@ -82,9 +81,7 @@ def _ask(rollout: SglangRollout, url: str) -> str:
     (api,) = server_apis(rollout, (url,))
     begin = time.monotonic()
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-    answer = json.loads(api.call("/generate", body, _FIRST_ANSWER_S))
-    if "meta_info" not in answer:
-        raise RolloutError(f"{url}/generate: got {str(answer)[:200]}, expected an answer with meta_info; is it SGLang?")
+    api.ask("/generate", lambda answer: answer["meta_info"], body, _FIRST_ANSWER_S)
     return f"{url} answers in {time.monotonic() - begin:.1f} s, weight version {api.weight_version()}"
 
 

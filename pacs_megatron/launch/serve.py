@@ -107,7 +107,7 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
     for index, spec in enumerate(server_specs(rollout, rollout.servers, config.model, folder / node)[:count]):
         gpus = ",".join(str(index * tp + gpu) for gpu in range(tp)) if rollout.servers.device == "cuda" else None
         specs.append(replace(spec, host=host, visible_devices=gpus))
-    servers = start_servers(specs, rollout.servers.start_timeout_s)
+    servers = start_servers(specs, rollout.servers.start_timeout_s, ending.is_due)
     try:
         _publish(folder / f"{node}.urls", "".join(f"{server.url}\n" for server in servers))
         return _watch(servers, rollout.servers.max_restarts, ending)

@@ -47,7 +47,7 @@ class DriverClient:
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             )
         theirs.close()
-        self._connection = Connection(ours, "rollout driver")
+        self._connection = Connection(ours, "rollout driver", timeout_s)
 
     def send(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """A question; `reply` instead where the driver has asked back."""

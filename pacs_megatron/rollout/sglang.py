@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from pacs_megatron.config.schema import ModelOptions, SglangRollout, SglangServers
-from pacs_megatron.errors import ConfigError
+from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.models import load_spec
 from pacs_megatron.rollout.sglang_api import SglangApi, check_url
 from pacs_megatron.rollout.sglang_client import ClientLimits, SglangEngine
@@ -21,20 +22,34 @@ FP8_BLOCKWISE_ARGS = (
 )
 
 
+POLL_S = 0.25
+
+
 def api_key(options: SglangRollout) -> str | None:
-    """The servers' key from the environment. Raises ConfigError when the named variable is not set."""
+    """The servers' key from the environment. Raises ConfigError when the named variable is not set, or holds something
+    that no HTTP header can carry (a trailing newline, as files have them)."""
     if options.api_key_env is None:
         return None
     key = os.environ.get(options.api_key_env)
     if not key:
         raise ConfigError(f"rollout.api_key_env={options.api_key_env}: this environment variable is not set")
+    if not all("!" <= character <= "~" for character in key):
+        raise ConfigError(
+            f"rollout.api_key_env={options.api_key_env}: the key holds a space, a newline or another character that an HTTP "
+            "header cannot carry; export it without"
+        )
     return key
 
 
 def server_apis(options: SglangRollout, urls: tuple[str, ...]) -> tuple[SglangApi, ...]:
-    """Control access to these servers, for the process that pushes weights."""
+    """Control access to these servers, for the process that pushes weights. Raises ConfigError for an address that is
+    none or comes twice: one server would get double load and two updates at a time."""
     key = api_key(options)
-    return tuple(SglangApi(url=check_url(url), api_key=key, timeout_s=options.sync.timeout_s) for url in urls)
+    checked = [check_url(url) for url in urls]
+    if len(set(checked)) < len(checked):
+        twice = next(url for url in checked if checked.count(url) > 1)
+        raise ConfigError(f"rollout.urls: {twice} is named twice; name each server once")
+    return tuple(SglangApi(url=url, api_key=key, timeout_s=options.sync.timeout_s) for url in checked)
 
 
 def server_specs(options: SglangRollout, servers: SglangServers, model: ModelOptions, folder: Path) -> list[ServerSpec]:
@@ -64,25 +79,39 @@ def server_specs(options: SglangRollout, servers: SglangServers, model: ModelOpt
     ]
 
 
-def start_servers(specs: list[ServerSpec], timeout_s: float) -> list[OwnServer]:
-    """Starts them together and returns when all are ready; ends them all when one does not become ready.
+def start_servers(
+    specs: list[ServerSpec], timeout_s: float, is_over: Callable[[], bool] = lambda: False
+) -> list[OwnServer]:
+    """Starts them together and returns when all are ready; ends them all at once when one does not become ready, or
+    `is_over` says that nobody wants them any more. Raises RolloutError then.
 
     What an earlier, killed run left in the folder is ended first.
     """
     for folder in {spec.folder for spec in specs}:
         reap(folder)
     servers = [OwnServer(spec) for spec in specs]
+    pool = ThreadPoolExecutor(len(servers))
     try:
         for server in servers:
             server.start()
-        with ThreadPoolExecutor(len(servers)) as pool:
-            for waiting in [pool.submit(server.wait_ready, timeout_s) for server in servers]:
-                waiting.result()
+        _await({pool.submit(server.wait_ready, timeout_s) for server in servers}, is_over)
     except BaseException:  # Ctrl-C too must not leave servers behind
         for server in servers:
             server.close()
         raise
+    finally:
+        pool.shutdown()  # not before: it waits for those that wait for a server
     return servers
+
+
+def _await(waiting: set[Future[None]], is_over: Callable[[], bool]) -> None:
+    """Returns when all are done. Raises the error of one as soon as it has it, RolloutError when `is_over`."""
+    while waiting:
+        done, waiting = wait(waiting, POLL_S, FIRST_COMPLETED)
+        for one in done:
+            one.result()
+        if is_over():
+            raise RolloutError("told to end while the rollout servers were starting")
 
 
 def open_engine(options: SglangRollout, model: ModelOptions, folder: Path) -> SglangEngine:

@@ -21,12 +21,13 @@ _CHUNK = 1 << 20
 
 
 class Connection:
-    """One end of a stream socket."""
+    """One end of a stream socket. With `timeout_s` an end that stops in the middle of a message counts as gone after so
+    long; waiting for the first byte of one is `poll`'s business."""
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
+    def __init__(self, sock: socket.socket, peer: str, timeout_s: float | None = None) -> None:
         self._sock = sock
         self._peer = peer
-        self._sock.setblocking(True)
+        self._sock.settimeout(timeout_s)
 
     def send(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Raises RolloutError when the other end is gone."""
@@ -35,6 +36,8 @@ class Connection:
         try:
             self._sock.sendall(_PREFIX.pack(len(head), payload.size) + head)
             self._sock.sendall(payload.tobytes() if payload.size < _CHUNK else payload.data)
+        except TimeoutError as error:
+            raise self._stuck() from error
         except OSError as error:
             raise self._gone() from error
 
@@ -62,12 +65,20 @@ class Connection:
         while done < size:
             try:
                 count = self._sock.recv_into(view[done:], min(_CHUNK, size - done))
+            except TimeoutError as error:
+                raise self._stuck() from error
             except OSError as error:
                 raise self._gone() from error
             if count == 0:
                 raise self._gone()
             done += count
         return buffer
+
+    def _stuck(self) -> RolloutError:
+        return RolloutError(
+            f"the {self._peer} stopped in the middle of a message for {self._sock.gettimeout():g} s; its log in the run's "
+            "folder says what it did last"
+        )
 
     def _gone(self) -> RolloutError:
         return RolloutError(f"the {self._peer} has ended unexpectedly; its log in the run's folder says why")

@@ -119,7 +119,13 @@ def compare(url: str, expected: Mapping[str, list[str]], got: list[dict[str, str
 
     With `complete` the server must hold no other parameter than the expected ones.
     """
-    wrong = []
+    wrong: list[str] = []
+    num_ranks = {len(hashes) for hashes in expected.values()}
+    if num_ranks != {len(got)}:
+        raise SyncError(
+            f"{url}: checksums of {len(got)} ranks, expected {sorted(num_ranks) or 'some parameters'}; "
+            "sync.verify knows servers with tensor parallelism only, use verify=off with others"
+        )
     for rank, held in enumerate(got):
         for name, hashes in expected.items():
             if name not in held:

@@ -24,7 +24,8 @@ def quantize_blockwise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
         padded = torch.nn.functional.pad(padded, (0, pad_columns, 0, pad_rows))
     blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
     largest = torch.maximum(blocks.amax(dim=3).amax(dim=1), blocks.amin(dim=3).amin(dim=1).neg())
-    scale_inv = torch.where(largest > 0, largest / E4M3_MAX, torch.ones_like(largest))
+    scale_inv = largest / E4M3_MAX
+    scale_inv = torch.where(scale_inv > 0, scale_inv, torch.ones_like(scale_inv))  # 0 also below fp32's range
     blocks.div_(scale_inv[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
     values = padded[:rows, :columns].to(torch.float8_e4m3fn)
     return values.contiguous(), scale_inv

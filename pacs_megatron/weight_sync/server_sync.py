@@ -19,10 +19,10 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -43,7 +43,7 @@ from pacs_megatron.weight_sync.transports import Transport
 logger = logging.getLogger(__name__)
 
 SAMPLE_SIZE = 8
-"""Parameters that `verify: sample` looks at in an update (the first update looks at all)."""
+"""Parameters that `verify: sample` looks at in an update (the first one after a server's start looks at all)."""
 FLUSH_TRIES = 20
 FLUSH_WAIT_S = 0.25
 
@@ -87,6 +87,8 @@ class SyncReport:
 class _Target:
     api: SglangApi
     expected: ExpectedChecksums | None = None
+    is_verified: bool = False
+    """all of its parameters were looked at once since its start"""
 
 
 class ServerSync:
@@ -120,10 +122,10 @@ class ServerSync:
         self.report = SyncReport(version=version)
         self._bucket.clear()
         self._live = dict(self._targets)
-        self._sample = self._choose_sample(version)
         self._expected = {}
         self._transport.start(version)
         self._each(lambda target: self._open(target, version))
+        self._sample = self._choose_sample(version)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """One weight under its Hugging Face name. Sends a bucket when it is full. Raises SyncError when no server is left."""
@@ -190,15 +192,16 @@ class ServerSync:
     # -------------------------------------------------------------------------------------------------------- one server
     def _open(self, target: _Target, version: int) -> None:
         api, settings = target.api, self._settings
-        info = api.server_info(settings.answer_s)
+        kind = api.placement(settings.answer_s)
         if WeightVersion.is_fresh(api.weight_version()):
             # (Re)started: it has its memory, and knows no group of an earlier life.
             self._released.pop(api.url, None)
             self._transport.forget(api)
+            target.is_verified = False
         api.pause(settings.pause, settings.timeout_s)
         api.set_weight_version(updating_version(version))
         self._take_back(api, "weights")
-        target.expected = self._new_expected(info) if settings.verify != "off" else None
+        target.expected = self._new_expected(kind) if settings.verify != "off" else None
         self._transport.join(api)
 
     def _close(self, target: _Target, digest: str) -> None:
@@ -209,18 +212,24 @@ class ServerSync:
             num_equal = self._verify(api, target.expected)
             with self._lock:
                 self.report.verified += num_equal
+            target.is_verified = target.is_verified or self._sample is None
         self._take_back(api, "kv_cache")
         _flush_cache(api, required=self._settings.pause != "in_place")
+        _check_mark(api, self.report.version)
         api.set_weight_version(str(WeightVersion(self.report.version, digest)))
-        api.resume()
+        try:
+            api.resume()
+        except RolloutError:
+            # It would pass for current, and never answer a request.
+            api.set_weight_version(updating_version(self.report.version))
+            raise
 
     def _verify(self, api: SglangApi, expected: ExpectedChecksums) -> int:
         skip = [] if self._sample is None else [name for name in self._names if name not in self._sample]
         got = api.checksums(skip, self._settings.timeout_s)
         return compare(api.url, expected.by_name, got, complete=self._sample is None and not self._settings.fp8)
 
-    def _new_expected(self, info: Mapping[str, Any]) -> ExpectedChecksums:
-        kind = int(info["tp_size"]), str(info["device"])
+    def _new_expected(self, kind: tuple[int, str]) -> ExpectedChecksums:
         with self._lock:
             if kind not in self._expected:
                 self._expected[kind] = ExpectedChecksums(self._settings.dims, kind[0], hash_for(kind[1]))
@@ -229,6 +238,8 @@ class ServerSync:
     # ------------------------------------------------------------------------------------------------------- all servers
     def _choose_sample(self, version: int) -> frozenset[str] | None:
         if self._settings.verify != "sample" or not self._names:
+            return None
+        if not all(target.is_verified for target in self._live.values()):
             return None
         chosen = random.Random(version).sample(self._names, min(SAMPLE_SIZE, len(self._names)))  # noqa: S311
         return frozenset(chosen)
@@ -259,6 +270,16 @@ class ServerSync:
         self.report.failed[url] = str(error)
         logger.warning("weights %d did not reach %s: %s", self.report.version, url, error)
         self._transport.forget(target.api)
+
+
+def _check_mark(api: SglangApi, version: int) -> None:
+    """Raises RolloutError when the server was started anew, or updated by somebody else, since this update began."""
+    held = api.weight_version()
+    if held != updating_version(version):
+        raise RolloutError(
+            f"{api.url} says that it holds weights {held!r} at the end of the update to {version}: it was started anew "
+            "meanwhile, or another run sends it weights"
+        )
 
 
 def _flush_cache(api: SglangApi, required: bool) -> None:

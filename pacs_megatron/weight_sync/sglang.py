@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -18,7 +19,8 @@ MIB = 1 << 20
 def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> ServerSync:
     """A `WeightReceiver` for the run's servers; name them with `set_targets` before each push.
 
-    `folder` takes the weights of `way: disk` unless the configuration names another.
+    `folder`, one of this run's own, takes the weights of `way: disk` unless the configuration names another; there the
+    run has a folder of its own too, or two runs would read each other's versions.
     """
     sync = options.sync
     settings = SyncSettings(
@@ -33,7 +35,10 @@ def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> Server
     )
     transport: Transport
     if sync.way == "disk":
-        transport = DiskTransport(Path(sync.folder) if sync.folder is not None else folder, sync.timeout_s)
+        if sync.folder is not None:
+            run = folder.absolute().parent
+            folder = Path(sync.folder) / f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
+        transport = DiskTransport(folder, sync.timeout_s)
     elif sync.way == "broadcast":
         transport = BroadcastTransport(sync.host, sync.timeout_s)
     else:

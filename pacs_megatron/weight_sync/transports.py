@@ -9,18 +9,19 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import shutil
 import socket
 import threading
 import uuid
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from pacs_megatron.errors import SyncError
 from pacs_megatron.rollout.sglang_api import SglangApi
 from pacs_megatron.weight_sync.bucket import Bucket
 
+T = TypeVar("T")
 Kind = Literal["nccl", "gloo"]
 CUDA_ARG_DEVICE = 6
 """Position of the device among the arguments of torch's `rebuild_cuda_tensor`; SGLang takes a GPU's UUID there."""
@@ -74,22 +76,23 @@ class Transport(Protocol):
 
 
 class DiskTransport:
-    """A safetensors folder `v<version>` that every server can read; the last two versions are kept.
+    """A safetensors folder `v<version>` that every server can read; the one before is kept until the next is there.
 
-    The folder appears under its name only when it is complete, so a server (or a restarted one) never reads half.
+    The folder appears under its name only when it is complete, so a server (or a restarted one) never reads half. Nothing
+    but this transport may write to `folder`; what an earlier attempt left there is removed.
     """
 
     def __init__(self, folder: Path, timeout_s: float) -> None:
         self._folder = folder.absolute()
         self._timeout_s = timeout_s
-        self._version = 0
+        self._version = self._before = -1
         self._shards: dict[str, str] = {}
         self._num_bytes = 0
 
     def start(self, version: int) -> None:
-        self._version = version
+        self._before, self._version = self._version, version
         self._shards, self._num_bytes = {}, 0
-        shutil.rmtree(self._partial, ignore_errors=True)
+        self._remove_others({f"v{self._before}", f"v{version}"})
         with _disk_errors(self._partial):
             self._partial.mkdir(parents=True)
 
@@ -112,8 +115,12 @@ class DiskTransport:
             (self._partial / "model.safetensors.index.json").write_text(json.dumps(index))
             shutil.rmtree(self.path, ignore_errors=True)
             self._partial.replace(self.path)
+        self._remove_others({self.path.name})
+
+    def _remove_others(self, kept: set[str]) -> None:
+        """Versions and parts of versions, also those of an attempt that had come further before it was killed."""
         for old in self._folder.glob("v*"):
-            if old.name.removeprefix("v").isdecimal() and int(old.name.removeprefix("v")) < self._version - 1:
+            if re.fullmatch(r"v\d+(\.partial)?", old.name) and old.name not in kept:
                 shutil.rmtree(old, ignore_errors=True)
 
     def finish(self, api: SglangApi) -> None:
@@ -124,7 +131,8 @@ class DiskTransport:
         """Nothing is kept for a server."""
 
     def close(self) -> None:
-        """The folder stays: a restarted server may load it."""
+        """Servers hold the weights themselves, and a restarted one begins with those of its model path."""
+        self._remove_others(set())
 
     @property
     def path(self) -> Path:
@@ -138,11 +146,26 @@ class DiskTransport:
 
 @contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """A full or missing disk becomes a SyncError that names the folder."""
+    """A full or missing disk becomes a SyncError that names the folder; what was written goes, as others need the room."""
     try:
         yield
     except (OSError, SafetensorError) as error:
+        shutil.rmtree(path, ignore_errors=True)
         raise SyncError(f"sync.way=disk: cannot write {path}: {error}") from error
+
+
+def _in_thread(action: Callable[[], T]) -> Future[T]:
+    """Its result to come. A daemon thread: one that hangs holds up nothing, not even the end of the process."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:  # noqa: BLE001  # whoever asks for the result gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weight-sync", daemon=True).start()
+    return future
 
 
 @dataclass(slots=True)
@@ -156,10 +179,16 @@ class _Group:
 
     def end(self) -> None:
         """Gives the group up without waiting: a gloo group's destructor waits until its broken broadcast times out."""
-        self.backend.abort()
-        held = [self.backend, self.store]
+        backend, store = self.backend, self.store
         self.backend = self.store = None
-        threading.Thread(target=held.clear, name="weight-sync-end", daemon=True).start()
+        held = [backend, store]
+        del backend, store
+
+        def give_up() -> None:
+            held[0].abort()
+            held.clear()
+
+        threading.Thread(target=give_up, name="weight-sync-end", daemon=True).start()
 
 
 class BroadcastTransport:
@@ -175,7 +204,6 @@ class BroadcastTransport:
         self._host = host
         self._timeout_s = timeout_s
         self._groups: dict[str, _Group] = {}
-        self._calls = ThreadPoolExecutor(64, "weight-sync-call")
         self._sessions: dict[str, bool] = {}
 
     def start(self, version: int) -> None:
@@ -201,13 +229,17 @@ class BroadcastTransport:
             "flush_cache": False,
             "abort_all_requests": False,
         }
-        call = self._calls.submit(api.call, "/update_weights_from_distributed", body, self._timeout_s)
-        work = group.backend.broadcast([bucket.data], dist.BroadcastOptions())
+        call = _in_thread(lambda: api.call("/update_weights_from_distributed", body, self._timeout_s))
+        sent = _in_thread(lambda: self._broadcast(group.backend, bucket.data))
         call.result()  # a server that refuses never joins the broadcast, so its answer is awaited first
         try:
-            work.wait(timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            raise SyncError(f"{api.url}: broadcast failed: {error}") from error
+            sent.result(self._timeout_s)
+        except (RuntimeError, TimeoutError) as error:
+            raise SyncError(f"{api.url}: broadcast failed: {error or 'not over in time'}") from error
+
+    def _broadcast(self, backend: Any, data: torch.Tensor) -> None:
+        """NCCL meets its peers inside the first call, without a limit of its own: call it where nobody waits for it."""
+        backend.broadcast([data], dist.BroadcastOptions()).wait(timedelta(seconds=self._timeout_s))
 
     def commit(self) -> None:
         """Nothing: servers load bucket by bucket."""
@@ -225,21 +257,21 @@ class BroadcastTransport:
         for group in self._groups.values():
             group.end()
         self._groups.clear()
-        self._calls.shutdown(wait=False, cancel_futures=True)
 
     def _connect(self, api: SglangApi) -> _Group:
-        info = api.server_info()
-        num_ranks = 1 + int(info["tp_size"])
-        kind: Kind = "gloo" if info["device"] == "cpu" else "nccl"
+        tp, device = api.placement()
+        num_ranks = 1 + tp
+        kind: Kind = "gloo" if device == "cpu" else "nccl"
         name = f"pacs-{uuid.uuid4().hex[:12]}"  # a name is used once: the server may still hold a broken group
-        listener = socket.socket()
-        listener.bind((self._host, 0))
-        listener.listen(128)
+        listener = self._listen()
         port = listener.getsockname()[1]
         limit = timedelta(seconds=self._timeout_s)
-        store = TCPStore(
-            self._host, port, num_ranks, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        try:
+            store = TCPStore(
+                self._host, port, num_ranks, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        except RuntimeError as error:
+            raise SyncError(f"rollout.sync.host={self._host}: no store for the process group: {error}") from error
         body = {
             "master_address": self._host,
             "master_port": port,
@@ -248,13 +280,25 @@ class BroadcastTransport:
             "group_name": name,
             "backend": kind,
         }
-        call: Future[bytes] = self._calls.submit(api.call, "/init_weights_update_group", body, self._timeout_s)
+        call = _in_thread(lambda: api.call("/init_weights_update_group", body, self._timeout_s))
+        backend = _in_thread(lambda: self._new_backend(kind, name, num_ranks, store))
+        call.result()  # a server that refuses never comes to the meeting, which would be waited for to its limit
         try:
-            backend = self._new_backend(kind, name, num_ranks, store)
-        except RuntimeError as error:
+            return _Group(name, backend.result(self._timeout_s), store)
+        except (RuntimeError, TimeoutError) as error:
             raise SyncError(f"{api.url}: no {kind} group within {self._timeout_s:g} s: {error}") from error
-        call.result()
-        return _Group(name, backend, store)
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket()
+        try:
+            listener.bind((self._host, 0))
+        except OSError as error:
+            listener.close()
+            raise SyncError(
+                f"rollout.sync.host={self._host}: not an address of this host ({error}); name the one that the servers reach"
+            ) from error
+        listener.listen(128)
+        return listener
 
     def _new_backend(self, kind: Kind, name: str, num_ranks: int, store: TCPStore) -> Any:
         """Rank 0 of the group; key prefixes as `torch.distributed` forms them on the server's side."""
@@ -289,7 +333,7 @@ class IpcTransport:
 
     def join(self, api: SglangApi) -> None:
         if api.url not in self._tp:
-            self._tp[api.url] = int(api.server_info()["tp_size"])
+            self._tp[api.url] = api.placement()[0]
         self._sessions[api.url] = api.begin_weight_update()
 
     def prepare(self, bucket: Bucket) -> None:

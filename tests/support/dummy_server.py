@@ -1,6 +1,7 @@
 """A stand-in for `python -m sglang.launch_server` in tests of its life and death: answers /ready and has children.
 
-Like the real one it leaves children that do not end by themselves. `--dummy-exit N` ends at once with status N.
+Like the real one it leaves children that do not end by themselves. `--dummy-exit N` ends at once with status N,
+`--dummy-never-ready` answers nothing.
 """
 
 import multiprocessing
@@ -34,4 +35,6 @@ if __name__ == "__main__":
         sys.exit(int(args[args.index("--dummy-exit") + 1]))
     for _ in range(2):
         multiprocessing.get_context("fork").Process(target=stubborn).start()
+    if "--dummy-never-ready" in args:
+        time.sleep(3600)
     HTTPServer(("127.0.0.1", int(args[args.index("--port") + 1])), Handler).serve_forever()

@@ -146,7 +146,7 @@ def test_a_restarted_server_is_joined_anew(lab: Lab) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_named(lab: Lab) -> None:
-    message = r"sync\.way=disk: cannot write /proc/no/such/v"
+    message = r"sync\.way=disk: cannot write /proc/no/such/\S+-[0-9a-f]{8}/v"
     with (
         lab.opened(weights=None, sync={"way": "disk", "folder": "/proc/no/such"}),
         pytest.raises(SyncError, match=message),

@@ -68,6 +68,18 @@ def test_samples_survive_the_wire(lengths: list[int], seed: int) -> None:
     right.close()
 
 
+def test_an_end_that_stops_in_the_middle_of_a_message_is_not_waited_for_for_ever() -> None:
+    ours, theirs = socket.socketpair()
+    rank = Connection(ours, "rollout driver", timeout_s=0.3)
+    theirs.sendall((100).to_bytes(8, "little") + bytes(8) + b"{")  # a header of 100 bytes of which one comes
+    with pytest.raises(RolloutError, match=r"rollout driver stopped in the middle of a message for 0\.3 s"):
+        rank.receive()
+    with pytest.raises(RolloutError, match="stopped in the middle"):
+        rank.send({}, {"tokens": np.zeros(1 << 22, dtype=np.int32)})  # nobody reads
+    rank.close()
+    theirs.close()
+
+
 def test_requests_survive_the_wire() -> None:
     prompts = [
         Prompt(id=f"d/{k}", text="", token_ids=np.arange(k + 1, dtype=np.int32), answer="", problem="")

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 import tests.support.dummy_server as dummy
 from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
@@ -228,3 +229,68 @@ def test_a_missing_interpreter_is_a_config_error(tmp_path: Path, tiny_qwen3: Pat
     )
     with pytest.raises(ConfigError, match="no/such/python does not exist"):
         sglang.open_engine(options, ModelOptions(path=str(tiny_qwen3)), tmp_path)
+
+
+def options(**changes: object) -> SglangRollout:
+    values: dict[str, object] = {
+        "engine": "sglang",
+        "sampling": SamplingOptions(max_response_tokens=1),
+        "sync": SglangSync(way="disk"),
+        "urls": ("http://127.0.0.1:1",),
+    }
+    return SglangRollout(**(values | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["sesame\n", "open sesame", "sésame", "sesame\x00"])
+def test_a_key_that_no_header_can_carry_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setattr(os, "environ", {"ROLLOUT_KEY": key})
+    with pytest.raises(ConfigError, match=r"rollout\.api_key_env=ROLLOUT_KEY: the key holds a space") as caught:
+        sglang.api_key(options(api_key_env="ROLLOUT_KEY"))
+    assert "same" not in str(caught.value)
+
+
+@pytest.mark.parametrize("second", ["http://host:1/", "http://HOST:1"])
+def test_a_server_named_twice_is_refused(second: str) -> None:
+    urls = ("http://host:1", "http://host:2", second)
+    with pytest.raises(ConfigError, match=r"rollout\.urls: http://host:1 is named twice"):
+        sglang.server_apis(options(urls=urls), urls)
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        (("--api-key", "sesame"), r"extra_args has --api-key; remove it: name .* rollout\.api_key_env"),
+        (("--api-key=sesame",), r"extra_args has --api-key; remove it"),
+        (("--api_key=sesame",), r"extra_args has --api_key; remove it"),
+        (("--disable-cuda-graph", "--port", "1"), "a free one is chosen"),
+        (("--tp-size", "2"), r"say rollout\.servers\.tp"),
+    ],
+)
+def test_what_other_options_say_is_not_for_extra_args(extra: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        SglangServers(python=("python",), extra_args=extra)
+
+
+def test_a_start_that_nobody_wants_any_more_ends_at_once(tmp_path: Path) -> None:
+    """Or a node's GPUs would stay taken until servers that take minutes to start are ready."""
+    slow = [spec(tmp_path, "--dummy-never-ready", name=name) for name in ("server0", "server1")]
+    began = time.monotonic()
+    with pytest.raises(RolloutError, match="told to end while the rollout servers were starting"):
+        sglang.start_servers(slow, 300.0, lambda: time.monotonic() - began > 1.0)
+    assert time.monotonic() - began < 20
+    assert list(tmp_path.glob("*.pid")) == []
+
+
+def test_one_failing_server_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    slow, bad = spec(tmp_path, "--dummy-never-ready"), spec(tmp_path, "--dummy-exit", "3", name="server1")
+    began = time.monotonic()
+    with pytest.raises(RolloutError, match="server1 exited with 3"):
+        sglang.start_servers([slow, bad], 300.0)
+    assert time.monotonic() - began < 20
+    assert list(tmp_path.glob("*.pid")) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "servers").write_text("a file")
+    with pytest.raises(RolloutError, match=r"server0: cannot write .*server0\.log"):
+        OwnServer(spec(tmp_path / "servers")).start()

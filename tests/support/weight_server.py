@@ -1,0 +1,141 @@
+"""The fake server with weights: SGLang's calls of an update, in memory, and faults on command.
+
+Its model has no fused parameters: what is sent under a name is held under that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+
+from pacs_megatron.rollout.sglang_api import SglangApi
+from pacs_megatron.weight_sync.bucket import Bucket
+from pacs_megatron.weight_sync.checksums import sha_hash
+from tests.support.fake_sglang import FakeSglang
+
+
+class WeightServer(FakeSglang):
+    """`held` are its weights, `calls` the paths it was asked for in order. Use as a context manager."""
+
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], *, sessions: bool = True, api_key: str | None = None
+    ) -> None:
+        self.initial = dict(weights)
+        self.held = dict(weights)
+        self.sessions = sessions
+        self.session_open = False
+        self.calls: list[str] = []
+        self.keys: set[str | None] = set()
+        """Authorization headers that came"""
+        self.fail: dict[str, int] = {}
+        """path -> how often it answers 500 from now on"""
+        self.before: dict[str, Callable[[], None]] = {}
+        """path -> what happens just before its next call"""
+        self.spoil: Callable[[Any], Any] = lambda answer: answer
+        """changes the answer of `/weights_checker`"""
+        super().__init__(api_key=api_key)
+
+    def restart(self) -> None:
+        """As after a crash: nothing of an update is left."""
+        self.held, self.session_open, self.weight_version, self.paused = dict(self.initial), False, "default", False
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        self.held[name] = tensor.clone()
+
+    def _routes(self, app: web.Application) -> None:
+        super()._routes(app)
+        app.middlewares.append(self._note)
+        app.router.add_post("/begin_weight_update", self._begin)
+        app.router.add_post("/end_weight_update", self._end)
+        app.router.add_post("/update_weights_from_disk", self._from_disk)
+        app.router.add_post("/weights_checker", self._checksums)
+        app.router.add_post("/release_memory_occupation", self._empty)
+        app.router.add_post("/resume_memory_occupation", self._empty)
+        app.router.add_post("/init_weights_update_group", self._refuse)
+        app.router.add_post("/in_memory", self._in_memory)
+
+    @web.middleware
+    async def _note(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.calls.append(request.path)
+        self.keys.add(request.headers.get("Authorization"))
+        self.before.pop(request.path, lambda: None)()
+        if self.fail.get(request.path, 0) > 0:
+            self.fail[request.path] -= 1
+            return web.Response(status=500, text="told to fail")
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        if not self.sessions:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        if self.session_open:
+            return web.json_response({"error": "a weight update is already open"}, status=400)
+        self.session_open = True
+        return web.json_response({"success": True})
+
+    async def _end(self, request: web.Request) -> web.Response:
+        if not self.session_open:
+            return web.json_response({"error": "no weight update is open"}, status=400)
+        self.session_open = False
+        return web.json_response({"success": True})
+
+    async def _in_memory(self, request: web.Request) -> web.Response:
+        """Not SGLang's: a bucket came another way."""
+        if self.sessions and not self.session_open:
+            return web.json_response({"error": "no weight update is open"}, status=400)
+        return web.json_response({"success": True})
+
+    async def _refuse(self, request: web.Request) -> web.Response:
+        return web.json_response({"success": False, "message": "no such backend"}, status=400)
+
+    async def _from_disk(self, request: web.Request) -> web.Response:
+        folder = Path((await request.json())["model_path"])
+        for file in sorted(folder.glob("*.safetensors")):
+            for name, tensor in load_file(file).items():
+                self.load(name, tensor)
+        return web.json_response({"success": True})
+
+    async def _checksums(self, request: web.Request) -> web.Response:
+        skip = set((await request.json())["skip_tensor_list"])
+        held = {name: sha_hash(tensor) for name, tensor in self.held.items() if name not in skip}
+        return web.json_response(self.spoil({"ranks": [{"checksums": held}]}))
+
+
+class InMemory:
+    """A transport that hands buckets to `WeightServer`s of this process, with SGLang's sessions around."""
+
+    def __init__(self, servers: Mapping[str, WeightServer]) -> None:
+        self._servers = servers
+        self._sessions: dict[str, bool] = {}
+
+    def start(self, version: int) -> None:
+        """Nothing to set up."""
+
+    def join(self, api: SglangApi) -> None:
+        self._sessions[api.url] = api.begin_weight_update()
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Nothing."""
+
+    def send(self, api: SglangApi, bucket: Bucket) -> None:
+        api.call("/in_memory", {})
+        for name, tensor in bucket.tensors():
+            self._servers[api.url].load(name, tensor)
+
+    def commit(self) -> None:
+        """Nothing."""
+
+    def finish(self, api: SglangApi) -> None:
+        if self._sessions[api.url]:
+            api.end_weight_update()
+
+    def forget(self, api: SglangApi) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing."""
