@@ -1,0 +1,72 @@
+"""A server that answers every request with what another run recorded for it, for replays of whole training runs.
+
+It answers as the recorded server did, weights included: a sample whose tokens came from several weights is answered once
+the newest of them arrived here. Weights come by `sync.way: disk`; it believes what it is told they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from pacs_megatron.contracts import Sample, Stop
+from pacs_megatron.observability.rollout_log import RECORD_SUFFIX, ROLLOUT_FOLDER
+from pacs_megatron.rollout.record import read_record
+from pacs_megatron.rollout.sglang_api import WeightVersion
+from tests.support.fake_sglang import FakeSglang
+
+POLL_S = 0.002
+
+
+class RecordedSglang(FakeSglang):
+    """`run_dir` is the recorded run's. While `holds(sample)` is true, a sample is kept back."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.samples: dict[str, Sample] = {}
+        for path in sorted((run_dir / ROLLOUT_FOLDER).glob(f"*{RECORD_SUFFIX}")):
+            self.samples |= {sample.id: sample for sample in read_record(path)}
+        self.holds: Callable[[Sample], bool] = lambda _: False
+        self.finished: set[str] = set()
+        """ids of samples that were answered"""
+        super().__init__()
+
+    def _routes(self, app: web.Application) -> None:
+        super()._routes(app)
+        app.router.add_post("/update_weights_from_disk", self._empty)
+
+    async def _answer(self, request: web.Request, body: dict[str, Any], rid: str) -> web.StreamResponse:
+        sample_id = rid.rpartition("/")[0]
+        sample = self.samples.get(sample_id)
+        if sample is None:
+            return web.json_response({"error": {"message": f"{sample_id} was not recorded"}}, status=400)
+        prompt = sample.token_ids[: sample.prompt_len].tolist()
+        if body["input_ids"] != prompt:
+            return web.json_response({"error": {"message": f"{sample_id} has another prompt"}}, status=400)
+        while self.paused or self.holds(sample) or not self._may_hold(sample):
+            await asyncio.sleep(POLL_S)
+        ids = sample.response_ids.tolist()
+        is_cut = sample.stop is Stop.LENGTH
+        meta = {
+            "id": rid,
+            "finish_reason": {"type": "length", "length": len(ids)} if is_cut else {"type": "stop", "matched": 0},
+            "weight_versions": [
+                {"version": f"{span.version}:{span.digest}", "start": span.start, "end": span.end}
+                for span in sample.spans
+            ],
+            # A float32 written as the float64 that it is comes back as the same float32.
+            "output_token_logprobs": [
+                [value, token, None] for value, token in zip(sample.sampler_logprobs.tolist(), ids, strict=True)
+            ],
+        }
+        self.answered += 1
+        self.finished.add(sample_id)
+        return web.json_response({"text": "", "output_ids": ids, "meta_info": meta})
+
+    def _may_hold(self, sample: Sample) -> bool:
+        """Whether the weights of its last token have arrived."""
+        held = WeightVersion.parse(self.weight_version)
+        return held is not None and held.version >= sample.spans[-1].version
