@@ -13,10 +13,10 @@ from pathlib import Path
 
 import xxhash
 
+from pacs_megatron.checkpoint.names import MANIFEST_NAME
 from pacs_megatron.checkpoint.staging import write_file
 from pacs_megatron.errors import CheckpointError
 
-MANIFEST_NAME = "manifest.json"
 DIST_FOLDER = "dist"
 HF_FOLDER = "hf"
 FORMAT = 1

@@ -10,7 +10,8 @@ import torch
 from pacs_megatron.checkpoint.dist_metadata import MODEL_PREFIX
 from pacs_megatron.checkpoint.dist_reader import DistReader
 from pacs_megatron.checkpoint.hf_folder import HfFolder
-from pacs_megatron.checkpoint.manifest import DIST_FOLDER, HF_FOLDER, MANIFEST_NAME, check_files, read_manifest
+from pacs_megatron.checkpoint.manifest import DIST_FOLDER, HF_FOLDER, check_files, read_manifest
+from pacs_megatron.checkpoint.names import MANIFEST_NAME, position_of
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.models import Entry, load_config, read_spec, weight_table
 
@@ -96,7 +97,7 @@ def open_weights(path: str | Path) -> HfFolder | MegatronWeights:
 
 
 def find_checkpoint(path: str | Path, step: int | None) -> Path:
-    """`path` itself, or in a run's folder (or its `checkpoints`) the one of `step`; None: the newest whole one.
+    """`path` itself, or in a run's folder (or its `checkpoints`) the one after `step`; None: after the newest one.
 
     Raises CheckpointError naming the steps that are there.
     """
@@ -110,7 +111,8 @@ def find_checkpoint(path: str | Path, step: int | None) -> Path:
     by_step: dict[int, Path] = {}
     for child in sorted(parent.iterdir()) if parent.is_dir() else []:
         child_step = read_manifest(child).step if is_megatron_checkpoint(child) else None
-        if child_step is not None and ".partial" not in child.name:
+        position = position_of(child.name)
+        if child_step is not None and ".partial" not in child.name and not (position and position.updates):
             by_step[child_step] = child
     if not by_step:
         raise CheckpointError(f"{folder} holds no checkpoint ({MANIFEST_NAME} is what marks one)")

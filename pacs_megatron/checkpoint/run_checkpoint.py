@@ -2,14 +2,14 @@
 
 `checkpoints/step_000010/`: `dist/` (Megatron's torch_dist: weights, optimizer, reference), `state.json` (counters, data
 position), `rng/` (one file a rank), `hf/` (config and tokenizer, for the export), `buffer.safetensors` and `buffer.json`
-(samples of steps that are not trained yet; only where there are some), `manifest.json` (size and xxh3-128 of every file).
-A folder without manifest is not a checkpoint.
+(samples of steps that are not trained yet; only where there are some), `begun.safetensors` and `begun.json` (only where a
+step is in the middle of its updates), `manifest.json` (size and xxh3-128 of every file). A folder without manifest is
+not a checkpoint.
 """
 
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -25,7 +25,6 @@ from pacs_megatron.checkpoint.hf_folder import copy_hf_metadata
 from pacs_megatron.checkpoint.manifest import (
     DIST_FOLDER,
     HF_FOLDER,
-    MANIFEST_NAME,
     FileFacts,
     Manifest,
     check_files,
@@ -33,15 +32,17 @@ from pacs_megatron.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, Position, whole_checkpoints
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.observability.files import sync_folder, write_atomically
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays
 
 logger = logging.getLogger(__name__)
-_NAME = re.compile(r"step_(\d{6,})")
 _PARTIAL = ".partial"
-_BUFFER_HEADER, _BUFFER_ARRAYS = "buffer.json", "buffer.safetensors"
+_BUFFER, _BEGUN = "buffer", "begun"
+Record = tuple[Mapping[str, Any], Mapping[str, np.ndarray]]
+"""Plain JSON values and flat arrays: `<name>.json` and `<name>.safetensors`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,23 +59,21 @@ class Contents:
     """folder with config and tokenizer"""
     dtype: torch.dtype
     """of the weights"""
-    buffer: tuple[Mapping[str, Any], Mapping[str, np.ndarray]] | None
-    """on rank 0: finished samples of later steps, plain JSON values and flat arrays; None: there are none"""
+    buffer: Record | None
+    """on rank 0: finished samples of later steps; None: there are none"""
+    begun: Record | None = None
+    """on rank 0: what the rest of a step needs that is in the middle of its updates; None: between two steps"""
 
 
-def checkpoint_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lives."""
-    return run_dir / "checkpoints" / f"step_{step:06d}"
+def checkpoint_folder(run_dir: Path, position: Position) -> Path:
+    """Where the checkpoint of `position` lives."""
+    return run_dir / CHECKPOINTS_FOLDER / position.name
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint of the highest step that is whole, or None."""
-    found = [
-        (int(match[1]), path)
-        for path in (run_dir / "checkpoints").glob("step_*")
-        if (match := _NAME.fullmatch(path.name)) and (path / MANIFEST_NAME).is_file()
-    ]
-    return max(found)[1] if found else None
+    """The newest checkpoint that is whole, or None."""
+    whole = whole_checkpoints(run_dir)
+    return whole[-1][1] if whole else None
 
 
 def finish_interrupted(run_dir: Path) -> None:
@@ -102,11 +101,11 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def save_checkpoint(run_dir: Path, step: int, rank: Rank, contents: Contents, *, keep_last: int) -> Path:
+def save_checkpoint(run_dir: Path, position: Position, rank: Rank, contents: Contents, *, keep_last: int) -> Path:
     """Write a whole checkpoint. Collective. An interrupted one leaves only a `.partial` folder, removed next time."""
     from safetensors.torch import save_file
 
-    final = checkpoint_folder(run_dir, step)
+    final = checkpoint_folder(run_dir, position)
     partial = final.with_name(final.name + _PARTIAL)
     if rank.rank == 0:
         for leftover in final.parent.glob(f"*{_PARTIAL}"):
@@ -114,47 +113,58 @@ def save_checkpoint(run_dir: Path, step: int, rank: Rank, contents: Contents, *,
         for name in (DIST_FOLDER, HF_FOLDER, "rng"):
             (partial / name).mkdir(parents=True)
         copy_hf_metadata(contents.hf_metadata, partial / HF_FOLDER, dtypes={contents.dtype})
-        state = json.dumps({"step": step, **contents.state}, indent=1)
+        state = json.dumps({"step": position.step, **contents.state}, indent=1)
         write_atomically(partial / "state.json", [state.encode()])
-        if contents.buffer is not None:
-            _write_buffer(partial, *contents.buffer)
+        for name, record in ((_BUFFER, contents.buffer), (_BEGUN, contents.begun)):
+            if record is not None:
+                _write_record(partial, name, record)
     dist.barrier(group=rank.control)
     save_file(dict(contents.rng), partial / "rng" / f"rank_{rank.rank:05d}.safetensors")
     save_sharded(contents.sharded, partial / DIST_FOLDER)
     dist.barrier(group=rank.control)
     files = _digest_all(partial, rank)
     if rank.rank == 0:
-        write_manifest(partial, Manifest(step=step, files=files))
+        write_manifest(partial, Manifest(step=position.step, files=files))
         _replace(final, partial)
-        _prune(final.parent, keep_last)
+        _prune(run_dir, keep_last)
     dist.barrier(group=rank.control)
     return final
 
 
-def _write_buffer(folder: Path, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+def _write_record(folder: Path, name: str, record: Record) -> None:
     from safetensors.numpy import save_file
 
-    write_atomically(folder / _BUFFER_HEADER, [json.dumps(header).encode()])
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, folder / _BUFFER_ARRAYS)
+    header, arrays = record
+    write_atomically(folder / f"{name}.json", [json.dumps(header).encode()])
+    save_file({key: np.ascontiguousarray(array) for key, array in arrays.items()}, folder / f"{name}.safetensors")
+
+
+def _read_record(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    from safetensors.numpy import load_file
+
+    if not (folder / f"{name}.json").is_file():
+        return None
+    return json.loads((folder / f"{name}.json").read_text()), load_file(folder / f"{name}.safetensors")
 
 
 def read_buffer(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
     """What `Contents.buffer` was; None when the checkpoint has none."""
-    from safetensors.numpy import load_file
-
-    if not (folder / _BUFFER_HEADER).is_file():
-        return None
-    return json.loads((folder / _BUFFER_HEADER).read_text()), load_file(folder / _BUFFER_ARRAYS)
+    return _read_record(folder, _BUFFER)
 
 
-def _prune(folder: Path, keep_last: int) -> None:
-    whole = sorted(
-        (int(match[1]), path)
-        for path in folder.iterdir()
-        if (match := _NAME.fullmatch(path.name)) and (path / MANIFEST_NAME).is_file()
-    )
-    for _, path in whole[:-keep_last]:
-        _remove(path)
+def read_begun(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    """What `Contents.begun` was; None when the checkpoint lies between two steps."""
+    return _read_record(folder, _BEGUN)
+
+
+def _prune(run_dir: Path, keep_last: int) -> None:
+    """Keeps the newest `keep_last` between two steps; one in the middle of a step only while it is the newest of all."""
+    whole = whole_checkpoints(run_dir)
+    between = [path for position, path in whole if not position.updates]
+    kept = {*between[-keep_last:], whole[-1][1]}
+    for _, path in whole:
+        if path not in kept:
+            _remove(path)
 
 
 def _files(folder: Path) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, Position, newest_step
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.launch.job import latest_step
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -18,13 +18,16 @@ def export(run_dir: Path, *, step: int | None, out: Path | None) -> str:
     from pacs_megatron.convert.convert import Options, megatron_to_hf
     from pacs_megatron.observability.logs import setup_logging
 
-    newest = latest_step(run_dir)
-    if newest < 0:
-        raise ConfigError(f"{run_dir} has no checkpoint under checkpoints/; give the folder of a run that has saved")
+    newest = newest_step(run_dir)
+    if newest is None:
+        raise ConfigError(
+            f"{run_dir} has no checkpoint after a whole step under {CHECKPOINTS_FOLDER}/; give the folder of a run that has "
+            "saved"
+        )
     chosen = newest if step is None else step
-    folder = run_dir / "checkpoints" / f"step_{chosen:06d}"
-    if not (folder / "manifest.json").is_file():
+    folder = run_dir / CHECKPOINTS_FOLDER / Position(chosen).name
+    if not (folder / MANIFEST_NAME).is_file():
         raise ConfigError(f"{folder} is not there or not whole; the newest checkpoint is step {newest}")
-    target = out if out is not None else run_dir / "hf_exports" / f"step_{chosen:06d}"
+    target = out if out is not None else run_dir / "hf_exports" / Position(chosen).name
     setup_logging(None, 0)
     return str(megatron_to_hf(folder, Options(out=target), step=None, max_shard_bytes=MAX_SHARD_BYTES))

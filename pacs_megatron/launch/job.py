@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -18,10 +17,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pacs_megatron.checkpoint.names import Position, newest_position
 from pacs_megatron.config import load_config
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError
+from pacs_megatron.launch.rows import read_rows
 from pacs_megatron.launch.serve import servers_here, wait_for_urls
 from pacs_megatron.launch.train import EXIT_CODE_FILE, check_model_and_layout, run_folder
 
@@ -35,17 +36,6 @@ CANCEL_FILE = "CANCEL"
 """`cancel --save` leaves it beside STOP: save, end, and do not come back."""
 Row = dict[str, float | int | str]
 """One attempt, or one submitted job."""
-_CHECKPOINT = re.compile(r"step_(\d+)")
-
-
-def latest_step(run_dir: Path) -> int:
-    """Step of the newest whole checkpoint, -1 without one."""
-    steps = [
-        int(match[1])
-        for path in (run_dir / "checkpoints").glob("step_*")
-        if (match := _CHECKPOINT.fullmatch(path.name)) and (path / "manifest.json").is_file()
-    ]
-    return max(steps, default=-1)
 
 
 def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
@@ -98,7 +88,7 @@ def begin(run_dir: Path, job_id: str) -> Path:
     beside = logs / f".{LATEST}.{os.getpid()}"
     beside.symlink_to(folder.name)
     beside.replace(link)
-    row: Row = {"attempt": number, "job_id": job_id, "begin": time.time(), "begin_step": latest_step(run_dir)}
+    row: Row = {"attempt": number, "job_id": job_id, "begin": time.time(), **_progress(run_dir, "begin")}
     _append(run_dir, row, ATTEMPTS_FILE)
     return folder
 
@@ -113,13 +103,25 @@ def end(run_dir: Path, code: int, max_attempts: int) -> tuple[int, bool, str]:
         raise ConfigError(f"{run_dir}/logs/{ATTEMPTS_FILE} is empty; call `begin` before `end`")
     told = run_dir / EXIT_CODE_FILE
     if told.is_file() and told.stat().st_mtime >= float(rows[-1]["begin"]):
-        code = int(told.read_text(encoding="utf-8"))
-    rows[-1] |= {"end": time.time(), "end_step": latest_step(run_dir), "code": code}
+        word = told.read_text(encoding="utf-8").strip()
+        code = int(word) if word.isdecimal() else code
+    rows[-1] |= {"end": time.time(), **_progress(run_dir, "end"), "code": code}
     _rewrite(run_dir, rows)
     again, reason = _verdict(rows, code, max_attempts)
     if again and (run_dir / CANCEL_FILE).exists():
         again, reason = False, "cancelled by `pacs-megatron cancel --save`"
     return code, again, reason
+
+
+def _progress(run_dir: Path, when: str) -> Row:
+    """Step of the newest checkpoint, -1 without one, and how many updates of the next one are done in it."""
+    position = newest_position(run_dir) or Position(-1)
+    return {f"{when}_step": position.step, f"{when}_updates": position.updates}
+
+
+def _position(row: Row, when: str) -> Position:
+    # Version 0.1 had checkpoints between two steps only, and rows without updates.
+    return Position(int(row[f"{when}_step"]), int(row.get(f"{when}_updates", 0)))
 
 
 def _verdict(rows: Sequence[Row], code: int, max_attempts: int) -> tuple[bool, str]:
@@ -128,18 +130,19 @@ def _verdict(rows: Sequence[Row], code: int, max_attempts: int) -> tuple[bool, s
     if code == ExitCode.MISCONFIGURED:
         return False, "the configuration or the data are wrong; the log says what to change"
     idle = 0
-    step_after = float(rows[-1]["end_step"])
+    after = _position(rows[-1], "end")
     for row in reversed(rows):
         # A lost node leaves no `end_step`: what the next attempt found counts.
-        if step_after > float(row["begin_step"]):
+        if after > _position(row, "begin"):
             break
-        step_after = float(row["begin_step"])
+        after = _position(row, "begin")
         idle += 1
     if idle >= max_attempts:
         return False, f"{idle} attempts in a row without a new checkpoint (resources.max_attempts={max_attempts})"
     if code == ExitCode.PREEMPTED:
         return True, "stopped by a signal and saved"
-    return True, f"failed with code {code}; the next attempt resumes from step {max(int(rows[-1]['end_step']), 0)}"
+    position = max(_position(rows[-1], "end"), Position(0))
+    return True, f"failed with code {code}; the next attempt resumes from {position}"
 
 
 def requeue(job_id: str) -> bool:
@@ -176,7 +179,9 @@ def note_jobs(run_dir: Path, jobs: Sequence[tuple[str, str]]) -> None:
 
 def known_jobs(run_dir: Path) -> dict[str, str]:
     """Job id -> its name, of everything submitted or begun for this run, oldest first."""
-    found = {str(row["job_id"]): str(row["name"]) for row in _read(run_dir, JOBS_FILE)}
+    found = {
+        str(row["job_id"]): str(row["name"]) for row in read_rows(run_dir / "logs" / JOBS_FILE, ("name", "job_id"))
+    }
     for row in read_attempts(run_dir):
         if row["job_id"] != "none":
             found.setdefault(str(row["job_id"]), "train")
@@ -185,19 +190,14 @@ def known_jobs(run_dir: Path) -> dict[str, str]:
 
 def read_attempts(run_dir: Path) -> list[Row]:
     """The rows of attempts.jsonl; empty when there is none."""
-    return _read(run_dir, ATTEMPTS_FILE)
-
-
-def _read(run_dir: Path, name: str) -> list[Row]:
-    path = run_dir / "logs" / name
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return read_rows(run_dir / "logs" / ATTEMPTS_FILE, ("attempt", "job_id", "begin", "begin_step"))
 
 
 def _append(run_dir: Path, row: Row, name: str) -> None:
-    with (run_dir / "logs" / name).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    with (run_dir / "logs" / name).open("a+b") as file:
+        # A lost node may have left half a line, which must not swallow this one.
+        torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+        file.write((b"\n" if torn else b"") + json.dumps(row).encode() + b"\n")
 
 
 def _rewrite(run_dir: Path, rows: Sequence[Row]) -> None:
@@ -231,6 +231,10 @@ def main(arguments: Sequence[str]) -> int:
     except PacsError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return int(error.exit_code)
+    except OSError as error:
+        text = f"{error.filename}: {error.strerror}; correct run.dir, or its permissions, or make room"
+        sys.stderr.write(f"ConfigError: {text}\n")
+        return ExitCode.MISCONFIGURED
 
 
 def _run_verb(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pacs_megatron.checkpoint.names import whole_checkpoints
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.errors import PacsError
@@ -279,31 +280,32 @@ def _resume(loaded: LoadedConfig) -> Iterator[Check]:
 
     if folder.exists():
         yield attempt("run.name", is_the_same_run)
-    checkpoints = sorted((folder / "checkpoints").glob("step_*"))
-    if not checkpoints:
-        yield Check("ok", "checkpoint", f"{folder} has no checkpoint: the run starts")
+    whole = whole_checkpoints(folder)
+    if not whole:
+        yield Check("ok", "checkpoint", f"{folder} has no whole checkpoint: the run starts")
         return
+    position, newest = whole[-1]
 
     def readable() -> str:
         from pacs_megatron.checkpoint.manifest import check_files, read_manifest
 
-        check_files(checkpoints[-1], read_manifest(checkpoints[-1]), digests=False)
-        return f"resumes from {checkpoints[-1].name}"
+        check_files(newest, read_manifest(newest), digests=False)
+        return f"resumes from {newest.name}: {position}"
 
-    yield attempt("checkpoint", readable, f"move {checkpoints[-1]} away to resume from the one before")
+    yield attempt("checkpoint", readable, f"move {newest} away to resume from the one before")
 
 
 def _signal(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
-    """The signal must come early enough to finish a step's updates and to save: as measured, else as planned."""
+    """The signal must come early enough to finish an update and to save: as measured, else as planned."""
     lead = loaded.config.resources.signal_lead_s
-    measured = _measured_seconds(run_folder(loaded) / "metrics.jsonl")
+    measured = _measured_seconds(run_folder(loaded) / "metrics.jsonl", loaded.config.batch.updates_per_step)
     if measured is not None:
         need, word = measured, "measured in this run"
     elif plan.phases:
         need, word = planned_ending_s(plan), "planned"
     else:
         return
-    text = f"{lead} s before the time limit; a step's updates and a save take {need:.0f} s ({word})"
+    text = f"{lead} s before the time limit; an update, a weight sync and a save take {need:.0f} s ({word})"
     if lead < need:
         yield Check("fail", "resources.signal_lead_s", text, f"use at least {2 * need:.0f}")
     else:
@@ -314,25 +316,27 @@ def _signal(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
         yield Check("fail", "resources.time_limit", message, "raise it: the signal would come at the start")
 
 
-ENDING_SPANS = ("time/update_s", "time/scores_s", "time/sync_s", "time/checkpoint_s")
-"""What is still done when a signal comes right after the start of a step's first update."""
+ENDING_SPANS = ("time/sync_s", "time/checkpoint_s")
+"""What is still done, beside the update, when a signal comes right after the start of a step's last update."""
 
 
 def planned_ending_s(plan: Plan) -> float:
-    """The same seconds from the plan: everything but the rollout, and one checkpoint at the assumed speed of the disk."""
+    """The same seconds from the plan: one update, the sync, and one checkpoint at the assumed speed of the disk."""
+    updates = sum(phase.seconds for phase in plan.phases if phase.name == "updates")
+    sync = sum(phase.seconds for phase in plan.phases if phase.name.startswith("weight sync"))
     save = plan.checkpoint_bytes / (constants.DISK_GB_S.value * 1e9)
-    return sum(phase.seconds for phase in plan.phases if phase.name != "rollout") + save
+    return updates / plan.config.batch.updates_per_step + sync + save
 
 
-def _measured_seconds(path: Path) -> float | None:
+def _measured_seconds(path: Path, updates_per_step: int) -> float | None:
     if not path.is_file():
         return None
     rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    longest = [
-        max((float(row[name]) for row in rows if isinstance(row.get(name), int | float)), default=0.0)
-        for name in ENDING_SPANS
-    ]
-    return sum(longest) or None
+
+    def longest(name: str) -> float:
+        return max((float(row[name]) for row in rows if isinstance(row.get(name), int | float)), default=0.0)
+
+    return longest("time/update_s") / updates_per_step + sum(longest(name) for name in ENDING_SPANS) or None
 
 
 def _seconds(time_limit: str) -> int:

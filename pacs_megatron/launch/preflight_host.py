@@ -188,8 +188,7 @@ def check_room(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
     if not folder.is_dir():
         return  # named by check_folders
     need = plan.disk_bytes
-    checkpoints = loaded.config.checkpoint.keep_last + 1
-    need_files = checkpoints * (FILES_A_CHECKPOINT + 2 * plan.layout.world_size)
+    need_files = plan.num_checkpoints * (FILES_A_CHECKPOINT + 2 * plan.layout.world_size)
     found, unknown = quota.rooms(folder)
     for room in found:
         text = f"{room.num_bytes / GIB:.1f} GiB left at {folder} ({room.source}), {need / GIB:.1f} GiB for checkpoints"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from pacs_megatron.checkpoint.names import newest_position
 from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.launch.job import (
     CANCEL_FILE,
@@ -15,9 +16,9 @@ from pacs_megatron.launch.job import (
     Row,
     job_states,
     known_jobs,
-    latest_step,
     read_attempts,
 )
+from pacs_megatron.launch.rows import read_rows
 from pacs_megatron.launch.train import EXIT_CODE_FILE
 from pacs_megatron.training.watchdog import HEARTBEAT_FOLDER
 
@@ -39,7 +40,7 @@ def status(run_dir: Path) -> str:
     told = {str(row["job_id"]) for row in attempts if "end" not in row}
     lines.extend(f"job {job} ({known[job]}): {state}" for job, state in queued.items() if job not in told)
     lines.extend(_heartbeats(run_dir, _last_change(run_dir, attempts)))
-    lines.append(f"checkpoint step {latest_step(run_dir)}" if latest_step(run_dir) >= 0 else "checkpoint none yet")
+    lines.append(f"checkpoint {newest_position(run_dir) or 'none yet'}")
     lines.extend(_last_metrics(run_dir))
     if (run_dir / "STOP").exists():
         lines.append("stop       asked for (STOP); it saves and ends")
@@ -69,11 +70,12 @@ def _heartbeats(run_dir: Path, since: float) -> list[str]:
     for path in (run_dir / HEARTBEAT_FOLDER).glob("rank*.json"):
         try:
             state, written = json.loads(path.read_text(encoding="utf-8")), path.stat().st_mtime
-        except (OSError, ValueError):
-            continue  # it is being replaced
+            beat = int(state["rank"]), float(state["silent_s"]) + time.time() - written
+            phase = str(state["phase"])
+        except (OSError, ValueError, TypeError, KeyError):
+            continue  # it is being replaced, or cut off
         if written >= since:
-            silent_s = float(state["silent_s"]) + time.time() - written
-            phases.setdefault(str(state["phase"]), []).append((int(state["rank"]), silent_s))
+            phases.setdefault(phase, []).append(beat)
     return [
         f"ranks      {_ranges([rank for rank, _ in found])}: {phase}, no sign of life for at most "
         f"{max(silent_s for _, silent_s in found):.0f} s"
@@ -101,12 +103,10 @@ def _word(code: int) -> str:
 
 def _last_metrics(run_dir: Path) -> list[str]:
     path = run_dir / "metrics.jsonl"
-    if not path.is_file():
-        return []
-    rows = path.read_text(encoding="utf-8").splitlines()
+    rows = read_rows(path, ("step",))
     if not rows:
         return []
-    row = json.loads(rows[-1])
+    row = rows[-1]
     age = time.time() - path.stat().st_mtime
     names = ("reward/mean", "objective/loss", "optimizer/grad_norm", "tokens_per_s")
     values = ", ".join(f"{name} {row[name]:.4g}" for name in names if isinstance(row.get(name), int | float))
@@ -117,7 +117,9 @@ def log_lines(run_dir: Path, attempt: int | None, num_lines: int, *, follow: boo
     """The end of an attempt's log (default: the latest), then what is added to it while `follow`."""
     _check(run_dir)
     folder = run_dir / "logs" / (LATEST if attempt is None else f"attempt_{attempt}")
-    candidates = [folder / LOG_NAME, run_dir / "logs" / "rank0.log"]
+    if num_lines < 1:
+        raise ConfigError(f"--lines {num_lines}: expected 1 or more")
+    candidates = [folder / LOG_NAME, *([run_dir / "logs" / "rank0.log"] if attempt is None else [])]
     path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if path is None:
         raise ConfigError(

@@ -1,5 +1,6 @@
 """Steps in order: evaluation, metrics, checkpoints, and how a run ends."""
 
+import json
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pacs_megatron.checkpoint import run_checkpoint
+from pacs_megatron.checkpoint.names import Position
 from pacs_megatron.contracts import Interrupted
 from pacs_megatron.errors import ExitCode, RewardError, RolloutError, SyncError
 from pacs_megatron.evaluation.passk import ProblemCounts, benchmark_metrics
@@ -20,6 +22,7 @@ from pacs_megatron.observability.writers import MetricSinks, open_sinks
 from pacs_megatron.parallel.transfer import broadcast_arrays
 from pacs_megatron.policy import state as policy_state
 from pacs_megatron.rollout.collect import DriverState
+from pacs_megatron.training.begun import Begun, StoppedInStep
 from pacs_megatron.training.export import export_hf
 from pacs_megatron.training.step import train_step
 from pacs_megatron.training.sync import sync
@@ -30,13 +33,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Progressed:
-    """How far the run is: what a checkpoint holds beside the policy. Changes at step boundaries only."""
+    """How far the run is: what a checkpoint holds beside the policy. Changes at step boundaries, and where a step is cut."""
 
     step: int = 0
     version: int = 0
     """of the policy's weights"""
     row: dict[str, float | None] | None = None
     """metrics of `step` that are not written yet: its evaluation is to come"""
+    begun: Begun | None = None
+    """the step after `step` is in the middle of its updates"""
+
+    @property
+    def position(self) -> Position:
+        return Position(self.step, 0 if self.begun is None else self.begun.updates)
 
 
 class Outputs:
@@ -83,24 +92,27 @@ def run(w: World) -> ExitCode:
     with ExitStack() as stack:
         out = Outputs(w, written, stack)
         w.rollouts.send_weights = partial(sync, w)
-        sync(w, done.step)
+        if done.begun is None:  # else they are no step's weights, and nothing is to be sampled with them
+            sync(w, done.step)
         w.timer.take()
         try:
             if done.row is not None:
                 _finish_step(w, done, out)
             while done.step < w.config.run.steps:
-                metrics = train_step(w, done.step + 1)
-                done.step, done.version, done.row = done.step + 1, w.policy.version, metrics
+                done.row = train_step(w, done.step + 1, done.begun)
+                done.step, done.version, done.begun = done.step + 1, w.policy.version, None
                 sync(w, done.step)
                 _finish_step(w, done, out)
         except (RolloutError, RewardError, SyncError):
             _save_what_there_is(w, done)
             raise
-        except Interrupted:
+        except Interrupted as stopped:
+            if isinstance(stopped, StoppedInStep):
+                done.begun, done.version = stopped.begun, w.policy.version
             save(w, done)
             out.report()
             if w.rank.rank == 0:
-                logger.info("stopped after step %d; saved; the same command continues", done.step)
+                logger.info("stopped after %s; saved; the same command continues", done.position)
             return ExitCode.PREEMPTED
         export_hf(w, w.run_dir / "hf")
         out.report()
@@ -178,7 +190,7 @@ def _save_what_there_is(w: World, done: Progressed) -> None:
 
 
 def save(w: World, done: Progressed) -> None:
-    """Checkpoint of the boundary `done`, with all samples of later steps that are finished. Collective."""
+    """Checkpoint of `done`, with all samples of later steps that are finished. Collective."""
     has_reference = w.policy.reference is not None
     with w.timer.span("checkpoint"):
         driver = w.rollouts.state(done.step)
@@ -196,9 +208,10 @@ def save(w: World, done: Progressed) -> None:
             hf_metadata=w.model_dir,
             dtype=w.policy.config.params_dtype,
             buffer=driver.buffer,
+            begun=None if done.begun is None else done.begun.to_record(),
         )
         folder = run_checkpoint.save_checkpoint(
-            w.run_dir, done.step, w.rank, contents, keep_last=w.config.checkpoint.keep_last
+            w.run_dir, done.position, w.rank, contents, keep_last=w.config.checkpoint.keep_last
         )
     if w.rank.rank == 0:
         logger.info("saved %s", folder)
@@ -229,7 +242,17 @@ def resume(w: World) -> Progressed | None:
     w.rollouts.load_state(DriverState(order=saved["driver"], buffer=buffer))
     if w.rank.rank == 0:
         logger.info("resumed from %s", folder)
-    return Progressed(step=saved["step"], version=w.policy.version, row=saved["row"])
+    return Progressed(step=saved["step"], version=w.policy.version, row=saved["row"], begun=_read_begun(w, folder))
+
+
+def _read_begun(w: World, folder: Path) -> Begun | None:
+    """What is left of a step, from the checkpoint; its arrays on rank 0 only. Collective."""
+    found = run_checkpoint.read_begun(folder) if w.rank.rank == 0 else None
+    answer = broadcast_arrays(array_of("" if found is None else json.dumps(found[0])), src=0, group=w.rank.control)
+    text = answer["text"].tobytes().decode()
+    if not text:
+        return None
+    return Begun.from_record(json.loads(text), found[1] if found is not None else {})
 
 
 def _agreed_checkpoint(w: World) -> Path | None:

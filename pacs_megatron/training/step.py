@@ -1,18 +1,20 @@
 """One step, as a page: samples in, updates. The loop then sends the new weights to the rollout engine."""
 
 from dataclasses import replace
+from typing import Any
 
 from pacs_megatron.batching.distribute import cut_step
 from pacs_megatron.contracts import Interrupted, Part
 from pacs_megatron.observability.metrics import MetricSums
+from pacs_megatron.training.begun import Begun, StoppedInStep, begun_at, with_saved_logprobs
 from pacs_megatron.training.sync import release_memory
 from pacs_megatron.training.world import World
 
 
-def train_step(w: World, step: int) -> dict[str, float | None]:
-    """Step `step` (from 1): its metrics. Collective.
+def train_step(w: World, step: int, begun: Begun | None = None) -> dict[str, float | None]:
+    """Step `step` (from 1): its metrics. Collective. With `begun` its samples are in the buffer, its first updates done.
 
-    Raises Interrupted before the first update if a rank was asked to stop: nothing has changed then.
+    Raises Interrupted when a rank was asked to stop and nothing has changed; StoppedInStep between two updates.
     """
     with w.timer.span("rollout"):
         collected = w.rollouts.collect(step)
@@ -28,24 +30,23 @@ def train_step(w: World, step: int) -> dict[str, float | None]:
             tokens_per_microbatch=w.config.batch.tokens_per_microbatch,
         )
     with w.timer.span("logprobs"):
-        parts = [with_logprobs(w, part) for part in parts]
+        parts = with_logprobs(w, parts, begun)
     # No admitted group, no mini-batch: the step counts, the weights stay.
     step_inputs = w.objective.prepare_step(collected.facts) if parts else None
     poll(w)
     sums = MetricSums()
-    for index, part in enumerate(parts):
-        scores = None
-        if w.objective.needs_scores(index):
-            with w.timer.span("scores"):
-                # From the first update on the step is finished: there is no way back to its start.
-                scores = w.policy.scores(part, w.objective, w.stop.is_set if index == 0 else None)
-        with w.timer.span("update"):
-            prepared = w.objective.prepare(scores, part.facts, step_inputs)
-            report = w.policy.update(part, prepared, w.objective, scores)
-        # Only the first update computes with the weights that sampled.
-        comparable = {k: v for k, v in report.metrics.items() if index == 0 or not k.startswith("mismatch/")}
-        sums.add_means(comparable, part.facts.num_samples)
-        sums.add_means({"optimizer/grad_norm": report.grad_norm, "optimizer/lr": report.lr}, 1)
+    if begun is not None:
+        sums.merge(begun.sums)
+    first = 0 if begun is None else begun.updates
+    for index, part in enumerate(parts[first:], first):
+        try:
+            if index > first:
+                poll(w)
+            update(w, index, part, step_inputs, sums)
+        except Interrupted:
+            if index == 0:
+                raise
+            raise StoppedInStep(begun_at(index, parts, sums, w.rank)) from None
     if w.reset_every and step % w.reset_every == 0:
         w.policy.take_reference(reset_optimizer=True)
     metrics |= sums.values()
@@ -54,11 +55,37 @@ def train_step(w: World, step: int) -> dict[str, float | None]:
     return metrics
 
 
-def with_logprobs(w: World, part: Part) -> Part:
-    """`part` with the trainer's own log-probs that the objective asks for: same plan as the update.
+def update(w: World, index: int, part: Part, step_inputs: Any, sums: MetricSums) -> None:
+    """Update `index` of the step, its metrics into `sums`. Raises Interrupted in its score pass, before anything changed."""
+    scores = None
+    if w.objective.needs_scores(index):
+        with w.timer.span("scores"):
+            scores = w.policy.scores(part, w.objective, w.stop.is_set)
+    with w.timer.span("update"):
+        prepared = w.objective.prepare(scores, part.facts, step_inputs)
+        report = w.policy.update(part, prepared, w.objective, scores)
+    # Only the first update computes with the weights that sampled.
+    comparable = {k: v for k, v in report.metrics.items() if index == 0 or not k.startswith("mismatch/")}
+    sums.add_means(comparable, part.facts.num_samples)
+    sums.add_means({"optimizer/grad_norm": report.grad_norm, "optimizer/lr": report.lr}, 1)
+
+
+def with_logprobs(w: World, parts: list[Part], begun: Begun | None) -> list[Part]:
+    """`parts` with the trainer's own log-probs that the objective asks for, computed or, in a step that goes on, as saved.
 
     Raises Interrupted on all ranks, within a few micro-batches, when one was asked to stop.
     """
+    if begun is None:
+        return [_with_own_logprobs(w, part) for part in parts]
+    sources = sorted(f"{name}_logprobs" for name in w.objective.logprob_passes())
+    parts = with_saved_logprobs(parts, begun, w.rank, sources)
+    if "step_start" in w.objective.logprob_passes():
+        parts[begun.updates :] = [w.policy.with_log_ratio_to_sampler(part) for part in parts[begun.updates :]]
+    return parts
+
+
+def _with_own_logprobs(w: World, part: Part) -> Part:
+    """Same plan as the update."""
     passes = w.objective.logprob_passes()
     if "step_start" in passes:
         part = replace(part, step_start_logprobs=w.policy.logprobs(part, "step_start", w.stop.is_set))

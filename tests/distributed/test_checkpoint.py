@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pacs_megatron.checkpoint import run_checkpoint
-from pacs_megatron.checkpoint.manifest import MANIFEST_NAME
+from pacs_megatron.checkpoint.names import MANIFEST_NAME, Position
 from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.objectives import build_objective
@@ -38,7 +38,7 @@ def save(policy: Any, folder: Path, step: int, model: Path, keep_last: int = 2) 
         dtype=policy.config.params_dtype,
         buffer=None,
     )
-    return run_checkpoint.save_checkpoint(folder, step, policy.rank, contents, keep_last=keep_last)
+    return run_checkpoint.save_checkpoint(folder, Position(step), policy.rank, contents, keep_last=keep_last)
 
 
 def load(policy: Any, folder: Path) -> None:

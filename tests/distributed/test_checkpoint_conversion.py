@@ -126,6 +126,7 @@ def test_a_training_checkpoint_exports_what_the_policy_holds(dtype: str, tmp_pat
     hf = make_tiny_qwen3(tmp_path / "hf", num_hidden_layers=4, dtype="bfloat16" if dtype == "bf16" else "float32")
 
     def on_rank(rank: int, world: int) -> dict[str, torch.Tensor]:
+        from pacs_megatron.checkpoint.names import Position
         from pacs_megatron.checkpoint.run_checkpoint import Contents, save_checkpoint
         from pacs_megatron.policy import state
 
@@ -142,7 +143,7 @@ def test_a_training_checkpoint_exports_what_the_policy_holds(dtype: str, tmp_pat
             dtype=policy.config.params_dtype,
             buffer=None,
         )
-        save_checkpoint(tmp_path / "run", 2, policy.rank, contents, keep_last=1)
+        save_checkpoint(tmp_path / "run", Position(2), policy.rank, contents, keep_last=1)
         found = {n: t.view(torch.uint8).numpy() for n, t in exported(policy).items()}
         return found if rank == 0 else {}
 

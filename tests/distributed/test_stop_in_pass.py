@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint
 from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.contracts import Interrupted
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.objectives import build_objective
-from pacs_megatron.observability.metrics import read_metrics, reproducible_bytes
+from pacs_megatron.observability.metrics import read_metrics, reproducible_bytes, strip_times
 from pacs_megatron.training import signals
 from pacs_megatron.training.signals import StopFlag
 from tests.support.policy_cases import make_part, make_policy, random_step
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankError, run_ranks
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -120,46 +122,126 @@ def test_every_rank_leaves_the_pass(folders: dict[str, Path], tmp_path: Path, la
         assert rank["asked_is_unasked"] and rank["unchanged"] and rank["again_is_expected"]
 
 
+@dataclass(frozen=True)
+class Signal:
+    """To rank 1, in step 2 (its first update finds `2 * updates` versions): once it has done `updates`, in `phase`."""
+
+    phase: str
+    updates: int
+
+
+def run_signalled(folder: Path, model: Path, overrides: tuple[str, ...], signal_at: Signal | None) -> list[int]:
+    """Exit codes of the two ranks."""
+    folder.mkdir(exist_ok=True)
+    config = write_tiny_run(folder, model)
+
+    def on_rank(rank: int, _world: int) -> int:
+        from pacs_megatron.policy.engine import MegatronPolicy
+        from pacs_megatron.training.main import run_rank
+
+        sent = []
+
+        def maybe_send(phase: str, policy: Any) -> None:
+            due = signal_at is not None and (phase, policy.version) == (signal_at.phase, UPDATES + signal_at.updates)
+            if due and rank == 1 and not sent:
+                sent.append(phase)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def watched(phase: str, real: Any) -> Any:
+            def call(policy: Any, *args: Any) -> Any:
+                maybe_send(phase, policy)
+                return real(policy, *args)
+
+            return call
+
+        # This process ends with the test.
+        MegatronPolicy.scores = watched("scores", MegatronPolicy.scores)  # type: ignore[method-assign]
+        MegatronPolicy.update = watched("update", MegatronPolicy.update)  # type: ignore[method-assign]
+        MegatronPolicy.logprobs = watched("logprobs", MegatronPolicy.logprobs)  # type: ignore[method-assign]
+        return int(run_rank(config, overrides))
+
+    return run_ranks(on_rank, 2, timeout=110, init_process_group=False)
+
+
+UPDATES = 3
+"""A step."""
+PACS_FROZEN = ("objective.reference=frozen", "objective.importance_cap=2.0")
+GRPO_KL = ("objective.name=grpo", "objective.kl_coef=0.1")
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", [pytest.param("parallel.tp=2", marks=pytest.mark.full), "parallel.pp=2"])
-def test_a_run_signalled_in_a_score_pass_goes_on_to_the_same_bits(tmp_path: Path, layout: str) -> None:
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("layout", "objective", "signals", "checkpoints"),
+    [
+        # Before the first update nothing has changed: the step is repeated. In an update it is ended first.
+        ("pp", PACS_FROZEN, [Signal("scores", 0)], ["step_000001"]),
+        ("tp", PACS_FROZEN, [Signal("update", 0), Signal("scores", 2)], ["step_000001_plus_01", "step_000001_plus_02"]),
+        pytest.param("dp", GRPO_KL, [Signal("update", 1)], ["step_000001_plus_02"], marks=pytest.mark.full),
+        pytest.param("tp", PACS_FROZEN, [Signal("scores", 0)], ["step_000001"], marks=pytest.mark.full),
+        pytest.param("pp", PACS_FROZEN, [Signal("scores", 1)], ["step_000001_plus_01"], marks=pytest.mark.full),
+        pytest.param("pp", GRPO_KL, [Signal("update", 0)], ["step_000001_plus_01"], marks=pytest.mark.full),
+        pytest.param("tp", GRPO_KL, [Signal("logprobs", 0)], ["step_000001"], marks=pytest.mark.full),
+        pytest.param(
+            "tp",
+            (*PACS_FROZEN, "rollout.max_lag=1"),
+            [Signal("update", 0)],
+            ["step_000001_plus_01"],
+            marks=pytest.mark.full,
+        ),
+        # In the last update the step is whole.
+        pytest.param("dp", PACS_FROZEN, [Signal("update", 2)], ["step_000002"], marks=pytest.mark.full),
+    ],
+)
+def test_a_run_signalled_in_a_step_goes_on_to_the_same_bits(
+    tmp_path: Path, layout: str, objective: tuple[str, ...], signals: list[Signal], checkpoints: list[str]
+) -> None:
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=2, vocab_size=262)
-    overrides = ("parallel.tp=1", layout, "objective.reference=frozen", "batch.tokens_per_microbatch=140")
-
-    def run(folder: Path, signal_in_step: int | None) -> list[tuple[int, bool]]:
-        folder.mkdir(exist_ok=True)
-        config = write_tiny_run(folder, model)
-
-        def on_rank(rank: int, _world: int) -> tuple[int, bool]:
-            from pacs_megatron.policy.engine import MegatronPolicy
-            from pacs_megatron.training.main import run_rank
-
-            real, left = MegatronPolicy.scores, []
-
-            def scores(policy: Any, part: Any, objective: Any, should_stop: Any) -> Any:
-                # Two updates a step: the first pass of step n finds version 2 (n - 1).
-                if rank == 1 and signal_in_step is not None and policy.version == 2 * (signal_in_step - 1):
-                    os.kill(os.getpid(), signal.SIGTERM)
-                try:
-                    return real(policy, part, objective, should_stop)
-                except Interrupted:
-                    left.append(policy.version)
-                    raise
-
-            MegatronPolicy.scores = scores  # type: ignore[method-assign,assignment]  # this process ends with the test
-            return int(run_rank(config, overrides)), bool(left)
-
-        return run_ranks(on_rank, 2, timeout=110, init_process_group=False)
-
-    assert run(tmp_path / "whole", None) == [(ExitCode.OK, False)] * 2
-    assert run(tmp_path / "cut", 2) == [(ExitCode.PREEMPTED, True)] * 2
+    parallel = {
+        "tp": ("parallel.tp=2",),
+        "pp": ("parallel.tp=1", "parallel.pp=2"),
+        "dp": ("parallel.tp=1", "run.nproc=2"),
+    }
+    batch = (f"batch.updates_per_step={UPDATES}", "batch.tokens_per_microbatch=140", "batch.prompts_per_step=6")
+    overrides = (*parallel[layout], *objective, *batch, "run.steps=3")
+    assert run_signalled(tmp_path / "whole", model, overrides, None) == [ExitCode.OK] * 2
     folder = tmp_path / "cut" / "runs" / "tiny"
-    assert len(read_metrics(folder)) == 1
-    assert run(tmp_path / "cut", None) == [(ExitCode.OK, False)] * 2
+    for signal_at, checkpoint in zip(signals, checkpoints, strict=True):
+        assert run_signalled(tmp_path / "cut", model, overrides, signal_at) == [ExitCode.PREEMPTED] * 2
+        newest = latest_checkpoint(folder)
+        assert newest is not None and newest.name == checkpoint
+        # The row of a step is written when it is whole.
+        assert [row["step"] for row in read_metrics(folder)][-1] == (2 if checkpoint == "step_000002" else 1)
+    if "plus" in checkpoints[-1]:
+        with pytest.raises(RankError, match=r"batch\.updates_per_step and objective\.\*"):
+            run_signalled(tmp_path / "cut", model, (*overrides, "batch.updates_per_step=2"), None)
+    assert run_signalled(tmp_path / "cut", model, overrides, None) == [ExitCode.OK] * 2
     whole = tmp_path / "whole" / "runs" / "tiny"
     assert reproducible_bytes(folder) == reproducible_bytes(whole)
     assert (folder / "hf" / "model.safetensors").read_bytes() == (whole / "hf" / "model.safetensors").read_bytes()
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step_000002", "step_000003"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_a_step_goes_on_in_another_layout(tmp_path: Path) -> None:
+    model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=2, vocab_size=262)
+    batch = (f"batch.updates_per_step={UPDATES}", "batch.tokens_per_microbatch=140", "batch.prompts_per_step=6")
+    same = (*PACS_FROZEN, *batch, "run.steps=2")
+    tensors, pipeline = (*same, "parallel.tp=2"), (*same, "parallel.tp=1", "parallel.pp=2")
+    assert run_signalled(tmp_path / "whole", model, tensors, None) == [ExitCode.OK] * 2
+    assert run_signalled(tmp_path / "cut", model, tensors, Signal("update", 0)) == [ExitCode.PREEMPTED] * 2
+    assert run_signalled(tmp_path / "cut", model, pipeline, None) == [ExitCode.OK] * 2
+    whole, cut = (
+        load_file(tmp_path / name / "runs" / "tiny" / "hf" / "model.safetensors") for name in ("whole", "cut")
+    )
+    start = load_file(model / "model.safetensors")
+    for name, expected in whole.items():
+        moved = (expected - start[name]).abs().max()
+        torch.testing.assert_close(cut[name], expected, rtol=0, atol=max(1e-3 * float(moved), 1e-7), msg=name)
+    rows = [read_metrics(tmp_path / name / "runs" / "tiny")[-1] for name in ("whole", "cut")]
+    for key, value in strip_times(rows[0]).items():
+        assert rows[1][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
 
 
 def test_the_stop_file_is_looked_at_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

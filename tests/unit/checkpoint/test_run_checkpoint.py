@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from pacs_megatron.checkpoint import run_checkpoint
-from pacs_megatron.checkpoint.manifest import MANIFEST_NAME, Manifest, write_manifest
+from pacs_megatron.checkpoint.manifest import Manifest, write_manifest
+from pacs_megatron.checkpoint.megatron_weights import find_checkpoint
+from pacs_megatron.checkpoint.names import MANIFEST_NAME
+from pacs_megatron.errors import CheckpointError
 
 
 def _folder(run_dir: Path, name: str, step: int, marker: str) -> Path:
@@ -47,3 +50,24 @@ def test_a_half_written_one_does_not(manifest: bytes | None, tmp_path: Path) -> 
 def test_a_run_without_checkpoints_has_nothing_to_finish(tmp_path: Path) -> None:
     run_checkpoint.finish_interrupted(tmp_path)
     assert run_checkpoint.latest_checkpoint(tmp_path) is None
+
+
+def test_what_stays_when_there_are_more(tmp_path: Path) -> None:
+    def names() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+
+    for step in (2, 4, 6):
+        _folder(tmp_path, f"step_{step:06d}", step, "")
+    _folder(tmp_path, "step_000006_plus_03", 6, "")
+    _folder(tmp_path, "step_000006_plus_11", 6, "")
+    run_checkpoint._prune(tmp_path, 2)
+    # In the middle of a step only the newest is of use, and it takes no place of the others.
+    assert names() == ["step_000004", "step_000006", "step_000006_plus_11"]
+    found = run_checkpoint.latest_checkpoint(tmp_path)
+    assert found is not None and found.name == "step_000006_plus_11"
+    assert find_checkpoint(tmp_path, None).name == "step_000006"
+    with pytest.raises(CheckpointError, match="there are 4, 6"):
+        find_checkpoint(tmp_path, 5)
+    _folder(tmp_path, "step_000007", 7, "")
+    run_checkpoint._prune(tmp_path, 2)
+    assert names() == ["step_000006", "step_000007"]

@@ -75,7 +75,7 @@ def run_dir_is_a_file(folder: Path) -> None:
 
 
 def slow_updates(folder: Path) -> None:
-    row = {"step": 1, "time/update_s": 500.0, "time/checkpoint_s": 100.0}
+    row = {"step": 1, "time/update_s": 1000.0, "time/checkpoint_s": 100.0}  # two updates a step
     write("runs/tiny/metrics.jsonl", json.dumps(row) + "\n")(folder)
 
 

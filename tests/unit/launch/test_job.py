@@ -8,24 +8,27 @@ from pathlib import Path
 
 import pytest
 
+from pacs_megatron.checkpoint.names import Position, newest_position, newest_step
 from pacs_megatron.errors import ConfigError, ExitCode, RolloutError
-from pacs_megatron.launch.job import begin, describe, end, latest_step, note_jobs, read_attempts
+from pacs_megatron.launch.job import begin, describe, end, main, note_jobs, read_attempts
 from pacs_megatron.launch.runs import cancel, log_lines, status
 from pacs_megatron.launch.serve import wait_for_urls
 
 BIG = Path(__file__).parents[3] / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml"
 
 
-def checkpoint(run_dir: Path, step: int) -> None:
-    folder = run_dir / "checkpoints" / f"step_{step:06d}"
+def checkpoint(run_dir: Path, step: int, updates: int = 0) -> None:
+    folder = run_dir / "checkpoints" / Position(step, updates).name
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
 
 
-def attempt(run_dir: Path, code: int, *, saves: int | None = None, told: int | None = None) -> tuple[int, bool, str]:
+def attempt(
+    run_dir: Path, code: int, *, saves: int | Position | None = None, told: int | None = None
+) -> tuple[int, bool, str]:
     begin(run_dir, "7")
     if saves is not None:
-        checkpoint(run_dir, saves)
+        checkpoint(run_dir, *(saves if isinstance(saves, Position) else (saves,)))
     if told is not None:
         (run_dir / "exit_code").write_text(f"{told}\n")
     return end(run_dir, code, 3)
@@ -124,7 +127,26 @@ def test_status_knows_what_waits_and_what_ranks_do(tmp_path: Path, monkeypatch: 
 def test_a_half_written_checkpoint_is_no_progress(tmp_path: Path) -> None:
     checkpoint(tmp_path, 3)
     (tmp_path / "checkpoints" / "step_000009").mkdir()
-    assert latest_step(tmp_path) == 3
+    checkpoint(tmp_path, 11)
+    (tmp_path / "checkpoints" / "step_000011").rename(tmp_path / "checkpoints" / "step_000011.partial")
+    assert newest_position(tmp_path) == Position(3) and newest_step(tmp_path) == 3
+
+
+def test_updates_of_a_step_are_progress(tmp_path: Path) -> None:
+    for updates in range(4):  # more attempts than may end without progress
+        assert attempt(tmp_path, 75, saves=Position(0, updates + 1))[1]
+    assert [row["end_updates"] for row in read_attempts(tmp_path)] == [1, 2, 3, 4]
+    assert newest_position(tmp_path) == Position(0, 4) and newest_step(tmp_path) is None
+    assert "checkpoint step 0 and 4 updates of the next" in status(tmp_path)
+    assert [attempt(tmp_path, 1)[1] for _ in range(3)] == [True, True, False]
+
+
+def test_rows_of_before_checkpoints_within_a_step(tmp_path: Path) -> None:
+    attempt(tmp_path, 75, saves=2)
+    log = tmp_path / "logs" / "attempts.jsonl"
+    old = {key: value for key, value in read_attempts(tmp_path)[0].items() if not key.endswith("updates")}
+    log.write_text(json.dumps(old) + "\n")
+    assert attempt(tmp_path, 1) == (1, True, "failed with code 1; the next attempt resumes from step 2")
 
 
 def test_cancel_with_save_keeps_it_from_coming_back(tmp_path: Path) -> None:
@@ -157,6 +179,46 @@ def test_status_and_logs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no job in the queue"):
         cancel(tmp_path, save=False)
     assert read_attempts(tmp_path)[0]["job_id"] == "12"
+
+
+def test_what_a_lost_node_cut_off_is_left_out(tmp_path: Path) -> None:
+    begin(tmp_path, "7")
+    logs = tmp_path / "logs"
+    for name in ("attempts.jsonl", "jobs.jsonl"):
+        with (logs / name).open("a") as file:
+            file.write('[1]\n{"attempt": 2}\n\n{"attempt": 3, "job')
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 4, "reward/mean": 0.5}\n[1]\n\xff\n\n{"step": 5, "rew')
+    beats = tmp_path / "heartbeats"
+    beats.mkdir()
+    for rank, text in enumerate(("[]", "{}", '{"rank": null, "phase": 1, "silent_s": 1}', "{")):
+        (beats / f"rank{rank}.json").write_text(text)
+    (tmp_path / "exit_code").write_text("")
+    text = status(tmp_path)
+    assert "attempt 1  job 7: ended without a word" in text
+    assert "step 4" in text
+    with pytest.raises(ConfigError, match="no job in the queue"):
+        cancel(tmp_path, save=False)
+    assert end(tmp_path, 75, 3)[:2] == (75, True)  # an empty exit_code says nothing
+    (logs / "attempts.jsonl").write_text((logs / "attempts.jsonl").read_text() + '{"attempt": 2, "jo')
+    assert begin(tmp_path, "8").name == "attempt_2"
+    assert [row["job_id"] for row in read_attempts(tmp_path)] == ["7", "8"]
+
+
+def test_logs_are_of_the_attempt_that_was_asked_for(tmp_path: Path) -> None:
+    folder = begin(tmp_path / "a run", "7")
+    (folder.parent / "rank0.log").write_text("rank\n")
+    assert list(log_lines(tmp_path / "a run", None, 2, follow=False)) == ["rank"]
+    with pytest.raises(ConfigError, match="no log in"):
+        list(log_lines(tmp_path / "a run", 9, 2, follow=False))
+    for lines in (0, -3):
+        with pytest.raises(ConfigError, match=f"--lines {lines}: expected 1 or more"):
+            list(log_lines(tmp_path / "a run", None, lines, follow=False))
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").write_text("")
+    assert main(["begin", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"ConfigError: {tmp_path}/logs: File exists; correct run.dir")
 
 
 def test_describe_is_what_the_batch_script_needs() -> None:
