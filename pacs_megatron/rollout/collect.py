@@ -123,11 +123,12 @@ class Rollouts:
 
         Where all servers were restarted meanwhile and wait for weights, they get those after `trained` steps again.
         """
-        for _ in range(1 + _MAX_RESENDS):
+        for resends in range(_MAX_RESENDS + 1):
+            if resends:
+                self.send_weights(trained)
             header, arrays = self._exchange_once(question)
             if header["kind"] != "stale":
                 return header, arrays
-            self.send_weights(trained)
         raise RolloutError(
             f"the rollout servers lost their weights {_MAX_RESENDS + 1} times while one question was open; see the logs in "
             "servers/ of the run's folder"

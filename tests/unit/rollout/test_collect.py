@@ -1,0 +1,96 @@
+"""The exchange between ranks and driver where servers lose their weights again and again: real ranks, a scripted driver."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pacs_megatron.contracts import Layout
+from pacs_megatron.errors import RolloutError
+from pacs_megatron.parallel.control import ControlChannel
+from pacs_megatron.parallel.groups import Rank
+from pacs_megatron.rollout.collect import Rollouts
+from pacs_megatron.rollout.driver_client import DriverClient
+from pacs_megatron.rollout.wire import Connection
+from tests.support.ranks import run_ranks
+
+MOST_RESENDS = 5
+
+
+def rank_of(rank: int, world: int) -> Rank:
+    assert dist.group.WORLD is not None
+    return Rank(
+        **dict.fromkeys(("local_rank", "dp", "tp", "pp", "ep"), 0),
+        rank=rank,
+        layout=Layout(world_size=world, tp=world),
+        device=torch.device("cpu"),
+        control=dist.group.WORLD,
+        model_parallel=dist.group.WORLD,
+        model_parallel_ranks=tuple(range(world)),
+        heads=(0,),
+    )
+
+
+def connected(folder: str) -> tuple[DriverClient, Connection]:
+    """Rank 0's client, and the other end of its socket instead of the process."""
+    client = DriverClient(Path(folder), Path(folder), timeout_s=30.0, heartbeat_s=1.0)
+    client._process.kill()
+    client._connection.close()
+    ours, theirs = socket.socketpair()
+    client._connection = Connection(ours, "rollout driver")
+    return client, Connection(theirs, "trainer")
+
+
+def evaluate(rank: int, world: int, stale_answers: int) -> tuple[list[int], Any, list[str]]:
+    """(weights sent, by the steps they were of; the answer or the error; questions that the driver saw)"""
+    sent: list[int] = []
+    questions: list[str] = []
+
+    def serve(driver: Connection) -> None:
+        for number in range(stale_answers + 1):
+            question, _ = driver.receive()
+            questions.append(f"{question['op']} {question['step']}")
+            kind = "stale" if number < stale_answers else "evaluation"
+            driver.send({"kind": kind, "ask": question["ask"], "benchmarks": {"test": []}})
+            if number == MOST_RESENDS:
+                return
+
+    with tempfile.TemporaryDirectory() as folder:
+        client = None
+        if rank == 0:
+            client, driver = connected(folder)
+            thread = threading.Thread(target=serve, args=(driver,))
+            thread.start()
+        one = rank_of(rank, world)
+        rollouts = Rollouts(one, ControlChannel(one), client, None, should_stop=lambda: False)
+        rollouts.send_weights = sent.append
+        result: Any
+        try:
+            result = rollouts.evaluate(7)
+        except RolloutError as error:
+            result = str(error)
+        if client is not None:
+            thread.join()
+            driver.close()
+            client.close()
+    return sent, result, questions
+
+
+@pytest.mark.parametrize("stale_answers", [0, 1, MOST_RESENDS, MOST_RESENDS + 1])
+def test_weights_are_sent_again_a_bounded_number_of_times(stale_answers: int) -> None:
+    results = run_ranks(lambda rank, world: evaluate(rank, world, stale_answers), 2, timeout=60)
+    for rank, (sent, result, questions) in enumerate(results):
+        assert sent == [7] * min(stale_answers, MOST_RESENDS)
+        if stale_answers > MOST_RESENDS:
+            assert result.startswith(f"the rollout servers lost their weights {MOST_RESENDS + 1} times")
+            assert "servers/" in result and "\n" not in result
+        else:
+            assert result == {"test": []}
+        assert questions == (["evaluate 7"] * (len(sent) + 1) if rank == 0 else [])
