@@ -15,7 +15,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from pacs_megatron.config.cluster import ClusterConfig
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.errors import ConfigError
+from pacs_megatron.launch import constants
 from pacs_megatron.launch.job import job_states, known_jobs, note_jobs
-from pacs_megatron.launch.serve import servers_here
-from pacs_megatron.launch.train import check_model_and_layout, run_folder
+from pacs_megatron.launch.known_models import find_spec
+from pacs_megatron.launch.plan import make_plan
+from pacs_megatron.launch.train import check_model_and_layout, check_model_is_here, run_folder
 
 EXPERIMENTS = ".nemo_run"
 
@@ -54,36 +57,82 @@ class Job:
     name: str
     overrides: tuple[str, ...]
     loaded: LoadedConfig
+    converted: Path | None = None
+    """The checkpoint that a job before this one makes; the runs of a sweep share one for each model."""
 
 
 def expand(request: Request) -> list[Job]:
     """The runs of a request, each loaded and checked. Raises ConfigError before anything is submitted."""
     axes = [_axis(text) for text in request.sweep]
+    _check_axes(request)
     if request.seeds < 1:
         raise ConfigError(f"--seeds {request.seeds}: expected how many runs to submit, 1 or more")
     if request.seeds > 1:
         first = load_config(request.config, request.overrides).config.run.seed
         axes.append([f"run.seed={first + index}" for index in range(request.seeds)])
-    base = load_config(request.config, request.overrides).config.run.name
-    jobs = []
+    base = load_config(request.config, request.overrides).config
+    jobs: list[Job] = []
     for choice in itertools.product(*axes):
-        name = "-".join([base, *(_short(text) for text in choice)])
+        name = "-".join([base.run.name, *(_short(text) for text in choice)])
         overrides = (*request.overrides, *choice, *([f"run.name={name}"] if choice else []))
         loaded = load_config(request.config, overrides)
         check_model_and_layout(loaded, ranks_to_start(loaded.config))
-        if loaded.config.resources.rollout_nodes:
-            servers_here(loaded.config)
         if request.evaluate and not loaded.config.evaluation.benchmarks:
             raise ConfigError("--evaluate: evaluation.benchmarks is empty, so there is nothing to evaluate; add one")
+        if name in {job.name for job in jobs}:
+            raise ConfigError(f"two runs of this request would both be {name}; sweep over values whose names differ")
         jobs.append(Job(name=name, overrides=overrides, loaded=loaded))
-    return jobs
+    return _with_conversions(jobs, base.run.name) if request.convert else jobs
+
+
+def _with_conversions(jobs: Sequence[Job], base: str) -> list[Job]:
+    """The same jobs with the checkpoint each starts from: in the run's folder, or beside the folders of a sweep."""
+    if len(jobs) == 1:
+        return [replace(jobs[0], converted=(run_folder(jobs[0].loaded) / "converted").resolve())]
+    models = list(dict.fromkeys(_model_of(job) for job in jobs))
+    targets = {}
+    for number, (run_dir, path) in enumerate(models, start=1):
+        targets[run_dir, path] = (Path(run_dir) / f"{base}-converted{f'-{number}' if number > 1 else ''}").resolve()
+    return [replace(job, converted=targets[_model_of(job)]) for job in jobs]
+
+
+def _model_of(job: Job) -> tuple[str, str]:
+    return job.loaded.config.run.dir, job.loaded.config.model.path
+
+
+def _check_axes(request: Request) -> None:
+    keys = [text.partition("=")[0] for text in request.sweep] + ["run.seed"] * (request.seeds > 1)
+    for key in keys:
+        if key == "run.name":
+            raise ConfigError("--sweep run.name: each run is named by its values; sweep over another key")
+        if keys.count(key) > 1:
+            word = "--sweep and --seeds both set" if key == "run.seed" and request.seeds > 1 else "--sweep twice sets"
+            raise ConfigError(f"{word} {key}; give all its values in one --sweep {key}=a,b,c")
 
 
 def _axis(text: str) -> list[str]:
     key, equals, values = text.partition("=")
-    if not equals or not all(values.split(",")):
+    found = _split(values)
+    if not equals or not key or not all(value.strip() for value in found):
         raise ConfigError(f"--sweep {text!r}: expected key=a,b,c such as objective.beta=0.5,1,2")
-    return [f"{key}={value}" for value in values.split(",")]
+    return [f"{key}={value}" for value in found]
+
+
+def _split(values: str) -> list[str]:
+    """At commas, but for those inside brackets or quotes: `[a,b],[c]` are two values."""
+    parts, depth, quote = [""], 0, ""
+    for letter in values:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        else:
+            depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def _short(override: str) -> str:
@@ -95,8 +144,8 @@ def _short(override: str) -> str:
 def train_command(job: Job, request: Request) -> str:
     """What every task of the trainer runs."""
     arguments = [str(request.config.resolve()), *job.overrides]
-    if request.convert:
-        arguments.append(f"model.path={_converted(job)}")
+    if job.converted is not None:
+        arguments.append(f"model.path={job.converted}")
     python = _python(request.cluster)
     resources = job.loaded.config.resources
     lines = [f"cd {shlex.quote(os.getcwd())}"]
@@ -177,10 +226,6 @@ def _server_timeout(job: Job) -> float:
     return rollout.servers.start_timeout_s
 
 
-def _converted(job: Job) -> Path:
-    return (run_folder(job.loaded) / "converted").resolve()
-
-
 # ------------------------------------------------------------------------------------------------------------- NeMo-Run
 def _nemo_run() -> Any:
     try:
@@ -200,32 +245,70 @@ def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
     """
     jobs = expand(request)
     if not dry_run:
+        if shutil.which("sbatch") is None:
+            raise ConfigError(
+                "there is no `sbatch` on PATH; submit from the cluster's login node, or look with --dry-run"
+            )
+        _check_models_are_here(jobs, request.cluster)
         _refuse_what_is_queued(jobs)
+    yield from _warnings(jobs)
     # NeMo-Run reads these when it is imported.
     os.environ.setdefault("NEMORUN_HOME", str((Path(jobs[0].loaded.config.run.dir) / EXPERIMENTS).resolve()))
     os.environ.setdefault("NEMORUN_SKIP_CONFIRM_DRYRUN", "1")
     run = _nemo_run()
-    for job in jobs:
-        with run.Experiment(job.name) as experiment:
-            _add_tasks(run, experiment, job, request)
+    # Jobs depend on each other within an experiment only: the runs of a sweep that share a conversion are one.
+    shares = request.convert and len(jobs) > 1
+    submitted: list[str] = []
+    for group in [jobs] if shares else [[job] for job in jobs]:
+        title = load_config(request.config, request.overrides).config.run.name if shares else group[0].name
+        with run.Experiment(title) as experiment:
+            tasks = _add_tasks(run, experiment, group, request)
             if dry_run:
-                experiment.dryrun(log=False, delete_exp_dir=False)
-                folder = Path(experiment._exp_dir)
-                yield f"# {job.name}: resolved configuration\n{job.loaded.to_yaml()}"
-                for script in sorted(folder.rglob("*_sbatch.sh")):
-                    yield f"# {job.name}: {script.name}\n{script.read_text(encoding='utf-8')}"
-                for script in sorted(folder.rglob("scripts/*.sh")):
-                    yield f"# {job.name}: {script.name}, run by every task\n{script.read_text(encoding='utf-8')}"
-                shutil.rmtree(folder)
+                yield from _dry_run(experiment, group)
                 continue
-            ids = _launch(experiment)
-            note_jobs(run_folder(job.loaded), ids)
-            text = ", ".join(f"{name}={job_id}" for name, job_id in ids)
+            ids = _launch(experiment, submitted)
+        for job in group:
+            mine = [(label, ids[task]) for label, task, owner in tasks if owner == job.name]
+            note_jobs(run_folder(job.loaded), mine)
+            submitted.append(job.name)
+            text = ", ".join(f"{label}={job_id}" for label, job_id in mine)
             yield f"{job.name}: submitted {text}; pacs-megatron status {run_folder(job.loaded)}"
+        for label, task, owner in tasks:
+            if owner is None:
+                yield f"before all of them: {label}={ids[task]}"
 
 
-def _launch(experiment: Any) -> list[tuple[str, str]]:
-    """(name, Slurm id) of the submitted jobs. Raises ConfigError when sbatch refuses one; then none stays."""
+def _warnings(jobs: Sequence[Job]) -> Iterator[str]:
+    """What `plan` has against a run; its figures are assumed in part, so that they stop nothing."""
+    for job in jobs:
+        if find_spec(job.loaded.config.model.path) is not None and not (plan := make_plan(job.loaded)).fits:
+            share = plan.peak.total / (constants.GPUS[plan.gpu.name].memory_gib * constants.GIB) if plan.gpu else 0.0
+            yield (
+                f"# warning: {job.name} does not fit on a GPU as planned ({share:.0%} at the peak); `pacs-megatron plan` says "
+                "what to change"
+            )
+
+
+def _dry_run(experiment: Any, jobs: Sequence[Job]) -> Iterator[str]:
+    experiment.dryrun(log=False, delete_exp_dir=False)
+    folder = Path(experiment._exp_dir)
+    for job in jobs:
+        yield f"# {job.name}: resolved configuration\n{job.loaded.to_yaml()}"
+    title = jobs[0].name if len(jobs) == 1 else experiment._title
+    for task in experiment.jobs:
+        if task.dependencies:
+            yield f"# {title}: {task.id} starts after {', '.join(task.dependencies)} (sbatch --dependency=afterok)"
+    for script in sorted(folder.rglob("*_sbatch.sh")):
+        yield f"# {title}: {script.name}\n{script.read_text(encoding='utf-8')}"
+    for script in sorted(folder.rglob("scripts/*.sh")):
+        yield f"# {title}: {script.name}, run by every task\n{script.read_text(encoding='utf-8')}"
+    shutil.rmtree(folder)
+    with suppress(OSError):
+        folder.parent.rmdir()  # where no other experiment of the name is
+
+
+def _launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
+    """Slurm id of each task. Raises ConfigError when sbatch refuses one; then none of this experiment stays."""
     from invoke.exceptions import UnexpectedExit
 
     try:
@@ -236,11 +319,20 @@ def _launch(experiment: Any) -> list[tuple[str, str]]:
         ]
         if submitted:
             subprocess.run(["scancel", *submitted], capture_output=True, check=False)
+        shutil.rmtree(experiment._exp_dir, ignore_errors=True)
         said = "; ".join(line.removeprefix("sbatch: error: ") for line in error.result.stderr.strip().splitlines())
+        stay = f"; submitted before it: {', '.join(before)}" if before else ", nothing was submitted"
         raise ConfigError(
-            f"sbatch refused the job: {said}; correct the cluster's file (--cluster) or `resources`, nothing was submitted"
+            f"sbatch refused the job: {said}; correct the cluster's file (--cluster) or `resources`{stay}"
         ) from None
-    return [(str(task.id), _job_id(task)) for task in experiment.jobs]
+    return {str(task.id): _job_id(task) for task in experiment.jobs}
+
+
+def _check_models_are_here(jobs: Sequence[Job], cluster: ClusterConfig) -> None:
+    """Not for a dry run, nor with an image, which may have folders of its own. Raises ConfigError."""
+    for job in jobs:
+        if cluster.container is None:
+            check_model_is_here(job.loaded)
 
 
 def _refuse_what_is_queued(jobs: Sequence[Job]) -> None:
@@ -260,37 +352,50 @@ def _job_id(task: Any) -> str:
     return str(task.handle).rsplit("/", 1)[-1]
 
 
-def _add_tasks(run: Any, experiment: Any, job: Job, request: Request) -> None:
-    config, cluster = job.loaded.config, request.cluster
-    before: list[str] = []
-    python = f"cd {shlex.quote(os.getcwd())} && exec {_python(cluster)} -m pacs_megatron"
-    if request.convert:
-        target = shlex.quote(str(_converted(job)))
-        # It appears whole or not at all; a run that is submitted again has it.
-        text = f"[ -e {target} ] && exit 0\n{python} convert to-megatron --hf {shlex.quote(config.model.path)} --out {target}"
-        before = [
-            experiment.add(
-                run.Script(inline=text), executor=_executor(run, job, cluster, nodes=1, tasks=1), name="convert"
-            )
-        ]
+def _add_tasks(run: Any, experiment: Any, jobs: Sequence[Job], request: Request) -> list[tuple[str, str, str | None]]:
+    """(label, task, the run's name; None for what all of them share) of every task."""
+    python = f"cd {shlex.quote(os.getcwd())} && exec {_python(request.cluster)} -m pacs_megatron"
+    found: list[tuple[str, str, str | None]] = []
+    conversions: dict[Path, str] = {}
+    alone = len(jobs) == 1
+    for job in jobs:
+        suffix = "" if alone else f"-{job.name}"
+        target = job.converted
+        if target is not None and target not in conversions:
+            # It appears whole or not at all; a run that is submitted again has it.
+            words = ["convert", "to-megatron", "--hf", job.loaded.config.model.path, "--out", str(target)]
+            text = f"[ -e {shlex.quote(str(target))} ] && exit 0\n{python} {shlex.join(words)}"
+            name = "convert" if not conversions else f"convert-{len(conversions) + 1}"
+            executor = _executor(run, job, request.cluster, nodes=1, tasks=1)
+            conversions[target] = experiment.add(run.Script(inline=text), executor=executor, name=name)
+            found.append((name, conversions[target], job.name if alone else None))
+        before = [] if target is None else [conversions[target]]
+        train = _add_trainer(run, experiment, job, request, (f"train{suffix}", before))
+        found.append(("train", train, job.name))
+        if request.evaluate:
+            model = run_folder(job.loaded) / "hf"
+            arguments = shlex.join([str(request.config.resolve()), *job.overrides, "--model", str(model)])
+            executor = _executor(run, job, request.cluster, nodes=1, tasks=1)
+            script = run.Script(inline=f"{python} eval {arguments}")
+            task = experiment.add(script, executor=executor, name=f"eval{suffix}", dependencies=[train])
+            found.append(("eval", task, job.name))
+    return found
+
+
+def _add_trainer(run: Any, experiment: Any, job: Job, request: Request, place: tuple[str, list[str]]) -> str:
+    """The trainer, with rollout nodes as one heterogeneous job; `place` is its name and what it waits for."""
+    config, (name, before) = job.loaded.config, place
     per_node = ranks_to_start(config) // config.resources.nodes
-    tasks = 1 if cluster.launcher == "torchrun" else per_node
-    trainer = _executor(run, job, cluster, nodes=config.resources.nodes, tasks=tasks)
+    tasks = 1 if request.cluster.launcher == "torchrun" else per_node
+    trainer = _executor(run, job, request.cluster, nodes=config.resources.nodes, tasks=tasks)
     trainer.setup_lines = setup_lines(job, request)
     script = run.Script(inline=train_command(job, request))
-    if config.resources.rollout_nodes:
-        servers = _executor(run, job, cluster, nodes=config.resources.rollout_nodes, tasks=1)
-        trainer.heterogeneous = servers.heterogeneous = True
-        server_script = run.Script(inline=serve_command(job, request))
-        train = experiment.add([script, server_script], executor=[trainer, servers], name="train", dependencies=before)
-    else:
-        train = experiment.add(script, executor=trainer, name="train", dependencies=before)
-    if request.evaluate:
-        model = run_folder(job.loaded) / "hf"
-        arguments = shlex.join([str(request.config.resolve()), *job.overrides, "--model", str(model)])
-        text = f"{python} eval {arguments}"
-        executor = _executor(run, job, cluster, nodes=1, tasks=1)
-        experiment.add(run.Script(inline=text), executor=executor, name="eval", dependencies=[train])
+    if not config.resources.rollout_nodes:
+        return str(experiment.add(script, executor=trainer, name=name, dependencies=before))
+    servers = _executor(run, job, request.cluster, nodes=config.resources.rollout_nodes, tasks=1)
+    trainer.heterogeneous = servers.heterogeneous = True
+    scripts = [script, run.Script(inline=serve_command(job, request))]
+    return str(experiment.add(scripts, executor=[trainer, servers], name=name, dependencies=before))
 
 
 def _executor(run: Any, job: Job, cluster: ClusterConfig, *, nodes: int, tasks: int) -> Any:

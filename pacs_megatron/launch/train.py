@@ -37,7 +37,7 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
     place = find_rank(os.environ)
     world_size = place.world_size if place is not None else ranks_to_start(loaded.config)
     check_model_and_layout(loaded, world_size)
-    _check_model_is_here(loaded)
+    check_model_is_here(loaded)
     if place is None and loaded.config.resources.nodes > 1:
         raise ConfigError(
             f"resources.nodes={loaded.config.resources.nodes}: `train` starts ranks on one host only; use `submit`, or "
@@ -75,8 +75,8 @@ def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
         raise loaded.fail(problems[0])
 
 
-def _check_model_is_here(loaded: LoadedConfig) -> None:
-    """Not for `submit`: a job before this one may make the folder."""
+def check_model_is_here(loaded: LoadedConfig) -> None:
+    """Raises ConfigError for a `model.path` that is neither a folder of this host nor a hub id."""
     from pacs_megatron.models.hub import is_hub_id
 
     path = loaded.config.model.path

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import pytest
 from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.errors import ConfigError
+from pacs_megatron.launch.job import known_jobs
 from pacs_megatron.launch.submit import Request, expand, submit
 from tests.integration.slurm.conftest import (
     read_attempts,
@@ -48,7 +50,7 @@ def test_every_shipped_config_dry_runs(nemo_run: None, tmp_path: Path) -> None:
         assert time.process_time() - before < 15
         together = "\n".join(texts)
         assert f"name: {path.stem}" in texts[0]
-        assert "--signal=USR1@3600" in together
+        assert f"--signal=USR1@{load_config(path).config.resources.signal_lead_s}" in together
         assert "#SBATCH --requeue" in together
         assert "launch.job begin" in together
         assert "launch.job end --requeue" in together
@@ -84,6 +86,98 @@ def test_a_sweep_is_every_combination(tmp_path: Path) -> None:
         expand(make_request(config, sweep=("objective.beta",)))
     with pytest.raises(ConfigError, match=r"did you mean `objective\.beta`"):
         expand(make_request(config, sweep=("objective.bet=1,2",)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"sweep": ("objective.beta=1,1",)}, "two runs of this request would both be tiny-beta1;"),
+        ({"sweep": ("objective.beta=1", "objective.beta=2")}, "--sweep twice sets objective.beta;"),
+        ({"sweep": ("run.seed=1,2",), "seeds": 2}, "--sweep and --seeds both set run.seed;"),
+        ({"sweep": ("run.name=a,b",)}, "each run is named by its values"),
+        ({"sweep": ("objective.beta=,1",)}, "expected key=a,b,c"),
+        ({"sweep": ("=1,2",)}, "expected key=a,b,c"),
+        ({"overrides": ("run.name=a;b",)}, "run.name='a;b': expected letters"),
+        ({"overrides": ("resources.time_limit=00:01:00",)}, "resources.time_limit=00:01:00 is not longer"),
+    ],
+)
+def test_odd_requests_are_refused(tmp_path: Path, changes: dict[str, object], expected: str) -> None:
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
+    with pytest.raises(ConfigError) as caught:
+        expand(make_request(config, **changes))
+    assert expected in str(caught.value)
+
+
+def test_commas_in_brackets_belong_to_the_value(tmp_path: Path) -> None:
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
+    jobs = expand(make_request(config, sweep=("rollout.sampling.stop=[a,b],[c]", "data.prompt_suffix='x,y',z")))
+    assert [job.loaded.config.rollout.sampling.stop for job in jobs[::2]] == [("a", "b"), ("c",)]  # type: ignore[union-attr]
+    assert [job.loaded.config.data.prompt_suffix for job in jobs[:2]] == ["x,y", "z"]
+
+
+def test_nothing_is_submitted_where_it_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
+    before = sorted(tmp_path.rglob("*"))
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(ConfigError, match="no `sbatch` on PATH; submit from the cluster's login node"):
+        list(submit(make_request(config), dry_run=False))
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    with pytest.raises(ConfigError, match=r"model\.path=/nothere: no such folder"):
+        list(submit(make_request(config, overrides=("model.path=/nothere",)), dry_run=False))
+    shutil.rmtree(tmp_path / "bin")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.timeout(120)
+def test_what_does_not_fit_is_said(nemo_run: None, tmp_path: Path) -> None:
+    big = ROOT / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml"
+    overrides = (f"run.dir={tmp_path}", "batch.tokens_per_microbatch=1000000")
+    texts = list(submit(make_request(big, "example-bare", overrides=overrides), dry_run=True))
+    assert texts[0].startswith(f"# warning: {big.stem} does not fit on a GPU as planned")
+
+
+@pytest.mark.timeout(120)
+def test_a_sweep_converts_each_model_once(nemo_run: None, tmp_path: Path) -> None:
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    sweep = (f"model.path={tmp_path}/model,{tmp_path}/other", "objective.beta=1,2")
+    jobs = expand(make_request(config, sweep=sweep, convert=True))
+    runs = tmp_path / "runs"
+    made = [str(job.converted) for job in jobs]
+    assert made == [f"{runs}/tiny-converted"] * 2 + [f"{runs}/tiny-converted-2"] * 2
+    together = "\n".join(submit(make_request(config, sweep=sweep, convert=True), dry_run=True))
+    assert together.count("convert to-megatron --hf") == 2
+    waits = re.findall(r"^# tiny: train-(\S+) starts after (\S+) ", together, re.MULTILINE)
+    assert dict(waits) == {job.name: "convert" if "-2" not in str(job.converted) else "convert-2" for job in jobs}
+    alone = expand(make_request(config, convert=True))
+    assert str(alone[0].converted) == f"{runs}/tiny/converted"
+
+
+@pytest.mark.slurm
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_the_runs_of_a_sweep_wait_for_one_conversion(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
+    cluster = tmp_path / "cluster.yaml"
+    text = (CLUSTERS / "local.yaml").read_text()
+    cluster.write_text(f"{text}partition: debug\naccount: none\npython: [{sys.executable}]\n")
+    words = ["submit", str(config), "run.nproc=2", "run.steps=1", "--cluster", str(cluster), "--convert"]
+    done = run_command(slurm, tmp_path, *words, "--sweep", "objective.beta=0.5,2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs = dict(re.findall(r"^(\S+): submitted train=(\d+);", done.stdout, re.MULTILINE))
+    [conversion] = re.findall(r"^before all of them: convert=(\d+)$", done.stdout, re.MULTILINE)
+    assert sorted(jobs) == ["tiny-beta0.5", "tiny-beta2"]
+    for job in jobs.values():
+        assert slurm.job(job)["Dependency"].startswith((f"afterok:{conversion}(", "(null)"))
+        assert slurm.wait(job, 200)["JobState"] == "COMPLETED"
+    converted = tmp_path / "runs" / "tiny-converted"
+    assert (converted / "certificate.json").is_file()
+    for name in jobs:
+        assert str(converted) in (tmp_path / "runs" / name / "config.yaml").read_text()
+        # Ending one run must not take the conversion from the others.
+        assert known_jobs(tmp_path / "runs" / name) == {jobs[name]: "train"}
 
 
 def test_without_nemo_run_the_message_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
