@@ -41,10 +41,11 @@ def attach(config: RunConfig, config_path: Path, overrides: Sequence[str], place
             "nodes share, new for each attempt; start it by `submit` or slurm/train.sbatch, which set it"
         )
     folder = Path(attempt) / "servers"
+    serving: subprocess.Popen[bytes] | None = None
     if place.local_rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"serve-rank{place.rank}.log").open("ab") as log:
-            subprocess.Popen(
+            serving = subprocess.Popen(
                 [sys.executable, "-m", "pacs_megatron.launch.serve", str(folder), str(config_path), *overrides],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -54,5 +55,10 @@ def attach(config: RunConfig, config_path: Path, overrides: Sequence[str], place
             )
     assert isinstance(config.rollout, SglangRollout)
     assert config.rollout.servers is not None
-    urls = wait_for_urls(folder, config.resources.nodes, config.rollout.servers.start_timeout_s)
+    urls = wait_for_urls(
+        folder,
+        config.resources.nodes,
+        config.rollout.servers.start_timeout_s,
+        lambda: None if serving is None else serving.poll(),
+    )
     return ["rollout.servers=null", f"rollout.urls=[{','.join(urls)}]", "rollout.shares_gpus=true"]

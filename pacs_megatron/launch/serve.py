@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -153,22 +153,31 @@ def _publish(path: Path, text: str) -> None:
     beside.replace(path)
 
 
-def wait_for_urls(folder: Path, num_nodes: int, timeout_s: float) -> list[str]:
+def wait_for_urls(
+    folder: Path, num_nodes: int, timeout_s: float, exit_code: Callable[[], int | None] = lambda: None
+) -> list[str]:
     """Addresses of the servers on all rollout nodes, once every node has published its own.
 
-    Raises the error that a node left, or RolloutError when one has not answered after `timeout_s`.
+    `exit_code` is of this node's own process, where the caller started one: None while it runs. Raises the error that a
+    node left, or RolloutError when one has not answered after `timeout_s` or has ended without a word.
     """
     deadline = time.monotonic() + timeout_s
+    code = None
     while len(files := sorted(folder.glob("*.urls"))) < num_nodes:
         for path in sorted(folder.glob("*.error")):
             left = json.loads(path.read_text(encoding="utf-8"))
             kind = ConfigError if left["code"] == ConfigError.exit_code else RolloutError
             raise kind(f"node {path.stem}: {left['message']}")
+        if code is not None:
+            raise RolloutError(
+                f"this node's server process ended with {code} and left no word; see the logs under {folder}"
+            )
         if time.monotonic() > deadline:
             raise RolloutError(
                 f"SGLang servers of {len(files)} of {num_nodes} rollout nodes are up after {timeout_s:.0f} s "
                 f"(rollout.servers.start_timeout_s); see the logs under {folder}"
             )
+        code = exit_code()  # looked at before the files: its last word is there before it ends
         time.sleep(POLL_S)
     return [url for file in files for url in file.read_text(encoding="utf-8").split()]
 

@@ -181,6 +181,8 @@ class ServerSync:
     def _release(self, api: SglangApi) -> None:
         api.pause("abort", self._settings.timeout_s)
         api.set_weight_version(updating_version(self.report.version))
+        # Refused while a cancelled request is still in work: released under it, the server would end.
+        _flush_cache(api, required=True)
         api.release_memory(("kv_cache", "weights"))
         self._released[api.url] = {"kv_cache", "weights"}
 

@@ -33,7 +33,8 @@ class WeightServer(FakeSglang):
         self.keys: set[str | None] = set()
         """Authorization headers that came"""
         self.fail: dict[str, int] = {}
-        """path -> how often it answers 500 from now on"""
+        """path -> how often it answers `fail_status` from now on"""
+        self.fail_status = 500
         self.before: dict[str, Callable[[], None]] = {}
         """path -> what happens just before its next call"""
         self.spoil: Callable[[Any], Any] = lambda answer: answer
@@ -66,7 +67,7 @@ class WeightServer(FakeSglang):
         self.before.pop(request.path, lambda: None)()
         if self.fail.get(request.path, 0) > 0:
             self.fail[request.path] -= 1
-            return web.Response(status=500, text="told to fail")
+            return web.Response(status=self.fail_status, text="told to fail")
         response: web.StreamResponse = await handler(request)
         return response
 

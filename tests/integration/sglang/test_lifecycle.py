@@ -107,6 +107,9 @@ def test_no_server_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert gone(pids) and is_free(url)
     assert stores() <= before
     run.assert_whole()
+    files = [path for path in run.run_dir.rglob("*") if path.is_file()]
+    assert any(path.name == "server0.log" for path in files)
+    assert [path for path in files if KEY.encode() in path.read_bytes()] == []
 
 
 def server_children(run: FleetRun) -> list[int]:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.launch import serve
-from pacs_megatron.launch.serve import Ending, main
+from pacs_megatron.launch.serve import Ending, main, wait_for_urls
 
 PROBE = """
 import sys, time
@@ -107,3 +108,43 @@ def test_an_error_is_left_for_whoever_waits(tmp_path: Path, capsys: pytest.Captu
     assert "nothere.yaml" in capsys.readouterr().err
     [left] = (tmp_path / "servers").glob("*.error")
     assert '"code": 2' in left.read_text()
+
+
+def test_a_process_that_ends_without_a_word_is_not_waited_for(tmp_path: Path) -> None:
+    """Killed by the kernel for memory, say: fifteen minutes of `start_timeout_s` would pass."""
+    began = time.monotonic()
+    with pytest.raises(RolloutError, match=r"server process ended with -9 and left no word"):
+        wait_for_urls(tmp_path, 1, 900.0, lambda: -9)
+    assert time.monotonic() - began < 5
+    (tmp_path / "n1.error").write_text('{"code": 2, "message": "no such model"}')
+    with pytest.raises(ConfigError, match="node n1: no such model"):
+        wait_for_urls(tmp_path, 1, 900.0, lambda: 2)
+    (tmp_path / "n1.urls").write_text("http://n1:1\n")
+    assert wait_for_urls(tmp_path, 1, 900.0, lambda: 0) == ["http://n1:1"]
+
+
+def test_a_signal_while_servers_start_ends_them(tmp_path: Path) -> None:
+    """The trainer died while its node's servers were starting: their GPUs must not stay taken for minutes."""
+    script = """
+import sys
+from pathlib import Path
+from pacs_megatron.errors import RolloutError
+from pacs_megatron.launch.serve import Ending
+from pacs_megatron.rollout.sglang import start_servers
+from tests.unit.rollout.test_sglang_server import spec
+folder = Path(sys.argv[1])
+ending = Ending(folder, folder)
+ending.install()
+try:
+    start_servers([spec(folder, "--dummy-never-ready")], 300.0, ending.is_due)
+except RolloutError as error:
+    print(error)
+"""
+    started = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("*.pid")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    started.send_signal(signal.SIGINT)
+    out, _ = started.communicate(timeout=20)
+    assert out == "told to end while the rollout servers were starting\n"
+    assert list(tmp_path.glob("*.pid")) == []

@@ -235,6 +235,25 @@ def test_a_server_that_answers_nothing_costs_its_limit_once(server: WeightServer
     assert "no answer within 0.5 s" in sync.report.failed[server.url]
 
 
+def test_memory_is_released_by_an_idle_server_only(server: WeightServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that was cancelled a moment ago may still be in work; SGLang's scheduler ends when released under one."""
+    monkeypatch.setattr("pacs_megatron.weight_sync.server_sync.FLUSH_WAIT_S", 0.0)
+    sync = made([server], pause="abort")
+    push(1, weights(1).items(), [sync])
+    server.calls.clear()
+    server.fail["/flush_cache"] = 2
+    server.fail_status = 400
+    sync.release_memory()
+    steps = ["/pause_generation", "/update_weight_version", *["/flush_cache"] * 3, "/release_memory_occupation"]
+    assert server.calls == steps and not is_current(server)
+    server.calls.clear()
+    push(2, weights(2).items(), [sync])
+    order = [path for path in server.calls if path in ("/resume_memory_occupation", "/in_memory", "/flush_cache")]
+    # Weights have memory before they come, the cache only after them.
+    assert order == ["/resume_memory_occupation", *["/in_memory"] * 3, "/resume_memory_occupation", "/flush_cache"]
+    assert is_current(server)
+
+
 # ----------------------------------------------------------------------------------------------------------------- disk
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
