@@ -30,6 +30,18 @@ STEPS = 6
 SAMPLES = 16
 """of a step"""
 LIMIT_S = 200
+STOPPED_IN_STEP_3 = """
+import os, signal, sys
+from pacs_megatron.policy.engine import MegatronPolicy
+from pacs_megatron.training import main
+real = MegatronPolicy.update
+def update(policy, *arguments):
+    if policy.version == 4:  # two updates a step
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(policy, *arguments)
+MegatronPolicy.update = update
+sys.exit(main.main(sys.argv[1:]))
+"""
 _started: list[subprocess.Popen[str]] = []
 
 
@@ -53,7 +65,9 @@ def server() -> Iterator[ReplaySglang]:
         yield replay
 
 
-def start(folder: Path, model: Path, url: str, max_lag: int, *overrides: str) -> subprocess.Popen[str]:
+def start(
+    folder: Path, model: Path, url: str, max_lag: int, *overrides: str, program: str | None = None
+) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     config = write_tiny_run(folder, model)
     rollout = (
@@ -62,7 +76,12 @@ def start(folder: Path, model: Path, url: str, max_lag: int, *overrides: str) ->
     )
     values = (f"run.steps={STEPS}", f"rollout={rollout}", "parallel.tp=1", "checkpoint.every=null", *overrides)
     process = subprocess.Popen(
-        [sys.executable, "-m", "pacs_megatron.training.main", str(config), *values],
+        [
+            sys.executable,
+            *(["-m", "pacs_megatron.training.main"] if program is None else ["-c", program]),
+            str(config),
+            *values,
+        ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -212,3 +231,29 @@ def test_more_is_asked_for_than_is_trained_and_the_rest_ends_early(
         if step < 4:
             assert cut <= asked[step + 1], "prompts that were cut short come again"
     assert ended_early > 0 and server.aborted
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_a_stop_between_two_updates_goes_on_with_the_next_one(
+    synchronous: Path, tmp_path: Path, model: Path, server: ReplaySglang, max_lag: int
+) -> None:
+    run_dir = tmp_path / "runs" / "tiny"
+    code, err = finish(start(tmp_path, model, server.url, max_lag, program=STOPPED_IN_STEP_3))
+    assert code == ExitCode.PREEMPTED, err
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_000002_plus_01"]
+    kept = set(json.loads((run_dir / "checkpoints" / "step_000002_plus_01" / "buffer.json").read_text())["ids"])
+    server.asked.clear()
+    code, err = finish(start(tmp_path, model, server.url, max_lag))
+    assert code == ExitCode.OK, err
+    assert len(kept) >= SAMPLES and not kept & set(server.asked), "a finished sample was asked for again"
+    # Weights from the middle of a step sample nothing: versions count updates, two a step.
+    versions = {
+        span["version"]
+        for step in range(3, STEPS + 1)
+        for sample in read_rollouts(rollout_path(run_dir, step))
+        for span in sample["spans"]
+    }
+    assert versions and all(version % 2 == 0 for version in versions)
+    assert learned(run_dir) == learned(synchronous)
