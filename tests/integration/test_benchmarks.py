@@ -78,5 +78,10 @@ def test_overlap_shows_that_steps_ahead_hide_the_rollout() -> None:
     assert done.returncode in (0, 1), done.stderr  # 1: above the target, which a busy host may cause
     results = json.loads(done.stdout.splitlines()[-1])["results"]
     assert [result["max_lag"] for result in results] == [0, 1, 2]
-    assert results[0]["idle"] > 2 * results[2]["idle"]
-    assert [round(result["lag_mean"]) for result in results] == [0, 1, 2]
+    synchronous, one_ahead, two_ahead = results
+    # Half of the time is idle without steps ahead, next to none with them; a busy host blurs both.
+    assert synchronous["idle"] > 1.5 * two_ahead["idle"] and synchronous["idle"] > one_ahead["idle"]
+    # A server that the host holds up answers after the next update, from younger weights.
+    assert (
+        synchronous["lag_mean"] == 0 < one_ahead["lag_mean"] <= 1 and one_ahead["lag_mean"] < two_ahead["lag_mean"] <= 2
+    )
