@@ -31,6 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `pacs-megatron config show ... | head`
         sys.stderr.close()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.filename is None:
+            raise  # no file or folder of the user's: a fault of the program
+        print(
+            f"{type(error).__name__}: {error.filename}: {error.strerror}; correct the path or its permissions",
+            file=sys.stderr,
+        )
+        return 1
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

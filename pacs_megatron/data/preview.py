@@ -37,6 +37,8 @@ class Unverified:
     prompt_id: str
     answer: str
     reason: str
+    failed: bool
+    """The verifier gave no verdict at all: it raised, returned no number, or took too long"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +90,15 @@ def preview(
 def _check_gold(prompts: Sequence[Prompt], judge: Judge) -> tuple[Unverified, ...]:
     """Those that got no reward of 1, in the order of `prompts`."""
     pairs = [(prompt, GOLD_RESPONSE.format(answer=prompt.answer)) for prompt in prompts]
-    reasons: dict[str, str] = {}
+    reasons: dict[str, tuple[str, bool]] = {}
     for prompt_id, reward, failure in judge(pairs):
         if reward != 1.0:
-            reasons[prompt_id] = failure if failure is not None else f"reward {reward}"
+            reasons[prompt_id] = (failure, True) if failure is not None else (f"reward {reward}", False)
     return tuple(
-        Unverified(prompt_id=prompt.id, answer=prompt.answer, reason=reasons[prompt.id])
+        Unverified(prompt_id=prompt.id, answer=prompt.answer, reason=reason, failed=failed)
         for prompt in prompts
         if prompt.id in reasons
+        for reason, failed in [reasons[prompt.id]]
     )
 
 

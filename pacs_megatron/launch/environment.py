@@ -95,6 +95,8 @@ def first_host(node_list: str) -> str:
 def job_port(job_id: str) -> int:
     """A port that every task of a job derives alike, below those that Linux hands out (32768); jobs on one node rarely
     collide."""
+    if not job_id.isdecimal():
+        raise ConfigError(f"SLURM_JOB_ID={job_id!r}: expected a number; unset it outside a job")
     return 20000 + int(job_id) % 12000
 
 

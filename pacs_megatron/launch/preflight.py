@@ -7,19 +7,21 @@ every rank takes part, and what has to be equal or connected between nodes is lo
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from pacs_megatron.checkpoint.names import whole_checkpoints
+from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, whole_checkpoints
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.errors import PacsError
 from pacs_megatron.launch import constants
-from pacs_megatron.launch.check import Check, attempt
+from pacs_megatron.launch.check import Check, attempt, is_there
 from pacs_megatron.launch.constants import GIB
 from pacs_megatron.launch.known_models import find_spec
 from pacs_megatron.launch.plan import Plan, make_plan
@@ -35,6 +37,7 @@ from pacs_megatron.launch.preflight_host import (
     load_cluster_checks,
 )
 from pacs_megatron.launch.preflight_servers import check_servers
+from pacs_megatron.launch.rows import read_rows
 from pacs_megatron.launch.train import run_folder
 
 NUM_GOLD = 32
@@ -81,6 +84,32 @@ def run_preflight(
 
 
 @contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Without this logger's warnings: what they say becomes one line of the report."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
+def stdout_for_the_report() -> Iterator[None]:
+    """Inside, what plug-ins and their processes print goes to stderr: stdout is for the report, which may be JSON."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextmanager
 def offline() -> Iterator[None]:
     """Inside, the Hugging Face libraries read their caches and ask no network, as the jobs will."""
     import datasets
@@ -107,7 +136,7 @@ def find_spec_or_none(loaded: LoadedConfig) -> object | None:
     """The model's architecture, None where it cannot be had (`_model` says why)."""
     try:
         return find_spec(loaded.config.model.path)
-    except PacsError:
+    except (PacsError, OSError):
         return None
 
 
@@ -131,7 +160,7 @@ def _network(loaded: LoadedConfig) -> Iterator[Check]:
     """What a job would ask a network for."""
     config = loaded.config
     datasets = (config.data.train, *config.evaluation.benchmarks)
-    from_hub = [path for path in (config.model.path, *(d.path for d in datasets)) if not Path(path).exists()]
+    from_hub = [path for path in (config.model.path, *(d.path for d in datasets)) if not is_there(path)]
     names = [path for path in from_hub if not Path(path).suffix]
     if names and in_a_job() and os.environ.get("HF_HUB_OFFLINE") not in ("1", "true", "True", "ON", "YES"):
         message = (
@@ -153,24 +182,33 @@ def _model(loaded: LoadedConfig) -> Iterator[Check]:
 
         folder = HfFolder(local_model(path))
         table = weight_table(load_spec(folder.path))
-        missing = [name for name in table.by_hf if name not in set(folder.names)]
+        there = set(folder.names)
+        missing = [name for name in table.by_hf if name not in there]
         if missing:
             raise PacsError(f"{folder.path} lacks {len(missing)} tensors, first {missing[0]}; download it again")
+        for entry in table.entries:
+            for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
+                if folder.shape(name) != shape:
+                    raise PacsError(
+                        f"{folder.path}: {name} has shape {folder.shape(name)}, but config.json asks for {shape}; the two are of "
+                        "different models: download it again"
+                    )
         return f"{folder.path}: {len(folder.names)} tensors, {table.num_parameters:,} parameters"
 
     def is_whole_checkpoint() -> str:
         from pacs_megatron.checkpoint.manifest import check_files, read_manifest
         from pacs_megatron.models import load_spec
 
-        check_files(Path(path), read_manifest(Path(path)), digests=False)
+        checkpoint = Path(path).expanduser()
+        check_files(checkpoint, read_manifest(checkpoint), digests=False)
         return f"{path}: a Megatron checkpoint, {load_spec(local_model(path)).family}"
 
-    yield attempt("model.path", is_whole_checkpoint if is_converted(path) else is_whole)
+    yield attempt("model.path", lambda: is_whole_checkpoint() if is_converted(path) else is_whole())
 
 
 def is_converted(path: str) -> bool:
     """Whether it is a converted Megatron checkpoint, which has digests of its own and Hugging Face's files in `hf`."""
-    return (Path(path) / "manifest.json").is_file()
+    return (Path(path).expanduser() / "manifest.json").is_file()
 
 
 def local_model(path: str) -> Path:
@@ -178,8 +216,9 @@ def local_model(path: str) -> Path:
 
     Raises PacsError for neither.
     """
-    if Path(path).is_dir():
-        return Path(path) / "hf" if is_converted(path) else Path(path)
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder / "hf" if is_converted(path) else folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -199,6 +238,7 @@ def _tokenizer(loaded: LoadedConfig) -> Iterator[Check]:
 
     def works() -> str:
         from pacs_megatron.data import load_tokenizer, stop_token_ids
+        from pacs_megatron.models import load_spec
 
         folder = local_model(model.path)
         tokenizer = load_tokenizer(str(folder), model.trust_remote_code)
@@ -206,7 +246,17 @@ def _tokenizer(loaded: LoadedConfig) -> Iterator[Check]:
             raise PacsError(
                 f"{folder} has no chat template; use an instruct model's tokenizer, or add chat_template.jinja"
             )
-        return f"chat template, stops at {', '.join(map(str, stop_token_ids(tokenizer, str(folder))))}"
+        stops = stop_token_ids(tokenizer, str(folder))
+        rows = load_spec(folder).vocab_size
+        # Some models are padded by a token of no row of theirs; nothing ever looks it up.
+        ids = {id for id in tokenizer.get_vocab().values() if id != tokenizer.pad_token_id}
+        largest = max(max(ids), max(stops))
+        if largest >= rows:
+            raise PacsError(
+                f"{folder}: the tokenizer or generation_config.json has token id {largest}, but config.json has "
+                f"vocab_size={rows}; take the tokenizer that belongs to the model"
+            )
+        return f"chat template, stops at {', '.join(map(str, stops))}"
 
     yield attempt("model.path (tokenizer)", works)
 
@@ -220,7 +270,7 @@ def _data(loaded: LoadedConfig) -> Iterator[Check]:
         def loads(key: str = key, dataset: DatasetOptions = dataset) -> str:
             return _read_set(loaded, key, dataset)
 
-        is_local = Path(dataset.path).suffix or Path(dataset.path).exists()
+        is_local = Path(dataset.path).suffix or is_there(dataset.path)
         fix = "" if is_local else "`pacs-megatron fetch` where there is a network brings it into the cache (HF_HOME)"
         yield attempt(f"{key}.path", loads, fix)
 
@@ -234,6 +284,10 @@ def _read_set(loaded: LoadedConfig, key: str, dataset: DatasetOptions) -> str:
     if not prompts:
         raise PacsError(
             f"{dataset.path}: every prompt is longer than data.max_prompt_tokens={config.data.max_prompt_tokens}; raise it"
+        )
+    if not all(len(prompt.token_ids) for prompt in prompts):
+        raise PacsError(
+            f"{dataset.path}: the chat template makes empty prompts; repair chat_template.jinja of the model"
         )
     if key == "data.train" and len(prompts) < config.batch.prompts_per_step:
         raise PacsError(
@@ -254,7 +308,14 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
 
         tokenizer = load_tokenizer(str(local_model(config.model.path)), config.model.trust_remote_code)
         some = config.data.train.model_copy(update={"limit": NUM_GOLD})
-        report = preview_with_reward(some, config.data, tokenizer, reward, num_examples=0)
+        with _quiet("pacs_megatron.rewards"):
+            report = preview_with_reward(some, config.data, tokenizer, reward, num_examples=0)
+        failed = [bad for bad in report.unverified if bad.failed]
+        if failed and reward.name == "custom":
+            raise PacsError(
+                f"reward.name={reward.name} fails on {len(failed)} of {report.num_checked} gold answers, such as "
+                f"{failed[0].answer!r}: {failed[0].reason}; mend it: such samples count for nothing"
+            )
         if report.num_checked and not report.num_verified and reward.name in ("math", "arithmetic"):
             worst = report.unverified[0]
             raise PacsError(
@@ -264,7 +325,8 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
         return f"{reward.name} accepts {report.num_verified} of {report.num_checked} gold answers"
 
     check = attempt("reward", judges)
-    if check.level == "ok" and " accepts 0 of " in check.message:
+    counts = re.search(r" accepts (\d+) of (\d+) ", check.message)
+    if check.level == "ok" and counts is not None and 2 * int(counts[1]) < int(counts[2]):
         check = Check("warn", check.key, check.message, "look at `pacs-megatron data preview`: is it meant to?")
     yield check
 
@@ -280,6 +342,9 @@ def _resume(loaded: LoadedConfig) -> Iterator[Check]:
 
     if folder.exists():
         yield attempt("run.name", is_the_same_run)
+    if (folder / CHECKPOINTS_FOLDER).is_file():
+        yield Check("fail", "checkpoint", f"{folder / CHECKPOINTS_FOLDER} is a file", "move it away")
+        return
     whole = whole_checkpoints(folder)
     if not whole:
         yield Check("ok", "checkpoint", f"{folder} has no whole checkpoint: the run starts")
@@ -329,9 +394,7 @@ def planned_ending_s(plan: Plan) -> float:
 
 
 def _measured_seconds(path: Path, updates_per_step: int) -> float | None:
-    if not path.is_file():
-        return None
-    rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    rows = read_rows(path)
 
     def longest(name: str) -> float:
         return max((float(row[name]) for row in rows if isinstance(row.get(name), int | float)), default=0.0)

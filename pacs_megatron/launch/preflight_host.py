@@ -38,6 +38,8 @@ FILES_A_CHECKPOINT = 64
 """Files of a checkpoint and its share of logs, beside one or two a rank."""
 MIN_SCRATCH_BYTES = 1 * GIB
 """Sockets, compiled kernels and caches of a job."""
+TINY_SCRATCH_BYTES = 16 * 2**20
+"""Below it even the reward's processes cannot start."""
 
 
 def check_software(loaded: LoadedConfig) -> Iterator[Check]:
@@ -150,10 +152,16 @@ def _no_gpu(wanted: int, built_for: str | None) -> Check:
 # ---------------------------------------------------------------------------------------------------- folders and room
 def check_folders(loaded: LoadedConfig) -> Iterator[Check]:
     """That the run's folder and the scratch folder take files, by writing one."""
-    for key, folder in (("run.dir", Path(loaded.config.run.dir)), ("TMPDIR", scratch_folder())):
+    run_dir = Path(loaded.config.run.dir)
+    named = run_dir / loaded.config.run.name
+    for key, folder in (("run.dir", named if named.exists() else run_dir), ("TMPDIR", scratch_folder())):
         existing = existing_parent(folder)
         if not existing.is_dir():
             yield Check("fail", key, f"{existing} is a file", "name a folder")
+            continue
+        if key == "TMPDIR" and existing != folder.absolute():
+            fix = "make it, or set TMPDIR (cluster file: scratch) to one that is there"
+            yield Check("fail", key, f"{folder}: no such folder", fix)
             continue
         reason = _write_problem(existing)
         if reason is not None:
@@ -163,7 +171,8 @@ def check_folders(loaded: LoadedConfig) -> Iterator[Check]:
     free = shutil.disk_usage(existing_parent(scratch_folder())).free
     if free < MIN_SCRATCH_BYTES:
         message = f"{free / GIB:.2f} GiB free in {scratch_folder()}"
-        yield Check("warn", "TMPDIR", message, "set TMPDIR (cluster file: scratch) to a folder with more room")
+        level: Level = "fail" if free < TINY_SCRATCH_BYTES else "warn"
+        yield Check(level, "TMPDIR", message, "set TMPDIR (cluster file: scratch) to a folder with more room")
 
 
 def scratch_folder() -> Path:

@@ -17,7 +17,7 @@ from pacs_megatron.launch import constants
 from pacs_megatron.launch.check import Check, existing_parent
 from pacs_megatron.launch.doctor import installed
 from pacs_megatron.launch.environment import find_rank
-from pacs_megatron.launch.preflight import local_model, run_preflight
+from pacs_megatron.launch.preflight import local_model, run_preflight, stdout_for_the_report
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,8 @@ def run_everywhere(
     place = find_rank(os.environ)
     checks = []
     if place is None or place.local_rank == 0:
-        checks = run_preflight(path, overrides, cluster=cluster, start_servers=start_servers)
+        with stdout_for_the_report():
+            checks = run_preflight(path, overrides, cluster=cluster, start_servers=start_servers)
         if place is not None and place.rank:
             checks = [check for check in checks if check.level == "fail"]  # every node looks, one speaks
     return checks + run_rank_checks(path, overrides)

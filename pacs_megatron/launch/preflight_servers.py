@@ -50,6 +50,9 @@ def _options(loaded: LoadedConfig, rollout: SglangRollout) -> Iterator[Check]:
     if rollout.servers is None:
         return
     longest = max_sequence_tokens(loaded.config)
+    judged = loaded.config.evaluation.sampling
+    if judged is not None:
+        longest = max(longest, loaded.config.data.max_prompt_tokens + judged.max_response_tokens)
     context = rollout.servers.context_length
     if context is not None and context < longest:
         message = f"{context} tokens, but prompts and responses may reach {longest}"
