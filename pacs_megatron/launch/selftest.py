@@ -23,6 +23,7 @@ from pathlib import Path
 import yaml
 
 from pacs_megatron import __version__
+from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.launch.doctor import installed
 
 REL_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
@@ -42,6 +43,8 @@ LAYOUTS: Mapping[str, tuple[int, dict[str, object]]] = {
 SAMPLING = {"max_response_tokens": 12, "stop": list("abcdefghijklmnopqrstuvwxyz012345")}
 """A random model never says that it is done: common letters end most answers, or all would count as truncated.
 SGLang takes 32 at most."""
+MARKER = ".pacs-selftest"
+"""In a folder that may be emptied."""
 REWARD = "def reward(prompt, response):\n    return float(sum(response.encode()) % 2)\n"
 
 
@@ -284,16 +287,33 @@ def certificate(outcomes: Sequence[Outcome], gpus: int) -> dict[str, object]:
     }
 
 
+def make_folder(folder: Path) -> None:
+    """Empty, and ours. Raises ConfigError for a folder with files that no earlier self-test wrote."""
+    marker = folder / MARKER
+    if folder.exists() and not marker.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there and not a self-test's; name a new folder, or one that is empty")
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    marker.touch()
+
+
 def main(arguments: Sequence[str]) -> int:
     """Returns 0 when nothing failed."""
     parser = argparse.ArgumentParser(prog="python -m pacs_megatron.launch.selftest")
-    parser.add_argument("folder", type=Path, help="on a file system that all nodes share; emptied first")
+    parser.add_argument(
+        "folder", type=Path, help="on a file system that all nodes share; an earlier self-test's is emptied"
+    )
     parser.add_argument("--ranks", type=int, required=True, help="how many ranks there are")
     parser.add_argument("--gpus", type=int, default=0, help="how many GPUs this node has")
     parser.add_argument("--sglang-python", help="an interpreter that has sglang")
     args = parser.parse_args(arguments)
     folder = args.folder.absolute()
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        make_folder(folder)
+    except (ConfigError, OSError) as error:
+        sys.stderr.write(f"ConfigError: {error}\n")
+        return ExitCode.MISCONFIGURED
     test = SelfTest(folder, args.ranks, args.gpus, args.sglang_python)
     passed = test.run()
     text = json.dumps(certificate(test.outcomes, args.gpus), indent=2)

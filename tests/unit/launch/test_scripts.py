@@ -27,12 +27,26 @@ def test_batch_scripts_are_short_and_say_how_they_are_called(path: Path) -> None
     assert max(len(line) for line in lines) <= 140
     assert "set -euo pipefail" in lines
     assert any(line.startswith("#   sbatch ") for line in lines[:20])
-    # Without arguments: its usage and a code that says so, not a half-started job.
-    done = subprocess.run(
-        ["bash", str(path)], capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin"}
-    )
-    assert done.returncode != 0
-    assert "usage: sbatch" in done.stderr
+
+
+def called(path: Path, *words: str, **variables: str) -> str:
+    """The one line of a script that was called wrongly."""
+    environment = {"PATH": "/usr/bin:/bin", **variables}
+    done = subprocess.run(["bash", path, *words], capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("path", BATCH, ids=lambda path: path.name)
+def test_a_batch_script_that_is_called_wrongly_says_so(path: Path) -> None:
+    """And starts nothing."""
+    config = str(ROOT / "configs" / "runs" / "quickstart.yaml")
+    assert called(path).startswith("usage: sbatch ")
+    assert "runs inside a job; submit it" in called(path, config)
+    assert "PACS_SITE=nothere: no such file" in called(path, config, SLURM_JOB_ID="1", PACS_SITE="nothere")
+    if path.stem in ("eval", "preflight", "train"):
+        assert called(path, "nothere.yaml", SLURM_JOB_ID="1").startswith("nothere.yaml: no such configuration;")
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

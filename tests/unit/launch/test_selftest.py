@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pacs_megatron.config.schema import MAX_SGLANG_STOPS
-from pacs_megatron.launch.selftest import SAMPLING, _in_tasks
+from pacs_megatron.launch.selftest import SAMPLING, _in_tasks, main, make_folder
 
 PROGRAM = ["/bare/python", "-m", "pacs_megatron", "train", "run.yaml"]
 
@@ -23,3 +25,15 @@ def test_sglang_takes_its_stop_strings() -> None:
     stops = SAMPLING["stop"]
     assert isinstance(stops, list)
     assert len(stops) <= MAX_SGLANG_STOPS
+
+
+def test_no_folder_of_others_is_emptied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    for folder in (tmp_path, tmp_path / "thesis.tex"):
+        assert main([str(folder), "--ranks=1"]) == 2
+        assert f"{folder} is there and not a self-test's; name a new folder" in capsys.readouterr().err
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+    make_folder(tmp_path / "new" / "folder")
+    (tmp_path / "new" / "folder" / "certificate.json").touch()
+    make_folder(tmp_path / "new" / "folder")
+    assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == [".pacs-selftest"]
