@@ -143,7 +143,12 @@ class Rollouts:
         while header["kind"] == "generate":
             self._channel.send(Decision(kind=DecisionKind.GENERATE, reason="sample", detail=header))
             # Outside of `_ask`: an error in here is known to every rank already.
-            samples, payload = self._generate(header, arrays)
+            samples, payload, stopped = self._generate(header, arrays)
+            if stopped:
+                # Every rank knows. What is finished goes into the checkpoint.
+                driver.reply({"op": "samples", **samples}, payload)
+                driver.abandon()
+                raise Interrupted
             header, arrays = self._ask(partial(driver.reply, {"op": "samples", **samples}, payload))
         kinds = {"groups": DecisionKind.TRAIN, "stale": DecisionKind.SYNC}
         kind = kinds.get(header["kind"], DecisionKind.EVALUATE)
@@ -180,7 +185,8 @@ class Rollouts:
             decision = self._channel.receive()
             match decision.kind:
                 case DecisionKind.GENERATE:
-                    self._generate(decision.detail, None)
+                    if self._generate(decision.detail, None)[2]:
+                        raise Interrupted
                 case DecisionKind.STOP if decision.detail["type"] == Interrupted.__name__:
                     raise Interrupted
                 case DecisionKind.STOP:
@@ -190,31 +196,36 @@ class Rollouts:
 
     def _generate(
         self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None
-    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Every rank samples its chunks; rank 0 returns all samples as one message for the driver."""
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray], bool]:
+        """Every rank samples its chunks; rank 0 returns all samples as one message for the driver. The last value, the
+        same on every rank: whether one was asked to stop, which then has no more than the chunks that it had finished."""
         assert self._engine is not None
         shared = broadcast_arrays(arrays, src=0, group=self._rank.control)
         requests = requests_from_message(header, shared)
         error: PacsError | None = None
+        was_asked = False
         samples: list[Sample] = []
         try:
-            for sample in self._engine.stream(requests):
+            for sample in self._engine.stream(requests, self._should_stop):
                 samples.append(sample)
                 self._tell_progress(len(samples), len(requests))
+        except Interrupted:
+            was_asked = True
         except PacsError as caught:
             error = caught
         message = self._channel.first_error(None if error is None else str(error))
         if message is not None:
             raise error if error is not None else RolloutError(message)
+        stopped = self._channel.any_rank(was_asked)
         mine_header, mine = samples_to_message(samples)
         ids = np.frombuffer("\n".join(f"{s.id}\t{s.prompt_id}" for s in samples).encode(), dtype=np.uint8)
         gathered = gather_arrays({**mine, "ids": ids}, group=self._rank.control)
         if gathered is None:
-            return {}, {}
+            return {}, {}, stopped
         everything = list(samples)
         for other in gathered[1:]:
             everything += samples_from_message(_header_of(other, mine_header["digests"], self._engine), other)
-        return samples_to_message(everything)
+        return *samples_to_message(everything), stopped
 
     def _tell_progress(self, mine: int, total: int) -> None:
         """The ranks are about as fast as each other."""

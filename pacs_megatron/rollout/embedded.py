@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pacs_megatron.config.schema import EmbeddedRollout
-from pacs_megatron.contracts import Sample, SampleRequest, Span, Stop
+from pacs_megatron.contracts import Interrupted, Sample, SampleRequest, Span, Stop
 from pacs_megatron.data import stop_token_ids
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.rollout.kv_cache import ATTENTION, DecodingCache
@@ -139,9 +139,13 @@ class EmbeddedEngine:
         """This rank's samples. Pass ALL requests, in the same order on every rank; shares of all ranks make the whole."""
         return list(self.stream(requests))
 
-    def stream(self, requests: Sequence[SampleRequest]) -> Iterator[Sample]:
+    def stream(
+        self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool] | None = None
+    ) -> Iterator[Sample]:
         """This rank's samples, chunk after chunk; exactly one for each request of its chunks.
 
+        `should_stop` is asked at every token: raises Interrupted, and the chunk that is not finished is lost. Whole
+        chunks were yielded, so that those which are left have the same requests, and the same bits, when asked again.
         Raises RolloutError before the first sample: no complete weights, a repeated id, a prompt that is empty, too
         long for the model or outside its vocabulary. Raises RolloutError for non-finite logits.
         """
@@ -150,7 +154,7 @@ class EmbeddedEngine:
         chunks = [requests[start : start + size] for start in range(0, len(requests), size)]
         try:
             for chunk in chunks[self._rank :: self._num_ranks]:
-                yield from self._generate(chunk)
+                yield from self._generate(chunk, should_stop)
         finally:
             self._cancelled.clear()
 
@@ -184,7 +188,7 @@ class EmbeddedEngine:
                     f"model's context of {self._max_context}; lower max_response_tokens or max_prompt_tokens"
                 )
 
-    def _generate(self, chunk: Sequence[SampleRequest]) -> list[Sample]:
+    def _generate(self, chunk: Sequence[SampleRequest], should_stop: Callable[[], bool] | None) -> list[Sample]:
         """All samples of one chunk, in its order."""
         alive = [i for i, request in enumerate(chunk) if request.id not in self._cancelled]
         longest = max(request.params.max_tokens for request in chunk)
@@ -196,7 +200,7 @@ class EmbeddedEngine:
             # Inference tensors must not reach the trainer: only NumPy arrays leave this block.
             with torch.inference_mode():
                 decoding = _Decoding(longest, len(chunk), self._device)
-                self._decode(self._prefill(chunk, alive), decoding)
+                self._decode(self._prefill(chunk, alive), decoding, should_stop)
                 decoding.read(tokens, logprobs, lengths, stops)
         if not np.isfinite(logprobs).all():
             bad = chunk[int(np.argmax(~np.isfinite(logprobs).all(axis=1)))]
@@ -255,11 +259,15 @@ class EmbeddedEngine:
         )
         return state, logits[rows]
 
-    def _decode(self, prefilled: tuple[_Rows, torch.Tensor], out: _Decoding) -> None:
-        """Token after token until every row has ended."""
+    def _decode(
+        self, prefilled: tuple[_Rows, torch.Tensor], out: _Decoding, should_stop: Callable[[], bool] | None
+    ) -> None:
+        """Token after token until every row has ended. Raises Interrupted."""
         rows, logits = prefilled
         ended = torch.zeros(len(rows.requests), dtype=torch.bool, device=self._device)
         for index in range(out.max_tokens):
+            if should_stop is not None and should_stop():
+                raise Interrupted
             ids, logprobs = rows.sampler.draw(logits, index)
             out.write(index, rows.number, ended, ids, logprobs)
             finished = torch.isin(ids, self._eos)

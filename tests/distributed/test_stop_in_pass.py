@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -124,10 +125,11 @@ def test_every_rank_leaves_the_pass(folders: dict[str, Path], tmp_path: Path, la
 
 @dataclass(frozen=True)
 class Signal:
-    """To rank 1, in step 2 (its first update finds `2 * updates` versions): once it has done `updates`, in `phase`."""
+    """In step 2, once it has done `updates`, in `phase`: to rank 1, or for `decode` to every rank in its `at`-th chunk."""
 
     phase: str
     updates: int
+    at: tuple[int, int] = (0, 0)
 
 
 def run_signalled(folder: Path, model: Path, overrides: tuple[str, ...], signal_at: Signal | None) -> list[int]:
@@ -137,20 +139,20 @@ def run_signalled(folder: Path, model: Path, overrides: tuple[str, ...], signal_
 
     def on_rank(rank: int, _world: int) -> int:
         from pacs_megatron.policy.engine import MegatronPolicy
+        from pacs_megatron.rollout.embedded import EmbeddedEngine
         from pacs_megatron.training.main import run_rank
 
-        sent = []
-
-        def maybe_send(phase: str, policy: Any) -> None:
-            due = signal_at is not None and (phase, policy.version) == (signal_at.phase, UPDATES + signal_at.updates)
-            if due and rank == 1 and not sent:
-                sent.append(phase)
-                os.kill(os.getpid(), signal.SIGTERM)
+        seen = 0
 
         def watched(phase: str, real: Any) -> Any:
-            def call(policy: Any, *args: Any) -> Any:
-                maybe_send(phase, policy)
-                return real(policy, *args)
+            def call(it: Any, *args: Any) -> Any:
+                nonlocal seen
+                # Policy and engine say how many updates their weights have seen.
+                if signal_at is not None and (phase, it.version) == (signal_at.phase, UPDATES + signal_at.updates):
+                    seen += 1
+                    if seen == signal_at.at[rank] if phase == "decode" else (rank, seen) == (1, 1):
+                        os.kill(os.getpid(), signal.SIGTERM)
+                return real(it, *args)
 
             return call
 
@@ -158,6 +160,7 @@ def run_signalled(folder: Path, model: Path, overrides: tuple[str, ...], signal_
         MegatronPolicy.scores = watched("scores", MegatronPolicy.scores)  # type: ignore[method-assign]
         MegatronPolicy.update = watched("update", MegatronPolicy.update)  # type: ignore[method-assign]
         MegatronPolicy.logprobs = watched("logprobs", MegatronPolicy.logprobs)  # type: ignore[method-assign]
+        EmbeddedEngine._decode = watched("decode", EmbeddedEngine._decode)  # type: ignore[method-assign]
         return int(run_rank(config, overrides))
 
     return run_ranks(on_rank, 2, timeout=110, init_process_group=False)
@@ -175,7 +178,7 @@ GRPO_KL = ("objective.name=grpo", "objective.kl_coef=0.1")
     ("layout", "objective", "signals", "checkpoints"),
     [
         # Before the first update nothing has changed: the step is repeated. In an update it is ended first.
-        ("pp", PACS_FROZEN, [Signal("scores", 0)], ["step_000001"]),
+        pytest.param("pp", PACS_FROZEN, [Signal("scores", 0)], ["step_000001"], marks=pytest.mark.full),
         ("tp", PACS_FROZEN, [Signal("update", 0), Signal("scores", 2)], ["step_000001_plus_01", "step_000001_plus_02"]),
         pytest.param("dp", GRPO_KL, [Signal("update", 1)], ["step_000001_plus_02"], marks=pytest.mark.full),
         pytest.param("tp", PACS_FROZEN, [Signal("scores", 0)], ["step_000001"], marks=pytest.mark.full),
@@ -220,6 +223,31 @@ def test_a_run_signalled_in_a_step_goes_on_to_the_same_bits(
     assert reproducible_bytes(folder) == reproducible_bytes(whole)
     assert (folder / "hf" / "model.safetensors").read_bytes() == (whole / "hf" / "model.safetensors").read_bytes()
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step_000002", "step_000003"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_signal_in_a_chunk_of_the_embedded_engine_keeps_the_whole_ones(tmp_path: Path) -> None:
+    model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=2, vocab_size=262)
+    overrides = (
+        "parallel.tp=2",
+        f"batch.updates_per_step={UPDATES}",
+        "batch.prompts_per_step=6",
+        "rollout.batch_sequences=4",
+    )
+    assert run_signalled(tmp_path / "whole", model, overrides, None) == [ExitCode.OK] * 2
+    # Six chunks, the even ones rank 0's: it leaves number 2 and never begins 4, rank 1 leaves number 5.
+    codes = run_signalled(tmp_path / "cut", model, overrides, Signal("decode", 0, at=(2, 3)))
+    assert codes == [ExitCode.PREEMPTED] * 2
+    folder = tmp_path / "cut" / "runs" / "tiny"
+    newest = latest_checkpoint(folder)
+    assert newest is not None and newest.name == "step_000001"
+    [work] = json.loads((newest / "buffer.json").read_text())["works"]
+    assert (work["step"], work["samples"]) == (2, 12)
+    assert run_signalled(tmp_path / "cut", model, overrides, None) == [ExitCode.OK] * 2
+    whole = tmp_path / "whole" / "runs" / "tiny"
+    assert reproducible_bytes(folder) == reproducible_bytes(whole)
+    assert (folder / "hf" / "model.safetensors").read_bytes() == (whole / "hf" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.full
