@@ -356,6 +356,8 @@ class SglangEngine:
             timeout=aiohttp.ClientTimeout(total=timeout_s),
             allow_redirects=False,  # whoever is sent somewhere else takes prompts and key there
         ) as answer:
+            if answer.content_length is not None and answer.content_length <= limit:
+                return answer.status, await answer.read()
             data = bytearray()
             async for chunk in answer.content.iter_any():
                 data += chunk
