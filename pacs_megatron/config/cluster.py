@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, ValidationError
 
@@ -38,7 +38,7 @@ class ClusterConfig(Options):
     """CPU cores of one rank; None: Slurm's default."""
     mem: str | None = None
     """`--mem`, such as `0` for all of a node's memory."""
-    modules: tuple[str, ...] = Field(default=(), strict=False)
+    modules: tuple[Annotated[str, Field(pattern=r"^[\w./+:@-]+$")], ...] = Field(default=(), strict=False)
     """`module load` of each, in order."""
     setup: tuple[str, ...] = Field(default=(), strict=False)
     """Shell lines before the first task, on the first node."""
@@ -54,7 +54,7 @@ class ClusterConfig(Options):
     """For gloo and NCCL's first handshake (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."""
     scratch: str | None = None
     """Fast node-local folder, given to programs as TMPDIR."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = Field(default_factory=dict)
     """More environment variables, such as HF_HOME."""
     srun_args: tuple[str, ...] = Field(default=(), strict=False)
 
@@ -91,6 +91,7 @@ def load_cluster(path: Path) -> ClusterConfig:
             close = difflib.get_close_matches(key, list(ClusterConfig.model_fields), n=1)
             hint = f"did you mean `{close[0]}`?" if close else f"known: {', '.join(ClusterConfig.model_fields)}"
             raise ConfigError(f"unknown key `{key}`; {hint} ({node.origin})") from None
-        raise ConfigError(
-            f"{key}: {detail['msg'].lower()}, got {detail['input']!r}; correct it ({node.origin})"
-        ) from None
+        if detail["type"] == "missing":
+            raise ConfigError(f"`{key}` is missing; add it ({node.origin})") from None
+        message = detail["msg"][0].lower() + detail["msg"][1:].replace("valid tuple", "list, such as [python]")
+        raise ConfigError(f"{key}: {message}, got {detail['input']!r}; correct it ({node.origin})") from None
