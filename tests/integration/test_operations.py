@@ -1,32 +1,60 @@
-"""Every command of docs/operations.md runs, or is marked as needing what no test machine has."""
+"""Every command of docs/operations.md runs, or is marked as needing what no test machine has.
+
+A mark is no way out: each has its list of what it may stand behind, and of marked commands all is held that can be held
+here, their options, the files they name, the sizes that have to agree with the configuration.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import io
 import re
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from pacs_megatron.cli import main
+from pacs_megatron.cli import build_parser, main
+from pacs_megatron.config import load_config
+from pacs_megatron.config.cluster import load_cluster
+from pacs_megatron.config.explain import schema_json
+from pacs_megatron.launch.job import describe
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 
 ROOT = Path(__file__).parents[2]
-MARKS = ("# GPU", "# network", "# cluster")
+TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+MARKED = {
+    # A download, or a program that asks a network.
+    "network": r"git clone |make install$|python3\.\d+ -m venv |pip install |pacs-megatron (fetch|data preview) ",
+    # The site's own file, its queue, its shared folders.
+    "cluster": r"cp |export |pacs-megatron (preflight .* --cluster|cancel) ",
+    "GPU": r"sbatch |pacs-megatron (submit (?!.*--dry-run)|eval )",
+}
+"""What needs what no test machine has: mark -> how such a command begins."""
+
+
+def all_commands() -> list[tuple[str, str | None]]:
+    """(command, mark) of every line in a block."""
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines() if line]
+    assert len(lines) > 25
+    found = [re.fullmatch(r"(.*?)(?:\s+# (\w+))?\s*", line) for line in lines]
+    return [(match[1], match[2]) for match in found if match]
 
 
 def commands() -> list[str]:
     """The documented commands that have to work here."""
-    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines() if line]
-    assert len(lines) > 20
-    return [line for line in lines if not line.rstrip().endswith(MARKS)]
+    return [command for command, mark in all_commands() if mark is None]
+
+
+def marked(program: str) -> list[str]:
+    """The documented commands of `program` that cannot be run here."""
+    return [command for command, mark in all_commands() if mark is not None and command.startswith(program)]
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +90,102 @@ def test_command(
     monkeypatch.chdir(ROOT)
     assert main([word.replace("runs/NAME", str(finished_run)) if word == "runs/NAME" else word for word in words]) == 0
     assert capsys.readouterr().out
+
+
+def test_every_block_is_looked_at() -> None:
+    """A block of another language would be looked at by nobody."""
+    assert set(re.findall(r"^ *```(.*)$", TEXT, re.MULTILINE)) == {"bash", ""}
+    assert "~~~" not in TEXT
+    assert not [line for line in TEXT.splitlines() if line.startswith(("    ", "$ "))]
+
+
+def test_marks_stand_behind_what_needs_them() -> None:
+    for command, mark in all_commands():
+        if mark is not None:
+            assert re.match(MARKED[mark], command), f"{command!r} can be run here; take its mark away"
+
+
+def test_the_environment_is_entered(tmp_path: Path) -> None:
+    (line,) = [command for command in commands() if command.startswith("source ")]
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    done = subprocess.run(
+        ["bash", "-ec", f"{line}; command -v pacs-megatron"], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stdout.strip().endswith("/bin/pacs-megatron")
+
+
+def files_named(words: list[str]) -> list[str]:
+    """Files of the checkout among a command's words, without those that the document has made itself."""
+    made = [shlex.split(command)[-1] for command in marked("cp ")]
+    return [word for word in words if word.startswith(("configs/", "slurm/")) and word not in made]
+
+
+@pytest.mark.parametrize("command", marked("pacs-megatron"))
+def test_a_marked_command_is_one_that_this_program_knows(command: str) -> None:
+    words = shlex.split(command)[1:]
+    build_parser().parse_args(words)
+    for name in files_named(words):
+        assert (ROOT / name).is_file(), name
+    configs = [word for word in words if word.startswith("configs/runs/")]
+    if configs:
+        load_config(ROOT / configs[0], [word for word in words if re.match(r"[a-z_.]+=", word)])
+
+
+@pytest.mark.parametrize("command", marked("sbatch"))
+def test_a_marked_batch_job_asks_for_what_its_configuration_needs(command: str) -> None:
+    words = shlex.split(command)[1:]
+    (at,) = [index for index, word in enumerate(words) if word.endswith(".sbatch")]
+    options = dict(word.removeprefix("--").split("=", 1) for word in words[:at])
+    # The script itself judges its arguments: it gets as far as it can outside a job.
+    done = subprocess.run(["bash", *words[at:]], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, "runs inside a job; submit it" in done.stderr) == (2, True), done.stderr
+    if not words[at + 1].startswith("configs/"):
+        return
+    needs = describe(ROOT / words[at + 1], [])
+    expected = {
+        "train.sbatch": {
+            "nodes": str(int(needs["TRAIN_NODES"]) + int(needs["ROLLOUT_NODES"])),
+            "gpus-per-node": needs["GPUS_PER_NODE"],
+            "time": needs["TIME_LIMIT"],
+            "signal": f"B:USR1@{needs['SIGNAL_LEAD_S']}",
+        },
+        "preflight.sbatch": {
+            "nodes": needs["TRAIN_NODES"],
+            "ntasks-per-node": needs["RANKS_PER_NODE"],
+            "gpus-per-node": needs["GPUS_PER_NODE"],
+        },
+        "eval.sbatch": {"gpus-per-node": "1"},
+    }
+    assert options == expected[Path(words[at]).name]
+
+
+def test_the_sites_files_are_made_as_the_document_says(tmp_path: Path) -> None:
+    for folder in ("configs", "slurm"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    lines = [*marked("cp "), *marked("export "), 'source "$PACS_SITE"; env']
+    done = subprocess.run(["bash", "-euc", "\n".join(lines)], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert {"HF_HOME=/shared/hf", "PACS_SITE=slurm/clusters/mine.env"} <= set(done.stdout.splitlines())
+    assert load_cluster(tmp_path / "configs" / "clusters" / "mine.yaml").partition is not None
+
+
+def test_options_in_the_text_are_this_programs() -> None:
+    """`--dry-run` in a sentence has to exist too."""
+    prose = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
+    known = {option for parser in parsers(build_parser()) for option in parser._option_string_actions}
+    of_pip = {"--no-index", "--find-links"}
+    written = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", prose))
+    assert len(written) > 8
+    assert written <= known | of_pip
+    keys = set(re.findall(r"`((?:batch|resources|rollout|checkpoint|objective|parallel)\.[a-z_.]+)[=`]", prose))
+    assert len(keys) > 5
+    schema = schema_json()
+    assert not [key for key in keys if f'"{key.rsplit(".", 1)[-1]}"' not in schema]
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """It and all its verbs."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from parsers(below)
