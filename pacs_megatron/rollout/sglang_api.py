@@ -154,6 +154,14 @@ class SglangApi:
             raise ServerRefusedError(message, answer.status)
         return data
 
+    def order(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> None:
+        """A call that changes something. Raises ServerRefusedError also for a status of 200 with `success: false`."""
+        data = self.call(path, body, timeout_s)
+        with contextlib.suppress(ValueError):  # some answer in words
+            answer = json.loads(data)
+            if isinstance(answer, dict) and answer.get("success") is False:
+                raise ServerRefusedError(f"{self.url}{path}: HTTP 200, but no success: {excerpt(data)}", 200)
+
     def ask(
         self, path: str, read: Callable[[Any], T], body: Mapping[str, Any] | None = None, timeout_s: float | None = None
     ) -> T:
@@ -186,13 +194,13 @@ class SglangApi:
         return self.ask("/model_info", lambda info: str(info["weight_version"]), timeout_s=timeout_s)
 
     def set_weight_version(self, text: str) -> None:
-        self.call("/update_weight_version", {"new_version": text, "abort_all_requests": False})
+        self.order("/update_weight_version", {"new_version": text, "abort_all_requests": False})
 
     def pause(self, mode: PauseMode, timeout_s: float | None = None) -> None:
-        self.call("/pause_generation", {"mode": mode}, timeout_s)
+        self.order("/pause_generation", {"mode": mode}, timeout_s)
 
     def resume(self) -> None:
-        self.call("/continue_generation", {})
+        self.order("/continue_generation", {})
 
     def abort(self, rid: str | None = None) -> None:
         """Ends one request, or all of them; each returns what it has."""
@@ -200,23 +208,23 @@ class SglangApi:
 
     def flush_cache(self) -> None:
         """Drops the KV cache. Refused (400) while requests run."""
-        self.call("/flush_cache", {})
+        self.order("/flush_cache", {})
 
     def begin_weight_update(self) -> bool:
         """Opens a session; False when this server knows none (<= 0.5.20). One left open is closed first."""
         try:
-            self.call("/begin_weight_update", {})
+            self.order("/begin_weight_update", {})
         except ServerRefusedError as refused:
             if refused.status == 404:
                 return False
             if "already open" not in str(refused):
                 raise
             self.end_weight_update()
-            self.call("/begin_weight_update", {})
+            self.order("/begin_weight_update", {})
         return True
 
     def end_weight_update(self, timeout_s: float | None = None) -> None:
-        self.call("/end_weight_update", {}, timeout_s)
+        self.order("/end_weight_update", {}, timeout_s)
 
     def checksums(self, skip: Sequence[str] = (), timeout_s: float | None = None) -> list[dict[str, str]]:
         """Hash by parameter name of SGLang's own (fused) module tree, one mapping a tensor-parallel rank.
@@ -233,10 +241,10 @@ class SglangApi:
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Gives GPU memory back to the trainer (colocated). The server must be idle or paused."""
-        self.call("/release_memory_occupation", {"tags": list(tags)})
+        self.order("/release_memory_occupation", {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        self.call("/resume_memory_occupation", {"tags": list(tags)})
+        self.order("/resume_memory_occupation", {"tags": list(tags)})
 
 
 def _break_off(sock: socket.socket, overdue: threading.Event) -> None:

@@ -17,6 +17,7 @@ import logging
 import multiprocessing
 import queue
 import threading
+import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -110,6 +111,7 @@ class SglangEngine:
         self._jobs: dict[str, _Job] = {}
         self._home: dict[str, Server] = {}
         self._background: set[asyncio.Task[None]] = set()
+        self._tag = uuid.uuid4().hex[:8]
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-client", daemon=True)
@@ -283,11 +285,16 @@ class SglangEngine:
             server.in_flight += 1
             job.server, job.epoch, job.least_version = server, self._fleet.epoch, self._fleet.current.version
             job.sent += 1
-            job.task = asyncio.create_task(self._try(job, server, f"{job.request.id}/{job.sent}"))
+            job.task = asyncio.create_task(self._try(job, server, self._rid(job)))
             job.task.add_done_callback(functools.partial(self._check, job))
         self._pending.extendleft(reversed(waiting))
         if not self._pending:
             self._home.clear()
+
+    def _rid(self, job: _Job) -> str:
+        """The id of a job's newest try. A server refuses one that it is at work on, also for a client that was killed a
+        moment ago and whose run goes on: ids of two clients differ."""
+        return f"{job.request.id}/{job.sent}-{self._tag}"
 
     async def _try(self, job: _Job, server: Server, rid: str) -> None:
         failure: RolloutError
@@ -416,7 +423,7 @@ class SglangEngine:
         if job.task is not None:
             job.task.cancel()
             if job.server is not None:
-                self._in_background(self._abort(job.server, f"{job.request.id}/{job.sent}"))
+                self._in_background(self._abort(job.server, self._rid(job)))
 
     async def _cancel(self, ids: tuple[str, ...]) -> None:
         for job in [self._jobs[i] for i in ids if i in self._jobs]:
@@ -441,7 +448,7 @@ class SglangEngine:
             assert job.task is not None
             job.task.cancel()
             if server.health is not Health.DEAD:  # paused by an update that failed, but it listens
-                self._in_background(self._abort(server, f"{job.request.id}/{job.sent}"))
+                self._in_background(self._abort(server, self._rid(job)))
             job.task = job.server = None
             self._pending.appendleft(job)
         self._loop.call_soon(self._dispatch)

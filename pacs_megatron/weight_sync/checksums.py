@@ -138,6 +138,7 @@ def compare(url: str, expected: Mapping[str, list[str]], got: list[dict[str, str
         raise SyncError(
             f"{url}: {len(wrong)} of {len(expected)} parameters differ from the export by the server's checksums: "
             + ", ".join(wrong[:3])
+            + ("; is rollout.dtype the servers', and model.path their model?" if len(wrong) >= len(expected) else "")
         )
     return len(expected) * len(got)
 

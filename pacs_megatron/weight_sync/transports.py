@@ -125,7 +125,7 @@ class DiskTransport:
 
     def finish(self, api: SglangApi) -> None:
         body = {"model_path": str(self.path), "flush_cache": False, "abort_all_requests": False}
-        api.call("/update_weights_from_disk", body, self._timeout_s)
+        api.order("/update_weights_from_disk", body, self._timeout_s)
 
     def forget(self, api: SglangApi) -> None:
         """Nothing is kept for a server."""
@@ -229,7 +229,7 @@ class BroadcastTransport:
             "flush_cache": False,
             "abort_all_requests": False,
         }
-        call = _in_thread(lambda: api.call("/update_weights_from_distributed", body, self._timeout_s))
+        call = _in_thread(lambda: api.order("/update_weights_from_distributed", body, self._timeout_s))
         sent = _in_thread(lambda: self._broadcast(group.backend, bucket.data))
         call.result()  # a server that refuses never joins the broadcast, so its answer is awaited first
         try:
@@ -280,7 +280,7 @@ class BroadcastTransport:
             "group_name": name,
             "backend": kind,
         }
-        call = _in_thread(lambda: api.call("/init_weights_update_group", body, self._timeout_s))
+        call = _in_thread(lambda: api.order("/init_weights_update_group", body, self._timeout_s))
         backend = _in_thread(lambda: self._new_backend(kind, name, num_ranks, store))
         call.result()  # a server that refuses never comes to the meeting, which would be waited for to its limit
         try:
@@ -346,7 +346,7 @@ class IpcTransport:
         # Every tensor-parallel rank opens the same full tensors and takes its part.
         payloads = [self._payload] * self._tp[api.url]
         body = {"serialized_named_tensors": payloads, "flush_cache": False, "abort_all_requests": False}
-        api.call("/update_weights_from_tensor", body, self._timeout_s)
+        api.order("/update_weights_from_tensor", body, self._timeout_s)
 
     def commit(self) -> None:
         self._shared, self._payload = [], ""

@@ -35,6 +35,8 @@ class WeightServer(FakeSglang):
         self.fail: dict[str, int] = {}
         """path -> how often it answers `fail_status` from now on"""
         self.fail_status = 500
+        self.refuse_kindly = False
+        """`/update_weights_from_disk` says `success: false` with a status of 200"""
         self.before: dict[str, Callable[[], None]] = {}
         """path -> what happens just before its next call"""
         self.spoil: Callable[[Any], Any] = lambda answer: answer
@@ -95,6 +97,8 @@ class WeightServer(FakeSglang):
         return web.json_response({"success": False, "message": "no such backend"}, status=400)
 
     async def _from_disk(self, request: web.Request) -> web.Response:
+        if self.refuse_kindly:
+            return web.json_response({"success": False, "message": "not a model folder"})
         folder = Path((await request.json())["model_path"])
         for file in sorted(folder.glob("*.safetensors")):
             for name, tensor in load_file(file).items():

@@ -326,6 +326,20 @@ def test_a_dead_server_of_others_that_comes_back_is_found_during_an_update(fake:
         assert client.status()[0].health is Health.HEALTHY
 
 
+def test_two_clients_of_one_run_ask_under_different_ids(fake: FakeSglang) -> None:
+    """A run that was killed and goes on: the server may still be at work on the first client's requests."""
+    fake.latency_s = lambda _: 0.5
+    asked = requests(8)
+    got: list[Sample] = []
+    with engine([fake]) as killed, engine([fake]) as client:
+        reader = threading.Thread(target=lambda: got.extend(killed.stream(asked)))
+        reader.start()
+        assert until(lambda: fake.most_in_flight == 8)
+        check_all_there(list(client.stream(asked)), asked)
+        reader.join(10)
+    assert len(got) == 8 and len({body["rid"] for body in fake.bodies}) == 16
+
+
 def test_whoever_comes_after_the_end_is_told(fake: FakeSglang) -> None:
     with engine([fake]) as client:
         pass

@@ -275,6 +275,14 @@ def test_disk_keeps_nothing_but_the_newest(server: WeightServer, tmp_path: Path)
     assert names(tmp_path) == ["views"]
 
 
+def test_a_refusal_with_a_status_of_200_is_one(server: WeightServer, tmp_path: Path) -> None:
+    sync = made([server], DiskTransport(tmp_path, 5.0), verify="off")
+    server.refuse_kindly = True
+    with pytest.raises(SyncError, match=r"update_weights_from_disk: HTTP 200, but no success: .*not a model folder"):
+        push(1, weights(1).items(), [sync])
+    assert not is_current(server)
+
+
 def test_a_full_disk_is_left_with_room(server: WeightServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint that is saved after this error needs it. The server has the old weights, and is not asked."""
     sync = made([server], DiskTransport(tmp_path / "w", 5.0))
