@@ -340,7 +340,13 @@ class IpcTransport:
         self._shared = bucket.tensors()
         if bucket.data.is_cuda:
             torch.cuda.current_stream().synchronize()
-        self._payload = shared_memory_payload(self._shared)
+        try:
+            self._payload = shared_memory_payload(self._shared)
+        except RuntimeError as error:
+            raise SyncError(
+                f"rollout.sync.way=ipc: cannot share a bucket of {bucket.num_bytes} bytes: {error}; give /dev/shm more room "
+                "(containers often have 64 MB), or lower rollout.sync.bucket_mib"
+            ) from error
 
     def send(self, api: SglangApi, bucket: Bucket) -> None:
         # Every tensor-parallel rank opens the same full tensors and takes its part.

@@ -25,7 +25,7 @@ from pacs_megatron.weight_sync.checksums import ModelDims
 from pacs_megatron.weight_sync.push import push
 from pacs_megatron.weight_sync.server_sync import ServerSync, SyncSettings
 from pacs_megatron.weight_sync.sglang import server_sync
-from pacs_megatron.weight_sync.transports import BroadcastTransport, DiskTransport, Transport
+from pacs_megatron.weight_sync.transports import BroadcastTransport, DiskTransport, IpcTransport, Transport
 from tests.support.weight_server import InMemory, WeightServer
 
 
@@ -320,6 +320,28 @@ def test_runs_that_share_a_folder_do_not_share_versions(tmp_path: Path, tiny_qwe
     one, two = folder(tmp_path / "a" / "run"), folder(tmp_path / "b" / "run")
     assert one != two and one.parent == two.parent == tmp_path / "shared"
     assert folder(tmp_path / "a" / "run") == one
+
+
+# ------------------------------------------------------------------------------------------------------------------ ipc
+def test_shared_memory_that_is_full_is_named_and_the_export_goes_on(
+    server: WeightServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks take part in the export: an error that is no SyncError would leave them waiting."""
+
+    def full(_: object) -> str:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(transports, "shared_memory_payload", full)
+    exported = []
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights(1).items():
+            exported.append(name)
+            yield name, tensor
+
+    with pytest.raises(SyncError, match=r"way=ipc: cannot share a bucket of \d+ bytes: .*give /dev/shm more room"):
+        push(1, export(), [made([server], IpcTransport(5.0))])
+    assert len(exported) == 13 and not is_current(server)
 
 
 # ------------------------------------------------------------------------------------------------------------ broadcast
