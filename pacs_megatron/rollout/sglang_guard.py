@@ -3,7 +3,8 @@
 Run as a script by its path, standard library only:
 `python -I sglang_guard.py <pid file> <grace seconds> <store file> <command> ...`, standard input a pipe whose other end
 only the launcher holds. Pipe closed, launcher gone, SIGTERM, or the server's own end: the whole process group and all
-descendants are ended, pid file and store file (where the server's ranks met) are removed, and the guard exits with the
+descendants are ended, pid file, store file (where the server's ranks met) and the shared memory that they left are
+removed, and the guard exits with the
 server's exit status (128 + signal).
 
 Why a process of its own: SGLang's launcher orphans its scheduler and detokenizer when it is killed, and nothing in a
@@ -25,6 +26,11 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.2
+SHARED = "/dev/shm/"  # noqa: S108  # looked at, and cleaned of what our own servers left
+SHARED_FAMILIES = ("sglang_", "sgl_shm_", "multi_tokenizer_args_", "sem.mp-", "psm_", "nccl-", "cuda.shm.")
+"""Shared memory that a server and its libraries leave behind when they are killed. A trainer's buckets are not among it."""
+LOOK_S = 10.0
+"""Interval in which the guard notes what shared memory its server uses."""
 
 
 def start_ticks(pid: int) -> int | None:
@@ -63,6 +69,27 @@ def members(group: int, ancestor: int | None = None) -> list[int]:
     return sorted(ours - {os.getpid()})
 
 
+def shared_inodes(pids: list[int]) -> set[int]:
+    """Inodes of the shared-memory files that these processes have mapped. Names would not do: glibc maps a semaphore
+    before it gives it its name."""
+    found: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                fields = line.split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith(SHARED):
+                    found.add(int(fields[4]))
+    return found
+
+
+def remove_shared(inodes: set[int]) -> None:
+    """Unlinks those of them that belong to SHARED_FAMILIES. A file system in memory uses no inode twice."""
+    with contextlib.suppress(OSError), os.scandir(SHARED) as entries:
+        for entry in entries:
+            if entry.name.startswith(SHARED_FAMILIES) and entry.inode() in inodes:
+                Path(entry.path).unlink(missing_ok=True)
+
+
 def end_all(server: subprocess.Popen[bytes], grace_s: float) -> None:
     """SIGTERM, `grace_s`, SIGKILL to the server's process group and all descendants; returns when none is left."""
     group, guard = server.pid, os.getpid()
@@ -94,7 +121,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def write_pid_file(path: Path, server: int, store: Path) -> None:
+def write_pid_file(path: Path, server: int, store: Path, shared: set[int]) -> None:
     record = {
         "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "guard": os.getpid(),
@@ -102,6 +129,7 @@ def write_pid_file(path: Path, server: int, store: Path) -> None:
         "server": server,
         "server_start": start_ticks(server),
         "store": str(store),
+        "shared": sorted(shared),
     }
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(record))
@@ -116,12 +144,21 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.append(True))
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
-    write_pid_file(pid_file, server.pid, store)
+    shared: set[int] = set()
+    write_pid_file(pid_file, server.pid, store, shared)
+    look_at = time.monotonic() + LOOK_S
     # A forked sibling of the launcher may hold the pipe open; the parent's pid tells the launcher's end all the same.
     while not stop and server.poll() is None and os.getppid() == launcher:
         if select.select([sys.stdin], [], [], POLL_S)[0]:
             break
+        if time.monotonic() > look_at:
+            look_at = time.monotonic() + LOOK_S
+            known, shared = shared, shared | shared_inodes(members(server.pid, os.getpid()))
+            if shared != known:
+                write_pid_file(pid_file, server.pid, store, shared)
+    shared |= shared_inodes(members(server.pid, os.getpid()))
     end_all(server, grace_s)
+    remove_shared(shared)
     store.unlink(missing_ok=True)
     pid_file.unlink(missing_ok=True)
     status = server.wait()

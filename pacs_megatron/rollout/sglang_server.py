@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.rollout import sglang_guard
@@ -135,7 +135,7 @@ def reap(folder: Path) -> list[int]:
     return ended
 
 
-def _reap_one(record: Mapping[str, int | str]) -> list[int]:
+def _reap_one(record: Mapping[str, Any]) -> list[int]:
     if record["boot_id"] != Path("/proc/sys/kernel/random/boot_id").read_text().strip():
         return []
     ended: list[int] = []
@@ -148,12 +148,16 @@ def _reap_one(record: Mapping[str, int | str]) -> list[int]:
     leader_started = sglang_guard.start_ticks(group)
     # The kernel gives no new process a number that a living group still bears, so with the leader gone the group's
     # members are ours unless the number was used again by somebody who also left orphans: their start times tell.
+    shared = set(record["shared"])
     if leader_started is not None and leader_started != started:
+        sglang_guard.remove_shared(shared)
         return ended
     left = [pid for pid in sglang_guard.members(group) if (sglang_guard.start_ticks(pid) or 0) >= started]
+    shared |= sglang_guard.shared_inodes(left)
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    sglang_guard.remove_shared(shared)
     return ended + left
 
 

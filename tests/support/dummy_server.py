@@ -1,9 +1,10 @@
 """A stand-in for `python -m sglang.launch_server` in tests of its life and death: answers /ready and has children.
 
 Like the real one it leaves children that do not end by themselves. `--dummy-exit N` ends at once with status N,
-`--dummy-never-ready` answers nothing.
+`--dummy-never-ready` answers nothing, `--dummy-shared TAG` maps shared memory of its own and of a trainer.
 """
 
+import mmap
 import multiprocessing
 import signal
 import sys
@@ -35,6 +36,13 @@ if __name__ == "__main__":
         sys.exit(int(args[args.index("--dummy-exit") + 1]))
     for _ in range(2):
         multiprocessing.get_context("fork").Process(target=stubborn).start()
+    if "--dummy-shared" in args:
+        tag = args[args.index("--dummy-shared") + 1]
+        mapped = []
+        for family in ("sglang_loads_", "torch_"):
+            with open(f"/dev/shm/{family}{tag}", "w+b") as file:
+                file.truncate(4096)
+                mapped.append(mmap.mmap(file.fileno(), 4096))
     if "--dummy-never-ready" in args:
         time.sleep(3600)
     HTTPServer(("127.0.0.1", int(args[args.index("--port") + 1])), Handler).serve_forever()

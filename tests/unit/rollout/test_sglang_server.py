@@ -192,6 +192,7 @@ def test_reap_leaves_a_stranger_with_a_reused_pid_alone(tmp_path: Path) -> None:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         record = {"boot_id": boot, "guard": stranger.pid, "guard_start": started - 1}
         record |= {"server": stranger.pid, "server_start": started - 1, "store": str(tmp_path / "store")}
+        record |= {"shared": []}  # type: ignore[dict-item]
         (tmp_path / "server0.pid").write_text(json.dumps(record))
         assert reap(tmp_path) == []
         assert stranger.poll() is None
@@ -294,3 +295,40 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "servers").write_text("a file")
     with pytest.raises(RolloutError, match=r"server0: cannot write .*server0\.log"):
         OwnServer(spec(tmp_path / "servers")).start()
+
+
+def shared_files(tag: str) -> list[str]:
+    return sorted(name for name in os.listdir("/dev/shm") if tag in name)
+
+
+@pytest.mark.parametrize("how", ["close", "crash", "guard killed"])
+def test_shared_memory_of_an_ended_server_goes_and_nobody_elses(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang leaves it when it is killed; enough of it fills /dev/shm, and the next scheduler dies of SIGBUS."""
+    tag = f"pacstest{os.getpid()}{how[0]}"
+    guard = (tmp_path / "guard.py").resolve()
+    source = Path(sglang_guard.__file__).read_text()
+    assert "LOOK_S = 10.0" in source
+    guard.write_text(source.replace("LOOK_S = 10.0", "LOOK_S = 0.2"))
+    monkeypatch.setattr(sglang_guard, "__file__", str(guard))
+    server = OwnServer(spec(tmp_path, "--dummy-shared", tag))
+    server.start()
+    server.wait_ready(TOOK_S)
+    try:
+        assert shared_files(tag) == [f"sglang_loads_{tag}", f"torch_{tag}"]
+        deadline = time.monotonic() + TOOK_S
+        while not json.loads(server.pid_file.read_text())["shared"] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        record = json.loads(server.pid_file.read_text())
+        if how == "crash":
+            os.kill(record["server"], signal.SIGKILL)
+            assert until_exit(server) == 128 + signal.SIGKILL
+        elif how == "guard killed":
+            os.kill(record["guard"], signal.SIGKILL)
+            assert until_exit(server) == -signal.SIGKILL
+        server.close()
+        assert shared_files(tag) == [f"torch_{tag}"]  # the trainer's way of sharing weights
+    finally:
+        server.close()
+        Path(f"/dev/shm/torch_{tag}").unlink(missing_ok=True)
