@@ -16,6 +16,7 @@ import pytest
 
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.errors import ExitCode
+from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.rollout import sglang, sglang_guard
 from pacs_megatron.rollout.sglang_api import SglangApi
 from pacs_megatron.rollout.sglang_server import OwnServer
@@ -45,16 +46,7 @@ def test_a_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path:
     run = FleetRun(tmp_path, model, rollout | long, steps=100, delay_s=0.05)
     run.start()
     run.until_step(1, START_S)
-    record = json.loads((run.run_dir / "servers" / "server1.pid").read_text())
-    pids = sglang_guard.members(record["server"])
-    [url] = re.findall(r"starting rollout server server1 at (http://\S+),", run.driver_log())
-    run.until(lambda: num_running(SglangApi(url=url)) >= 4, "request in work")
-    os.kill(record["server"], signal.SIGKILL)
-    run.until(lambda: "exited with 137" in run.driver_log(), "notice of its end")
-    assert re.search(r"start over elsewhere|Server disconnected|Connection reset", run.driver_log())
-    run.until(
-        lambda: not any(sglang_guard.group_and_parent(pid) for pid in pids), "end of the killed server's children"
-    )
+    pids = kill_server1(run)
     run.until(lambda: "restarted, holds the weights of its model path" in run.driver_log(), "restart", START_S)
     at = run.last_step()
     run.until_step(at + 3)
@@ -65,8 +57,53 @@ def test_a_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path:
     assert code == ExitCode.PREEMPTED, err
     run.steps = run.last_step()
     run.assert_whole()
-    left = [*pids, *sglang_guard.members(record["server"])]
-    assert not any(sglang_guard.group_and_parent(pid) for pid in left)
+    assert not any(sglang_guard.group_and_parent(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract"])
+def test_a_server_is_killed_while_steps_are_sampled_ahead(model: Path, tmp_path: Path, pause: str) -> None:
+    """kill -9 with requests of two steps in work: no sample is lost or comes twice, none is older than the lag allows, and
+    the server that was started anew takes part again."""
+    if not PYTHON.exists():
+        pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
+    servers = {"python": [str(PYTHON)], "device": "cpu", "max_total_tokens": 16384, "count": 2}
+    rollout = {"engine": "sglang", "servers": servers, "sync": SYNC | {"pause": pause}, "max_lag": 1}
+    long = {"sampling": {"max_response_tokens": 200, "stop": ["a", "b"]}}
+    run = FleetRun(tmp_path, model, rollout | long, steps=200, delay_s=0.05)
+    run.start()
+    run.until_step(2, START_S)
+    pids = kill_server1(run)
+    run.until(lambda: "restarted, holds the weights of its model path" in run.driver_log(), "restart", START_S)
+    at = run.last_step()
+    run.until_step(at + 3)
+    assert ": stale -> healthy" in run.driver_log().partition("restarted, holds the weights of its model path")[2]
+    run.process.send_signal(signal.SIGTERM)
+    code, err = run.finish()
+    assert code == ExitCode.PREEMPTED, err
+    run.steps = run.last_step()
+    rows = read_metrics(run.run_dir)
+    assert {row["lag/max"] for row in rows} <= {0.0, 1.0} and any(row["lag/mean"] for row in rows)
+    assert all(row["admission/dropped_stale_groups"] == 0 for row in rows)
+    trained = run.assert_whole(max_lag=1)
+    newest = sorted((run.run_dir / "checkpoints").iterdir())[-1]
+    kept = json.loads((newest / "buffer.json").read_text())["ids"]
+    assert len(set(kept)) == len(kept) and not trained & set(kept)
+    assert not any(sglang_guard.group_and_parent(pid) for pid in pids)
+
+
+def kill_server1(run: FleetRun) -> list[int]:
+    """kill -9 while it generates. Returns its processes, once they are gone and the run has noticed."""
+    record = json.loads((run.run_dir / "servers" / "server1.pid").read_text())
+    pids = sglang_guard.members(record["server"])
+    [url] = re.findall(r"starting rollout server server1 at (http://\S+),", run.driver_log())
+    run.until(lambda: num_running(SglangApi(url=url)) >= 4, "request in work")
+    os.kill(record["server"], signal.SIGKILL)
+    run.until(lambda: "exited with 137" in run.driver_log(), "notice of its end")
+    assert re.search(r"start over elsewhere|Server disconnected|Connection reset", run.driver_log())
+    run.until(
+        lambda: not any(sglang_guard.group_and_parent(pid) for pid in pids), "end of the killed server's children"
+    )
+    return [*pids, record["server"]]
 
 
 def test_the_only_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path: Path) -> None:
