@@ -26,7 +26,7 @@ from pacs_megatron.policy.model import PolicyModel, build_chunks, transformer_co
 from pacs_megatron.policy.optimizer import Optimizer
 from pacs_megatron.policy.snapshot import Snapshot
 from pacs_megatron.policy.stoppable import StoppablePass, StopTest
-from pacs_megatron.policy.update_loss import UpdateLoss, score_sums
+from pacs_megatron.policy.update_loss import MAX_LOG_RATIO, UpdateLoss, score_sums
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +262,7 @@ def _mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str,
     return {
         "mismatch/logprob_abs_mean": sums["sum/mismatch_abs"] / num_tokens,
         "mismatch/logprob_abs_max": sums["max/mismatch_abs"],
-        "mismatch/ratio": math.exp(sums["sum/mismatch_ratio"] / num_tokens),
+        "mismatch/ratio": math.exp(min(sums["sum/mismatch_ratio"] / num_tokens, MAX_LOG_RATIO)),
         "mismatch/kl": sums["sum/mismatch_kl"] / num_tokens,
         "mismatch/over_frac": sums["sum/mismatch_over"] / num_tokens,
     }

@@ -9,6 +9,9 @@ from torch import Tensor
 from pacs_megatron.contracts import Objective, Part, Prepared
 from pacs_megatron.policy.microbatch import MicroBatch, build_record
 
+MAX_LOG_RATIO = 60.0
+"""Nats; exponents are cut here, so that sums stay within fp32. Beyond it the circuit breaker has to see finite figures."""
+
 
 @dataclass(slots=True, kw_only=True)
 class UpdateLoss:
@@ -46,11 +49,12 @@ class UpdateLoss:
     def _mismatch(self, log_ratio: Tensor) -> dict[str, Tensor]:
         """`log_ratio` [k], log pi_trainer - log pi_sampler of the sampled tokens, nats. KL by the k3 estimator."""
         distance = log_ratio.abs()
+        bounded = log_ratio.clamp(max=MAX_LOG_RATIO)
         largest = distance.max() if distance.numel() else distance.new_zeros(())
         return {
             "sum/mismatch_abs": distance.sum(),
             "sum/mismatch_ratio": log_ratio.sum(),
-            "sum/mismatch_kl": (log_ratio.exp() - 1 - log_ratio).sum(),
+            "sum/mismatch_kl": (bounded.exp() - 1 - log_ratio).sum(),
             "sum/mismatch_over": (distance > self.mismatch_threshold).float().sum(),
             "max/mismatch_abs": largest,
         }

@@ -127,6 +127,16 @@ def open_engine(options: SglangRollout, model: ModelOptions, folder: Path) -> Sg
         specs = server_specs(options, options.servers, model, folder)
         owned = start_servers(specs, options.servers.start_timeout_s)
         servers = [Server(own.api, own) for own in owned]
+    try:
+        return _engine(options, servers, vocab_size)
+    except BaseException:
+        for server in servers:
+            if server.own is not None:
+                server.own.close()
+        raise
+
+
+def _engine(options: SglangRollout, servers: list[Server], vocab_size: int) -> SglangEngine:
     own_options = options.servers
     return SglangEngine(
         servers,

@@ -47,3 +47,20 @@ def test_against_numpy(scale: float) -> None:
     for name, value in expected.items():
         # k3 is a difference of numbers near 1: fp32 leaves it 1e-7 a token
         assert got[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
+
+
+@pytest.mark.parametrize("sampler", [-95.0, -1000.0])
+def test_a_gross_mismatch_stays_finite_for_the_circuit_breaker(sampler: float) -> None:
+    """exp(95) is beyond fp32: a row that is not finite would end the run before the breaker names what to look at."""
+    loss = UpdateLoss(
+        part=cast("Any", None),
+        prepared=cast("Any", None),
+        objective=cast("Any", None),
+        with_scores=False,
+        mismatch_threshold=0.1,
+    )
+    report = loss._mismatch(torch.full((5000,), -0.5 - sampler))
+    got = _mismatch_metrics({name: float(value) for name, value in report.items()}, 5000.0)
+    assert all(np.isfinite(value) for value in got.values())
+    assert got["mismatch/logprob_abs_mean"] == pytest.approx(-0.5 - sampler) and got["mismatch/over_frac"] == 1.0
+    assert got["mismatch/kl"] > 1e25 and got["mismatch/ratio"] > 1e25
