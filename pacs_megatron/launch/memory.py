@@ -47,6 +47,11 @@ def _num_parameters(key: str) -> int:
     return _tables[key].num_parameters
 
 
+def megatron_elements(spec: ModelSpec) -> int:
+    """Elements of the whole model as Megatron holds and saves it, padded vocabulary included."""
+    return sum(math.prod(entry.megatron_shape) for entry in table_of(spec).entries)
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """One line of the memory table."""

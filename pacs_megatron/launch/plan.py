@@ -101,8 +101,10 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> float:
-        """One checkpoint: weights, fp32 master weights, two moments."""
-        return memory.num_parameters(self.spec) * (14 if self.config.precision.dtype == "bf16" else 12)
+        """One checkpoint: weights, fp32 master weights, two moments, and the frozen reference where there is one."""
+        is_bf16 = self.config.precision.dtype == "bf16"
+        reference = (2 if is_bf16 else 4) if memory.needs_reference_snapshot(self.config) else 0
+        return memory.megatron_elements(self.spec) * ((14 if is_bf16 else 12) + reference)
 
     @property
     def num_checkpoints(self) -> int:
@@ -302,9 +304,10 @@ def _time_lines(plan: Plan) -> list[str]:
 
 
 def _disk_lines(plan: Plan) -> list[str]:
+    middle = ", one in the middle of a step" if plan.config.batch.updates_per_step > 1 else ""
     lines = [
-        f"a checkpoint: {_gib(plan.checkpoint_bytes)}; quota for {plan.config.checkpoint.keep_last} kept, one being "
-        f"written and the export: {_gib(plan.disk_bytes)}"
+        f"a checkpoint: {_gib(plan.checkpoint_bytes)}; quota for {plan.num_checkpoints} of them (checkpoint.keep_last="
+        f"{plan.config.checkpoint.keep_last}, one being written{middle}) and the export: {_gib(plan.disk_bytes)}"
     ]
     lines.append(
         f"host memory for a step's samples: at most {_gib(memory.host_step_bytes(plan.config))} on rank 0 and in the driver each"

@@ -24,10 +24,12 @@ from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.config.explain import schema_json
 from pacs_megatron.launch.job import describe
+from pacs_megatron.launch.plan import make_plan
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 
 ROOT = Path(__file__).parents[2]
+FROZEN = "objective.reference=frozen"
 TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 MARKED = {
     # A download, or a program that asks a network.
@@ -61,8 +63,8 @@ def marked(program: str) -> list[str]:
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder `runs/NAME` as the document calls it, with a checkpoint and an open attempt."""
     folder = tmp_path_factory.mktemp("operations")
-    config = write_tiny_run(folder, make_tiny_qwen3(folder / "model"))
-    command = [sys.executable, "-m", "pacs_megatron", "train", str(config), "run.name=NAME", "run.steps=1"]
+    config = write_tiny_run(folder, make_tiny_qwen3(folder / "model", hidden_size=512, intermediate_size=1024))
+    command = [sys.executable, "-m", "pacs_megatron", "train", str(config), "run.name=NAME", "run.steps=1", FROZEN]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return folder / "runs" / "NAME"
@@ -90,6 +92,14 @@ def test_command(
     monkeypatch.chdir(ROOT)
     assert main([word.replace("runs/NAME", str(finished_run)) if word == "runs/NAME" else word for word in words]) == 0
     assert capsys.readouterr().out
+
+
+def test_a_checkpoint_is_as_large_as_planned(finished_run: Path) -> None:
+    """With a frozen reference, which is saved too."""
+    plan = make_plan(load_config(finished_run / "config.yaml"))
+    files = (finished_run / "checkpoints" / "step_000001" / "dist").rglob("*")
+    written = sum(path.stat().st_size for path in files if path.is_file())
+    assert 1 <= written / plan.checkpoint_bytes < 1.03  # each tensor has a head of its own, about 1 KB
 
 
 def test_every_block_is_looked_at() -> None:
