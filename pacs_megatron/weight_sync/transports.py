@@ -124,7 +124,12 @@ class DiskTransport:
                 shutil.rmtree(old, ignore_errors=True)
 
     def finish(self, api: SglangApi) -> None:
-        body = {"model_path": str(self.path), "flush_cache": False, "abort_all_requests": False}
+        body = {
+            "model_path": str(self.path),
+            "load_format": "auto",  # else the one of the server's start, which is `dummy` where the first update brings all
+            "flush_cache": False,
+            "abort_all_requests": False,
+        }
         api.order("/update_weights_from_disk", body, self._timeout_s)
 
     def forget(self, api: SglangApi) -> None:

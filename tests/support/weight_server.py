@@ -99,7 +99,10 @@ class WeightServer(FakeSglang):
     async def _from_disk(self, request: web.Request) -> web.Response:
         if self.refuse_kindly:
             return web.json_response({"success": False, "message": "not a model folder"})
-        folder = Path((await request.json())["model_path"])
+        body = await request.json()
+        if body.get("load_format") != "auto":  # the real one takes its own, which may be `dummy`, and refuses
+            return web.json_response({"success": False, "message": "Failed to get model loader"}, status=400)
+        folder = Path(body["model_path"])
         for file in sorted(folder.glob("*.safetensors")):
             for name, tensor in load_file(file).items():
                 self.load(name, tensor)
