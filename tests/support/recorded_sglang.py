@@ -1,7 +1,8 @@
 """A server that answers every request with what another run recorded for it, for replays of whole training runs.
 
 It answers as the recorded server did, weights included: a sample whose tokens came from several weights is answered once
-the newest of them arrived here. Weights come by `sync.way: disk`; it believes what it is told they are.
+the newest of them arrived here, and no step ends, which would bring new weights, before all is asked for that was begun
+with the old ones. Weights come by `sync.way: disk`; it believes what it is told they are.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ class RecordedSglang(FakeSglang):
         self.samples: dict[str, Sample] = {}
         for path in sorted((run_dir / ROLLOUT_FOLDER).glob(f"*{RECORD_SUFFIX}")):
             self.samples |= {sample.id: sample for sample in read_record(path)}
+        self.steps: dict[int, set[str]] = {}
+        """step -> ids of its samples, evaluations aside"""
+        for sample_id in self.samples:
+            if not sample_id.startswith("eval"):
+                self.steps.setdefault(int(sample_id.partition(":")[0]), set()).add(sample_id)
+        self._begun_by = {step: self._with_weights_before(step) for step in self.steps}
         self.holds: Callable[[Sample], bool] = lambda _: False
         self.finished: set[str] = set()
         """ids of samples that were answered"""
@@ -46,7 +53,7 @@ class RecordedSglang(FakeSglang):
         prompt = sample.token_ids[: sample.prompt_len].tolist()
         if body["input_ids"] != prompt:
             return web.json_response({"error": {"message": f"{sample_id} has another prompt"}}, status=400)
-        while self.paused or self.holds(sample) or not self._may_hold(sample):
+        while self.paused or self.holds(sample) or not self._is_due(sample):
             await asyncio.sleep(POLL_S)
         ids = sample.response_ids.tolist()
         is_cut = sample.stop is Stop.LENGTH
@@ -66,7 +73,17 @@ class RecordedSglang(FakeSglang):
         self.finished.add(sample_id)
         return web.json_response({"text": "", "output_ids": ids, "meta_info": meta})
 
-    def _may_hold(self, sample: Sample) -> bool:
-        """Whether the weights of its last token have arrived."""
+    def _with_weights_before(self, step: int) -> set[str]:
+        """Samples that the recorded run began with weights from before the update of `step` (one update a step)."""
+        ids: set[str] = set().union(*self.steps.values())
+        return {sample_id for sample_id in ids if self.samples[sample_id].spans[0].version < step}
+
+    def _is_due(self, sample: Sample) -> bool:
+        """Whether the weights of its last token are here, and its step may end."""
         held = WeightVersion.parse(self.weight_version)
-        return held is not None and held.version >= sample.spans[-1].version
+        if held is None or held.version < sample.spans[-1].version:
+            return False
+        if sample.id.startswith("eval"):
+            return True
+        begun = self._begun_by[int(sample.id.partition(":")[0])]
+        return all(other in self.asked or other in self.finished for other in begun)
