@@ -178,6 +178,7 @@ def _model(loaded: LoadedConfig) -> Iterator[Check]:
 
     def is_whole() -> str:
         from pacs_megatron.checkpoint.hf_folder import HfFolder
+        from pacs_megatron.convert.source import check_names
         from pacs_megatron.models import load_spec, weight_table
 
         folder = HfFolder(local_model(path))
@@ -193,6 +194,11 @@ def _model(loaded: LoadedConfig) -> Iterator[Check]:
                         f"{folder.path}: {name} has shape {folder.shape(name)}, but config.json asks for {shape}; the two are of "
                         "different models: download it again"
                     )
+                if not folder.dtype(name).is_floating_point:
+                    raise PacsError(
+                        f"{folder.path}: {name} holds {folder.dtype(name)}, expected floating-point weights; dequantise the model"
+                    )
+        check_names(folder, table)
         return f"{folder.path}: {len(folder.names)} tensors, {table.num_parameters:,} parameters"
 
     def is_whole_checkpoint() -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pacs_megatron.config import load_config
 from pacs_megatron.launch import quota
@@ -61,6 +62,15 @@ def no_template(folder: Path) -> None:
     for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
         (folder / "model" / name).unlink(missing_ok=True)
     save_tokenizer(folder / "model", chat_template=None)
+
+
+def change_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Breaker:
+    def breaker(folder: Path) -> None:
+        file = folder / "model" / "model.safetensors"
+        tensors = load_file(file)
+        save_file(tensors | {name: change(tensors.get(name, torch.zeros(1)))}, file)
+
+    return breaker
 
 
 def larger_tokenizer(folder: Path) -> None:
@@ -204,6 +214,8 @@ CASES: dict[str, tuple[Breaker, list[str], str, str]] = {
     "path that is too long": (no, [f"model.path={'a' * 300}"], "model.path", "correct the path"),
     "config.json of another width": (edit_config(hidden_size=128), [], "model.path", "download it again"),
     "config.json of fewer words": (edit_config(vocab_size=100), [], "model.path", "different models"),
+    "integer weights": (change_tensor("model.embed_tokens.weight", lambda tensor: tensor.to(torch.int8)), [], "model.path", "dequantise the model"),
+    "weights of another architecture": (change_tensor("model.layers.9.mlp.up_proj.weight", lambda _: torch.zeros(2, 2)), [], "model.path", "of another architecture"),
     "weights are a pointer of Git LFS": (write("model/model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:a\nsize 9\n"), [], "model.path", "download it again"),
     "stop token beyond the vocabulary": (write("model/generation_config.json", '{"eos_token_id": 99999}'), [], "model.path (tokenizer)", "tokenizer that belongs to the model"),
     "tokenizer of a larger model": (larger_tokenizer, [], "model.path (tokenizer)", "tokenizer that belongs to the model"),
