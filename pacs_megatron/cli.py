@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from pacs_megatron import __version__
-from pacs_megatron.errors import PacsError
+from pacs_megatron.errors import ConfigError, PacsError
 
 Verb = Callable[[argparse.Namespace], int]
 
@@ -193,8 +193,10 @@ def _config_explain(args: argparse.Namespace) -> int:
     from pacs_megatron.config.explain import explain
     from pacs_megatron.config.layout import ranks_to_start
 
+    if args.ranks is not None and args.ranks < 1:
+        raise ConfigError(f"--ranks {args.ranks}: expected 1 or more")
     loaded = load_config(args.config, args.overrides)
-    print(explain(loaded, args.ranks or ranks_to_start(loaded.config)))
+    print(explain(loaded, args.ranks if args.ranks is not None else ranks_to_start(loaded.config)))
     return 0
 
 

@@ -59,6 +59,21 @@ def test_config_explain_refuses_ranks_that_do_not_factor(config: str, capsys: py
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("ranks", ["0", "-1"])
+def test_config_explain_refuses_no_ranks(config: str, ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "explain", config, "--ranks", ranks]) == 2
+    assert capsys.readouterr().err == f"ConfigError: --ranks {ranks}: expected 1 or more\n"
+
+
+def test_what_the_system_refuses_is_one_line(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a" * 300
+    assert main(["plan", config, f"model.path={name}"]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("OSError: aaa")
+    assert text.endswith("File name too long; correct the path or its permissions\n")
+    assert text.count("\n") == 1
+
+
 def test_config_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "schema"]) == 0
     schema = json.loads(capsys.readouterr().out)

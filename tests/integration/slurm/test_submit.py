@@ -61,6 +61,14 @@ def test_every_shipped_config_dry_runs(nemo_run: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_the_quickstart_dry_runs_before_it_ran(nemo_run: None, tmp_path: Path) -> None:
+    for path in sorted((ROOT / "configs" / "runs").glob("quickstart*.yaml")):
+        texts = list(submit(make_request(path, overrides=(f"run.dir={tmp_path}",)), dry_run=True))
+        assert texts[0].startswith(f"# {load_config(path).config.run.name}: resolved configuration")
+        assert "launch.job end --requeue" in "\n".join(texts)
+
+
+@pytest.mark.timeout(120)
 def test_dry_run_is_quick(nemo_run: None, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pacs_megatron", "submit", str(RUNS[0]), f"run.dir={tmp_path}", "--dry-run"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
