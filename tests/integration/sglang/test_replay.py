@@ -115,8 +115,8 @@ def step_to_stop_in(samples: list[Sample]) -> tuple[int, set[str]]:
 @pytest.mark.parametrize(
     ("max_lag", "pause"),
     [
-        pytest.param(0, "abort", marks=pytest.mark.full),
-        (1, "abort"),
+        (0, "abort"),
+        pytest.param(1, "abort", marks=pytest.mark.full),
         pytest.param(1, "retract", marks=pytest.mark.full),
         pytest.param(2, "in_place", marks=pytest.mark.full),
     ],
