@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,14 +160,10 @@ def test_the_rules_allow(file: str, source: str) -> None:
 )
 def test_light_imports_are_quick(code: str) -> None:
     check = "\nimport sys\nprint(sorted({'torch', 'megatron', 'transformers'} & set(sys.modules)))"
-    best = float("inf")
-    for _ in range(3):  # the best of three: other work on this machine is not what is measured
-        start = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", code + check], capture_output=True, text=True, check=True, cwd=ROOT
-        )
-        best = min(best, time.perf_counter() - start)
-        assert done.stdout.splitlines()[-1] == "[]"
-        if best < 2:
-            break
-    assert best < 2, f"{best:.1f} s"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, check=True, cwd=ROOT)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.stdout.splitlines()[-1] == "[]"
+    # Of the processor, and not by the clock: other work on this machine is not what is measured.
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 2, f"{seconds:.1f} s"
