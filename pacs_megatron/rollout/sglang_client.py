@@ -328,7 +328,8 @@ class SglangEngine:
             job.tries += 1
             job.avoid |= {server.url}
         if isinstance(failure, RequestRefusedError) or job.tries > self._limits.retries:
-            reasons = "; ".join(job.errors[-3:])
+            # The first one is often the cause of all that follow.
+            reasons = "; ".join(job.errors if len(job.errors) <= 3 else [job.errors[0], *job.errors[-2:]])
             self._fail_stream(
                 job.stream, RolloutError(f"request {job.request.id} failed {len(job.errors)} times: {reasons}")
             )
