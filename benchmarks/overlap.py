@@ -5,7 +5,8 @@
 A real training run (one rank, CPU, a tiny random model) with a server that does no work: it answers with long-tailed
 lengths, each after the time that it would take, so that trainer and server do not fight for the same cores. First a run
 without latency measures the training step; then the latencies are set so that a synchronous rollout takes `ratio` times
-as long. Prints one table and a JSON object; exits with 1 when the idle share with max_lag 2 is not below 5 %.
+as long, and corrected once by a trial. Prints one table and a JSON object; exits with 1 when the idle share with max_lag
+1 or 2 is not below 5 %.
 
 idle: time that the trainer waits for samples, over all time, after the first 1 + max_lag steps (they fill the pipeline).
 """
@@ -81,8 +82,12 @@ def main() -> int:
 
             free = measure("free", 0)
             training_s = free["step_s"] - free["rollout_s"]
-            # What the rollout takes without any latency (HTTP, verifying) is part of it.
-            server.token_s = max(0.0, args.ratio * training_s - free["rollout_s"]) / longest(server, args.prompts)
+            tokens = longest(server, args.prompts)
+            # What the rollout takes without any latency (HTTP, verifying) is part of it, and hidden behind it in part.
+            server.token_s = max(0.0, args.ratio * training_s - free["rollout_s"]) / tokens
+            trial = measure("trial", 0)
+            training_s = trial["step_s"] - trial["rollout_s"]
+            server.token_s = max(0.0, server.token_s + (args.ratio * training_s - trial["rollout_s"]) / tokens)
             results = [measure(f"lag{max_lag}", max_lag) for max_lag in (0, 1, 2)]
     print(f"training {training_s:.3f} s a step, synchronous rollout {results[0]['rollout_s']:.3f} s")
     print("max_lag  steps  wait s  step s   idle  lag mean")
@@ -92,7 +97,7 @@ def main() -> int:
             f"{result['idle']:6.1%} {result['lag_mean']:9.2f}"
         )
     print(json.dumps({"training_s": training_s, "ratio": args.ratio, "results": results, "target": TARGET}))
-    return 0 if results[-1]["idle"] < TARGET else 1
+    return 0 if max(result["idle"] for result in results[1:]) < TARGET else 1
 
 
 def longest(server: Any, prompts: int) -> float:
