@@ -116,6 +116,7 @@ def test_mismatch_is_reported_and_the_breaker_saves_and_stops(tmp_path: Path, mo
     assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step_000001" / "manifest.json").is_file()
 
 
+@pytest.mark.full
 def test_a_converted_checkpoint_trains_like_its_source(tmp_path: Path, model: Path) -> None:
     from pacs_megatron.convert.convert import Options, hf_to_megatron
 

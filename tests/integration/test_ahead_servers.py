@@ -154,10 +154,12 @@ def test_a_stop_in_the_middle_of_generation_loses_no_finished_sample(
     assert not kept & set(server.asked), "a finished sample was asked for again"
     assert max(server.asked.values()) == 1
     rows = read_metrics(run_dir)
-    assert {row["lag/max"] for row in rows} <= {0.0, 1.0, 2.0} and rows[3]["lag/mean"] > 0
+    # Which step is how far behind depends on how fast the trainer is; not all are sampled from the newest weights.
+    assert {0.0} < {row["lag/max"] for row in rows} <= {0.0, 1.0, 2.0}
     assert learned(run_dir) == learned(synchronous)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(500)
 def test_evaluations_in_between_have_exactly_the_weights_of_their_step(
     tmp_path: Path, model: Path, server: ReplaySglang

@@ -28,6 +28,7 @@ def run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_gpu_measurement_runs_dry_on_a_cpu(tmp_path: Path) -> None:

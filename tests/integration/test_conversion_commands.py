@@ -50,6 +50,7 @@ def test_the_example_converts_both_ways_and_compares_logits(tmp_path: Path) -> N
     assert certificate["logits"]["num_tokens"] > 100
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_logits_find_a_wrong_architecture(tmp_path: Path) -> None:
     """Tensors all equal, but a config that computes something else: only the logits can tell."""

@@ -191,7 +191,7 @@ def missing_column(config: Path, model: Path) -> None:
     ("break_it", "names"),
     [
         (truncate_weights, ("model.safetensors",)),
-        (remove_weights, ("model",)),
+        pytest.param(remove_weights, ("model",), marks=pytest.mark.full),
         pytest.param(remove_template, ("chat template",), marks=pytest.mark.full),
         pytest.param(unsupported_family, ("gpt2",), marks=pytest.mark.full),
         (malformed_line, ("train.jsonl:5",)),

@@ -111,16 +111,9 @@ def step_to_stop_in(samples: list[Sample]) -> tuple[int, set[str]]:
     raise AssertionError("no step has samples of its own weights")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("max_lag", "pause"),
-    [
-        (0, "abort"),
-        pytest.param(1, "abort", marks=pytest.mark.full),
-        pytest.param(1, "retract", marks=pytest.mark.full),
-        pytest.param(2, "in_place", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize(("max_lag", "pause"), [(0, "abort"), (1, "abort"), (1, "retract"), (2, "in_place")])
 def test_a_run_is_the_same_bits_given_the_recorded_samples(lab: Lab, tmp_path: Path, max_lag: int, pause: str) -> None:
     sync = f"{{way: broadcast, verify: sample, pause: {pause}}}"
     # Long where an update shall come in the middle of answers, however slow the trainer is.
