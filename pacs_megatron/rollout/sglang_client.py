@@ -350,7 +350,12 @@ class SglangEngine:
             raise RequestRefusedError(f"HTTP 400: {excerpt(data)}")
         if status != 200:
             raise _ServerFaultError(f"HTTP {status}: {excerpt(data)}{hint(status)}")
-        return self._sample(job, await self._decode(data, rid, job.request.params.max_tokens))
+        answer = await self._decode(data, rid, job.request.params.max_tokens)
+        try:
+            await self._fleet.told((version for version, _, _ in answer.spans), timeout_s)
+        except TimeoutError as error:
+            raise BadAnswerError(f"weights of an update that did not end within {timeout_s:g} s") from error
+        return self._sample(job, answer)
 
     async def _exchange(
         self, server: Server, path: str, timeout_s: float, body: bytes | None, limit: int = ANSWER_BYTES

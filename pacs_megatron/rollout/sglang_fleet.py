@@ -112,6 +112,8 @@ class Fleet:
         """counts updates: what was asked before an update is told from what came after"""
         self.broken: BaseException | None = None
         """what ended a watch, if anything did"""
+        self._told = asyncio.Event()
+        """set while there are current weights"""
         self._settling = False
         self._ask = ask
         self._on_change = on_change
@@ -145,6 +147,7 @@ class Fleet:
         if self.current is not None:
             self._unprobed_since = time.monotonic()
         self.current = None
+        self._told.clear()
         for server in self.servers:
             self._notice_exit(server)
             if server.health in (Health.HEALTHY, Health.STALE):
@@ -158,6 +161,7 @@ class Fleet:
         self.epoch += 1
         self.current = version
         self.known.add(str(version))
+        self._told.set()
         self._last_usable = now = time.monotonic()
         for server in self.servers:
             if server.health is Health.HEALTHY:
@@ -171,6 +175,14 @@ class Fleet:
         finally:
             self._settling = False
         self._on_change()
+
+    async def told(self, versions: Iterable[str], timeout_s: float) -> None:
+        """Servers go on before the trainer has said that an update is over: whoever has an answer with weights that are
+        not known yet waits here for that word. No wait for known weights, nor where no update is under way.
+
+        Raises TimeoutError."""
+        if not self.known.issuperset(versions):
+            await asyncio.wait_for(self._told.wait(), timeout_s)
 
     # -------------------------------------------------------------------------------------------------------- routing
     def pick(self, prefer: Server | None, avoid: frozenset[str]) -> Server | None:

@@ -23,7 +23,7 @@ from tests.support.recorded_sglang import RecordedSglang
 from tests.support.tiny_run import write_tiny_run
 
 pytestmark = pytest.mark.sglang
-STEPS = 3
+STEPS = 5
 PROMPTS, SIBLINGS = 8, 4
 LIMIT_S = 240.0
 _started: list[subprocess.Popen[str]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,17 +28,22 @@ def test_conversion_as_a_job(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
-def test_the_selftest_on_cpu(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
+@pytest.mark.sglang
+@pytest.mark.timeout(1200)
+def test_the_selftest_on_cpu(slurm: Slurm, repo: Path, tmp_path: Path, require: Callable[[bool, str], None]) -> None:
+    interpreter = repo / ".venv-sglang" / "bin" / "python"
+    require(interpreter.exists(), "make install-sglang")
     out, folder = tmp_path / "job.log", tmp_path / "selftest"
     options = ["--nodes=2", "--ntasks-per-node=1", f"--output={out}"]
     script = str(repo / "slurm" / "selftest.sbatch")
-    job_id = slurm.submit(*options, script, str(folder), cwd=tmp_path, env=job_environment(repo))
-    assert slurm.wait(job_id, 850)["JobState"] == "COMPLETED", out.read_text()
+    arguments = [script, str(folder), "--sglang-python", str(interpreter)]
+    job_id = slurm.submit(*options, *arguments, cwd=tmp_path, env=job_environment(repo))
+    assert slurm.wait(job_id, 1100)["JobState"] == "COMPLETED", out.read_text()
     certificate = json.loads((folder / "certificate.json").read_text())
     assert certificate["passed"]
     results = {part["name"]: part["result"] for part in certificate["parts"]}
     assert {name for name, result in results.items() if result == "ok"} >= {"one rank", "layout tp2", "layout pp2"}
     assert results["save and resume"] == "ok"
     assert results["network"] == "ok"
+    assert [results[f"weight sync {way}"] for way in ("disk", "broadcast", "ipc")] == ["ok"] * 3
     assert results["fp8 delayed"] == "not run"

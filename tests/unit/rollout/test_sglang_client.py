@@ -284,6 +284,47 @@ def test_nothing_is_asked_during_an_update(fakes: Callable[..., list[FakeSglang]
         assert len(done) == 8
 
 
+def test_an_answer_that_comes_before_the_word_that_the_update_is_over_is_taken(
+    fakes: Callable[..., list[FakeSglang]],
+) -> None:
+    """A server that goes on by itself (`retract`, `in_place`) may finish a request before the trainer has told."""
+    [server] = fakes(1)
+    with engine([server]) as client:
+        server.latency_s = lambda _: 0.3
+        done: list[Sample] = []
+        reader = threading.Thread(target=lambda: done.extend(client.stream(requests(8))))
+        reader.start()
+        assert until(lambda: sum(server.asked.values()) == 8)
+        client.begin_update()
+        server.weight_version = "2:bb"
+        assert until(lambda: server.answered == 8)
+        time.sleep(0.3)
+        assert not done
+        client.set_current(2, "bb")
+        reader.join(10)
+        assert len(done) == 8 and {span.version for sample in done for span in sample.spans} == {2}
+        assert sum(server.asked.values()) == 8, "a finished answer was asked for again"
+        assert client.status()[0].health is Health.HEALTHY
+
+
+def test_an_answer_with_weights_of_an_update_that_failed_is_refused(fakes: Callable[..., list[FakeSglang]]) -> None:
+    broken, other = fakes(2)
+    with engine([broken, other]) as client:
+        broken.latency_s = other.latency_s = lambda _: 0.3
+        done: list[Sample] = []
+        reader = threading.Thread(target=lambda: done.extend(client.stream(requests(8))))
+        reader.start()
+        assert until(lambda: sum(broken.asked.values()) + sum(other.asked.values()) == 8)
+        client.begin_update()
+        broken.weight_version, other.weight_version = "2:half", "2:bb"
+        assert until(lambda: broken.answered + other.answered == 8)
+        client.set_current(2, "bb")
+        reader.join(20)
+        assert len(done) == 8
+        assert {(span.version, span.digest) for sample in done for span in sample.spans} == {(2, "bb")}
+        assert client.status()[0].health is Health.STALE
+
+
 def test_weights_that_change_behind_our_back_are_noticed(fakes: Callable[..., list[FakeSglang]]) -> None:
     """A server that falls back to older weights between two probes: its answer is refused, then it is STALE."""
     [server] = fakes(1)
