@@ -1,14 +1,14 @@
-"""How long the trainer waits for samples: synchronous training against rollout.max_lag 1 and 2.
+"""How long the trainer waits for samples: synchronous training against rollout.max_staleness 1 and 2.
 
     python benchmarks/overlap.py [--steps 12] [--prompts 8] [--ratio 1.0]
 
 A real training run (one rank, CPU, a tiny random model) with a server that does no work: it answers with long-tailed
 lengths, each after the time that it would take, so that trainer and server do not fight for the same cores. First a run
 without latency measures the training step; then the latencies are set so that a synchronous rollout takes `ratio` times
-as long, and corrected once by a trial. Prints one table and a JSON object; exits with 1 when the idle share with max_lag
+as long, and corrected once by a trial. Prints one table and a JSON object; exits with 1 when the idle share with max_staleness
 1 or 2 is not below 5 %.
 
-idle: time that the trainer waits for samples, over all time, after the first 1 + max_lag steps (they fill the pipeline).
+idle: time that the trainer waits for samples, over all time, after the first 1 + max_staleness steps (they fill the pipeline).
 """
 
 import argparse
@@ -29,13 +29,15 @@ MEDIAN_TOKENS, SPREAD, MAX_TOKENS = 40.0, 0.7, 256
 SAMPLES_PER_PROMPT = 8
 
 
-def train(folder: Path, config: Path, name: str, url: str, steps: int, prompts: int, max_lag: int) -> dict[str, Any]:
+def train(
+    folder: Path, config: Path, name: str, url: str, steps: int, prompts: int, max_staleness: int
+) -> dict[str, Any]:
     """Runs it; returns rollout and all seconds of every step that counts."""
     from pacs_megatron.observability.metrics import read_metrics
 
     rollout = (
-        f"{{engine: sglang, urls: ['{url}'], dtype: fp32, max_lag: {max_lag}, max_in_flight: 4096, sampling: "
-        f"{{max_response_tokens: {MAX_TOKENS}}}, sync: {{way: disk, verify: 'off', pause: in_place}}}}"
+        f"{{engine: sglang, urls: ['{url}'], dtype: fp32, max_staleness: {max_staleness}, max_in_flight: 4096, sampling: "
+        f"{{max_response_tokens: {MAX_TOKENS}}}, sync: {{transport: disk, verify: 'off', pause: in_place}}}}"
     )
     overrides = [f"run.name={name}", f"run.steps={steps}", f"rollout={rollout}", f"batch.prompts_per_step={prompts}"]
     overrides += [f"batch.samples_per_prompt={SAMPLES_PER_PROMPT}", "batch.updates_per_step=1", "parallel.tp=1"]
@@ -45,15 +47,15 @@ def train(folder: Path, config: Path, name: str, url: str, steps: int, prompts: 
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{name} failed: {done.stderr[-2000:]}")
-    rows = [row for row in read_metrics(folder / "runs" / name) if row["step"] > 1 + max_lag]
+    rows = [row for row in read_metrics(folder / "runs" / name) if row["step"] > 1 + max_staleness]
     rollout_s, step_s = [row["time/rollout_s"] for row in rows], [row["time/step_s"] for row in rows]
     return {
-        "max_lag": max_lag,
+        "max_staleness": max_staleness,
         "steps": len(rows),
         "rollout_s": statistics.mean(rollout_s),
         "step_s": statistics.mean(step_s),
         "idle": sum(rollout_s) / sum(step_s),
-        "lag_mean": statistics.mean(row.get("lag/mean", 0.0) for row in rows),
+        "lag_mean": statistics.mean(row.get("staleness/mean", 0.0) for row in rows),
     }
 
 
@@ -77,8 +79,8 @@ def main() -> int:
         gc.freeze()  # the server answers from this process; a collection through torch's objects would hold it up for 0.2 s
         with ReplaySglang(token_s=0.0, median_tokens=MEDIAN_TOKENS, spread=SPREAD) as server:
 
-            def measure(name: str, max_lag: int) -> dict[str, Any]:
-                return train(folder, config, name, server.url, args.steps, args.prompts, max_lag)
+            def measure(name: str, max_staleness: int) -> dict[str, Any]:
+                return train(folder, config, name, server.url, args.steps, args.prompts, max_staleness)
 
             free = measure("free", 0)
             training_s = free["step_s"] - free["rollout_s"]
@@ -88,12 +90,12 @@ def main() -> int:
             trial = measure("trial", 0)
             training_s = trial["step_s"] - trial["rollout_s"]
             server.token_s = max(0.0, server.token_s + (args.ratio * training_s - trial["rollout_s"]) / tokens)
-            results = [measure(f"lag{max_lag}", max_lag) for max_lag in (0, 1, 2)]
+            results = [measure(f"lag{max_staleness}", max_staleness) for max_staleness in (0, 1, 2)]
     print(f"training {training_s:.3f} s a step, synchronous rollout {results[0]['rollout_s']:.3f} s")
-    print("max_lag  steps  wait s  step s   idle  lag mean")
+    print("max_staleness  steps  wait s  step s   idle  lag mean")
     for result in results:
         print(
-            f"{result['max_lag']:7d} {result['steps']:6d} {result['rollout_s']:7.3f} {result['step_s']:7.3f} "
+            f"{result['max_staleness']:7d} {result['steps']:6d} {result['rollout_s']:7.3f} {result['step_s']:7.3f} "
             f"{result['idle']:6.1%} {result['lag_mean']:9.2f}"
         )
     print(json.dumps({"training_s": training_s, "ratio": args.ratio, "results": results, "target": TARGET}))

@@ -23,8 +23,8 @@ import numpy as np
 
 from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
 from pacs_megatron.contracts import SampleRequest, SamplingParams
-from pacs_megatron.rollout.sglang import open_engine, server_apis
-from pacs_megatron.rollout.sglang_client import SglangEngine
+from pacs_megatron.sglang.build import open_engine, server_apis
+from pacs_megatron.sglang.client import SglangEngine
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -42,7 +42,7 @@ def options(args: argparse.Namespace) -> SglangRollout:
     return SglangRollout(
         engine="sglang",
         sampling=SamplingOptions(max_response_tokens=args.tokens),
-        sync=SglangSync(way="disk"),
+        sync=SglangSync(transport="disk"),
         urls=() if args.url is None else (args.url,),
         servers=servers if args.url is None else None,
         max_in_flight=args.in_flight,

@@ -58,8 +58,8 @@ class Stopwatch:
 @contextmanager
 def instrumented(watch: Stopwatch, rows: list[dict[str, float]]) -> Any:
     """Inside: every step of the loop appends its seconds to `rows`."""
+    from pacs_megatron.embedded.engine import EmbeddedEngine
     from pacs_megatron.policy import engine, passes
-    from pacs_megatron.rollout.embedded import EmbeddedEngine
     from pacs_megatron.training import loop
 
     real = passes._run, engine.finalize_model_grads, EmbeddedEngine._generate, loop.train_step

@@ -8,7 +8,7 @@ own, so that one that fails or runs out of memory leaves the others' figures who
 
     tokens/s     all packed tokens of a step / its seconds (forward, backward, clip, Adam); median of the steps
     fwd tok/s    the same for a forward-only pass, as the score pass and `step_start` take it
-    TFLOP/s      3 x forward FLOPs by Megatron's formula (launch/timing.py), output layer counted for response tokens only
+    TFLOP/s      3 x forward FLOPs by Megatron's formula (plan/timing.py), output layer counted for response tokens only
     of peak      share of the GPU's dense bf16 peak (989 TFLOP/s on H100 and H200), for FP8 too, so that rows compare
     peak GiB     torch.cuda.max_memory_allocated over the timed steps
     d loss, d norm   relative difference of the SFT loss and of the PACS gradient norm to the CPU path in fp32, on a
@@ -84,8 +84,8 @@ class Setup:
 # ------------------------------------------------------------------------------------------------------------- workers
 def spec_of(setup: Setup) -> Any:
     """The preset's architecture with `layers` layers; the check uses a small vocabulary so that the CPU keeps up."""
-    from pacs_megatron.launch.known_models import need_spec
     from pacs_megatron.models import ModelSpec
+    from pacs_megatron.plan.known_models import need_spec
 
     hub_id = PRESETS[setup.preset][0]
     if hub_id is None:
@@ -154,7 +154,7 @@ def build_policy(setup: Setup) -> Any:
 def random_part(setup: Setup, vocab: int) -> Any:
     """Groups of 4, mixed labels, lengths within 20 % of the setting."""
     from pacs_megatron.batching.split import plan_microbatches
-    from pacs_megatron.contracts import Layout, Part, SampleFacts, TokenBuffers
+    from pacs_megatron.contracts import Layout, MiniBatch, SampleFacts, TokenBuffers
 
     rng = np.random.default_rng(0)
     n = setup.samples
@@ -177,7 +177,7 @@ def random_part(setup: Setup, vocab: int) -> Any:
         response_offsets=np.concatenate([[0], np.cumsum(lens)]),
     )
     plan = plan_microbatches(facts, layout=Layout(world_size=1), tokens_per_microbatch=setup.tokens_per_microbatch)
-    return Part(facts=facts, tokens=tokens, plan=plan)
+    return MiniBatch(facts=facts, tokens=tokens, plan=plan)
 
 
 def sync() -> None:
@@ -201,20 +201,20 @@ def timed(work: Callable[[], Any], repeats: int) -> list[float]:
 def measure_speed(setup: Setup) -> dict[str, Any]:
     """Seconds of updates and of forward passes, and peak memory."""
     from pacs_megatron.config.objective_options import PacsOptions
-    from pacs_megatron.launch.timing import forward_flops
     from pacs_megatron.objectives import build_objective
+    from pacs_megatron.plan.timing import forward_flops
 
     policy, used = build_policy(setup)
-    part = random_part(setup, policy.spec.vocab_size)
+    minibatch = random_part(setup, policy.spec.vocab_size)
     objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
-    prepared = objective.prepare(None, part.facts, None)
+    prepared = objective.prepare(None, minibatch.facts, None)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    steps = timed(lambda: policy.update(part, prepared, objective, None), setup.steps)
-    forward = timed(lambda: policy.logprobs(part, "step_start"), setup.steps)
-    num_tokens = int(part.facts.lens.sum())
+    steps = timed(lambda: policy.update(minibatch, prepared, objective, None), setup.steps)
+    forward = timed(lambda: policy.logprobs(minibatch, "step_start"), setup.steps)
+    num_tokens = int(minibatch.facts.lens.sum())
     flops = 3 * forward_flops(
-        policy.spec, num_tokens, num_tokens / setup.samples, float(part.facts.response_lens.sum())
+        policy.spec, num_tokens, num_tokens / setup.samples, float(minibatch.facts.response_lens.sum())
     )
     seconds = statistics.median(steps)
     return {
@@ -236,19 +236,19 @@ def measure_check(setup: Setup) -> dict[str, Any]:
     from pacs_megatron.objectives import build_objective
 
     policy, used = build_policy(setup)
-    part = random_part(setup, policy.spec.vocab_size)
-    start = policy.logprobs(part, "step_start")
+    minibatch = random_part(setup, policy.spec.vocab_size)
+    start = policy.logprobs(minibatch, "step_start")
     flat = np.concatenate([start[row] for row in range(setup.samples)])
-    part = replace(part, step_start_logprobs=start)
+    minibatch = replace(minibatch, step_start_logprobs=start)
     pacs = build_objective(PacsOptions(name="pacs"), updates_per_step=2)
-    scores = policy.scores(part, pacs)
+    scores = policy.scores(minibatch, pacs)
     found: dict[str, Any] = {"used": used, "score_floor": float(scores.abs().max())}
     zeros = torch.zeros_like(scores)
-    report = policy.update(part, pacs.prepare(zeros, part.facts, None), pacs, scores)
+    report = policy.update(minibatch, pacs.prepare(zeros, minibatch.facts, None), pacs, scores)
     found |= {"grad_norm": report.grad_norm, "score_drift": report.metrics["pacs/score_drift_max"]}
     sft = build_objective(SftOptions(name="sft"), updates_per_step=1)
     found["sft_loss"] = float(-flat.mean())
-    report = policy.update(part, sft.prepare(None, part.facts, None), sft, None)
+    report = policy.update(minibatch, sft.prepare(None, minibatch.facts, None), sft, None)
     found["sft_grad_norm"] = report.grad_norm
     if setup.reference is None:
         return found | {"logprobs": flat.tolist()}

@@ -20,9 +20,9 @@ import torch
 
 from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
 from pacs_megatron.models import load_spec
-from pacs_megatron.rollout.sglang import server_apis, server_specs, start_servers
-from pacs_megatron.weight_sync.push import push
-from pacs_megatron.weight_sync.sglang import server_sync
+from pacs_megatron.sglang.build import server_apis, server_specs, start_servers
+from pacs_megatron.sglang.weights.build import server_sync
+from pacs_megatron.training.push import push
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -64,8 +64,8 @@ def main() -> int:
         num_bytes = sum(tensor.nbytes for tensor in weights.values())
         servers = SglangServers(python=(str(args.python),), device="cpu", max_total_tokens=4096)
 
-        def options(way: str, verify: str) -> SglangRollout:
-            sync = {"way": way, "verify": verify, "bucket_mib": args.bucket_mib, "timeout_s": 120.0}
+        def options(transport: str, verify: str) -> SglangRollout:
+            sync = {"transport": transport, "verify": verify, "bucket_mib": args.bucket_mib, "timeout_s": 120.0}
             sampling = SamplingOptions(max_response_tokens=1)
             return SglangRollout(engine="sglang", sampling=sampling, sync=SglangSync(**sync), servers=servers)
 
@@ -79,9 +79,9 @@ def main() -> int:
         }
         result["plain_copy_gb_per_s"] = round(plain_copy(weights, args.repeats), 2)
         version = 0
-        for way in ("disk", "broadcast", "ipc"):
+        for transport in ("disk", "broadcast", "ipc"):
             for verify in ("off", "full"):
-                run = options(way, verify)
+                run = options(transport, verify)
                 sync = server_sync(run, load_spec(model), tmp / "weights")
                 sync.set_targets(server_apis(run, (server.url,)))
                 seconds = []
@@ -92,8 +92,8 @@ def main() -> int:
                 sync.close()
                 median = statistics.median(seconds[1:])
                 rate = num_bytes / median / 1e9
-                result[f"{way}_verify_{verify}"] = {"seconds": round(median, 3), "gb_per_s": round(rate, 3)}
-                print(way, verify, result[f"{way}_verify_{verify}"], file=sys.stderr, flush=True)
+                result[f"{transport}_verify_{verify}"] = {"seconds": round(median, 3), "gb_per_s": round(rate, 3)}
+                print(transport, verify, result[f"{transport}_verify_{verify}"], file=sys.stderr, flush=True)
     print(json.dumps(result))
     return 0
 

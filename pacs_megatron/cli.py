@@ -225,7 +225,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from pacs_megatron.errors import ExitCode
-    from pacs_megatron.launch.plan import run_plan
+    from pacs_megatron.plan.plan import run_plan
 
     text, fits = run_plan(
         args.config, args.overrides, search=args.search, as_json=args.json, response_tokens=args.response_tokens
@@ -236,8 +236,8 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _preflight(args: argparse.Namespace) -> int:
     from pacs_megatron.errors import ExitCode
-    from pacs_megatron.launch.preflight import render
-    from pacs_megatron.launch.preflight_ranks import run_everywhere
+    from pacs_megatron.preflight.ranks import run_everywhere
+    from pacs_megatron.preflight.run import render
 
     checks = run_everywhere(args.config, args.overrides, cluster=args.cluster, start_servers=not args.skip_servers)
     if checks:
@@ -294,7 +294,7 @@ def _cancel(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from pacs_megatron.launch.doctor import report
+    from pacs_megatron.preflight.doctor import report
 
     print(report())
     return 0

@@ -4,7 +4,7 @@ import numpy as np
 
 from pacs_megatron.batching.split import plan_microbatches, split_by_group
 from pacs_megatron.batching.tables import select_tokens, tokens_from_arrays, tokens_to_arrays
-from pacs_megatron.contracts import Part, SampleFacts, TokenBuffers
+from pacs_megatron.contracts import MiniBatch, SampleFacts, TokenBuffers
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import broadcast_arrays, receive_arrays, send_arrays
 
@@ -16,14 +16,14 @@ def cut_step(
     *,
     updates_per_step: int,
     tokens_per_microbatch: int,
-) -> list[Part]:
+) -> list[MiniBatch]:
     """The mini-batches of a step, each with its plan and this rank's share of the tokens. Collective.
 
     Args:
         facts: of all admitted samples, on every rank.
         tokens: of all of them, on rank 0; None elsewhere.
     """
-    parts = []
+    minibatches = []
     for rows in split_by_group(facts, updates_per_step):
         part_facts = facts.select(rows)
         plan = plan_microbatches(
@@ -33,8 +33,8 @@ def cut_step(
         )
         owners = plan.owners(part_facts.num_samples)
         mine = _share(tokens, rows, owners, rank)
-        parts.append(Part(facts=part_facts, tokens=mine, plan=plan))
-    return parts
+        minibatches.append(MiniBatch(facts=part_facts, tokens=mine, plan=plan))
+    return minibatches
 
 
 def _share(tokens: TokenBuffers | None, rows: np.ndarray, owners: np.ndarray, rank: Rank) -> TokenBuffers:

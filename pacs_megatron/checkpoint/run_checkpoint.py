@@ -34,9 +34,9 @@ from pacs_megatron.checkpoint.manifest import (
 )
 from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, Position, whole_checkpoints
 from pacs_megatron.errors import CheckpointError
-from pacs_megatron.observability.files import sync_folder, write_atomically
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays
+from pacs_megatron.runtime.files import sync_folder, write_atomically
 
 logger = logging.getLogger(__name__)
 _PARTIAL = ".partial"

@@ -120,10 +120,10 @@ def _rollout_place(config: RunConfig) -> Iterator[Problem]:
                 f"resources.rollout_nodes={resources.rollout_nodes} needs rollout.engine=sglang, got {rollout.engine}; set 0",
             )
         return
-    if resources.rollout_nodes and rollout.sync.way == "ipc":
+    if resources.rollout_nodes and rollout.sync.transport == "ipc":
         yield Problem(
-            "rollout.sync.way",
-            f"rollout.sync.way=ipc stays on one host, but resources.rollout_nodes={resources.rollout_nodes}; use broadcast "
+            "rollout.sync.transport",
+            f"rollout.sync.transport=ipc stays on one host, but resources.rollout_nodes={resources.rollout_nodes}; use broadcast "
             "or disk",
         )
     servers = rollout.servers
@@ -179,11 +179,12 @@ def _rollout_place(config: RunConfig) -> Iterator[Problem]:
 
 def _colocated_on_nodes(rollout: SglangRollout, servers: SglangServers, nodes: int) -> Iterator[Problem]:
     """Every node starts its own servers; rank 0 reaches those of the others over the network and by files only."""
-    if rollout.sync.way != "disk":
+    if rollout.sync.transport != "disk":
         yield Problem(
-            "rollout.sync.way",
-            f"rollout.sync.way={rollout.sync.way} with rollout.servers.colocated=true on resources.nodes={nodes}: ipc stays on "
-            "one host, and a broadcast cannot have trainer and server on one GPU; use disk",
+            "rollout.sync.transport",
+            f"rollout.sync.transport={rollout.sync.transport} with rollout.servers.colocated=true on "
+            f"resources.nodes={nodes}: ipc works on one host only, and a broadcast needs trainer and server on "
+            "different GPUs; use disk",
         )
     if servers.count % nodes:
         yield Problem(
@@ -201,15 +202,16 @@ def _colocated_on_nodes(rollout: SglangRollout, servers: SglangServers, nodes: i
 
 def _ahead(config: RunConfig) -> Iterator[Problem]:
     rollout = config.rollout
-    if not isinstance(rollout, SglangRollout) or not rollout.max_lag:
+    if not isinstance(rollout, SglangRollout) or not rollout.max_staleness:
         return
     is_colocated = rollout.servers is not None and rollout.servers.colocated
     if is_colocated or rollout.shares_gpus:
         key = "servers.colocated" if is_colocated else "shares_gpus"
         yield Problem(
-            "rollout.max_lag",
-            f"rollout.max_lag={rollout.max_lag} with rollout.{key}=true: such servers give their memory to the training "
-            "step and cannot sample meanwhile; set max_lag=0, or give the servers GPUs of their own",
+            "rollout.max_staleness",
+            f"rollout.max_staleness={rollout.max_staleness} with rollout.{key}=true: these servers release their "
+            "memory during the training step and cannot sample then; set max_staleness=0, or give the servers GPUs of "
+            "their own",
         )
 
 

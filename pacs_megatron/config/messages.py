@@ -13,6 +13,9 @@ from pacs_megatron.config.yaml_tree import Node
 Detail = Mapping[str, Any]
 """One entry of `pydantic.ValidationError.errors()`."""
 
+RENAMED_KEYS = {"rollout.max_lag": "rollout.max_staleness", "rollout.sync.way": "rollout.sync.transport"}
+"""Old key -> new key. An old key is refused with the new name."""
+
 
 def explain_validation(details: Sequence[Detail], root: Node) -> str:
     """The first finding as a line, with the number of the others. Unknown keys come first: they cause the rest."""
@@ -89,6 +92,8 @@ def schema_path(loc: Sequence[str | int], root: Node) -> list[str | int]:
 
 def _unknown_key_advice(path: Sequence[str | int], root: Node) -> str:
     *parent, name = path
+    if (new := RENAMED_KEYS.get(dotted(path))) is not None:
+        return f"this key is now called `{new}`"
     slot = slot_at(parent, root)
     if slot is not None and slot.tag is not None:
         owners = [tag for tag, member in slot.tags().items() if name in member.model_fields]

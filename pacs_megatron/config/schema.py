@@ -85,7 +85,7 @@ class EmbeddedRollout(Options):
     batch_sequences: PositiveInt = 64
     """Sequences decoded together; also the unit that is dealt to ranks, so results do not depend on their number."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    max_lag: int = Field(default=0, ge=0)
+    max_staleness: int = Field(default=0, ge=0)
     """Steps sampled ahead, from the weights there are then. Nothing overlaps on the same ranks: it shows in advance
     what stale samples do to a run."""
 
@@ -171,16 +171,16 @@ class SglangServers(Options):
 class SglangSync(Options):
     """How new weights reach the servers."""
 
-    way: Literal["disk", "broadcast", "ipc"]
+    transport: Literal["disk", "broadcast", "ipc"]
     """`disk`: a safetensors folder that all servers can read. `broadcast`: NCCL on GPU, gloo on CPU. `ipc`: shared
     memory of this host (CUDA handles when colocated)."""
     quantize: Literal["none", "fp8_blockwise"] = "none"
     """`fp8_blockwise`: linear weights as e4m3 with a scale a 128 x 128 block, for servers that run the model so (own
     servers are started so; GPU only). `verify` then looks at the other weights only."""
     host: str = "127.0.0.1"
-    """With `way: broadcast`: the trainer's address that servers connect to; loopback unless they are on other hosts."""
+    """With `transport: broadcast`: the trainer's address that servers connect to; loopback unless they are on other hosts."""
     folder: str | None = None
-    """With `way: disk`: a folder on a file system that servers share, in which the run makes one of its own; None: in the
+    """With `transport: disk`: a folder on a file system that servers share, in which the run makes one of its own; None: in the
     run's folder."""
     pause: Literal["abort", "retract", "in_place"] = "abort"
     """Requests in flight during an update: `abort` ends them and samples them anew; `retract` keeps their tokens and
@@ -224,9 +224,9 @@ class SglangRollout(Options):
     """The run saves and stops when no server has been usable for so long."""
     decode_workers: PositiveInt = 1
     """Processes that decode long answers."""
-    max_lag: int = Field(default=0, ge=0)
+    max_staleness: int = Field(default=0, ge=0)
     """Steps that servers may be ahead of training: 0 is synchronous, 1 one step off, k. With the weights after s steps,
-    step t may be sampled when t <= s + 1 + max_lag. See `sync.pause` and the objectives' importance correction."""
+    step t may be sampled when t <= s + 1 + max_staleness. See `sync.pause` and the objectives' importance correction."""
 
     @model_validator(mode="after")
     def _check_servers(self) -> SglangRollout:
@@ -234,10 +234,10 @@ class SglangRollout(Options):
             raise ValueError("rollout.engine=sglang needs exactly one of `urls` and `servers`")
         if self.shares_gpus and self.servers is not None:
             raise ValueError("shares_gpus is for servers at `urls`; for own ones say servers.colocated=true")
-        if self.sync.folder is not None and self.sync.way != "disk":
-            raise ValueError(f"sync.folder is not used by sync.way={self.sync.way}; remove it")
-        if self.sync.host != "127.0.0.1" and self.sync.way != "broadcast":
-            raise ValueError(f"sync.host is not used by sync.way={self.sync.way}; remove it")
+        if self.sync.folder is not None and self.sync.transport != "disk":
+            raise ValueError(f"sync.folder is not used by sync.transport={self.sync.transport}; remove it")
+        if self.sync.host != "127.0.0.1" and self.sync.transport != "broadcast":
+            raise ValueError(f"sync.host is not used by sync.transport={self.sync.transport}; remove it")
         if self.sync.quantize != "none" and self.servers is not None and self.servers.device == "cpu":
             raise ValueError(f"sync.quantize={self.sync.quantize} needs servers.device=cuda; SGLang has no FP8 on CPU")
         return self

@@ -14,7 +14,7 @@ from pacs_megatron.contracts.protocols import (
     WeightReceiver,
 )
 from pacs_megatron.contracts.samples import Group, Prompt, Sample, SampleRequest, SamplingParams, Span, Stop
-from pacs_megatron.contracts.step_data import MicroBatchPlan, Part, SampleFacts, TokenBuffers
+from pacs_megatron.contracts.step_data import MicroBatchPlan, MiniBatch, SampleFacts, TokenBuffers
 
 __all__ = [
     "Decision",
@@ -24,7 +24,7 @@ __all__ = [
     "Layout",
     "MicroBatchPlan",
     "Objective",
-    "Part",
+    "MiniBatch",
     "PolicyEngine",
     "Prepared",
     "Prompt",

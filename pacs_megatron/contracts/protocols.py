@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from pacs_megatron.contracts.samples import Prompt, Sample, SampleRequest
-from pacs_megatron.contracts.step_data import Part, SampleFacts
+from pacs_megatron.contracts.step_data import MiniBatch, SampleFacts
 
 if TYPE_CHECKING:
     import torch
@@ -108,17 +108,17 @@ class PolicyEngine(Protocol):
     version: int
 
     def logprobs(
-        self, part: Part, source: LogprobSource, should_stop: Callable[[], bool] | None = None
+        self, minibatch: MiniBatch, source: LogprobSource, should_stop: Callable[[], bool] | None = None
     ) -> dict[int, Any]:
         """Raises Interrupted on every rank when `should_stop` says yes on one of them during the pass."""
         ...
 
     def scores(
-        self, part: Part, objective: Objective, should_stop: Callable[[], bool] | None = None
+        self, minibatch: MiniBatch, objective: Objective, should_stop: Callable[[], bool] | None = None
     ) -> torch.Tensor: ...
 
     def update(
-        self, part: Part, prepared: Prepared, objective: Objective, scores: torch.Tensor | None
+        self, minibatch: MiniBatch, prepared: Prepared, objective: Objective, scores: torch.Tensor | None
     ) -> UpdateReport: ...
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

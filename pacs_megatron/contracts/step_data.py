@@ -91,7 +91,7 @@ class MicroBatchPlan:
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
+class MiniBatch:
     """One mini-batch (one optimizer update): facts of all its samples, this rank's tokens, and the plan.
 
     The log-prob dictionaries map a row of `facts` (this rank's samples only) to float32 [response], nats.

@@ -7,7 +7,6 @@ SIGUSR1 on to the ranks, prints one line about a failed rank, and ends with the 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import signal
 import sys
@@ -16,7 +15,7 @@ from types import FrameType
 
 import psutil  # type: ignore[import-untyped]
 
-PR_SET_PDEATHSIG = 1
+from pacs_megatron.runtime.processes import die_with_parent
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,12 +51,6 @@ def _pass_on_usr1() -> None:
                 rank.send_signal(number)
 
     signal.signal(signal.SIGUSR1, pass_on)
-
-
-def die_with_parent(number: signal.Signals) -> None:
-    """Ask Linux for this signal when the command that started this process dies, so that no rank outlives it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
 
 
 if __name__ == "__main__":

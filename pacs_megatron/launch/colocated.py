@@ -17,9 +17,9 @@ from pathlib import Path
 from pacs_megatron.config import RunConfig
 from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.launch.agent import die_with_parent
-from pacs_megatron.launch.environment import RankPlace
 from pacs_megatron.launch.serve import wait_for_urls
+from pacs_megatron.runtime.environment import RankPlace
+from pacs_megatron.runtime.processes import die_with_parent
 
 
 def are_on_every_node(config: RunConfig) -> bool:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.errors import ConfigError, DataError, PacsError
-from pacs_megatron.launch.check import existing_parent
-from pacs_megatron.launch.constants import GIB
-from pacs_megatron.launch.known_models import KNOWN_MODELS
 from pacs_megatron.models import read_spec
 from pacs_megatron.models.hub import HUB_FILES
+from pacs_megatron.plan.constants import GIB
+from pacs_megatron.plan.known_models import KNOWN_MODELS
+from pacs_megatron.preflight.check import existing_parent
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo

@@ -22,9 +22,10 @@ from pacs_megatron.config import load_config
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError
-from pacs_megatron.launch.rows import read_rows
 from pacs_megatron.launch.serve import servers_here, wait_for_urls
-from pacs_megatron.launch.train import EXIT_CODE_FILE, check_model_and_layout, run_folder
+from pacs_megatron.launch.train import check_model_and_layout
+from pacs_megatron.runtime.rows import read_rows
+from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
 
 ATTEMPTS_FILE = "attempts.jsonl"
 JOBS_FILE = "jobs.jsonl"
@@ -55,7 +56,7 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
         "ROLLOUT_NODES": str(resources.rollout_nodes),
         "RANKS_PER_NODE": str(world_size // resources.nodes),
         "GPUS_PER_NODE": str(resources.gpus_per_node),
-        "SYNC_WAY": rollout.sync.way if isinstance(rollout, SglangRollout) else "none",
+        "SYNC_WAY": rollout.sync.transport if isinstance(rollout, SglangRollout) else "none",
         "SERVER_TIMEOUT_S": str(servers.start_timeout_s if servers is not None else 0),
         "TIME_LIMIT": resources.time_limit,
         "SIGNAL_LEAD_S": str(resources.signal_lead_s),

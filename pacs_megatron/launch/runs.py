@@ -18,9 +18,8 @@ from pacs_megatron.launch.job import (
     known_jobs,
     read_attempts,
 )
-from pacs_megatron.launch.rows import read_rows
-from pacs_megatron.launch.train import EXIT_CODE_FILE
-from pacs_megatron.training.watchdog import HEARTBEAT_FOLDER
+from pacs_megatron.runtime.rows import read_rows
+from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER
 
 LOG_NAME = "output.log"
 

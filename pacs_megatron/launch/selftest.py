@@ -24,7 +24,7 @@ import yaml
 
 from pacs_megatron import __version__
 from pacs_megatron.errors import ConfigError, ExitCode
-from pacs_megatron.launch.doctor import installed
+from pacs_megatron.preflight.doctor import installed
 
 REL_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
 """Of the first step's gradient norm against one rank's."""
@@ -88,8 +88,10 @@ class SelfTest:
                 "fp8": {"recipe": recipe, "format": "e4m3" if recipe == "blockwise" else "hybrid"},
             }
             self._part(f"fp8 {recipe}", 1, lambda recipe=recipe, p=precision: self._near(recipe, p), needs_gpu=True)
-        for way in ("disk", "broadcast", "ipc"):
-            self._part(f"weight sync {way}", 1, lambda way=way: self._sync(way), needs_sglang=True)
+        for transport in ("disk", "broadcast", "ipc"):
+            self._part(
+                f"weight sync {transport}", 1, lambda transport=transport: self._sync(transport), needs_sglang=True
+            )
         self._part("network", 2, self._network)
         return not any(outcome.result == "FAIL" for outcome in self.outcomes)
 
@@ -157,13 +159,13 @@ class SelfTest:
             raise PartFailedError(f"step 3 differs after a resume in {', '.join(different)}")
         return "step 3 is bit-identical after a resume"
 
-    def _sync(self, way: str) -> str:
+    def _sync(self, transport: str) -> str:
         servers = {"python": [self._sglang_python], "device": "cuda" if self._gpus else "cpu", "context_length": 256}
         if not self._gpus:
             servers |= {"max_total_tokens": 2048, "extra_args": ["--disable-cuda-graph", "--disable-overlap-schedule"]}
-        sync = {"way": way, "verify": "full"}
+        sync = {"transport": transport, "verify": "full"}
         rollout = {"engine": "sglang", "sampling": SAMPLING, "sync": sync, "servers": servers}
-        return self._train(f"sync_{way}", 1, {"rollout": rollout}, steps=2)
+        return self._train(f"sync_{transport}", 1, {"rollout": rollout}, steps=2)
 
     def _network(self) -> str:
         config = self._write_config("network", {"parallel": {"tp": 2}}, 1)

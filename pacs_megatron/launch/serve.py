@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING
 from pacs_megatron.config import RunConfig, load_config
 from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.errors import ConfigError, PacsError, RolloutError
-from pacs_megatron.launch.train import EXIT_CODE_FILE, run_folder
+from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
 
 if TYPE_CHECKING:
-    from pacs_megatron.rollout.sglang_server import OwnServer
+    from pacs_megatron.sglang.server import ManagedServer
 
 STOP_FILE = "stop"
 """In the folder of addresses: the trainer has ended."""
@@ -92,7 +92,7 @@ class Ending:
 
 def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
     """Start the servers, publish their addresses, wait until `ending` is due, end them. Returns the exit code."""
-    from pacs_megatron.rollout.sglang import server_specs, start_servers
+    from pacs_megatron.sglang.build import server_specs, start_servers
 
     # Under several slurmd on one host (tests) the nodes differ in name but not in address.
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -116,7 +116,7 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
             server.close()
 
 
-def _watch(servers: Sequence[OwnServer], max_restarts: int, ending: Ending) -> int:
+def _watch(servers: Sequence[ManagedServer], max_restarts: int, ending: Ending) -> int:
     """Until the end; 1 when a server cannot be brought back at its address.
 
     A server comes back with the weights of the folder; the trainer's probes tell it from the others until the next push.

@@ -25,11 +25,12 @@ from pacs_megatron.config.cluster import ClusterConfig
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.launch import constants
 from pacs_megatron.launch.job import job_states, known_jobs, note_jobs
-from pacs_megatron.launch.known_models import find_spec
-from pacs_megatron.launch.plan import make_plan
-from pacs_megatron.launch.train import check_model_and_layout, check_model_is_here, run_folder
+from pacs_megatron.launch.train import check_model_and_layout, check_model_is_here
+from pacs_megatron.plan import constants
+from pacs_megatron.plan.known_models import find_spec
+from pacs_megatron.plan.plan import make_plan
+from pacs_megatron.runtime.run_folder import run_folder
 
 EXPERIMENTS = ".nemo_run"
 
@@ -158,7 +159,7 @@ def train_command(job: Job, request: Request) -> str:
         )
         attached = ' rollout.servers=null "rollout.urls=[$urls]"'
         rollout = job.loaded.config.rollout
-        if isinstance(rollout, SglangRollout) and rollout.sync.way == "broadcast":
+        if isinstance(rollout, SglangRollout) and rollout.sync.transport == "broadcast":
             attached += ' "rollout.sync.host=$MASTER_ADDR"'
     if request.cluster.launcher == "torchrun":
         start = (

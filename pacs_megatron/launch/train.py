@@ -22,11 +22,10 @@ from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.shape import shape_problems
 from pacs_megatron.errors import ConfigError, ExitCode
-from pacs_megatron.launch.environment import find_rank, rank_environment
+from pacs_megatron.runtime.environment import find_rank, rank_environment
+from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
 
 TRAINING_MODULE = "pacs_megatron.training.main"
-EXIT_CODE_FILE = "exit_code"
-"""Rank 0 leaves its exit code here, because torchrun ends ranks in a hurry once one has failed."""
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _log = logging.getLogger(__name__)
 
@@ -53,11 +52,6 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
         environ = rank_environment(place.local_world_size, single_host=False) | place.variables()
         os.execve(sys.executable, [sys.executable, "-m", *command], environ)  # noqa: S606  this process is the rank
     return start_ranks(command, world_size, run_folder(loaded) / EXIT_CODE_FILE)
-
-
-def run_folder(loaded: LoadedConfig) -> Path:
-    """`<run.dir>/<run.name>`."""
-    return Path(loaded.config.run.dir) / loaded.config.run.name
 
 
 def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:

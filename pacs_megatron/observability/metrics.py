@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pacs_megatron.errors import DataError, NonFiniteError
-from pacs_megatron.observability.files import complete_lines, json_line, parse_lines, write_atomically
+from pacs_megatron.runtime.files import complete_lines, json_line, parse_lines, write_atomically
 
 logger = logging.getLogger(__name__)
 

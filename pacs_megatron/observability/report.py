@@ -10,12 +10,12 @@ import yaml
 
 from pacs_megatron.errors import DataError
 from pacs_megatron.observability.charts import MEANS_FROM, Chart, Series, format_number, line_chart, stacked_bars
-from pacs_megatron.observability.files import write_atomically
 from pacs_megatron.observability.metrics import Row, read_metrics
 from pacs_megatron.observability.page import page, safe_text
 from pacs_megatron.observability.progress import format_duration
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_files
-from pacs_megatron.observability.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, REPORT_FILE
+from pacs_megatron.runtime.files import write_atomically
+from pacs_megatron.runtime.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, REPORT_FILE
 
 _MAX_TEXT = 6000
 """Characters of one prompt or response in the report; the whole text is in rollouts/."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pacs_megatron.contracts import Prompt, Sample
-from pacs_megatron.observability.files import (
+from pacs_megatron.runtime.files import (
     PARTIAL_SUFFIX,
     complete_lines,
     json_line,

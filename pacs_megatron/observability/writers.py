@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from pacs_megatron.config.schema import LoggingOptions, WandbOptions
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.observability.files import write_atomically
 from pacs_megatron.observability.metrics import MetricValue
-from pacs_megatron.observability.run_folder import TENSORBOARD_FOLDER
+from pacs_megatron.runtime.files import write_atomically
+from pacs_megatron.runtime.run_folder import TENSORBOARD_FOLDER
 
 _WANDB_ID_FILE = "wandb_id"
 _WANDB_MODES_WITHOUT_KEY = ("offline", "disabled", "dryrun")

@@ -31,11 +31,11 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
-        parts = [torch.empty_like(local) for _ in range(group.size())]
-        dist.all_gather(parts, local.contiguous(), group=group)
+        minibatches = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(minibatches, local.contiguous(), group=group)
         full = local.new_empty(index.numel(), *local.shape[1:])
-        for rank, part in enumerate(parts):
-            full[index[rank]] = part
+        for rank, minibatch in enumerate(minibatches):
+            full[index[rank]] = minibatch
         ctx.save_for_backward(index)
         ctx.group = group
         return full

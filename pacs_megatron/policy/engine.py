@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pacs_megatron.batching.split import plan_microbatches
 from pacs_megatron.config.schema import OptimizerOptions, ParallelOptions, PrecisionOptions
-from pacs_megatron.contracts import Objective, Part, Prepared, UpdateReport
+from pacs_megatron.contracts import MiniBatch, Objective, Prepared, UpdateReport
 from pacs_megatron.contracts.protocols import LogprobSource
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.models import ModelSpec, weight_table
@@ -106,29 +106,31 @@ class MegatronPolicy:
             self.optimizer.reset_moments()
 
     # -------------------------------------------------------------------------------------------------------- passes
-    def _batches(self, part: Part) -> list[MicroBatch]:
+    def _batches(self, minibatch: MiniBatch) -> list[MicroBatch]:
         return [
-            build_microbatch(part, rows, multiple=self._multiple, device=self.rank.device)
-            for rows in part.plan.by_dp_rank[self.rank.dp]
+            build_microbatch(minibatch, rows, multiple=self._multiple, device=self.rank.device)
+            for rows in minibatch.plan.by_dp_rank[self.rank.dp]
         ]
 
-    def _forward(self, part: Part, should_stop: StopTest | None) -> tuple[list[MicroBatch], list[Tensor]]:
-        batches = self._batches(part)
+    def _forward(self, minibatch: MiniBatch, should_stop: StopTest | None) -> tuple[list[MicroBatch], list[Tensor]]:
+        batches = self._batches(minibatch)
         if should_stop is None:
             return batches, passes.forward(self.chunks, batches)
         none = np.empty(0, dtype=np.int64)
         stoppable = StoppablePass(
             batches,
-            build_microbatch(part, none, multiple=self._multiple, device=self.rank.device),
+            build_microbatch(minibatch, none, multiple=self._multiple, device=self.rank.device),
             should_stop,
-            num_polls=min(len(own) for own in part.plan.by_dp_rank),
+            num_polls=min(len(own) for own in minibatch.plan.by_dp_rank),
             # One more than needed, so that data-parallel replicas do not march in step.
             lag=self.rank.layout.pp + 1,
             group=self.rank.control,
         )
         return batches, passes.forward(self.chunks, batches, stoppable)
 
-    def logprobs(self, part: Part, source: LogprobSource, should_stop: StopTest | None = None) -> dict[int, np.ndarray]:
+    def logprobs(
+        self, minibatch: MiniBatch, source: LogprobSource, should_stop: StopTest | None = None
+    ) -> dict[int, np.ndarray]:
         """log pi of this rank's samples: row -> float32 [response], nats. Filled on the last pipeline stage only.
 
         With `should_stop`, asked at each micro-batch on every rank, raises Interrupted on all ranks when one says yes.
@@ -136,45 +138,45 @@ class MegatronPolicy:
         if source == "reference":
             assert self.reference is not None, "take_reference comes first"
             with self.reference.swapped_in():
-                batches, results = self._forward(part, should_stop)
+                batches, results = self._forward(minibatch, should_stop)
         else:
-            batches, results = self._forward(part, should_stop)
+            batches, results = self._forward(minibatch, should_stop)
         found: dict[int, np.ndarray] = {}
         for batch, logprobs in zip(batches, results, strict=False):
             pieces = np.split(logprobs.cpu().numpy(), np.cumsum(batch.response_lens)[:-1])
             found.update({int(row): piece for row, piece in zip(batch.rows, pieces, strict=False)})
         return found
 
-    def with_log_ratio_to_sampler(self, part: Part) -> Part:
+    def with_log_ratio_to_sampler(self, minibatch: MiniBatch) -> MiniBatch:
         """`part` whose facts carry mean(log pi_step_start - log pi_sampler) of every sample."""
-        assert part.step_start_logprobs is not None
-        bounds = part.tokens.response_offsets
+        assert minibatch.step_start_logprobs is not None
+        bounds = minibatch.tokens.response_offsets
         means = {
             int(row): float(
                 np.mean(
-                    part.step_start_logprobs[int(row)].astype(np.float64)
-                    - part.tokens.sampler_logprobs[bounds[at] : bounds[at + 1]]
+                    minibatch.step_start_logprobs[int(row)].astype(np.float64)
+                    - minibatch.tokens.sampler_logprobs[bounds[at] : bounds[at + 1]]
                 )
             )
-            for at, row in enumerate(part.tokens.index)
-            if int(row) in part.step_start_logprobs
+            for at, row in enumerate(minibatch.tokens.index)
+            if int(row) in minibatch.step_start_logprobs
         }
-        ratios = self._gather_by_row(means, part.facts.num_samples).numpy()
-        return replace(part, facts=replace(part.facts, log_ratio_to_sampler=ratios))
+        ratios = self._gather_by_row(means, minibatch.facts.num_samples).numpy()
+        return replace(minibatch, facts=replace(minibatch.facts, log_ratio_to_sampler=ratios))
 
-    def scores(self, part: Part, objective: Objective, should_stop: StopTest | None = None) -> Tensor:
+    def scores(self, minibatch: MiniBatch, objective: Objective, should_stop: StopTest | None = None) -> Tensor:
         """r_j of the whole mini-batch, float64 [n] on the CPU, the same bits on every rank. One forward, no grad.
 
         With `should_stop`, asked at each micro-batch on every rank, raises Interrupted on all ranks when one says yes.
         """
         self.num_score_passes += 1
-        batches, results = self._forward(part, should_stop)
+        batches, results = self._forward(minibatch, should_stop)
         sums: dict[int, float] = {}
         for batch, logprobs in zip(batches, results, strict=False):
-            sums.update(score_sums(part, batch, logprobs, objective))
-        scores = self._gather_by_row(sums, part.facts.num_samples)
+            sums.update(score_sums(minibatch, batch, logprobs, objective))
+        scores = self._gather_by_row(sums, minibatch.facts.num_samples)
         if not bool(torch.isfinite(scores).all()):
-            worst = part.facts.ids[int((~torch.isfinite(scores)).nonzero()[0])]
+            worst = minibatch.facts.ids[int((~torch.isfinite(scores)).nonzero()[0])]
             raise NonFiniteError(f"the score of sample {worst} is not finite; no weight was changed")
         return scores
 
@@ -184,16 +186,18 @@ class MegatronPolicy:
         return all_gather_by_index(index, numbers, size, group=self.rank.control, device=torch.device("cpu"))
 
     # -------------------------------------------------------------------------------------------------------- update
-    def update(self, part: Part, prepared: Prepared, objective: Objective, scores: Tensor | None) -> UpdateReport:
+    def update(
+        self, minibatch: MiniBatch, prepared: Prepared, objective: Objective, scores: Tensor | None
+    ) -> UpdateReport:
         """One optimizer update on the whole mini-batch.
 
         Raises NonFiniteError on every rank, before any weight changes, when a coefficient or gradient is not finite.
         """
         _check_finite(prepared)
-        part = self._without_zero_gradient(part, prepared, scores)
+        minibatch = self._without_zero_gradient(minibatch, prepared, scores)
         self.optimizer.zero_grad(self.chunks)
         loss = UpdateLoss(
-            part=part,
+            minibatch=minibatch,
             prepared=prepared,
             objective=objective,
             with_scores=scores is not None,
@@ -201,7 +205,7 @@ class MegatronPolicy:
         )
         for model in self.models:
             model.want_entropy = True
-        batches = self._batches(part)
+        batches = self._batches(minibatch)
         reports = passes.forward_backward(self.chunks, batches, loss)
         for model in self.models:
             model.want_entropy = False
@@ -216,29 +220,29 @@ class MegatronPolicy:
             if self.compare_with_sampler:
                 metrics |= _mismatch_metrics(sums, num_tokens)
         if scores is not None:
-            difference = self._gather_by_row(loss.scores, part.facts.num_samples) - scores
+            difference = self._gather_by_row(loss.scores, minibatch.facts.num_samples) - scores
             metrics[f"{objective.name}/score_drift_max"] = float(difference.abs().max())
         norm, lr = self.optimizer.step()
         self.version += 1
         return UpdateReport(grad_norm=norm, lr=lr, metrics=metrics)
 
-    def _without_zero_gradient(self, part: Part, prepared: Prepared, scores: Tensor | None) -> Part:
+    def _without_zero_gradient(self, minibatch: MiniBatch, prepared: Prepared, scores: Tensor | None) -> MiniBatch:
         """Leave samples out whose gradient is exactly zero, where no earlier pass fixed the plan.
 
         Their log-probs would be computed for nothing; N is in the coefficients already. After a score pass the plan
         stays as it was, or the update's forward would not reproduce the scores bit for bit.
         """
-        if prepared.zero_gradient is None or scores is not None or part.step_start_logprobs is not None:
-            return part
+        if prepared.zero_gradient is None or scores is not None or minibatch.step_start_logprobs is not None:
+            return minibatch
         rows = np.flatnonzero(~prepared.zero_gradient.numpy())
         plan = plan_microbatches(
-            part.facts,
+            minibatch.facts,
             layout=self.rank.layout,
             tokens_per_microbatch=self._tokens_per_microbatch,
             rows=rows,
-            owner_of_row=part.plan.owners(part.facts.num_samples),
+            owner_of_row=minibatch.plan.owners(minibatch.facts.num_samples),
         )
-        return replace(part, plan=plan)
+        return replace(minibatch, plan=plan)
 
     def _sum_reports(self, reports: list[Mapping[str, Tensor]]) -> dict[str, float]:
         """Sums over micro-batches and data-parallel ranks, the same on every rank. Collective."""

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from pacs_megatron.contracts import Part, TokenRecord
+from pacs_megatron.contracts import MiniBatch, TokenRecord
 from pacs_megatron.policy.context import zigzag_index
 
 
@@ -50,7 +50,7 @@ class MicroBatch:
         return full
 
 
-def build_microbatch(part: Part, rows: np.ndarray, *, multiple: int, device: torch.device) -> MicroBatch:
+def build_microbatch(minibatch: MiniBatch, rows: np.ndarray, *, multiple: int, device: torch.device) -> MicroBatch:
     """Packs `rows` of `part`, padded by one dummy sequence so that a rank holds a multiple of `multiple` tokens.
 
     No rows give a padding micro-batch: dummy tokens that run the graph and predict nothing. With context parallelism
@@ -59,14 +59,16 @@ def build_microbatch(part: Part, rows: np.ndarray, *, multiple: int, device: tor
     cp = parallel_state.get_context_parallel_world_size()
     sequence_multiple = 2 * cp if cp > 1 else 1
     multiple = math.lcm(multiple * cp, sequence_multiple)
-    position_of_row = {int(row): position for position, row in enumerate(part.tokens.index)}
+    position_of_row = {int(row): position for position, row in enumerate(minibatch.tokens.index)}
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     labels: list[np.ndarray] = []
     for row in rows:
         at = position_of_row[int(row)]
-        tokens = part.tokens.token_ids[part.tokens.offsets[at] : part.tokens.offsets[at + 1]].astype(np.int64)
-        prompt_len = int(part.facts.prompt_lens[row])
+        tokens = minibatch.tokens.token_ids[minibatch.tokens.offsets[at] : minibatch.tokens.offsets[at + 1]].astype(
+            np.int64
+        )
+        prompt_len = int(minibatch.facts.prompt_lens[row])
         label = np.full(len(tokens) - 1, -1, dtype=np.int64)
         label[prompt_len - 1 :] = tokens[prompt_len:]
         fill = -(len(tokens) - 1) % sequence_multiple
@@ -82,7 +84,7 @@ def build_microbatch(part: Part, rows: np.ndarray, *, multiple: int, device: tor
     lens = [len(part_ids) for part_ids in ids]
     bounds = torch.tensor(np.concatenate([[0], np.cumsum(lens)]), dtype=torch.int32, device=device)
     longest = max(lens)
-    response_lens = part.facts.response_lens[rows]
+    response_lens = minibatch.facts.response_lens[rows]
 
     label_row = torch.from_numpy(np.concatenate(labels))
     mine, local = None, None
@@ -117,7 +119,7 @@ def build_microbatch(part: Part, rows: np.ndarray, *, multiple: int, device: tor
 
 
 def build_record(
-    part: Part,
+    minibatch: MiniBatch,
     batch: MicroBatch,
     logprobs: Tensor,
     entropy: Tensor | None,
@@ -140,24 +142,24 @@ def build_record(
         logprobs=logprobs,
         mask=torch.ones_like(logprobs, requires_grad=False),
         sample_of_token=pick(batch.sample_of_token),
-        response_lens=torch.from_numpy(part.facts.response_lens).to(logprobs.device),
-        step_start_logprobs=by_token(part.step_start_logprobs),
-        reference_logprobs=by_token(part.reference_logprobs),
-        sampler_logprobs=pick(_sampler_logprobs(part, batch)),
+        response_lens=torch.from_numpy(minibatch.facts.response_lens).to(logprobs.device),
+        step_start_logprobs=by_token(minibatch.step_start_logprobs),
+        reference_logprobs=by_token(minibatch.reference_logprobs),
+        sampler_logprobs=pick(_sampler_logprobs(minibatch, batch)),
         entropy=entropy,
     )
 
 
 def _by_token(values: Mapping[int, np.ndarray], batch: MicroBatch) -> Tensor:
-    parts = [values[int(row)] for row in batch.rows]
-    return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=np.float32))
+    minibatches = [values[int(row)] for row in batch.rows]
+    return torch.from_numpy(np.concatenate(minibatches) if minibatches else np.empty(0, dtype=np.float32))
 
 
-def _sampler_logprobs(part: Part, batch: MicroBatch) -> Tensor:
-    position_of_row = {int(row): position for position, row in enumerate(part.tokens.index)}
-    bounds = part.tokens.response_offsets
-    parts = [
-        part.tokens.sampler_logprobs[bounds[position_of_row[int(row)]] : bounds[position_of_row[int(row)] + 1]]
+def _sampler_logprobs(minibatch: MiniBatch, batch: MicroBatch) -> Tensor:
+    position_of_row = {int(row): position for position, row in enumerate(minibatch.tokens.index)}
+    bounds = minibatch.tokens.response_offsets
+    minibatches = [
+        minibatch.tokens.sampler_logprobs[bounds[position_of_row[int(row)]] : bounds[position_of_row[int(row)] + 1]]
         for row in batch.rows
     ]
-    return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=np.float32))
+    return torch.from_numpy(np.concatenate(minibatches) if minibatches else np.empty(0, dtype=np.float32))

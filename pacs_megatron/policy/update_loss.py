@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pacs_megatron.contracts import Objective, Part, Prepared
+from pacs_megatron.contracts import MiniBatch, Objective, Prepared
 from pacs_megatron.policy.microbatch import MicroBatch, build_record
 
 MAX_LOG_RATIO = 60.0
@@ -17,7 +17,7 @@ MAX_LOG_RATIO = 60.0
 class UpdateLoss:
     """The loss function of one update's forward_backward."""
 
-    part: Part
+    minibatch: MiniBatch
     prepared: Prepared
     objective: Objective
     with_scores: bool
@@ -29,7 +29,7 @@ class UpdateLoss:
 
     def __call__(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss to back-propagate, sums over this rank's tokens to report)"""
-        record = build_record(self.part, batch, logprobs, entropy, gathered=False)
+        record = build_record(self.minibatch, batch, logprobs, entropy, gathered=False)
         loss = (self.objective.token_loss(record, self.prepared) * record.mask).sum()
         with torch.no_grad():
             assert record.sampler_logprobs is not None
@@ -43,7 +43,7 @@ class UpdateLoss:
             for name, value in self.objective.token_metrics(record, self.prepared).items():
                 report[name] = (value * record.mask).sum()
             if self.with_scores:
-                self.scores.update(score_sums(self.part, batch, batch.gather(logprobs.detach()), self.objective))
+                self.scores.update(score_sums(self.minibatch, batch, batch.gather(logprobs.detach()), self.objective))
         return loss, report
 
     def _mismatch(self, log_ratio: Tensor) -> dict[str, Tensor]:
@@ -61,9 +61,9 @@ class UpdateLoss:
 
 
 @torch.no_grad()
-def score_sums(part: Part, batch: MicroBatch, logprobs: Tensor, objective: Objective) -> dict[int, float]:
+def score_sums(minibatch: MiniBatch, batch: MicroBatch, logprobs: Tensor, objective: Objective) -> dict[int, float]:
     """Row -> sum of the masked token scores; `logprobs` [k] are gathered. Accumulated in fp64, in token order."""
-    record = build_record(part, batch, logprobs.detach(), None, gathered=True)
+    record = build_record(minibatch, batch, logprobs.detach(), None, gathered=True)
     values = (objective.token_scores(record).double() * record.mask.double()).cpu().numpy()
     bounds = np.concatenate([[0], np.cumsum(batch.response_lens)])
     return {

@@ -4,12 +4,10 @@ JSON lines come in on stdin and go out on stdout; nothing is unpickled. First `{
 `{"ready": true}` or `{"error"}`; then one job a line, answered by one `{"reward"}` or `{"failure"}`. End of input ends it.
 """
 
-import ctypes
 import json
 import math
 import os
 import resource
-import signal
 import sys
 from typing import Any, TextIO
 
@@ -20,8 +18,8 @@ from pacs_megatron.config.schema import RewardOptions
 from pacs_megatron.contracts import Prompt, RewardFn
 from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards.registry import build_reward
+from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals
 
-_PR_SET_PDEATHSIG = 1
 _MAX_FAILURE_CHARS = 500
 
 
@@ -55,7 +53,8 @@ def judge(reward: RewardFn, prompt: Prompt, response: str) -> dict[str, Any]:
 
 def main() -> None:
     """Serves jobs until the pool closes the pipe."""
-    _die_with(parent_pid=int(sys.argv[1]))
+    die_with_parent(parent_pid=int(sys.argv[1]))
+    ignore_job_signals()
     jobs, verdicts = _claim_pipes()
     setup = json.loads(jobs.readline())
     sys.path[:] = setup["sys_path"]
@@ -69,17 +68,6 @@ def main() -> None:
     _send(verdicts, {"ready": True})
     for line in jobs:
         _send(verdicts, judge(reward, *decode_job(line)))
-
-
-def _die_with(parent_pid: int) -> None:
-    """Linux: the kernel kills this process when its parent ends, even while it computes."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # the parent ended before the line above
-            sys.exit(1)
-    # Ctrl-C reaches the whole foreground group, Slurm's signals every process; the pool decides when workers end.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _limit_memory(limit_bytes: int) -> None:

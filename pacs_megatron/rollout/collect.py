@@ -13,12 +13,12 @@ import numpy as np
 
 from pacs_megatron.batching.tables import facts_from_arrays, facts_to_arrays, tokens_from_arrays
 from pacs_megatron.contracts import Decision, DecisionKind, Interrupted, Sample, SampleFacts, TokenBuffers
+from pacs_megatron.embedded.engine import EmbeddedEngine
 from pacs_megatron.errors import PacsError, RolloutError
 from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays
 from pacs_megatron.rollout.driver_client import DriverClient, named_error
-from pacs_megatron.rollout.embedded import EmbeddedEngine
 from pacs_megatron.rollout.sample_arrays import (
     Message,
     requests_from_message,

@@ -7,12 +7,10 @@ driver asks back (`generate`) in between. It ends when the socket closes, and th
 It ignores SIGINT, SIGTERM and SIGUSR1: rank 0 turns signals into decisions and then closes the socket.
 """
 
-import ctypes
 import gc
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -36,21 +34,21 @@ from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.observability.rollout_log import RECORD_SUFFIX, rollout_path, write_rollouts
 from pacs_megatron.rewards.pool import RewardPool
 from pacs_megatron.rollout.admission import admit, shuffle_labels
+from pacs_megatron.rollout.buffer import RolloutBuffer
 from pacs_megatron.rollout.judge import Judge
-from pacs_megatron.rollout.lag import lag_metrics
-from pacs_megatron.rollout.pipeline import Pipeline
 from pacs_megatron.rollout.record import write_record
 from pacs_megatron.rollout.requests import sample_requests
 from pacs_megatron.rollout.sample_arrays import Message, requests_to_message, samples_from_message
-from pacs_megatron.rollout.sglang import open_engine
-from pacs_megatron.rollout.sglang_client import SglangEngine
-from pacs_megatron.rollout.sglang_fleet import Health
+from pacs_megatron.rollout.staleness import staleness_metrics
+from pacs_megatron.rollout.step_rollouts import StepRollouts, rollout_metrics
 from pacs_megatron.rollout.train_data import TrainData
 from pacs_megatron.rollout.wire import Connection
-from pacs_megatron.rollout.work import Work, work_metrics
+from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals
+from pacs_megatron.sglang.build import open_engine
+from pacs_megatron.sglang.client import SglangEngine
+from pacs_megatron.sglang.fleet import Health
 
 logger = logging.getLogger("pacs_megatron.rollout.driver")  # not `__main__`, whose lines below a warning are not kept
-_PR_SET_PDEATHSIG = 1
 _PROGRESS_S = 1.0
 _RESTART_POLL_S = 0.5
 _ANSWER_FIRST_S = 0.02
@@ -63,10 +61,10 @@ class _Open:
     """The question that rank 0 waits for."""
 
     number: int
-    work: Work
+    rollouts: StepRollouts
     """answered when this is done"""
     finish: Callable[[], Message]
-    to_generate: list[Work]
+    to_generate: list[StepRollouts]
     """embedded engine: works that the ranks have yet to sample, the next one first"""
     generating: bool = False
     told: tuple[int, int] = (0, 0)
@@ -86,9 +84,9 @@ class Driver:
         self._data = TrainData(config, model_dir, self._tokenizer)
         self._benchmarks = [load_prompts(b, config.data, self._tokenizer) for b in config.evaluation.benchmarks]
         rollout = config.rollout
-        self._max_lag = 0 if isinstance(rollout, DemonstrationRollout) else rollout.max_lag
+        self._max_staleness = 0 if isinstance(rollout, DemonstrationRollout) else rollout.max_staleness
         self._open: _Open | None = None
-        self._to_start: list[Work] = []
+        self._to_start: list[StepRollouts] = []
         """SGLang: works that may be sampled and were not asked for yet"""
         self._start_at = 0.0
         """monotonic time from which on `_to_start` waits no longer"""
@@ -110,7 +108,7 @@ class Driver:
         if isinstance(rollout, SglangRollout):
             model = config.model.model_copy(update={"path": str(model_dir)})
             self._engine = open_engine(rollout, model, run_dir / "servers")
-        self._pipeline = Pipeline(self._judge, self._engine, self._data.take, self._wake, self._admits)
+        self._buffer = RolloutBuffer(self._judge, self._engine, self._data.take, self._wake, self._admits)
 
     def close(self) -> None:
         """End workers and own servers."""
@@ -141,71 +139,71 @@ class Driver:
     def set_current(self, version: int, digest: str, trained: int) -> Message:
         """The rollout engine holds the weights after `trained` steps. Servers go on with the steps that may now be
         sampled (in a moment, see `_ANSWER_FIRST_S`), while rank 0 evaluates, saves or trains."""
-        self._pipeline.sent.add(digest, trained)
-        self._pipeline.forget(trained)
+        self._buffer.sent.add(digest, trained)
+        self._buffer.forget(trained)
         if self._engine is not None:
             self._engine.set_current(version, digest)
-            if self._max_lag:
+            if self._max_staleness:
                 self._to_start = self._dispatch(trained + 1)
                 self._start_at = time.monotonic() + _ANSWER_FIRST_S
         return {"kind": "current"}, {}
 
-    def _dispatch(self, step: int) -> list[Work]:
+    def _dispatch(self, step: int) -> list[StepRollouts]:
         """The works of `step` and of those that may be sampled together with it."""
-        return self._pipeline.dispatch(step, min(step + self._max_lag, self._config.run.steps))
+        return self._buffer.dispatch(step, min(step + self._max_staleness, self._config.run.steps))
 
     # --------------------------------------------------------------------------------------------------------- steps
     def rollout(self, number: int, step: int) -> None:
         """Opens the question for a step's admitted samples; the steps before it are trained."""
-        self._pipeline.forget(step - 1)
-        works = self._dispatch(step)
-        to_generate: list[Work] = []
+        self._buffer.forget(step - 1)
+        steps = self._dispatch(step)
+        to_generate: list[StepRollouts] = []
         if self._engine is not None:
-            self._pipeline.start(works[0])
-            self._to_start, self._start_at = works, 0.0
+            self._buffer.start(steps[0])
+            self._to_start, self._start_at = steps, 0.0
         else:
             # Ranks sample what the lag allows before they train: afterwards these weights are gone.
-            to_generate = [w for w in works if self._pipeline.missing(w)]
+            to_generate = [w for w in steps if self._buffer.missing(w)]
         self._open = _Open(
-            number=number, work=works[0], finish=partial(self._step_message, works[0]), to_generate=to_generate
+            number=number, rollouts=steps[0], finish=partial(self._step_message, steps[0]), to_generate=to_generate
         )
 
-    def _step_message(self, work: Work) -> Message:
+    def _step_message(self, rollouts: StepRollouts) -> Message:
         """The judged and admitted samples of a step. Raises RewardError when too many could not be judged."""
-        config, step = self._config, work.step
-        judged = work.in_order()
+        config, step = self._config, rollouts.step
+        judged = rollouts.in_order()
         is_sampled = not isinstance(config.rollout, DemonstrationRollout)
         if self._judge is not None and is_sampled:
             self._judge.check(judged)
-        if not work.is_returned:
-            self._data.put_back(work.unfinished)
-            work.is_returned = True
-        lags = {s.id: self._pipeline.sent.lag(s, step) for s in judged} if is_sampled else {}
-        stale = {sample_id for sample_id, lag in lags.items() if lag > self._max_lag}
+        if not rollouts.is_returned:
+            self._data.put_back(rollouts.unfinished)
+            rollouts.is_returned = True
+        staleness = {s.id: self._buffer.sent.staleness(s, step) for s in judged} if is_sampled else {}
+        stale = {sample_id for sample_id, staleness in staleness.items() if staleness > self._max_staleness}
         admitted = admit(
-            work.groups(),
+            rollouts.groups(),
             config.admission,
             min_group_size=self._min_group_size,
             # Synchronous training has none but where an earlier attempt was ahead, and says nothing of them otherwise.
-            stale=stale if stale or self._max_lag else None,
+            stale=stale if stale or self._max_staleness else None,
         )
-        kept = admitted.groups[: work.enough]
-        if work.enough is not None:
-            admitted.counts["surplus_groups"] = len(admitted.groups) - len(kept) + len(work.unfinished)
+        kept = admitted.groups[: rollouts.enough]
+        if rollouts.enough is not None:
+            admitted.counts["surplus_groups"] = len(admitted.groups) - len(kept) + len(rollouts.unfinished)
         if config.data.shuffle_labels:
             kept = shuffle_labels(kept, seed=config.run.seed, step=step)
         if is_sampled:
             # Decoding thousands of long answers takes a while, and rank 0 can train meanwhile. Its next question waits
             # for it, so that the samples are on disk before the row of their step.
-            self._to_write = partial(self._write, work, judged)
+            self._to_write = partial(self._write, rollouts, judged)
         facts, tokens = tabulate(kept)
         arrays = {f"facts.{name}": value for name, value in facts_to_arrays(facts).items()}
         arrays |= {f"tokens.{name}": value for name, value in tokens_to_arrays(tokens).items()}
-        metrics = work_metrics(judged, admitted.counts) | {"data/epoch": float(work.epoch)}
-        if self._max_lag:
+        metrics = rollout_metrics(judged, admitted.counts) | {"data/epoch": float(rollouts.epoch)}
+        if self._max_staleness:
             trained = [sample for group in kept for sample in group.samples]
-            metrics |= lag_metrics(trained, [lags[sample.id] for sample in trained])
-        logger.info("step %d: %d samples in %.2f s", step, len(judged), time.perf_counter() - work.since)
+            metrics |= staleness_metrics(trained, [staleness[sample.id] for sample in trained])
+        logger.info("step %d: %d samples in %.2f s", step, len(judged), time.perf_counter() - rollouts.since)
         return {"kind": "groups", "metrics": metrics}, arrays
 
     @property
@@ -229,22 +227,22 @@ class Driver:
             step=step,
             purpose="eval",
         )
-        work = Work(step=step, prompts=prompts, requests=tuple(requests), is_train=False)
+        rollouts = StepRollouts(step=step, prompts=prompts, requests=tuple(requests), is_train=False)
         if self._engine is not None:
-            self._pipeline.start(work, urgent=True)
+            self._buffer.start(rollouts, urgent=True)
         self._open = _Open(
             number=number,
-            work=work,
-            finish=partial(self._evaluation_message, work),
-            to_generate=[work] if self._engine is None else [],
+            rollouts=rollouts,
+            finish=partial(self._evaluation_message, rollouts),
+            to_generate=[rollouts] if self._engine is None else [],
         )
 
-    def _evaluation_message(self, work: Work) -> Message:
-        judged = work.in_order()
+    def _evaluation_message(self, rollouts: StepRollouts) -> Message:
+        judged = rollouts.in_order()
         assert self._judge is not None
         self._judge.check(judged)
-        self._write(work, judged)
-        per_prompt: dict[str, list[Sample]] = {prompt.id: [] for prompt in work.prompts}
+        self._write(rollouts, judged)
+        per_prompt: dict[str, list[Sample]] = {prompt.id: [] for prompt in rollouts.prompts}
         for sample in judged:
             per_prompt[sample.prompt_id].append(sample)
         return {
@@ -255,32 +253,32 @@ class Driver:
             },
         }, {}
 
-    def _write(self, work: Work, samples: list[Sample]) -> None:
+    def _write(self, rollouts: StepRollouts, samples: list[Sample]) -> None:
         """What the run keeps of these samples, as text and as arrays."""
-        path = rollout_path(self._run_dir, work.step, "step" if work.is_train else "eval")
+        path = rollout_path(self._run_dir, rollouts.step, "step" if rollouts.is_train else "eval")
         if self._config.logging.save_rollouts:
-            write_rollouts(path, samples, work.by_id, self._decode)
+            write_rollouts(path, samples, rollouts.by_id, self._decode)
         if self._config.logging.save_tokens:
             write_record(path.with_suffix(RECORD_SUFFIX), samples)
 
     def _abandon(self) -> None:
         """Rank 0 does not wait any more. Finished samples of steps stay; an evaluation is made anew."""
-        if self._open is not None and not self._open.work.is_train:
-            self._pipeline.drop(self._open.work)
+        if self._open is not None and not self._open.rollouts.is_train:
+            self._buffer.drop(self._open.rollouts)
         self._open = None
 
     # --------------------------------------------------------------------------------------------------------- state
     def state(self, trained: int) -> Message:
         """What a checkpoint after `trained` steps keeps: the data's position, and the steps on their way."""
-        self._pipeline.forget(trained)
-        header, arrays = self._pipeline.state()
+        self._buffer.forget(trained)
+        header, arrays = self._buffer.state()
         return {"kind": "state", "order": self._data.order.state_dict(), "buffer": header}, arrays
 
     def load_state(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Message:
         """Continue where a checkpoint was taken."""
         self._data.order.load_state_dict(header["order"])
         if header["buffer"] is not None:
-            self._pipeline.load_state((header["buffer"], dict(arrays)), self._data.by_id, self._data.requests)
+            self._buffer.load_state((header["buffer"], dict(arrays)), self._data.by_id, self._data.requests)
         return {"kind": "loaded"}, {}
 
     # --------------------------------------------------------------------------------------------------------- serve
@@ -310,8 +308,8 @@ class Driver:
     def _catch_up(self) -> None:
         """What had to wait for an answer that was on its way."""
         if time.monotonic() >= self._start_at:
-            for work in self._to_start:
-                self._pipeline.start(work)
+            for rollouts in self._to_start:
+                self._buffer.start(rollouts)
             self._to_start = []
         if self._to_write is not None:
             self._to_write()
@@ -342,19 +340,19 @@ class Driver:
     def _generated(self, question: _Open, samples: list[Sample]) -> None:
         """Embedded engine: what the ranks sampled for the first of `to_generate`."""
         question.generating = False
-        work = question.to_generate.pop(0)
-        self._or_error(question.number, partial(self._pipeline.arrived, work, samples))
+        rollouts = question.to_generate.pop(0)
+        self._or_error(question.number, partial(self._buffer.arrived, rollouts, samples))
 
     def _advance(self, question: _Open) -> None:
         """Whatever the open question needs next: another share from the ranks, its answer, or a sign of life."""
         if not question.generating and question.to_generate:
-            work = question.to_generate[0]
-            header, arrays = requests_to_message(work.prompts, self._pipeline.missing(work))
+            rollouts = question.to_generate[0]
+            header, arrays = requests_to_message(rollouts.prompts, self._buffer.missing(rollouts))
             question.generating = True
-            self._connection.send({"kind": "generate", "ask": question.number, "step": work.step, **header}, arrays)
+            self._connection.send({"kind": "generate", "ask": question.number, "step": rollouts.step, **header}, arrays)
             return
         try:
-            is_done = not question.generating and self._pipeline.is_done(question.work)
+            is_done = not question.generating and self._buffer.is_done(question.rollouts)
         except PacsError as error:
             self._tell(question.number, error)
             return
@@ -366,7 +364,7 @@ class Driver:
             self._abandon()
             self._connection.send({"kind": "stale", "ask": question.number})
         elif time.monotonic() - question.told_at >= _PROGRESS_S:
-            counts = self._pipeline.counts(question.work)
+            counts = self._buffer.counts(question.rollouts)
             if counts != question.told:
                 question.told, question.told_at = counts, time.monotonic()
                 done, total = counts
@@ -409,11 +407,6 @@ def _counts(prompt_id: str, samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _end_with_thread(args: threading.ExceptHookArgs) -> None:
     """A bug in a thread ends the driver: whoever waits for that thread would wait for ever."""
     logger.critical("thread %s died", args.thread, exc_info=args.exc_value)
@@ -423,9 +416,8 @@ def _end_with_thread(args: threading.ExceptHookArgs) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """`python -m pacs_megatron.rollout.driver <run folder> <model folder> <socket fd>`: started by rank 0 only."""
-    _die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # Slurm signals every process of a step
-        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
+    ignore_job_signals()
     run_dir, model_dir, fd = Path(arguments[0]), Path(arguments[1]), int(arguments[2])
     setup_logging(None, 0)
     threading.excepthook = _end_with_thread

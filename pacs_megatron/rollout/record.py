@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pacs_megatron.contracts import Sample
 from pacs_megatron.errors import DataError
-from pacs_megatron.observability.files import write_atomically
 from pacs_megatron.rollout.sample_arrays import samples_from_message, samples_to_message
+from pacs_megatron.runtime.files import write_atomically
 
 _HEADER = "samples"
 

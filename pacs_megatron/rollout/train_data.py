@@ -14,7 +14,7 @@ from pacs_megatron.data import PromptOrder, load_prompts, stop_token_ids
 from pacs_megatron.data.prompts import PromptSet
 from pacs_megatron.errors import DataError
 from pacs_megatron.rollout.requests import sample_requests
-from pacs_megatron.rollout.work import Work
+from pacs_megatron.rollout.step_rollouts import StepRollouts
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +52,15 @@ class TrainData:
         self._number_of = {prompt.id: number for number, prompt in enumerate(self.prompts)}
         self.order = PromptOrder(len(self.prompts), config.run.seed, config.data.shuffle)
 
-    def take(self, step: int) -> Work:
+    def take(self, step: int) -> StepRollouts:
         """The work of `step` with the next prompts; with demonstrations everything is in it already."""
         config = self._config
         wanted = config.batch.prompts_per_step
         indices = self.order.take(math.ceil(wanted * config.admission.oversample))
         prompts = tuple(self.prompts[k] for k in indices)
-        work = Work(step=step, prompts=prompts, requests=tuple(self.requests(prompts, step)), epoch=self.order.epoch)
+        work = StepRollouts(
+            step=step, prompts=prompts, requests=tuple(self.requests(prompts, step)), epoch=self.order.epoch
+        )
         work.enough = wanted if len(prompts) > wanted else None
         if self._demonstrations:
             work.sampled = {sample.id: sample for sample in self._demonstrated(prompts, step)}

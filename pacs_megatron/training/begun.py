@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pacs_megatron.contracts import Interrupted, Part
+from pacs_megatron.contracts import Interrupted, MiniBatch
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.observability.metrics import MetricSum, MetricSums
 from pacs_megatron.parallel.groups import Rank
@@ -60,34 +60,34 @@ class StoppedInStep(Interrupted):
         self.begun = begun
 
 
-def begun_at(updates: int, parts: Sequence[Part], sums: MetricSums, rank: Rank) -> Begun:
+def begun_at(updates: int, minibatches: Sequence[MiniBatch], sums: MetricSums, rank: Rank) -> Begun:
     """What the updates from number `updates` (from 0) on need. Collective."""
     mine: dict[str, np.ndarray] = {}
     # The last stage has log-probs; its tensor- and context-parallel ranks have the same ones.
     is_sender = rank.rank == rank.model_parallel_ranks[-1]
-    for index, source, found in _to_come(updates, parts):
+    for index, source, found in _to_come(updates, minibatches):
         rows = sorted(found) if is_sender else []
         mine[f"{index}.{source}.rows"] = np.array(rows, dtype=np.int64)
         mine[f"{index}.{source}"] = _joined([found[row] for row in rows])
     everyone = gather_arrays(mine, group=rank.control)
     logprobs: dict[str, np.ndarray] = {}
-    for index, source, _ in _to_come(updates, parts) if everyone is not None else []:
+    for index, source, _ in _to_come(updates, minibatches) if everyone is not None else []:
         name = f"{index}.{source}"
         by_row: dict[int, np.ndarray] = {}
         for theirs in everyone or []:
             members = theirs[f"{name}.rows"]
-            ends = np.cumsum(parts[index].facts.response_lens[members])
+            ends = np.cumsum(minibatches[index].facts.response_lens[members])
             by_row.update(zip(members.tolist(), np.split(theirs[name], ends[:-1]), strict=False))
-        logprobs[name] = _joined([by_row[row] for row in range(parts[index].facts.num_samples)])
-    return Begun(updates=updates, total=len(parts), sums=sums, logprobs=logprobs)
+        logprobs[name] = _joined([by_row[row] for row in range(minibatches[index].facts.num_samples)])
+    return Begun(updates=updates, total=len(minibatches), sums=sums, logprobs=logprobs)
 
 
-def _to_come(updates: int, parts: Sequence[Part]) -> list[tuple[int, str, dict[int, np.ndarray]]]:
+def _to_come(updates: int, minibatches: Sequence[MiniBatch]) -> list[tuple[int, str, dict[int, np.ndarray]]]:
     return [
         (index, source, found)
-        for index, part in enumerate(parts)
+        for index, minibatch in enumerate(minibatches)
         for source in SOURCES
-        if index >= updates and (found := getattr(part, source)) is not None
+        if index >= updates and (found := getattr(minibatch, source)) is not None
     ]
 
 
@@ -95,7 +95,9 @@ def _joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.empty(0, dtype=np.float32), *pieces])
 
 
-def with_saved_logprobs(parts: Sequence[Part], begun: Begun, rank: Rank, sources: Sequence[str]) -> list[Part]:
+def with_saved_logprobs(
+    minibatches: Sequence[MiniBatch], begun: Begun, rank: Rank, sources: Sequence[str]
+) -> list[MiniBatch]:
     """`parts` with the log-probs that were saved for the updates to come, each rank its own samples. Collective.
 
     Raises CheckpointError on every rank when the step was cut otherwise, or the objective asks for others.
@@ -103,29 +105,29 @@ def with_saved_logprobs(parts: Sequence[Part], begun: Begun, rank: Rank, sources
     names = sorted(begun.logprobs) if rank.rank == 0 else []
     text = broadcast_arrays({"n": np.frombuffer("\n".join(names).encode(), dtype=np.uint8)}, src=0, group=rank.control)
     have = text["n"].tobytes().decode().split("\n") if text["n"].size else []
-    expected = sorted(f"{index}.{source}" for index in range(begun.updates, len(parts)) for source in sources)
-    if begun.total != len(parts) or have != expected:
+    expected = sorted(f"{index}.{source}" for index in range(begun.updates, len(minibatches)) for source in sources)
+    if begun.total != len(minibatches) or have != expected:
         raise CheckpointError(
             f"the newest checkpoint was taken after {begun.updates} of the {begun.total} updates of a step, and now the step "
-            f"has {len(parts)}, or another objective: resume with the batch.updates_per_step and objective.* of the attempt "
-            "before and change them at the next step's checkpoint, or remove the folder step_*_plus_* to repeat the step"
+            f"has {len(minibatches)}, or another objective: resume with the batch.updates_per_step and objective.* of the "
+            "attempt before and change them at the next step's checkpoint, or remove the folder step_*_plus_* to repeat the step"
         )
     return [
-        part if index < begun.updates else _filled(part, index, begun, rank, sources)
-        for index, part in enumerate(parts)
+        minibatch if index < begun.updates else _filled(minibatch, index, begun, rank, sources)
+        for index, minibatch in enumerate(minibatches)
     ]
 
 
-def _filled(part: Part, index: int, begun: Begun, rank: Rank, sources: Sequence[str]) -> Part:
-    ends = np.cumsum(part.facts.response_lens)
-    starts = ends - part.facts.response_lens
+def _filled(minibatch: MiniBatch, index: int, begun: Begun, rank: Rank, sources: Sequence[str]) -> MiniBatch:
+    ends = np.cumsum(minibatch.facts.response_lens)
+    starts = ends - minibatch.facts.response_lens
     found: dict[str, dict[int, np.ndarray]] = {}
     for source in sources:
         payload = {"values": begun.logprobs[f"{index}.{source}"]} if rank.rank == 0 else None
         values = broadcast_arrays(payload, src=0, group=rank.control)["values"]
-        found[source] = {int(row): values[starts[row] : ends[row]] for row in part.tokens.index}
+        found[source] = {int(row): values[starts[row] : ends[row]] for row in minibatch.tokens.index}
     return replace(
-        part,
+        minibatch,
         step_start_logprobs=found.get("step_start_logprobs"),
         reference_logprobs=found.get("reference_logprobs"),
     )

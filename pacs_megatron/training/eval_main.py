@@ -17,14 +17,14 @@ from pacs_megatron.config.schema import EmbeddedRollout, RunConfig
 from pacs_megatron.contracts import Sample, SampleRequest, WeightReceiver
 from pacs_megatron.contracts.digest import WeightDigest
 from pacs_megatron.data import load_prompts, load_tokenizer
+from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
 from pacs_megatron.evaluation.benchmarks import Evaluation, evaluate
 from pacs_megatron.evaluation.passk import aggregate
-from pacs_megatron.observability.files import json_line, write_atomically
 from pacs_megatron.observability.progress import Progress
 from pacs_megatron.observability.rollout_log import write_rollouts
 from pacs_megatron.rewards.pool import RewardPool
-from pacs_megatron.rollout.embedded import EmbeddedEngine, Vocabulary
 from pacs_megatron.rollout.judge import Judge
+from pacs_megatron.runtime.files import json_line, write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from pacs_megatron.evaluation.passk import ProblemCounts, benchmark_metrics
 from pacs_megatron.observability.metrics import MetricsWriter
 from pacs_megatron.observability.progress import Progress, training_fields
 from pacs_megatron.observability.report import write_report
-from pacs_megatron.observability.run_folder import truncate_after
+from pacs_megatron.observability.truncate import truncate_after
 from pacs_megatron.observability.writers import MetricSinks, open_sinks
 from pacs_megatron.parallel.transfer import broadcast_arrays
 from pacs_megatron.policy import state as policy_state
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class Progressed:
+class RunProgress:
     """How far the run is: what a checkpoint holds beside the policy. Changes at step boundaries, and where a step is cut."""
 
     step: int = 0
@@ -87,7 +87,7 @@ class Outputs:
 
 def run(w: World) -> ExitCode:
     """Train to the last step, from the newest checkpoint if there is one. Returns how the run ended."""
-    done = resume(w) or Progressed(version=w.policy.version, row={})
+    done = resume(w) or RunProgress(version=w.policy.version, row={})
     written = done.step if done.row is None else done.step - 1
     with ExitStack() as stack:
         out = Outputs(w, written, stack)
@@ -119,7 +119,7 @@ def run(w: World) -> ExitCode:
     return ExitCode.OK
 
 
-def _finish_step(w: World, done: Progressed, out: Outputs) -> None:
+def _finish_step(w: World, done: RunProgress, out: Outputs) -> None:
     """Evaluate if that is due, write the row, save if that is due. Step 0 is the evaluation before any training."""
     step, last = done.step, done.step == w.config.run.steps
     assert done.row is not None
@@ -138,7 +138,7 @@ def _finish_step(w: World, done: Progressed, out: Outputs) -> None:
         save(w, done)
 
 
-def _break_on_mismatch(w: World, done: Progressed, row: Mapping[str, float | None]) -> None:
+def _break_on_mismatch(w: World, done: RunProgress, row: Mapping[str, float | None]) -> None:
     """The circuit breaker: stop (and save) when trainer and sampler disagree. The row is the same on every rank."""
     limit, found = w.config.mismatch.max_abs_mean, row.get("mismatch/logprob_abs_mean")
     if limit is None or found is None or found <= limit:
@@ -178,7 +178,7 @@ def evaluate(w: World, step: int) -> dict[str, float | None]:
     return metrics
 
 
-def _save_what_there_is(w: World, done: Progressed) -> None:
+def _save_what_there_is(w: World, done: RunProgress) -> None:
     """Before an error that all ranks have ends the run: the last boundary, so that nothing is lost but what failed."""
     # Weights that changed since are those of half a step.
     if done.step == 0 or w.policy.version != done.version:
@@ -189,7 +189,7 @@ def _save_what_there_is(w: World, done: Progressed) -> None:
         logger.warning("not saved: %s", lost)
 
 
-def save(w: World, done: Progressed) -> None:
+def save(w: World, done: RunProgress) -> None:
     """Checkpoint of `done`, with all samples of later steps that are finished. Collective."""
     has_reference = w.policy.reference is not None
     with w.timer.span("checkpoint"):
@@ -217,7 +217,7 @@ def save(w: World, done: Progressed) -> None:
         logger.info("saved %s", folder)
 
 
-def resume(w: World) -> Progressed | None:
+def resume(w: World) -> RunProgress | None:
     """Load the newest checkpoint; None when there is none: the run starts. Collective.
 
     Raises CheckpointError when it is damaged or belongs to another run.
@@ -242,7 +242,7 @@ def resume(w: World) -> Progressed | None:
     w.rollouts.load_state(DriverState(order=saved["driver"], buffer=buffer))
     if w.rank.rank == 0:
         logger.info("resumed from %s", folder)
-    return Progressed(step=saved["step"], version=w.policy.version, row=saved["row"], begun=_read_begun(w, folder))
+    return RunProgress(step=saved["step"], version=w.policy.version, row=saved["row"], begun=_read_begun(w, folder))
 
 
 def _read_begun(w: World, folder: Path) -> Begun | None:

@@ -13,17 +13,20 @@ from pathlib import Path
 
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError
-from pacs_megatron.observability.files import write_atomically
 from pacs_megatron.observability.logs import setup_logging
-from pacs_megatron.observability.run_folder import CONFIG_FILE, LOG_FOLDER, write_environment
+from pacs_megatron.runtime.files import write_atomically
+from pacs_megatron.runtime.run_folder import (
+    ATTEMPT_VARIABLE,
+    CONFIG_FILE,
+    EXIT_CODE_FILE,
+    LOG_FOLDER,
+    changed_since,
+    run_folder,
+    write_environment,
+)
 
 logger = logging.getLogger(__name__)
-EXIT_CODE_FILE = "exit_code"
 RANK_0_FIRST_S = 10.0
-ATTEMPT_VARIABLE = "PACS_ATTEMPT"
-"""Set by batch scripts: the attempt's log folder."""
-_FIXED = ("run.seed", "model.path", "objective.name", "data.", "batch.prompts_per_step", "batch.samples_per_prompt")
-"""Keys that may not change when a run goes on: its metrics would mix two experiments."""
 
 
 def prepare_folder(loaded: LoadedConfig, run_dir: Path) -> None:
@@ -32,31 +35,6 @@ def prepare_folder(loaded: LoadedConfig, run_dir: Path) -> None:
         logger.info("changed since the last attempt: %s", key)
     write_atomically(run_dir / CONFIG_FILE, [loaded.to_yaml().encode()])
     write_environment(run_dir, {})
-
-
-def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
-    """Keys whose values differ from the last attempt's in this folder; empty where there was none.
-
-    Raises ConfigError when the folder belongs to a run with another data set, model, objective or seed.
-    """
-    target = run_dir / CONFIG_FILE
-    if not target.exists():
-        return []
-    before = load_config(target).config
-    changed = _changed_keys(before.model_dump(mode="json"), loaded.config.model_dump(mode="json"))
-    refused = [key for key in changed if any(key.startswith(fixed) for fixed in _FIXED)]
-    if refused:
-        raise ConfigError(
-            f"{run_dir} holds a run with another {refused[0]}; continue it with the same value, or choose another run.name"
-        )
-    return changed
-
-
-def _changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
-    if isinstance(before, dict) and isinstance(after, dict):
-        keys = sorted({*before, *after})
-        return [key for name in keys for key in _changed_keys(before.get(name), after.get(name), f"{prefix}{name}.")]
-    return [] if before == after else [prefix.rstrip(".")]
 
 
 def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
@@ -112,11 +90,6 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
         code = loop.run(built)
     groups.shutdown()
     return code
-
-
-def run_folder(loaded: LoadedConfig) -> Path:
-    """`<run.dir>/<run.name>`."""
-    return Path(loaded.config.run.dir) / loaded.config.run.name
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,9 +9,9 @@ from pacs_megatron.contracts import WeightReceiver
 from pacs_megatron.errors import PacsError, SyncError
 from pacs_megatron.parallel.transfer import broadcast_arrays
 from pacs_megatron.rollout.driver_client import named_error
-from pacs_megatron.rollout.sglang import server_apis
+from pacs_megatron.sglang.build import server_apis
+from pacs_megatron.training.push import push
 from pacs_megatron.training.world import World, array_of
-from pacs_megatron.weight_sync.push import push
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 from pacs_megatron.errors import ExitCode
-from pacs_megatron.observability.files import write_atomically
+from pacs_megatron.runtime.files import write_atomically
+from pacs_megatron.runtime.run_folder import HEARTBEAT_FOLDER
 
 logger = logging.getLogger(__name__)
-HEARTBEAT_FOLDER = "heartbeats"
 _WRITE_EVERY_S = 10.0
 _GRACE_S = 2.0
 """Between a rank's own report and its end: the slower ones still get to write theirs."""

@@ -15,6 +15,7 @@ from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
 from pacs_megatron.config.schema import DemonstrationRollout, EmbeddedRollout, RunConfig, SglangRollout
 from pacs_megatron.contracts import Objective
 from pacs_megatron.data import load_tokenizer
+from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
 from pacs_megatron.errors import CheckpointError, PacsError
 from pacs_megatron.models import load_spec
 from pacs_megatron.models.hub import HUB_FILES
@@ -26,10 +27,9 @@ from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.rollout.collect import Rollouts
 from pacs_megatron.rollout.driver_client import DriverClient, named_error
-from pacs_megatron.rollout.embedded import EmbeddedEngine, Vocabulary
+from pacs_megatron.sglang.weights.build import server_sync as build_server_sync
+from pacs_megatron.sglang.weights.server_sync import ServerSync
 from pacs_megatron.training.signals import StopFlag
-from pacs_megatron.weight_sync.server_sync import ServerSync
-from pacs_megatron.weight_sync.sglang import server_sync as build_server_sync
 
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ import torch
 import transformer_engine.pytorch
 from packaging.version import Version
 
-from pacs_megatron.launch.doctor import TE_RANGE, installed
-from pacs_megatron.launch.preflight_host import version_problems
+from pacs_megatron.preflight.doctor import TE_RANGE, installed
+from pacs_megatron.preflight.host import version_problems
 
 problems = [str(check) for check in version_problems()]
 low, high = TE_RANGE

@@ -1,4 +1,4 @@
-"""`rollout.max_lag` with the embedded engine: which weights sample which step, and that a stop loses nothing."""
+"""`rollout.max_staleness` with the embedded engine: which weights sample which step, and that a stop loses nothing."""
 
 from __future__ import annotations
 
@@ -63,12 +63,18 @@ def start(config: Path, world: int, *overrides: str) -> ExitCode:
     return ExitCode(codes[0])
 
 
-@pytest.mark.parametrize("max_lag", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_each_step_is_sampled_from_the_weights_that_the_lag_names(tmp_path: Path, model: Path, max_lag: int) -> None:
+@pytest.mark.parametrize("max_staleness", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_each_step_is_sampled_from_the_weights_that_the_lag_names(
+    tmp_path: Path, model: Path, max_staleness: int
+) -> None:
     """Against a loop written by hand: plain transformers trains, and an engine that is filled from the run's own
-    checkpoint of step max(0, t - 1 - max_lag) samples step t."""
+    checkpoint of step max(0, t - 1 - max_staleness) samples step t."""
     config = write(tmp_path, model)
-    overrides: tuple[str, ...] = (f"rollout.max_lag={max_lag}", "batch.updates_per_step=1", "checkpoint.keep_last=9")
+    overrides: tuple[str, ...] = (
+        f"rollout.max_staleness={max_staleness}",
+        "batch.updates_per_step=1",
+        "checkpoint.keep_last=9",
+    )
     overrides += (f"optimizer.lr={OPTIMIZER['lr']}", f"optimizer.adam_eps={OPTIMIZER['adam_eps']}")
     assert start(config, 2, "parallel.tp=2", *overrides) is ExitCode.OK
     run_dir = tmp_path / "runs" / "tiny"
@@ -76,7 +82,7 @@ def test_each_step_is_sampled_from_the_weights_that_the_lag_names(tmp_path: Path
     sampler = Sampler(config, model)
     trainer = PlainTrainer(model)
     for step in range(1, STEPS + 1):
-        origin = max(0, step - 1 - max_lag)
+        origin = max(0, step - 1 - max_staleness)
         facts, tokens, responses = sampler.sample(step, run_dir, origin)
         logged = {sample["id"]: sample for sample in read_rollouts(rollout_path(run_dir, step))}
         assert {sample_id: sample["response"] for sample_id, sample in logged.items()} == responses
@@ -84,8 +90,8 @@ def test_each_step_is_sampled_from_the_weights_that_the_lag_names(tmp_path: Path
         starts = trainer.logprobs(facts, tokens)
         loss, norm = trainer.update(facts, tokens, pacs_loss(starts, facts))
         row = rows[step - 1]
-        assert row["lag/mean"] == row["lag/max"] == step - 1 - origin
-        assert row["lag/multi_version_frac"] == 0 and row["admission/dropped_stale_groups"] == 0
+        assert row["staleness/mean"] == row["staleness/max"] == step - 1 - origin
+        assert row["staleness/multi_version_frac"] == 0 and row["admission/dropped_stale_groups"] == 0
         assert row["objective/loss"] == pytest.approx(loss, rel=1e-5)
         assert row["optimizer/grad_norm"] == pytest.approx(norm, rel=2e-4)
     from safetensors.numpy import load_file
@@ -101,7 +107,7 @@ class Sampler:
     def __init__(self, config: Path, model: Path) -> None:
         from pacs_megatron.config import load_config
         from pacs_megatron.data import PromptOrder, load_prompts, load_tokenizer
-        from pacs_megatron.rollout.embedded import EmbeddedEngine, Vocabulary
+        from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
 
         self.model = model
         self.config = load_config(config).config
@@ -139,7 +145,7 @@ class Sampler:
 
 
 def test_a_stop_keeps_what_was_sampled_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, model: Path) -> None:
-    overrides = ("parallel.tp=1", "rollout.max_lag=2", "checkpoint.every=2")
+    overrides = ("parallel.tp=1", "rollout.max_staleness=2", "checkpoint.every=2")
     assert start(write(tmp_path / "whole", model), 1, *overrides) is ExitCode.OK
     whole, run_dir = tmp_path / "whole" / "runs" / "tiny", tmp_path / "cut" / "runs" / "tiny"
     calls = tmp_path / "cut" / "calls"

@@ -86,11 +86,14 @@ def test_later_grpo_updates_use_the_clipped_ratio(tiny_qwen3: Path, layout: str)
         numbers, clipped = [], []
         for _ in range(2):
             cuts = [(facts.select(rows), select_tokens(tokens, rows, rows)) for rows in split_by_group(facts, 2)]
-            parts = [make_part(cut[0], renumbered(cut[1]), policy, BUDGET) for cut in cuts]
-            parts = [replace(part, step_start_logprobs=policy.logprobs(part, "step_start")) for part in parts]
+            minibatches = [make_part(cut[0], renumbered(cut[1]), policy, BUDGET) for cut in cuts]
+            minibatches = [
+                replace(minibatch, step_start_logprobs=policy.logprobs(minibatch, "step_start"))
+                for minibatch in minibatches
+            ]
             inputs = objective.prepare_step(facts)
-            for part in parts:
-                report = policy.update(part, objective.prepare(None, part.facts, inputs), objective, None)
+            for minibatch in minibatches:
+                report = policy.update(minibatch, objective.prepare(None, minibatch.facts, inputs), objective, None)
                 numbers.append((report.metrics["objective/loss"], report.grad_norm))
                 clipped.append(report.metrics["grpo/clip_frac"])
         return numbers, weights_of(policy), clipped
@@ -217,7 +220,10 @@ def test_bf16_follows_fp32_and_keeps_fp32_master_weights(tiny_qwen3: Path, layou
         policy = make_policy(tiny_qwen3, world, tokens_per_microbatch=BUDGET, dtype="bf16", **options)
         assert {p.dtype for model in policy.models for p in model.parameters()} == {torch.bfloat16}
         masters = {
-            p.dtype for part in policy.optimizer.parts() for g in part.optimizer.param_groups for p in g["params"]
+            p.dtype
+            for minibatch in policy.optimizer.minibatches()
+            for g in minibatch.optimizer.param_groups
+            for p in g["params"]
         }
         assert masters == {torch.float32}
         objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
@@ -225,8 +231,8 @@ def test_bf16_follows_fp32_and_keeps_fp32_master_weights(tiny_qwen3: Path, layou
         reports = train(policy, objective, STEPS, tokens_per_microbatch=BUDGET)
         small_moves_are_kept = any(
             not torch.equal(p, p.bfloat16().float())
-            for part in policy.optimizer.parts()
-            for group in part.optimizer.param_groups
+            for minibatch in policy.optimizer.minibatches()
+            for group in minibatch.optimizer.param_groups
             for p in group["params"]
         )
         return logprobs, [r.grad_norm for r in reports], weights_of(policy), small_moves_are_kept

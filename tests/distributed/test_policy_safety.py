@@ -40,9 +40,9 @@ def weights_of(policy: Any) -> dict[str, torch.Tensor]:
 def state_of(policy: Any) -> list[torch.Tensor]:
     """Model, master weights and moments of this rank."""
     tensors = [p.detach().clone() for model in policy.models for p in model.parameters()]
-    for part in policy.optimizer.parts():
-        tensors += [p.detach().clone() for group in part.optimizer.param_groups for p in group["params"]]
-        tensors += [v.clone() for s in part.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
+    for minibatch in policy.optimizer.minibatches():
+        tensors += [p.detach().clone() for group in minibatch.optimizer.param_groups for p in group["params"]]
+        tensors += [v.clone() for s in minibatch.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
     return tensors
 
 
@@ -132,12 +132,12 @@ def test_a_non_finite_coefficient_is_refused_before_any_pass(tiny_qwen3: Path) -
     def on_rank(_rank: int, world: int) -> None:
         policy = make_policy(tiny_qwen3, world)
         objective = build_objective(PACS, updates_per_step=1)
-        part = make_part(*STEPS[0], policy)
-        prepared = objective.prepare(None, part.facts, None)
+        minibatch = make_part(*STEPS[0], policy)
+        prepared = objective.prepare(None, minibatch.facts, None)
         prepared.per_sample["coefficient"][2] = float("nan")
         before = state_of(policy)
         with pytest.raises(NonFiniteError, match="'coefficient'"):
-            policy.update(part, prepared, objective, None)
+            policy.update(minibatch, prepared, objective, None)
         assert all(torch.equal(a, b) for a, b in zip(before, state_of(policy), strict=True))
 
     run_ranks(on_rank, 1)
@@ -165,18 +165,18 @@ def test_leaving_samples_without_gradient_out_changes_nothing(tmp_path: Path, la
         policy = make_policy(folder, world, tokens_per_microbatch=24, **options)
         objective = build_objective(PACS, updates_per_step=1)
         start = {name: t.clone() for name, t in policy.export_weights()}
-        part = make_part(facts, tokens, policy, 24)
-        prepared = objective.prepare(None, part.facts, None)
+        minibatch = make_part(facts, tokens, policy, 24)
+        prepared = objective.prepare(None, minibatch.facts, None)
         assert prepared.zero_gradient is not None and int(prepared.zero_gradient.sum()) == 6
         forwarded: list[int] = []
         batches_of = policy._batches
-        policy._batches = lambda part: [b for b in batches_of(part) if forwarded.append(len(b.rows)) is None]
-        short = policy.update(part, prepared, objective, None)
+        policy._batches = lambda minibatch: [b for b in batches_of(minibatch) if forwarded.append(len(b.rows)) is None]
+        short = policy.update(minibatch, prepared, objective, None)
         num_short, after_short = sum(forwarded), weights_of(policy)
         policy.load_weights(lambda name: start[name])
         policy.optimizer.reset_moments()
         forwarded.clear()
-        whole = policy.update(part, replace(prepared, zero_gradient=None), objective, None)
+        whole = policy.update(minibatch, replace(prepared, zero_gradient=None), objective, None)
         return num_short, sum(forwarded), short, whole, after_short, weights_of(policy)
 
     results = run_ranks(on_rank, world, timeout=100)

@@ -14,7 +14,7 @@ from pacs_megatron.batching.distribute import cut_step
 from pacs_megatron.batching.split import split_by_group
 from pacs_megatron.batching.tables import select_tokens
 from pacs_megatron.config.objective_options import PacsOptions
-from pacs_megatron.contracts import Part, SampleFacts, TokenBuffers
+from pacs_megatron.contracts import MiniBatch, SampleFacts, TokenBuffers
 from pacs_megatron.objectives import build_objective
 from tests.support.plain_trainer import PlainTrainer, pacs_loss
 from tests.support.policy_cases import make_part, make_policy, random_step
@@ -41,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_family(tmp_path_factory.mktemp(family), family, **shape) for family in ("qwen3", "qwen3_moe")}
 
 
-def parts_of(policy: Any, facts: SampleFacts, tokens: TokenBuffers, updates: int) -> list[Part]:
+def parts_of(policy: Any, facts: SampleFacts, tokens: TokenBuffers, updates: int) -> list[MiniBatch]:
     return cut_step(
         facts,
         tokens if policy.rank.rank == 0 else None,
@@ -62,21 +62,23 @@ def test_scores_at_unchanged_weights_are_zero_bit_for_bit(folders: dict[str, Pat
         policy = make_policy(folder, world, tokens_per_microbatch=BUDGET, dtype=dtype, **options)
         start = build_objective(PacsOptions(name="pacs"), updates_per_step=2)
         frozen = build_objective(PacsOptions(name="pacs", reference="frozen"), updates_per_step=1)
-        parts = [
-            replace(part, step_start_logprobs=policy.logprobs(part, "step_start"))
-            for part in parts_of(policy, facts, tokens, 2)
+        minibatches = [
+            replace(minibatch, step_start_logprobs=policy.logprobs(minibatch, "step_start"))
+            for minibatch in parts_of(policy, facts, tokens, 2)
         ]
-        found: dict[str, Any] = {"start": [policy.scores(part, start) for part in parts]}
+        found: dict[str, Any] = {"start": [policy.scores(minibatch, start) for minibatch in minibatches]}
         policy.take_reference(reset_optimizer=False)
-        parts = [replace(part, reference_logprobs=policy.logprobs(part, "reference")) for part in parts]
-        found["frozen"] = [policy.scores(part, frozen) for part in parts]
+        minibatches = [
+            replace(minibatch, reference_logprobs=policy.logprobs(minibatch, "reference")) for minibatch in minibatches
+        ]
+        found["frozen"] = [policy.scores(minibatch, frozen) for minibatch in minibatches]
         drifts = []
-        for part in parts:
-            scores = policy.scores(part, start)
-            report = policy.update(part, start.prepare(scores, part.facts, None), start, scores)
+        for minibatch in minibatches:
+            scores = policy.scores(minibatch, start)
+            report = policy.update(minibatch, start.prepare(scores, minibatch.facts, None), start, scores)
             drifts.append(report.metrics["pacs/score_drift_max"])
-        moved = policy.scores(parts[0], start)
-        again = policy.scores(parts[0], frozen)
+        moved = policy.scores(minibatches[0], start)
+        again = policy.scores(minibatches[0], frozen)
         return found | {"drifts": drifts, "moved": moved, "moved_frozen": again}
 
     results = run_ranks(on_rank, world, timeout=100)
@@ -99,9 +101,9 @@ def test_the_first_update_against_the_steps_start_needs_no_forward(tiny_qwen3: P
         policy = make_policy(tiny_qwen3, world)
         objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
         assert objective.logprob_passes() == frozenset() and not objective.needs_scores(0)
-        part = make_part(facts, tokens, policy)
-        prepared = objective.prepare(None, part.facts, objective.prepare_step(part.facts))
-        report = policy.update(part, prepared, objective, None)
+        minibatch = make_part(facts, tokens, policy)
+        prepared = objective.prepare(None, minibatch.facts, objective.prepare_step(minibatch.facts))
+        report = policy.update(minibatch, prepared, objective, None)
         return policy.num_score_passes, prepared.per_sample["coefficient"].numpy(), dict(report.metrics)
 
     ((passes, coefficients, metrics),) = run_ranks(on_rank, 1)
@@ -141,13 +143,15 @@ def test_two_updates_a_step_equal_the_plain_loop(folders: dict[str, Path], layou
         objective = build_objective(PacsOptions(name="pacs"), updates_per_step=2)
         reports = []
         for facts, tokens in steps:
-            parts = [
-                replace(part, step_start_logprobs=policy.logprobs(part, "step_start"))
-                for part in parts_of(policy, facts, tokens, 2)
+            minibatches = [
+                replace(minibatch, step_start_logprobs=policy.logprobs(minibatch, "step_start"))
+                for minibatch in parts_of(policy, facts, tokens, 2)
             ]
-            for index, part in enumerate(parts):
-                scores = policy.scores(part, objective) if objective.needs_scores(index) else None
-                reports.append(policy.update(part, objective.prepare(scores, part.facts, None), objective, scores))
+            for index, minibatch in enumerate(minibatches):
+                scores = policy.scores(minibatch, objective) if objective.needs_scores(index) else None
+                reports.append(
+                    policy.update(minibatch, objective.prepare(scores, minibatch.facts, None), objective, scores)
+                )
         weights = {name: tensor.clone().numpy() for name, tensor in policy.export_weights()}
         return [(r.metrics["objective/loss"], r.grad_norm) for r in reports], policy.num_score_passes, weights
 
@@ -189,17 +193,19 @@ def test_a_frozen_reference_and_its_hard_reset(folders: dict[str, Path], layout:
                 after = list(policy.optimizer.megatron.get_parameters())
                 zeros = [
                     float(value.abs().max())
-                    for part in policy.optimizer.parts()
-                    for state in part.optimizer.state.values()
+                    for minibatch in policy.optimizer.minibatches()
+                    for state in minibatch.optimizer.state.values()
                     for value in state.values()
                     if torch.is_tensor(value) and value.numel()
                 ]
                 assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
                 assert policy.optimizer.num_updates == reset_at
-            part = make_part(*step, policy, BUDGET)
-            part = replace(part, reference_logprobs=policy.logprobs(part, "reference"))
-            scores = policy.scores(part, objective)
-            reports.append(policy.update(part, objective.prepare(scores, part.facts, None), objective, scores))
+            minibatch = make_part(*step, policy, BUDGET)
+            minibatch = replace(minibatch, reference_logprobs=policy.logprobs(minibatch, "reference"))
+            scores = policy.scores(minibatch, objective)
+            reports.append(
+                policy.update(minibatch, objective.prepare(scores, minibatch.facts, None), objective, scores)
+            )
         weights = {name: tensor.float().numpy() for name, tensor in policy.export_weights()}
         return [(r.metrics["objective/loss"], r.grad_norm) for r in reports], zeros, weights
 

@@ -83,16 +83,16 @@ def test_every_rank_leaves_the_pass(folders: dict[str, Path], tmp_path: Path, la
     def on_rank(rank: int, world: int) -> dict[str, Any]:
         policy = make_policy(folder, world, tokens_per_microbatch=BUDGET, **options)
         objective = build_objective(PacsOptions(name="pacs", reference="frozen"), updates_per_step=1)
-        part = make_part(facts, tokens, policy, BUDGET)
+        minibatch = make_part(facts, tokens, policy, BUDGET)
         policy.take_reference(reset_optimizer=False)
         for parameter in policy.chunks[0].parameters():  # the policy moved away from its reference
             parameter.data.mul_(1.01)
-        part = replace(part, reference_logprobs=policy.logprobs(part, "reference"))
-        expected = policy.scores(part, objective)
+        minibatch = replace(minibatch, reference_logprobs=policy.logprobs(minibatch, "reference"))
+        expected = policy.scores(minibatch, objective)
         before = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
         stop = StopFlag(tmp_path)
         stop.install()
-        asked = policy.scores(part, objective, stop.is_set)
+        asked = policy.scores(minibatch, objective, stop.is_set)
 
         def send(index: int) -> None:
             if rank == world - 1 and index == SIGNAL_AT:
@@ -101,17 +101,17 @@ def test_every_rank_leaves_the_pass(folders: dict[str, Path], tmp_path: Path, la
         counter = Counter(policy, 2 * policy.rank.layout.cp, send)
         with pytest.raises(Interrupted):
             if kind == "scores":
-                policy.scores(part, objective, stop.is_set)
+                policy.scores(minibatch, objective, stop.is_set)
             else:
-                policy.logprobs(part, "reference", stop.is_set)
+                policy.logprobs(minibatch, "reference", stop.is_set)
         counter.close()
         after = [p.detach() for chunk in policy.chunks for p in chunk.parameters()]
         return {
             "real": counter.real,
-            "planned": len(part.plan.by_dp_rank[policy.rank.dp]),
+            "planned": len(minibatch.plan.by_dp_rank[policy.rank.dp]),
             "asked_is_unasked": torch.equal(asked, expected),
             "unchanged": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
-            "again_is_expected": torch.equal(policy.scores(part, objective), expected),
+            "again_is_expected": torch.equal(policy.scores(minibatch, objective), expected),
         }
 
     found = run_ranks(on_rank, world, timeout=100)
@@ -138,8 +138,8 @@ def run_signalled(folder: Path, model: Path, overrides: tuple[str, ...], signal_
     config = write_tiny_run(folder, model)
 
     def on_rank(rank: int, _world: int) -> int:
+        from pacs_megatron.embedded.engine import EmbeddedEngine
         from pacs_megatron.policy.engine import MegatronPolicy
-        from pacs_megatron.rollout.embedded import EmbeddedEngine
         from pacs_megatron.training.main import run_rank
 
         seen = 0
@@ -187,7 +187,7 @@ GRPO_KL = ("objective.name=grpo", "objective.kl_coef=0.1")
         pytest.param("tp", GRPO_KL, [Signal("logprobs", 0)], ["step_000001"], marks=pytest.mark.full),
         pytest.param(
             "tp",
-            (*PACS_FROZEN, "rollout.max_lag=1"),
+            (*PACS_FROZEN, "rollout.max_staleness=1"),
             [Signal("update", 0)],
             ["step_000001_plus_01"],
             marks=pytest.mark.full,

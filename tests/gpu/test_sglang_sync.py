@@ -17,9 +17,9 @@ import torch
 from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
 from pacs_megatron.contracts import SampleRequest, SamplingParams
 from pacs_megatron.models import load_spec
-from pacs_megatron.rollout import sglang
-from pacs_megatron.weight_sync.push import push
-from pacs_megatron.weight_sync.sglang import server_sync
+from pacs_megatron.sglang import build as sglang
+from pacs_megatron.sglang.weights.build import server_sync
+from pacs_megatron.training.push import push
 from tests.support.tiny_models import make_tiny_qwen3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sglang, pytest.mark.timeout(900)]
@@ -39,7 +39,7 @@ def export(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("way", ["ipc", "disk"])
-def test_colocated_steps(python: str, tmp_path: Path, way: str) -> None:
+def test_colocated_steps(python: str, tmp_path: Path, transport: str) -> None:
     from transformers import Qwen3ForCausalLM
 
     shape: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "head_dim": 128}
@@ -48,7 +48,7 @@ def test_colocated_steps(python: str, tmp_path: Path, way: str) -> None:
     options = SglangRollout(
         engine="sglang",
         sampling=SamplingOptions(max_response_tokens=16),
-        sync=SglangSync(way=way, verify="full", bucket_mib=64, timeout_s=120.0),
+        sync=SglangSync(transport=transport, verify="full", bucket_mib=64, timeout_s=120.0),
         servers=SglangServers(python=(python,), device="cuda", mem_fraction=0.3, colocated=True),
     )
     params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=16)
@@ -65,7 +65,7 @@ def test_colocated_steps(python: str, tmp_path: Path, way: str) -> None:
             engine.set_current(pushed.version, pushed.digest)
             assert sync.report.verified > 0
             print(
-                f"{way}: {pushed.num_bytes} bytes in {pushed.seconds:.3f} s, {pushed.num_bytes / pushed.seconds / 1e9:.2f} GB/s"
+                f"{transport}: {pushed.num_bytes} bytes in {pushed.seconds:.3f} s, {pushed.num_bytes / pushed.seconds / 1e9:.2f} GB/s"
             )
             requests = [
                 SampleRequest(

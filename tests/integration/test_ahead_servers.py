@@ -66,13 +66,13 @@ def server() -> Iterator[ReplaySglang]:
 
 
 def start(
-    folder: Path, model: Path, url: str, max_lag: int, *overrides: str, program: str | None = None
+    folder: Path, model: Path, url: str, max_staleness: int, *overrides: str, program: str | None = None
 ) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     config = write_tiny_run(folder, model)
     rollout = (
-        f"{{engine: sglang, urls: ['{url}'], max_lag: {max_lag}, sampling: {{max_response_tokens: 48}}, probe_s: 0.2, "
-        "dead_after_s: 2.0, all_down_after_s: 3.0, sync: {way: disk, verify: 'off', pause: in_place, timeout_s: 5.0}}"
+        f"{{engine: sglang, urls: ['{url}'], max_staleness: {max_staleness}, sampling: {{max_response_tokens: 48}}, probe_s: 0.2, "
+        "dead_after_s: 2.0, all_down_after_s: 3.0, sync: {transport: disk, verify: 'off', pause: in_place, timeout_s: 5.0}}"
     )
     values = (f"run.steps={STEPS}", f"rollout={rollout}", "parallel.tp=1", "checkpoint.every=null", *overrides)
     process = subprocess.Popen(
@@ -112,7 +112,11 @@ def num_rows(run_dir: Path) -> int:
 def learned(run_dir: Path) -> tuple[bytes, list[dict[str, Any]]]:
     """The final weights, and all metrics but times and lags."""
     rows = [
-        {name: value for name, value in row.items() if not name.startswith(("time/", "lag/")) and "per_s" not in name}
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(("time/", "staleness/")) and "per_s" not in name
+        }
         for row in read_metrics(run_dir)
     ]
     for row in rows:
@@ -155,7 +159,7 @@ def test_a_stop_in_the_middle_of_generation_loses_no_finished_sample(
     assert max(server.asked.values()) == 1
     rows = read_metrics(run_dir)
     # Which step is how far behind depends on how fast the trainer is; not all are sampled from the newest weights.
-    assert {0.0} < {row["lag/max"] for row in rows} <= {0.0, 1.0, 2.0}
+    assert {0.0} < {row["staleness/max"] for row in rows} <= {0.0, 1.0, 2.0}
     assert learned(run_dir) == learned(synchronous)
 
 
@@ -237,17 +241,17 @@ def test_more_is_asked_for_than_is_trained_and_the_rest_ends_early(
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("max_lag", [0, 2])
+@pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_stop_between_two_updates_goes_on_with_the_next_one(
-    synchronous: Path, tmp_path: Path, model: Path, server: ReplaySglang, max_lag: int
+    synchronous: Path, tmp_path: Path, model: Path, server: ReplaySglang, max_staleness: int
 ) -> None:
     run_dir = tmp_path / "runs" / "tiny"
-    code, err = finish(start(tmp_path, model, server.url, max_lag, program=STOPPED_IN_STEP_3))
+    code, err = finish(start(tmp_path, model, server.url, max_staleness, program=STOPPED_IN_STEP_3))
     assert code == ExitCode.PREEMPTED, err
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_000002_plus_01"]
     kept = set(json.loads((run_dir / "checkpoints" / "step_000002_plus_01" / "buffer.json").read_text())["ids"])
     server.asked.clear()
-    code, err = finish(start(tmp_path, model, server.url, max_lag))
+    code, err = finish(start(tmp_path, model, server.url, max_staleness))
     assert code == ExitCode.OK, err
     assert len(kept) >= SAMPLES and not kept & set(server.asked), "a finished sample was asked for again"
     # Weights from the middle of a step sample nothing: versions count updates, two a step.

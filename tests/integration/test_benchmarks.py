@@ -78,7 +78,7 @@ def test_overlap_shows_that_steps_ahead_hide_the_rollout() -> None:
     )
     assert done.returncode in (0, 1), done.stderr  # 1: above the target, which a busy host may cause
     results = json.loads(done.stdout.splitlines()[-1])["results"]
-    assert [result["max_lag"] for result in results] == [0, 1, 2]
+    assert [result["max_staleness"] for result in results] == [0, 1, 2]
     synchronous, one_ahead, two_ahead = results
     # Half of the time is idle without steps ahead, next to none with them; a busy host blurs both.
     assert synchronous["idle"] > 1.5 * two_ahead["idle"] and synchronous["idle"] > one_ahead["idle"]

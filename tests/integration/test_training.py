@@ -133,15 +133,15 @@ def test_a_kill_with_steps_ahead(tmp_path: Path, model: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
     cut.mkdir()
-    code, err = finish(start(write_tiny_run(whole, model), "rollout.max_lag=2"), 250)
+    code, err = finish(start(write_tiny_run(whole, model), "rollout.max_staleness=2"), 250)
     assert code == ExitCode.OK, err
     config, run_dir = write_tiny_run(cut, model, delay_s=0.02), cut / "runs" / "tiny"
-    process = start(config, "rollout.max_lag=2")
+    process = start(config, "rollout.max_staleness=2")
     wait_for_rows(run_dir, 3, process)
     kill_everything(process)
     [*_, newest] = sorted((run_dir / "checkpoints").glob("step_*[0-9]"))
     assert (newest / "buffer.safetensors").is_file()
-    code, err = finish(start(config, "rollout.max_lag=2"), 250)
+    code, err = finish(start(config, "rollout.max_staleness=2"), 250)
     assert code == ExitCode.OK, err
     assert_same_run(run_dir, whole / "runs" / "tiny")
 

@@ -102,7 +102,7 @@ class FleetRun:
         path = self.run_dir / "logs" / "driver.log"
         return path.read_text() if path.is_file() else ""
 
-    def assert_whole(self, max_lag: int = 0) -> set[str]:
+    def assert_whole(self, max_staleness: int = 0) -> set[str]:
         """Every step has each of its samples once, and each token is of weights that the lag allows: none stale. Returns
         the ids of all samples."""
         assert [row["step"] for row in read_metrics(self.run_dir)] == list(range(1, self.steps + 1))
@@ -114,7 +114,7 @@ class FleetRun:
             assert len(ids) == len(samples) == PROMPTS * SAMPLES and not ids & seen
             seen |= ids
             numbers = {prompt: set[str]() for prompt in {sample["prompt_id"] for sample in samples}}
-            allowed = {2 * trained for trained in range(max(0, step - 1 - max_lag), step)}  # two updates a step
+            allowed = {2 * trained for trained in range(max(0, step - 1 - max_staleness), step)}  # two updates a step
             for sample in samples:
                 numbers[sample["prompt_id"]].add(sample["id"].rpartition("#")[2])
                 at = 0
@@ -124,7 +124,7 @@ class FleetRun:
                     at = span["end"]
                 assert at == sample["response_tokens"] > 0
             assert len(numbers) == PROMPTS and all(found == set("0123") for found in numbers.values())
-        if not max_lag:
+        if not max_staleness:
             assert len(digest_of) == self.steps
         assert len(set(digest_of.values())) == len(digest_of)
         return seen

@@ -12,7 +12,7 @@ import torch
 from pacs_megatron.batching.split import plan_microbatches
 from pacs_megatron.batching.tables import select_tokens
 from pacs_megatron.config.schema import OptimizerOptions, ParallelOptions, PrecisionOptions
-from pacs_megatron.contracts import Layout, Part, SampleFacts, TokenBuffers
+from pacs_megatron.contracts import Layout, MiniBatch, SampleFacts, TokenBuffers
 
 # adam_eps is large so that the update is a smooth function of the gradient: at 1e-8 Adam turns rounding noise of a zero
 # gradient into a full step, and no two implementations agree.
@@ -99,7 +99,7 @@ def random_step(
     )
 
 
-def make_part(facts: SampleFacts, tokens: TokenBuffers, policy: Any, tokens_per_microbatch: int = 256) -> Part:
+def make_part(facts: SampleFacts, tokens: TokenBuffers, policy: Any, tokens_per_microbatch: int = 256) -> MiniBatch:
     """The mini-batch with this rank's share of the tokens."""
     layout = policy.rank.layout
     plan = plan_microbatches(
@@ -108,24 +108,24 @@ def make_part(facts: SampleFacts, tokens: TokenBuffers, policy: Any, tokens_per_
         tokens_per_microbatch=tokens_per_microbatch,
     )
     mine = np.flatnonzero(plan.owners(facts.num_samples) == policy.rank.dp)
-    return Part(facts=facts, tokens=select_tokens(tokens, mine, mine), plan=plan)
+    return MiniBatch(facts=facts, tokens=select_tokens(tokens, mine, mine), plan=plan)
 
 
 def train(policy: Any, objective: Any, steps: list[tuple[SampleFacts, TokenBuffers]], **part_options: Any) -> list[Any]:
     """One update a step with all the passes the objective asks for; the reports."""
     reports = []
     for facts, tokens in steps:
-        part = make_part(facts, tokens, policy, **part_options)
+        minibatch = make_part(facts, tokens, policy, **part_options)
         passes = objective.logprob_passes()
         if "step_start" in passes:
-            part = replace(part, step_start_logprobs=policy.logprobs(part, "step_start"))
-            part = policy.with_log_ratio_to_sampler(part)
+            minibatch = replace(minibatch, step_start_logprobs=policy.logprobs(minibatch, "step_start"))
+            minibatch = policy.with_log_ratio_to_sampler(minibatch)
         if "reference" in passes:
-            part = replace(part, reference_logprobs=policy.logprobs(part, "reference"))
-        inputs = objective.prepare_step(part.facts)
-        scores = policy.scores(part, objective) if objective.needs_scores(0) else None
-        prepared = objective.prepare(scores, part.facts, inputs)
-        reports.append(policy.update(part, prepared, objective, scores))
+            minibatch = replace(minibatch, reference_logprobs=policy.logprobs(minibatch, "reference"))
+        inputs = objective.prepare_step(minibatch.facts)
+        scores = policy.scores(minibatch, objective) if objective.needs_scores(0) else None
+        prepared = objective.prepare(scores, minibatch.facts, inputs)
+        reports.append(policy.update(minibatch, prepared, objective, scores))
     return reports
 
 

@@ -2,7 +2,7 @@
 
 It answers as the recorded server did, weights included: a sample whose tokens came from several weights is answered once
 the newest of them arrived here, and no step ends, which would bring new weights, before all is asked for that was begun
-with the old ones. Weights come by `sync.way: disk`; it believes what it is told they are.
+with the old ones. Weights come by `sync.transport: disk`; it believes what it is told they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aiohttp import web
 from pacs_megatron.contracts import Sample, Stop
 from pacs_megatron.observability.rollout_log import RECORD_SUFFIX, ROLLOUT_FOLDER
 from pacs_megatron.rollout.record import read_record
-from pacs_megatron.rollout.sglang_api import WeightVersion
+from pacs_megatron.sglang.api import WeightVersion
 from tests.support.fake_sglang import FakeSglang
 
 POLL_S = 0.002

@@ -1,6 +1,6 @@
 """A fake SGLang server for whole training runs: answers of long-tailed length, each after the time that it would take.
 
-Length and tokens are a function of a request's seed. It takes weights by `sync.way: disk` without looking at them.
+Length and tokens are a function of a request's seed. It takes weights by `sync.transport: disk` without looking at them.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def embedded_engine(
     from transformers import AutoTokenizer
 
     from pacs_megatron.config.schema import EmbeddedRollout, SamplingOptions
-    from pacs_megatron.rollout.embedded import EmbeddedEngine, Vocabulary
+    from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     engine = EmbeddedEngine(

@@ -13,9 +13,9 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from pacs_megatron.rollout.sglang_api import SglangApi
-from pacs_megatron.weight_sync.bucket import Bucket
-from pacs_megatron.weight_sync.checksums import sha_hash
+from pacs_megatron.sglang.api import SglangApi
+from pacs_megatron.sglang.weights.bucket import Bucket
+from pacs_megatron.sglang.weights.checksums import sha_hash
 from tests.support.fake_sglang import FakeSglang
 
 

@@ -21,12 +21,13 @@ from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRol
 from pacs_megatron.contracts import SampleRequest, SamplingParams
 from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
 from pacs_megatron.models import load_spec
-from pacs_megatron.rollout import sglang, sglang_guard
-from pacs_megatron.rollout.sglang_api import SglangApi
-from pacs_megatron.rollout.sglang_client import SglangEngine
-from pacs_megatron.weight_sync.push import Pushed, push
-from pacs_megatron.weight_sync.server_sync import ServerSync
-from pacs_megatron.weight_sync.sglang import server_sync
+from pacs_megatron.sglang import build as sglang
+from pacs_megatron.sglang import guard as sglang_guard
+from pacs_megatron.sglang.api import SglangApi
+from pacs_megatron.sglang.client import SglangEngine
+from pacs_megatron.sglang.weights.build import server_sync
+from pacs_megatron.sglang.weights.server_sync import ServerSync
+from pacs_megatron.training.push import PushResult, push
 from tests.support.fleet_run import FleetRun
 from tests.support.tiny_models import make_tiny_qwen3
 
@@ -52,7 +53,7 @@ class Lab:
         self.sync: ServerSync
 
     def options(self, *urls: str, **changes: Any) -> SglangRollout:
-        sync = {"way": "broadcast", "verify": "full", "timeout_s": 30.0} | changes.pop("sync", {})
+        sync = {"transport": "broadcast", "verify": "full", "timeout_s": 30.0} | changes.pop("sync", {})
         quick = {"probe_s": 0.2, "probe_timeout_s": 3.0, "dead_after_s": 6.0, "all_down_after_s": 60.0}
         return SglangRollout(
             engine="sglang",
@@ -84,7 +85,7 @@ class Lab:
             engine.set_current(self.version, self.sync.report.digest)
             yield engine
 
-    def push(self, weights: int) -> Pushed:
+    def push(self, weights: int) -> PushResult:
         self.version += 1
         self.engine.begin_update()
         pushed = push(self.version, self.export(weights), [self.sync])
@@ -179,7 +180,7 @@ def own_options(**changes: Any) -> SglangRollout:
     return SglangRollout(
         engine="sglang",
         sampling=SamplingOptions(max_response_tokens=32),
-        sync=SglangSync(way="disk"),
+        sync=SglangSync(transport="disk"),
         servers=SglangServers(**servers),
         **changes,
     )

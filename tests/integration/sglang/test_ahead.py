@@ -27,8 +27,8 @@ def test_the_next_step_is_sampled_while_this_one_trains(lab: Lab, tmp_path: Path
     config = write_tiny_run(tmp_path, lab.folders[0])
     overrides = (
         f"run.steps={STEPS}",
-        f"rollout={{engine: sglang, urls: ['{lab.url}'], dtype: bf16, max_lag: 1, sampling: {{max_response_tokens: "
-        f"{TOKENS}, stop: ['a', 'b']}}, sync: {{way: broadcast, verify: sample, pause: {pause}}}}}",
+        f"rollout={{engine: sglang, urls: ['{lab.url}'], dtype: bf16, max_staleness: 1, sampling: {{max_response_tokens: "
+        f"{TOKENS}, stop: ['a', 'b']}}, sync: {{transport: broadcast, verify: sample, pause: {pause}}}}}",
         "objective={name: grpo, importance: truncate}",
         "checkpoint.every=1",
         "batch.prompts_per_step=8",
@@ -45,7 +45,7 @@ def test_the_next_step_is_sampled_while_this_one_trains(lab: Lab, tmp_path: Path
     run_dir = tmp_path / "runs" / "tiny"
     rows = read_metrics(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert max(row["lag/max"] for row in rows) == 1 and rows[0]["lag/max"] == 0
+    assert max(row["staleness/max"] for row in rows) == 1 and rows[0]["staleness/max"] == 0
     assert all(row["admission/dropped_stale_groups"] == 0 for row in rows)
     seen: set[str] = set()
     mixed = 0
@@ -61,9 +61,9 @@ def test_the_next_step_is_sampled_while_this_one_trains(lab: Lab, tmp_path: Path
             assert [span["start"] for span in sample["spans"][1:]] == [span["end"] for span in sample["spans"][:-1]]
             assert sample["spans"][-1]["end"] == sample["response_tokens"]
             mixed += len(versions) > 1
-    assert rows[1]["lag/mean"] > 0
+    assert rows[1]["staleness/mean"] > 0
     if pause == "abort":
         assert mixed == 0
     else:
         assert mixed > 0
-        assert mixed == pytest.approx(sum(32 * row["lag/multi_version_frac"] for row in rows))
+        assert mixed == pytest.approx(sum(32 * row["staleness/multi_version_frac"] for row in rows))

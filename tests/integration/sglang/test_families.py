@@ -10,9 +10,9 @@ import torch
 
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.models import load_spec
-from pacs_megatron.rollout import sglang
-from pacs_megatron.weight_sync.push import push
-from pacs_megatron.weight_sync.sglang import server_sync
+from pacs_megatron.sglang import build as sglang
+from pacs_megatron.sglang.weights.build import server_sync
+from pacs_megatron.training.push import push
 from tests.integration.sglang.conftest import PYTHON, START_S, own_options
 from tests.support.tiny_models import make_tiny_qwen3
 
@@ -84,8 +84,8 @@ def test_every_way_brings_all_weights(tmp_path: Path, make: Any) -> None:
     [server] = sglang.start_servers(specs, START_S)
     try:
         verified = set()
-        for number, way in enumerate(("disk", "broadcast", "ipc")):
-            sync_options = options.sync.model_copy(update={"way": way, "verify": "full", "timeout_s": 60.0})
+        for number, transport in enumerate(("disk", "broadcast", "ipc")):
+            sync_options = options.sync.model_copy(update={"transport": transport, "verify": "full", "timeout_s": 60.0})
             run = options.model_copy(update={"sync": sync_options})
             sync = server_sync(run, load_spec(folders[0]), tmp_path / "run" / "weights")
             sync.set_targets(sglang.server_apis(run, (server.url,)))

@@ -15,9 +15,10 @@ import pytest
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.contracts import Sample
 from pacs_megatron.errors import ExitCode
-from pacs_megatron.rollout import sglang, sglang_guard
-from pacs_megatron.rollout.sglang_api import SglangApi
-from pacs_megatron.rollout.sglang_fleet import Health
+from pacs_megatron.sglang import build as sglang
+from pacs_megatron.sglang import guard as sglang_guard
+from pacs_megatron.sglang.api import SglangApi
+from pacs_megatron.sglang.fleet import Health
 from tests.integration.sglang.conftest import START_S, Lab, num_running, own_options, sample_requests, server_pids
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fleet_run import FleetRun
@@ -66,7 +67,12 @@ def test_a_stopped_server_loses_its_work_to_another_and_comes_back(lab: Lab) -> 
 def test_a_training_run_sends_its_weights_again_when_its_only_server_has_lost_them(lab: Lab, tmp_path: Path) -> None:
     """In the middle of generation the server says what one says that was just started: nothing more is sampled from it
     until the trainer, which waits for these very samples, has sent the weights once more."""
-    rollout = {"engine": "sglang", "urls": [lab.url], "sync": {"way": "broadcast", "verify": "full"}, "retries": 8}
+    rollout = {
+        "engine": "sglang",
+        "urls": [lab.url],
+        "sync": {"transport": "broadcast", "verify": "full"},
+        "retries": 8,
+    }
     run = FleetRun(tmp_path, lab.folders[0], rollout, steps=3)
     run.start("parallel.tp=2", "run.nproc=2")
     run.until_step(1)

@@ -17,16 +17,17 @@ import pytest
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.observability.metrics import read_metrics
-from pacs_megatron.rollout import sglang, sglang_guard
-from pacs_megatron.rollout.sglang_api import SglangApi
-from pacs_megatron.rollout.sglang_server import OwnServer
+from pacs_megatron.sglang import build as sglang
+from pacs_megatron.sglang import guard as sglang_guard
+from pacs_megatron.sglang.api import SglangApi
+from pacs_megatron.sglang.server import ManagedServer
 from tests.integration.sglang.conftest import PYTHON, START_S, num_running, own_options
 from tests.support.fault_proxy import FaultProxy
 from tests.support.fleet_run import FleetRun
 from tests.support.tiny_models import make_tiny_qwen3
 
 pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1800)]
-SYNC = {"way": "broadcast", "verify": "full", "bucket_mib": 1, "timeout_s": 60.0}
+SYNC = {"transport": "broadcast", "verify": "full", "bucket_mib": 1, "timeout_s": 60.0}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_a_server_is_killed_while_steps_are_sampled_ahead(model: Path, tmp_path:
     if not PYTHON.exists():
         pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
     servers = {"python": [str(PYTHON)], "device": "cpu", "max_total_tokens": 16384, "count": 2}
-    rollout = {"engine": "sglang", "servers": servers, "sync": SYNC | {"pause": pause}, "max_lag": 1}
+    rollout = {"engine": "sglang", "servers": servers, "sync": SYNC | {"pause": pause}, "max_staleness": 1}
     long = {"sampling": {"max_response_tokens": 200, "stop": ["a", "b"]}}
     run = FleetRun(tmp_path, model, rollout | long, steps=200, delay_s=0.05)
     run.start()
@@ -82,9 +83,9 @@ def test_a_server_is_killed_while_steps_are_sampled_ahead(model: Path, tmp_path:
     assert code == ExitCode.PREEMPTED, err
     run.steps = run.last_step()
     rows = read_metrics(run.run_dir)
-    assert {row["lag/max"] for row in rows} <= {0.0, 1.0} and any(row["lag/mean"] for row in rows)
+    assert {row["staleness/max"] for row in rows} <= {0.0, 1.0} and any(row["staleness/mean"] for row in rows)
     assert all(row["admission/dropped_stale_groups"] == 0 for row in rows)
-    trained = run.assert_whole(max_lag=1)
+    trained = run.assert_whole(max_staleness=1)
     newest = sorted((run.run_dir / "checkpoints").iterdir())[-1]
     kept = json.loads((newest / "buffer.json").read_text())["ids"]
     assert len(set(kept)) == len(kept) and not trained & set(kept)
@@ -128,7 +129,7 @@ def test_the_only_server_of_the_run_is_killed_while_it_generates(model: Path, tm
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[OwnServer]]:
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ManagedServer]]:
     if not PYTHON.exists():
         pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
     options = own_options(servers={"count": 2})
@@ -165,7 +166,7 @@ FAULTS: dict[str, Fault] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_one_of_two_servers_answers_wrongly_or_slowly(
-    pair: list[OwnServer], model: Path, tmp_path: Path, name: str
+    pair: list[ManagedServer], model: Path, tmp_path: Path, name: str
 ) -> None:
     with FaultProxy(pair[1].url) as proxy:
         run = attached(tmp_path, model, pair[0].url, proxy.url)
@@ -184,7 +185,7 @@ def test_one_of_two_servers_answers_wrongly_or_slowly(
         assert proxy.counts["/generate"] > asked  # it is used again
 
 
-def test_connections_are_refused_for_20_s(pair: list[OwnServer], model: Path, tmp_path: Path) -> None:
+def test_connections_are_refused_for_20_s(pair: list[ManagedServer], model: Path, tmp_path: Path) -> None:
     with FaultProxy(pair[1].url) as proxy:
         run = attached(tmp_path, model, pair[0].url, proxy.url, steps=8)
         run.start()
@@ -203,7 +204,7 @@ def test_connections_are_refused_for_20_s(pair: list[OwnServer], model: Path, tm
         assert proxy.counts["/generate"] > asked
 
 
-def test_a_server_is_stopped_and_continued(pair: list[OwnServer], model: Path, tmp_path: Path) -> None:
+def test_a_server_is_stopped_and_continued(pair: list[ManagedServer], model: Path, tmp_path: Path) -> None:
     """SIGSTOP to all its processes while it generates, SIGCONT three steps later."""
     with FaultProxy(pair[1].url) as proxy:  # only to count
         run = attached(tmp_path, model, pair[0].url, proxy.url, steps=8)
@@ -227,7 +228,7 @@ def test_a_server_is_stopped_and_continued(pair: list[OwnServer], model: Path, t
         assert proxy.counts["/generate"] > asked
 
 
-def test_a_sync_that_dies_half_way(pair: list[OwnServer], model: Path, tmp_path: Path) -> None:
+def test_a_sync_that_dies_half_way(pair: list[ManagedServer], model: Path, tmp_path: Path) -> None:
     """One server's connection breaks at the third bucket: the step after is sampled by the other alone, the next sync
     mends it."""
     with FaultProxy(pair[1].url) as proxy:
@@ -253,7 +254,7 @@ def test_a_sync_that_dies_half_way(pair: list[OwnServer], model: Path, tmp_path:
         assert proxy.counts["/generate"] > broken[0][0]
 
 
-def test_the_trainer_is_killed_in_the_middle_of_a_sync(pair: list[OwnServer], model: Path, tmp_path: Path) -> None:
+def test_the_trainer_is_killed_in_the_middle_of_a_sync(pair: list[ManagedServer], model: Path, tmp_path: Path) -> None:
     """kill -9 while both servers hold half of the new weights; the same command goes on, and nothing stale is sampled."""
     with ExitStack() as stack:
         proxies = [stack.enter_context(FaultProxy(server.url)) for server in pair]

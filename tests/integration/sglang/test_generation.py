@@ -17,8 +17,8 @@ import pytest
 
 from pacs_megatron.contracts import Sample, SampleRequest, SamplingParams, Stop
 from pacs_megatron.errors import RolloutError
-from pacs_megatron.rollout.sglang_api import SglangApi
-from pacs_megatron.rollout.sglang_fleet import Health
+from pacs_megatron.sglang.api import SglangApi
+from pacs_megatron.sglang.fleet import Health
 from tests.integration.sglang.conftest import Lab, num_running, sample_requests, server_pids
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fault_proxy import FaultProxy, Spoil
@@ -139,7 +139,7 @@ def test_what_is_no_longer_needed_ends_on_the_server_too(lab: Lab) -> None:
 
 
 def test_everything_of_an_own_server_listens_on_loopback_only(lab: Lab) -> None:
-    with lab.opened(weights=0, sync={"way": "broadcast"}):  # the weight group is open, too
+    with lab.opened(weights=0, sync={"transport": "broadcast"}):  # the weight group is open, too
         pids = server_pids(lab.url.rpartition(":")[2])
         listening = [
             c.laddr.ip

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from pacs_megatron.errors import ExitCode
-from pacs_megatron.rollout import sglang_guard
-from pacs_megatron.rollout.sglang_api import ServerRefusedError, SglangApi
+from pacs_megatron.sglang import guard as sglang_guard
+from pacs_megatron.sglang.api import ServerRefusedError, SglangApi
 from tests.integration.sglang.conftest import PYTHON, START_S
 from tests.support.fleet_run import FleetRun
 from tests.support.tiny_models import make_tiny_qwen3
@@ -65,7 +65,7 @@ def test_no_server_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("ROLLOUT_KEY", KEY)
     before = stores()
     own = {"python": [str(PYTHON)], "device": "cpu", "max_total_tokens": 16384}
-    rollout = {"engine": "sglang", "servers": own, "sync": {"way": "broadcast"}, "api_key_env": "ROLLOUT_KEY"}
+    rollout = {"engine": "sglang", "servers": own, "sync": {"transport": "broadcast"}, "api_key_env": "ROLLOUT_KEY"}
     run = FleetRun(tmp_path, make_tiny_qwen3(tmp_path / "model"), rollout, steps=30, delay_s=0.05)
 
     # Failure: the circuit breaker ends the run after its first step.

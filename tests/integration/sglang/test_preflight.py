@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pacs_megatron.launch.check import Check
-from pacs_megatron.launch.preflight import run_preflight
+from pacs_megatron.preflight.check import Check
+from pacs_megatron.preflight.run import run_preflight
 from tests.integration.sglang.conftest import PYTHON, Lab
 from tests.support.tiny_run import write_tiny_run
 
@@ -23,7 +23,7 @@ def checks_of(folder: Path, model: Path, rollout: str) -> dict[str, Check]:
 
 
 def test_a_running_server_is_asked(lab: Lab, tmp_path: Path) -> None:
-    found = checks_of(tmp_path, lab.folders[0], f"urls: ['{lab.url}'], sync: {{way: disk}}")
+    found = checks_of(tmp_path, lab.folders[0], f"urls: ['{lab.url}'], sync: {{transport: disk}}")
     assert found["rollout.urls"].level == "ok" and f"{lab.url} answers in" in found["rollout.urls"].message
 
 
@@ -31,7 +31,7 @@ def test_a_running_server_is_asked(lab: Lab, tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(not PYTHON.exists(), reason=".venv-sglang is missing; `make install-sglang` sets it up")
 def test_the_configured_server_is_started_and_ended(lab_folders: list[Path], tmp_path: Path) -> None:
-    servers = f"servers: {{python: [{PYTHON}], device: cpu, max_total_tokens: 4096}}, sync: {{way: disk}}"
+    servers = f"servers: {{python: [{PYTHON}], device: cpu, max_total_tokens: 4096}}, sync: {{transport: disk}}"
     found = checks_of(tmp_path, lab_folders[0], servers)
     assert found["rollout.servers.python"].level == "ok"
     assert found["rollout.servers"].level == "ok" and "ended" in found["rollout.servers"].message

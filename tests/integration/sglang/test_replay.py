@@ -43,9 +43,9 @@ def start(folder: Path, model: Path, url: str, **changes: Any) -> subprocess.Pop
     config = write_tiny_run(folder, model)
     rows = [{"problem": f"{a} + 1 = ?", "answer": str(a + 1)} for a in range(4)]
     (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"sync": "{way: disk, verify: 'off', pause: in_place}"} | changes
+    options = {"sync": "{transport: disk, verify: 'off', pause: in_place}"} | changes
     rollout = (
-        f"{{engine: sglang, urls: ['{url}'], dtype: bf16, max_lag: {options['max_lag']}, sync: {options['sync']}, "
+        f"{{engine: sglang, urls: ['{url}'], dtype: bf16, max_staleness: {options['max_staleness']}, sync: {options['sync']}, "
         f"probe_s: 0.3, sampling: {{max_response_tokens: {options['tokens']}, stop: ['a', 'b']}}}}"
     )
     benchmark = f"{{path: {folder}/test.jsonl, name: test, columns: {{problem: problem, answer: answer}}}}"
@@ -113,18 +113,20 @@ def step_to_stop_in(samples: list[Sample]) -> tuple[int, set[str]]:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("max_lag", "pause"), [(0, "abort"), (1, "abort"), (1, "retract"), (2, "in_place")])
-def test_a_run_is_the_same_bits_given_the_recorded_samples(lab: Lab, tmp_path: Path, max_lag: int, pause: str) -> None:
-    sync = f"{{way: broadcast, verify: sample, pause: {pause}}}"
+@pytest.mark.parametrize(("max_staleness", "pause"), [(0, "abort"), (1, "abort"), (1, "retract"), (2, "in_place")])
+def test_a_run_is_the_same_bits_given_the_recorded_samples(
+    lab: Lab, tmp_path: Path, max_staleness: int, pause: str
+) -> None:
+    sync = f"{{transport: broadcast, verify: sample, pause: {pause}}}"
     # Long where an update shall come in the middle of answers, however slow the trainer is.
-    options = {"max_lag": max_lag, "tokens": 160 if pause == "abort" else 480}
+    options = {"max_staleness": max_staleness, "tokens": 160 if pause == "abort" else 480}
     finish(start(tmp_path / "recorded", lab.folders[0], lab.url, **options, sync=sync))
     recorded, replayed = (tmp_path / name / "runs" / "tiny" for name in ("recorded", "replayed"))
     with RecordedSglang(recorded) as server:
         train = [server.samples[sample_id] for step in server.steps.values() for sample_id in step]
         assert len(train) == STEPS * PROMPTS * SIBLINGS
         is_mixed = any(len(weights_of(sample)) > 1 for sample in train)
-        assert is_mixed == (max_lag > 0 and pause != "abort")
+        assert is_mixed == (max_staleness > 0 and pause != "abort")
         step, late = step_to_stop_in(train)
         server.holds = lambda sample: sample.id in late
         process = start(tmp_path / "replayed", lab.folders[0], server.url, **options)

@@ -23,12 +23,12 @@ STOP = list("abcdefghijklmnopqrstuvwxyz")
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("way", ["broadcast", "disk", "ipc"])
-def test_training_through_the_real_server(lab: Lab, tmp_path: Path, way: str) -> None:
+def test_training_through_the_real_server(lab: Lab, tmp_path: Path, transport: str) -> None:
     config = write_tiny_run(tmp_path, lab.folders[0])
     overrides = (
         f"run.steps={STEPS}",
         f"rollout={{engine: sglang, urls: ['{lab.url}'], dtype: bf16, sampling: {{max_response_tokens: 12, stop: {STOP}}}, "
-        f"sync: {{way: {way}, verify: full}}}}",
+        f"sync: {{transport: {transport}, verify: full}}}}",
         "checkpoint.every=null",
         "batch.prompts_per_step=8",
         "mismatch.max_abs_mean=0.2",

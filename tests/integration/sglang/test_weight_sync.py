@@ -12,10 +12,10 @@ import torch
 
 from pacs_megatron.contracts import Sample
 from pacs_megatron.errors import SyncError
-from pacs_megatron.rollout.sglang_api import ServerRefusedError, SglangApi
-from pacs_megatron.rollout.sglang_fleet import Health
-from pacs_megatron.weight_sync.bucket import Bucket
-from pacs_megatron.weight_sync.push import push
+from pacs_megatron.sglang.api import ServerRefusedError, SglangApi
+from pacs_megatron.sglang.fleet import Health
+from pacs_megatron.sglang.weights.bucket import Bucket
+from pacs_megatron.training.push import push
 from tests.integration.sglang.conftest import Lab, sample_requests
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -32,9 +32,9 @@ def worst(lab: Lab, weights: int, sample: Sample, start: int = 0, end: int | Non
 
 
 @pytest.mark.parametrize("way", ["disk", "broadcast", "ipc"])
-def test_every_way_brings_all_weights(lab: Lab, way: str) -> None:
+def test_every_way_brings_all_weights(lab: Lab, transport: str) -> None:
     """After each update, log-probs are the new weights' and the server's checksums equal the export's."""
-    with lab.opened(weights=None, sync={"way": way}):
+    with lab.opened(weights=None, sync={"transport": transport}):
         digests = set()
         for step in range(4):
             weights = step % 2
@@ -43,7 +43,7 @@ def test_every_way_brings_all_weights(lab: Lab, way: str) -> None:
             assert report.failed == {}
             assert report.verified == 19  # of 25 exported tensors: q, k, v and gate, up are fused
             assert report.num_tensors == 25
-            [sample, other] = lab.engine.stream(sample_requests(2, tag=f"{way}{step}", temperature=0.0))
+            [sample, other] = lab.engine.stream(sample_requests(2, tag=f"{transport}{step}", temperature=0.0))
             assert worst(lab, weights, sample) < BF16_NATS
             assert worst(lab, 1 - weights, sample) > 0.5
             assert [(s.version, s.digest) for s in other.spans] == [(lab.version, report.digest)]
@@ -99,9 +99,9 @@ def test_damage_on_the_way_is_found_and_never_sampled(lab: Lab, what: str) -> No
 
 
 @pytest.mark.parametrize("way", ["broadcast", "ipc"])
-def test_a_sync_that_dies_half_way_leaves_nothing_to_sample_from(lab: Lab, way: str) -> None:
+def test_a_sync_that_dies_half_way_leaves_nothing_to_sample_from(lab: Lab, transport: str) -> None:
     """The trainer breaks off after half the weights; the server is unusable until the next push, which mends it."""
-    with lab.opened(weights=0, sync={"way": way}):
+    with lab.opened(weights=0, sync={"transport": transport}):
         lab.engine.begin_update()
         lab.sync.begin_update(lab.version + 1)
         named = list(lab.export(1))
@@ -114,7 +114,7 @@ def test_a_sync_that_dies_half_way_leaves_nothing_to_sample_from(lab: Lab, way: 
         assert "updating" in lab.engine.status()[0].reason
         lab.version += 1
         lab.push(1)
-        [sample] = lab.engine.stream(sample_requests(1, tag=f"h{way}"))
+        [sample] = lab.engine.stream(sample_requests(1, tag=f"h{transport}"))
         assert worst(lab, 1, sample) < BF16_NATS
 
 
@@ -146,9 +146,9 @@ def test_a_restarted_server_is_joined_anew(lab: Lab) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_named(lab: Lab) -> None:
-    message = r"sync\.way=disk: cannot write /proc/no/such/\S+-[0-9a-f]{8}/v"
+    message = r"sync\.transport=disk: cannot write /proc/no/such/\S+-[0-9a-f]{8}/v"
     with (
-        lab.opened(weights=None, sync={"way": "disk", "folder": "/proc/no/such"}),
+        lab.opened(weights=None, sync={"transport": "disk", "folder": "/proc/no/such"}),
         pytest.raises(SyncError, match=message),
     ):
         lab.push(0)

@@ -17,7 +17,7 @@ def test_tasks_of_srun_become_ranks(slurm: Slurm, repo: Path, tmp_path: Path) ->
     script.write_text(
         "#!/bin/bash\n"
         "python=$1; cd $2\n"
-        "probe='import json, os; from dataclasses import asdict; from pacs_megatron.launch.environment import find_rank;"
+        "probe='import json, os; from dataclasses import asdict; from pacs_megatron.runtime.environment import find_rank;"
         " place = find_rank(os.environ); print(json.dumps(place and asdict(place)))'\n"
         '$python -c "$probe"\n'
         'srun --ntasks=4 --ntasks-per-node=2 $python -c "$probe"\n'

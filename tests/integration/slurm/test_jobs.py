@@ -45,5 +45,5 @@ def test_the_selftest_on_cpu(slurm: Slurm, repo: Path, tmp_path: Path, require: 
     assert {name for name, result in results.items() if result == "ok"} >= {"one rank", "layout tp2", "layout pp2"}
     assert results["save and resume"] == "ok"
     assert results["network"] == "ok"
-    assert [results[f"weight sync {way}"] for way in ("disk", "broadcast", "ipc")] == ["ok"] * 3
+    assert [results[f"weight sync {transport}"] for transport in ("disk", "broadcast", "ipc")] == ["ok"] * 3
     assert results["fp8 delayed"] == "not run"

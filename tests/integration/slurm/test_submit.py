@@ -254,7 +254,7 @@ def test_a_heterogeneous_job_with_a_real_sglang_server_is_requeued(
     servers = f"{{python: [{interpreter}], device: cpu, max_total_tokens: 4096, start_timeout_s: 400}}"
     overrides = [
         *("resources.rollout_nodes=1", "run.nproc=2", "run.steps=12"),
-        *("rollout=null", "rollout.engine=sglang", "rollout.dtype=fp32", "rollout.sync.way=broadcast"),
+        *("rollout=null", "rollout.engine=sglang", "rollout.dtype=fp32", "rollout.sync.transport=broadcast"),
         "rollout.sampling={max_response_tokens: 12, stop: [a, e, i, o, u, s, t, n, r, l]}",
         f"rollout.servers={servers}",
     ]
@@ -294,7 +294,7 @@ def test_colocated_servers_on_two_nodes(
             "rollout=null",
             "rollout.engine=sglang",
             "rollout.dtype=fp32",
-            "rollout.sync.way=disk",
+            "rollout.sync.transport=disk",
             "rollout.sync.verify=full",
         ),
         "rollout.sampling={max_response_tokens: 12, stop: [a, e, i, o, u, s, t, n, r, l]}",

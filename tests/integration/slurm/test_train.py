@@ -130,7 +130,7 @@ def test_a_rollout_node_with_a_real_sglang_server(
         repo,
         config,
         *("resources.nodes=1", "resources.rollout_nodes=1", "run.nproc=2", "run.steps=2"),
-        *("rollout=null", "rollout.engine=sglang", "rollout.dtype=fp32", "rollout.sync.way=broadcast"),
+        *("rollout=null", "rollout.engine=sglang", "rollout.dtype=fp32", "rollout.sync.transport=broadcast"),
         f"rollout.sampling={{max_response_tokens: 12, stop: {letters}}}",
         f"rollout.servers={servers}",
     )

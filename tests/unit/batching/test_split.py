@@ -54,10 +54,10 @@ LAYOUTS = st.sampled_from(
 @settings(max_examples=150, deadline=None)
 @given(some_facts(), st.integers(1, 8))
 def test_mini_batches_hold_whole_groups_of_even_number(facts: SampleFacts, num_parts: int) -> None:
-    parts = split_by_group(facts, num_parts)
-    assert len(parts) == min(num_parts, facts.num_groups)
-    assert sorted(np.concatenate(parts).tolist()) == list(range(facts.num_samples))
-    group_sets = [set(facts.groups[rows].tolist()) for rows in parts]
+    minibatches = split_by_group(facts, num_parts)
+    assert len(minibatches) == min(num_parts, facts.num_groups)
+    assert sorted(np.concatenate(minibatches).tolist()) == list(range(facts.num_samples))
+    group_sets = [set(facts.groups[rows].tolist()) for rows in minibatches]
     assert all(a.isdisjoint(b) for i, a in enumerate(group_sets) for b in group_sets[:i])
     counts = [len(groups) for groups in group_sets]
     assert max(counts) - min(counts) <= 1

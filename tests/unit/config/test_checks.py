@@ -21,15 +21,15 @@ SFT = [
 ]
 BENCH = "evaluation.benchmarks=[{path: a, preset: aime, name: x}]"
 SAMPLING = "evaluation.sampling={max_response_tokens: 8}"
-SGLANG = "rollout={engine: sglang, urls: ['http://127.0.0.1:1'], sync: {way: disk}"
+SGLANG = "rollout={engine: sglang, urls: ['http://127.0.0.1:1'], sync: {transport: disk}"
 
 SERVERS = [
     "resources={gpus_per_node: 8, gpu: h100}",
-    "rollout={engine: sglang, sync: {way: disk}, sampling: {max_response_tokens: 512}, servers: {python: [python]}}",
+    "rollout={engine: sglang, sync: {transport: disk}, sampling: {max_response_tokens: 512}, servers: {python: [python]}}",
 ]
 AHEAD = [
-    "rollout={engine: sglang, max_lag: 1, urls: ['http://127.0.0.1:1'], sampling: {max_response_tokens: 512}, "
-    "sync: {way: disk}}"
+    "rollout={engine: sglang, max_staleness: 1, urls: ['http://127.0.0.1:1'], sampling: {max_response_tokens: 512}, "
+    "sync: {transport: disk}}"
 ]
 
 
@@ -92,8 +92,8 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (["reward=null"], "`reward` is missing; sampled answers need a verifier"),
         (["admission.oversample=1.5"], "set drop_one_class_groups=true or oversample=1 (override)"),
-        ([*AHEAD, "rollout.shares_gpus=true"], "rollout.max_lag=1 with rollout.shares_gpus=true"),
-        ([*SFT, "rollout.max_lag=1"], "max_lag"),
+        ([*AHEAD, "rollout.shares_gpus=true"], "rollout.max_staleness=1 with rollout.shares_gpus=true"),
+        ([*SFT, "rollout.max_staleness=1"], "max_staleness"),
         ([*SFT, "reward.name=math"], "`reward` is not used by rollout.engine=demonstrations"),
         ([*SFT, "data.shuffle_labels=true"], "has no labels to shuffle"),
         ([*SFT, "admission.truncated=drop"], "`admission.truncated` is not used"),

@@ -16,16 +16,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pacs_megatron.config import load_config
-from pacs_megatron.launch import quota
-from pacs_megatron.launch.preflight import render, run_preflight
 from pacs_megatron.launch.train import run_train
+from pacs_megatron.preflight import quota
+from pacs_megatron.preflight.run import render, run_preflight
 from tests.support.tiny_models import make_tiny_qwen3, save_tokenizer
 from tests.support.tiny_run import write_tiny_run
 
 Breaker = Callable[[Path], None]
 BENCHMARK = "evaluation.benchmarks=[{path: x.jsonl, name: x, preset: aime}]"
 GPUS = ["resources.gpus_per_node=8", "resources.gpu=h100", "parallel.tp=2"]
-SGLANG = ["rollout=null", "rollout.engine=sglang", "rollout.sampling.max_response_tokens=8", "rollout.sync.way=disk"]
+SGLANG = [
+    "rollout=null",
+    "rollout.engine=sglang",
+    "rollout.sampling.max_response_tokens=8",
+    "rollout.sync.transport=disk",
+]
 CPU_SERVER = [*SGLANG, "rollout.servers.device=cpu"]
 
 
@@ -149,12 +154,12 @@ CASES: dict[str, tuple[Breaker, list[str], str, str]] = {
     "rollout nodes for the embedded engine": (no, [*GPUS, "resources.rollout_nodes=1"], "resources.rollout_nodes", "set 0"),
     "more servers than GPUs": (no, [*GPUS, *SGLANG, "rollout.servers={python: [python], count: 9, visible_devices: [a,b,c,d,e,f,g,h,i]}"], "rollout.servers.count", "use at most 8 servers"),
     "colocated on two nodes, odd": (no, [*GPUS, *SGLANG, "resources.nodes=2", "rollout.servers={python: [python], colocated: true}"], "rollout.servers.count", "use a multiple of 2"),
-    "colocated on two nodes by broadcast": (no, [*GPUS, *SGLANG, "rollout.sync.way=broadcast", "resources.nodes=2", "rollout.servers={python: [python], colocated: true, count: 2}"], "rollout.sync.way", "use disk"),
+    "colocated on two nodes by broadcast": (no, [*GPUS, *SGLANG, "rollout.sync.transport=broadcast", "resources.nodes=2", "rollout.servers={python: [python], colocated: true, count: 2}"], "rollout.sync.transport", "use disk"),
     "colocated on two nodes, named GPUs": (no, [*GPUS, *SGLANG, "resources.nodes=2", "rollout.servers={python: [python], colocated: true, count: 2, visible_devices: ['0', '1']}"], "rollout.servers.visible_devices", "set it to []"),
     "ipc across nodes": (
         no,
-        [*GPUS, *SGLANG, "rollout.sync.way=ipc", "resources.rollout_nodes=1", "rollout.servers={python: [python]}"],
-        "rollout.sync.way",
+        [*GPUS, *SGLANG, "rollout.sync.transport=ipc", "resources.rollout_nodes=1", "rollout.servers={python: [python]}"],
+        "rollout.sync.transport",
         "use broadcast or disk",
     ),
     "servers and urls": (no, [*CPU_SERVER, "rollout.servers.python=[python]", "rollout.urls=['http://x:1']"], "rollout", "exactly one of `urls` and `servers`"),
@@ -201,7 +206,7 @@ CASES: dict[str, tuple[Breaker, list[str], str, str]] = {
     "adapter that is not there": (no, [], "NCCL_IB_HCA", "/sys/class/infiniband"),
     "a job without GPUs": (no, GPUS, "resources.gpus_per_node", "ask Slurm for GPUs"),
     "fp8 without Transformer Engine": (no, [*GPUS, "precision={dtype: bf16, fp8: {recipe: delayed}}"], "precision.fp8", "slurm/container"),
-    "broadcast from another host's address": (no, [*CPU_SERVER, "rollout.servers.python=[python]", "rollout.sync.way=broadcast", "rollout.sync.host=203.0.113.9"], "rollout.sync.host", "ip addr"),
+    "broadcast from another host's address": (no, [*CPU_SERVER, "rollout.servers.python=[python]", "rollout.sync.transport=broadcast", "rollout.sync.host=203.0.113.9"], "rollout.sync.host", "ip addr"),
     "nobody answers at the url": (no, [*SGLANG, "rollout.urls=['http://127.0.0.1:9']"], "rollout.urls", "correct the address"),
     "server that ends": (bad_server("echo out of memory; exit 3"), [*CPU_SERVER, "rollout.servers.python=[./bin/python]"], "rollout.servers", "out of memory"),
     "server that never answers": (bad_server("exec sleep 60"), [*CPU_SERVER, "rollout.servers.python=[./bin/python]", "rollout.servers.start_timeout_s=1"], "rollout.servers", "start_timeout_s"),

@@ -130,8 +130,8 @@ import sys
 from pathlib import Path
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.launch.serve import Ending
-from pacs_megatron.rollout.sglang import start_servers
-from tests.unit.rollout.test_sglang_server import spec
+from pacs_megatron.sglang.build import start_servers
+from tests.unit.sglang.test_server import spec
 folder = Path(sys.argv[1])
 ending = Ending(folder, folder)
 ending.install()

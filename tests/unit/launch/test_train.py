@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.launch.environment import RankPlace, find_rank, job_port
 from pacs_megatron.launch.train import run_train, start_ranks
+from pacs_megatron.runtime.environment import RankPlace, find_rank, job_port
 from tests.unit.config.test_load import BASE
 
 PROBE = "tests.unit.launch.rank_probe"

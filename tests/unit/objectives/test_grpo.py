@@ -179,9 +179,9 @@ def test_advantages_come_from_the_whole_rollout_batch_and_survive_any_order() ->
     step, shuffled = objective.prepare_step(facts), objective.prepare_step(facts.select(order))
     assert step == shuffled
     rows = order[: facts.num_samples // 2]
-    part = objective.prepare(None, facts.select(rows), step)
+    minibatch = objective.prepare(None, facts.select(rows), step)
     wanted = np.asarray(plain_advantages(facts, "grpo"))[rows]
-    np.testing.assert_allclose(part.per_sample["advantage"], wanted, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(minibatch.per_sample["advantage"], wanted, rtol=1e-12, atol=1e-13)
 
 
 def test_equal_rewards_give_exactly_no_gradient_unless_a_kl_term_remains() -> None:

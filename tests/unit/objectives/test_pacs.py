@@ -231,8 +231,10 @@ def test_the_cut_into_micro_batches_does_not_matter_but_a_loss_per_micro_batch_w
     by_group = np.argsort(batch.facts.groups, kind="stable")
     at = int(np.searchsorted(batch.facts.groups[by_group], 3))
     halves = [by_group[:at], by_group[at:]]
-    parts = [coefficient(prepare(objective, batch.facts.select(rows), scores[rows])) / len(halves) for rows in halves]
-    assert not np.allclose(np.concatenate(parts), coefficient(prepared)[by_group], rtol=1e-3)
+    minibatches = [
+        coefficient(prepare(objective, batch.facts.select(rows), scores[rows])) / len(halves) for rows in halves
+    ]
+    assert not np.allclose(np.concatenate(minibatches), coefficient(prepared)[by_group], rtol=1e-3)
 
 
 def test_masked_tokens_do_not_count() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from pacs_megatron.errors import DataError, NonFiniteError
-from pacs_megatron.observability.files import PARTIAL_SUFFIX
 from pacs_megatron.observability.metrics import (
     METRICS_FILE,
     MetricSum,
@@ -19,6 +18,7 @@ from pacs_megatron.observability.metrics import (
     strip_times,
     truncate_metrics,
 )
+from pacs_megatron.runtime.files import PARTIAL_SUFFIX
 
 
 def write(run_dir: Path, *rows: dict[str, object]) -> Path:

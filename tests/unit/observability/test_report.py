@@ -16,7 +16,7 @@ from pacs_megatron.observability.charts import MAX_POINTS, Chart, Series, format
 from pacs_megatron.observability.metrics import MetricsWriter
 from pacs_megatron.observability.report import write_report
 from pacs_megatron.observability.rollout_log import rollout_path, write_rollouts
-from pacs_megatron.observability.run_folder import write_environment
+from pacs_megatron.runtime.run_folder import write_environment
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e&amp; \udc80 <!-- "
 VOID = {"meta", "img", "br", "input", "link"}

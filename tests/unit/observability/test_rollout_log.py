@@ -17,7 +17,8 @@ from pacs_megatron.observability.rollout_log import (
     truncate_rollouts,
     write_rollouts,
 )
-from pacs_megatron.observability.run_folder import truncate_after, write_environment
+from pacs_megatron.observability.truncate import truncate_after
+from pacs_megatron.runtime.run_folder import write_environment
 
 
 def prompt(prompt_id: str, text: str = "1 + 1?") -> Prompt:

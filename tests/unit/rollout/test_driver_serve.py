@@ -16,9 +16,9 @@ from pacs_megatron.config import load_config
 from pacs_megatron.observability.rollout_log import rollout_path, write_rollouts
 from pacs_megatron.rollout import driver as driver_module
 from pacs_megatron.rollout.driver import Driver
-from pacs_megatron.rollout.sglang_api import WeightVersion
+from pacs_megatron.rollout.step_rollouts import StepRollouts
 from pacs_megatron.rollout.wire import Connection
-from pacs_megatron.rollout.work import Work
+from pacs_megatron.sglang.api import WeightVersion
 from tests.support.replay_sglang import ReplaySglang
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -31,7 +31,7 @@ class Trainer:
 
     def __init__(self, folder: Path, server: ReplaySglang) -> None:
         model = make_tiny_qwen3(folder / "model", num_hidden_layers=1, vocab_size=262)
-        rollout = f"{{engine: sglang, urls: ['{server.url}'], max_lag: 1, sync: {{way: disk}}, sampling: {{max_response_tokens: 16}}}}"
+        rollout = f"{{engine: sglang, urls: ['{server.url}'], max_staleness: 1, sync: {{transport: disk}}, sampling: {{max_response_tokens: 16}}}}"
         config = load_config(write_tiny_run(folder, model), ("run.steps=9", f"rollout={rollout}")).config
         ours, theirs = socket.socketpair()
         self.folder = folder
@@ -48,19 +48,19 @@ class Trainer:
         self.events.clear()
 
     def _record(self) -> None:
-        start, send = self.driver._pipeline.start, self._other_end.send
+        start, send = self.driver._buffer.start, self._other_end.send
 
-        def record_start(work: Work, *, urgent: bool = False) -> None:
-            if not work.started:
-                self.events.append(f"start {work.step}")
-            start(work, urgent=urgent)
+        def record_start(rollouts: StepRollouts, *, urgent: bool = False) -> None:
+            if not rollouts.started:
+                self.events.append(f"start {rollouts.step}")
+            start(rollouts, urgent=urgent)
 
         def record_send(header: Any, arrays: Any = None) -> None:
             if header["kind"] != "progress":
                 self.events.append(f"answer {header['kind']}")
             send(header, arrays)
 
-        self.driver._pipeline.start = record_start  # type: ignore[method-assign]
+        self.driver._buffer.start = record_start  # type: ignore[method-assign]
         self._other_end.send = record_send  # type: ignore[method-assign]
 
     def ask(self, **question: Any) -> None:
@@ -117,8 +117,8 @@ def test_a_finished_step_is_answered_before_later_ones_are_asked_for(
         assert one.next()["kind"] == "groups"
         # Step 1 was not ready when it was asked for, so nothing waits for its answer.
         assert one.events[2:] == ["start 1", "start 2", "answer groups"]
-        ahead = one.driver._pipeline.dispatch(2, 2)[0]
-        one.until(lambda: one.driver._pipeline.is_done(ahead))
+        ahead = one.driver._buffer.dispatch(2, 2)[0]
+        one.until(lambda: one.driver._buffer.is_done(ahead))
         one.events.clear()
         one.send_weights(1)
         one.ask(op="rollout", step=2)

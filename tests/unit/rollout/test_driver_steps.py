@@ -18,18 +18,20 @@ from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 
 
-@pytest.mark.parametrize("max_lag", [0, 1])
-def test_groups_from_weights_older_than_the_lag_are_not_trained(tmp_path: Path, max_lag: int) -> None:
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_groups_from_weights_older_than_the_lag_are_not_trained(tmp_path: Path, max_staleness: int) -> None:
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
-    config = load_config(write_tiny_run(tmp_path, model), ("run.steps=9", f"rollout.max_lag={max_lag}")).config
+    config = load_config(
+        write_tiny_run(tmp_path, model), ("run.steps=9", f"rollout.max_staleness={max_staleness}")
+    ).config
     ours, theirs = socket.socketpair()
     driver = Driver(config, tmp_path, model, Connection(ours, "trainer"))
     try:
         for trained in range(3):
             driver.set_current(trained, f"weights{trained}", trained)
-        [work] = driver._pipeline.dispatch(3, 3)
-        ages = dict(zip([prompt.id for prompt in work.prompts], [0, 1, 2, 2], strict=True))
-        for number, request in enumerate(work.requests):
+        [rollouts] = driver._buffer.dispatch(3, 3)
+        ages = dict(zip([prompt.id for prompt in rollouts.prompts], [0, 1, 2, 2], strict=True))
+        for number, request in enumerate(rollouts.requests):
             # One token of one sibling decides over its group.
             made_at = ages[request.prompt_id] if number % 4 == 0 else 2
             sample = Sample(
@@ -46,9 +48,9 @@ def test_groups_from_weights_older_than_the_lag_are_not_trained(tmp_path: Path, 
                 reward=1.0,
                 label=number % 2,
             )
-            work.sampled[sample.id] = sample
-            work.judged.add(sample.id)
-        header, arrays = driver._step_message(work)
+            rollouts.sampled[sample.id] = sample
+            rollouts.judged.add(sample.id)
+        header, arrays = driver._step_message(rollouts)
     finally:
         driver.close()
         ours.close()
@@ -56,12 +58,12 @@ def test_groups_from_weights_older_than_the_lag_are_not_trained(tmp_path: Path, 
     metrics = header["metrics"]
     facts = facts_from_arrays({name[6:]: value for name, value in arrays.items() if name.startswith("facts.")})
     # Weights 2 are step 3's own; a lag of 1 allows weights 1, and nothing allows weights 0.
-    assert metrics["admission/dropped_stale_groups"] == 2 - max_lag
-    assert facts.num_groups == 2 + max_lag and facts.num_samples == 4 * facts.num_groups
-    assert ("lag/max" in metrics) == (max_lag > 0)
-    if max_lag:
-        assert metrics["lag/max"] == 1.0 and metrics["lag/mean"] == pytest.approx(1 / 12)
-        assert metrics["lag/multi_version_frac"] == pytest.approx(1 / 12)
+    assert metrics["admission/dropped_stale_groups"] == 2 - max_staleness
+    assert facts.num_groups == 2 + max_staleness and facts.num_samples == 4 * facts.num_groups
+    assert ("staleness/max" in metrics) == (max_staleness > 0)
+    if max_staleness:
+        assert metrics["staleness/max"] == 1.0 and metrics["staleness/mean"] == pytest.approx(1 / 12)
+        assert metrics["staleness/multi_version_frac"] == pytest.approx(1 / 12)
 
 
 def test_over_sampling_trains_the_first_groups_that_are_admitted(tmp_path: Path) -> None:
@@ -73,10 +75,10 @@ def test_over_sampling_trains_the_first_groups_that_are_admitted(tmp_path: Path)
     driver = Driver(config, tmp_path, model, Connection(ours, "trainer"))
     try:
         driver.set_current(0, "weights0", 0)
-        [work] = driver._pipeline.dispatch(1, 1)
-        assert len(work.prompts) == 7
-        one_class = {work.prompts[1].id, work.prompts[3].id}
-        for number, request in reversed(list(enumerate(work.requests))):
+        [rollouts] = driver._buffer.dispatch(1, 1)
+        assert len(rollouts.prompts) == 7
+        one_class = {rollouts.prompts[1].id, rollouts.prompts[3].id}
+        for number, request in reversed(list(enumerate(rollouts.requests))):
             label = 1 if request.prompt_id in one_class else number % 2
             sample = Sample(
                 id=request.id,
@@ -89,16 +91,16 @@ def test_over_sampling_trains_the_first_groups_that_are_admitted(tmp_path: Path)
                 reward=float(label),
                 label=label,
             )
-            work.sampled[sample.id] = sample
-            work.judged.add(sample.id)
-        header, arrays = driver._step_message(work)
+            rollouts.sampled[sample.id] = sample
+            rollouts.judged.add(sample.id)
+        header, arrays = driver._step_message(rollouts)
     finally:
         driver.close()
         ours.close()
         theirs.close()
     facts = facts_from_arrays({name[6:]: value for name, value in arrays.items() if name.startswith("facts.")})
     kept = [sample_id.split(":", 1)[1].partition("#")[0] for sample_id in facts.ids[::4]]
-    assert kept == [work.prompts[k].id for k in (0, 2, 4, 5)]
+    assert kept == [rollouts.prompts[k].id for k in (0, 2, 4, 5)]
     assert header["metrics"]["admission/dropped_surplus_groups"] == 1
     assert header["metrics"]["admission/dropped_one_class_groups"] == 2
     assert driver._data.order.state_dict()["skipped"] == []
@@ -123,15 +125,15 @@ def test_a_step_of_demonstrations_goes_on_from_a_checkpoint(tmp_path: Path) -> N
     first, second, undisturbed = (Driver(config, tmp_path, model, Connection(ours, "trainer")) for _ in range(3))
     for step in (1, 2, 3):
         undisturbed.rollout(step, step)
-        answers.append(undisturbed._step_message(undisturbed._pipeline.dispatch(step, step)[0]))
+        answers.append(undisturbed._step_message(undisturbed._buffer.dispatch(step, step)[0]))
     first.rollout(1, 1)
     first.rollout(2, 2)
     header, arrays = first.state(1)
-    assert [work["step"] for work in header["buffer"]["works"]] == [2]
+    assert [rollouts["step"] for rollouts in header["buffer"]["works"]] == [2]
     second.load_state(json.loads(json.dumps(header)), arrays)
     for step in (2, 3):
         second.rollout(step, step)
-        metrics, found = second._step_message(second._pipeline.dispatch(step, step)[0])
+        metrics, found = second._step_message(second._buffer.dispatch(step, step)[0])
         assert metrics == answers[step - 1][0]
         for name, values in answers[step - 1][1].items():
             np.testing.assert_array_equal(found[name], values)

@@ -38,7 +38,7 @@ class Recorder:
 )
 def test_only_servers_on_the_trainers_gpus(place: dict[str, Any], released: list[str]) -> None:
     options = SglangRollout(
-        engine="sglang", sampling=SamplingOptions(max_response_tokens=8), sync=SglangSync(way="disk"), **place
+        engine="sglang", sampling=SamplingOptions(max_response_tokens=8), sync=SglangSync(transport="disk"), **place
     )
     recorder = Recorder()
     world: Any = SimpleNamespace(

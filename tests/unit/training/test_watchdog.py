@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 from pacs_megatron.errors import ExitCode
-from pacs_megatron.training.watchdog import HEARTBEAT_FOLDER, Watchdog
+from pacs_megatron.runtime.run_folder import HEARTBEAT_FOLDER
+from pacs_megatron.training.watchdog import Watchdog
 
 HANGS = """
 import sys, time

@@ -1,0 +1,422 @@
+"""The embedded rollout engine: sampling inside the ranks on Hugging Face `transformers`, for a laptop and for tests.
+
+Same results for any number of ranks, bit for bit: requests are cut, in the order given, into chunks of
+`batch_sequences`; chunk i belongs to rank i % num_ranks and is computed with the same shapes wherever it lands; each
+sample draws from its own seed. It takes the same number of torch threads on every rank, and the same order of requests:
+both change how a matrix product is cut, and with it the last bit of a log-prob.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pacs_megatron.config.schema import EmbeddedRollout
+from pacs_megatron.contracts import Interrupted, Sample, SampleRequest, Span, Stop
+from pacs_megatron.data import stop_token_ids
+from pacs_megatron.embedded.kv_cache import ATTENTION, DecodingCache
+from pacs_megatron.embedded.sampling import RowSampler
+from pacs_megatron.embedded.weight_inbox import WeightInbox
+from pacs_megatron.errors import RolloutError
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """What the engine needs to know of the tokenizer."""
+
+    eos_token_ids: frozenset[int]
+    """Each of them ends a response, and is its last token."""
+    pad_token_id: int
+    """Any valid id; padding is masked."""
+    decode: Callable[[Sequence[int]], str]
+    """Token ids to text, special tokens included; looks for stop strings only."""
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Any, model_path: str) -> Vocabulary:
+        """Of a `transformers` tokenizer; its end tokens and those of the folder's generation_config.json.
+
+        Raises DataError when there is no end token.
+        """
+        eos = stop_token_ids(tokenizer, model_path)
+        pad = tokenizer.pad_token_id
+        return cls(
+            eos_token_ids=frozenset(eos),
+            pad_token_id=eos[0] if pad is None else int(pad),
+            decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
+        )
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The rows of a chunk that still grow. Everything is dropped in step by `keep`."""
+
+    requests: list[SampleRequest]
+    sampler: RowSampler
+    stops: _StopStrings
+    cache: DecodingCache
+    number: torch.Tensor
+    """int64 [b], row in the chunk"""
+    mask: torch.Tensor
+    """[b, 1, 1, columns], 0 or -inf, additive; all columns that the chunk can reach"""
+    positions: torch.Tensor
+    """int64 [b, 1], of the next token"""
+    limits: torch.Tensor
+    """int64 [b], max_tokens"""
+
+    def keep(self, alive: torch.Tensor) -> None:
+        """Drops all rows but `alive` (int64, increasing)."""
+        self.requests = [self.requests[i] for i in alive.tolist()]
+        self.sampler.keep(alive)
+        self.stops.keep(alive)
+        self.cache.keep(alive)
+        self.number, self.limits = self.number[alive], self.limits[alive]
+        self.mask, self.positions = self.mask[alive], self.positions[alive]
+
+
+class EmbeddedEngine:
+    """RolloutEngine and WeightReceiver in the calling process. Not thread-safe.
+
+    The module is built from config.json only: weights come in through begin_update / put / end_update, as the policy
+    exports them, and nothing can be sampled before that. It shares no memory with the policy.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        options: EmbeddedRollout,
+        vocabulary: Vocabulary,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`rank` of `num_ranks` answers every num_ranks-th chunk. Raises RolloutError for an unusable config.json."""
+        self._options = options
+        self._vocabulary = vocabulary
+        self._rank, self._num_ranks = rank, num_ranks
+        self._device = torch.device(device)
+        self._model = _build(model_path, _DTYPES[options.dtype], self._device)
+        self._inbox = WeightInbox(self._model)
+        self._cancelled: set[str] = set()
+        self._eos = torch.tensor(sorted(vocabulary.eos_token_ids), device=self._device)
+        self._max_context = _max_context(self._model.config)
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights that samples come from; None while there are none (or half of them)."""
+        return self._inbox.version
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of these weights, as the exporter computed it."""
+        return self._inbox.digest
+
+    # ------------------------------------------------------------------------------------------------ WeightReceiver
+    def begin_update(self, version: int) -> None:
+        self._inbox.begin(version)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises SyncError for an unknown, repeated or misshapen weight."""
+        self._inbox.put(name, tensor)
+
+    def end_update(self, digest: str) -> None:
+        """Raises SyncError unless every weight has arrived and their digest is `digest`."""
+        self._inbox.end(digest)
+
+    # ------------------------------------------------------------------------------------------------- RolloutEngine
+    def generate_share(self, requests: Sequence[SampleRequest]) -> list[Sample]:
+        """This rank's samples. Pass ALL requests, in the same order on every rank; shares of all ranks make the whole."""
+        return list(self.stream(requests))
+
+    def stream(
+        self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool] | None = None
+    ) -> Iterator[Sample]:
+        """This rank's samples, chunk after chunk; exactly one for each request of its chunks.
+
+        `should_stop` is asked at every token: raises Interrupted, and the chunk that is not finished is lost. Whole
+        chunks were yielded, so that those which are left have the same requests, and the same bits, when asked again.
+        Raises RolloutError before the first sample: no complete weights, a repeated id, a prompt that is empty, too
+        long for the model or outside its vocabulary. Raises RolloutError for non-finite logits.
+        """
+        self._check(requests)
+        size = self._options.batch_sequences
+        chunks = [requests[start : start + size] for start in range(0, len(requests), size)]
+        try:
+            for chunk in chunks[self._rank :: self._num_ranks]:
+                yield from self._generate(chunk, should_stop)
+        finally:
+            self._cancelled.clear()
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        """These samples of the running `stream` end as ABORTED with what they have; unknown ids are ignored."""
+        self._cancelled.update(ids)
+
+    def _check(self, requests: Sequence[SampleRequest]) -> None:
+        if self._inbox.version is None:
+            raise RolloutError(
+                "the embedded engine has no complete set of weights to sample from; finish an update "
+                "(begin_update, put, end_update) first"
+            )
+        vocab = int(self._model.config.vocab_size)
+        seen: set[str] = set()
+        for request in requests:
+            if request.id in seen:
+                raise RolloutError(f"sample id {request.id} was requested twice in one call; ids must be unique")
+            seen.add(request.id)
+            ids = request.token_ids
+            if len(ids) == 0:
+                raise RolloutError(f"sample {request.id}: the prompt is empty; it needs at least one token")
+            if ids.min() < 0 or ids.max() >= vocab:
+                raise RolloutError(
+                    f"sample {request.id}: token id {int(ids.max() if ids.max() >= vocab else ids.min())} is outside the "
+                    f"model's vocabulary of {vocab}; tokenizer and model do not belong together"
+                )
+            if len(ids) + request.params.max_tokens > self._max_context:
+                raise RolloutError(
+                    f"sample {request.id}: {len(ids)} prompt tokens + max_tokens={request.params.max_tokens} exceed the "
+                    f"model's context of {self._max_context}; lower max_response_tokens or max_prompt_tokens"
+                )
+
+    def _generate(self, chunk: Sequence[SampleRequest], should_stop: Callable[[], bool] | None) -> list[Sample]:
+        """All samples of one chunk, in its order."""
+        alive = [i for i, request in enumerate(chunk) if request.id not in self._cancelled]
+        longest = max(request.params.max_tokens for request in chunk)
+        tokens = np.zeros((len(chunk), longest), dtype=np.int32)
+        logprobs = np.zeros((len(chunk), longest), dtype=np.float32)
+        lengths = np.zeros(len(chunk), dtype=np.int64)
+        stops = [Stop.ABORTED] * len(chunk)
+        if alive:
+            # Inference tensors must not reach the trainer: only NumPy arrays leave this block.
+            with torch.inference_mode():
+                decoding = _Decoding(longest, len(chunk), self._device)
+                self._decode(self._prefill(chunk, alive), decoding, should_stop)
+                decoding.read(tokens, logprobs, lengths, stops)
+        if not np.isfinite(logprobs).all():
+            bad = chunk[int(np.argmax(~np.isfinite(logprobs).all(axis=1)))]
+            raise RolloutError(f"sample {bad.id}: non-finite logits from weights version {self.version}")
+        return [self._sample(r, tokens[i], logprobs[i], int(lengths[i]), stops[i]) for i, r in enumerate(chunk)]
+
+    def _sample(
+        self, request: SampleRequest, tokens: np.ndarray, logprobs: np.ndarray, length: int, stop: Stop
+    ) -> Sample:
+        assert self._inbox.version is not None and self._inbox.digest is not None
+        span = Span(version=self._inbox.version, digest=self._inbox.digest, start=0, end=length)
+        return Sample(
+            id=request.id,
+            prompt_id=request.prompt_id,
+            token_ids=np.concatenate([request.token_ids, tokens[:length]]).astype(np.int32),
+            prompt_len=len(request.token_ids),
+            sampler_logprobs=logprobs[:length].copy(),
+            spans=(span,) if length else (),
+            stop=stop,
+        )
+
+    def _prefill(self, chunk: Sequence[SampleRequest], alive: list[int]) -> tuple[_Rows, torch.Tensor]:
+        """One forward over the distinct prompts; their keys, values and last logits repeated for their samples."""
+        prompts, row_of = _distinct([chunk[i].token_ids for i in alive])
+        longest = max(len(prompt) for prompt in prompts)
+        device = self._device
+        ids = np.full((len(prompts), longest), self._vocabulary.pad_token_id, dtype=np.int64)
+        pads = np.array([longest - len(prompt) for prompt in prompts])
+        for row, prompt in enumerate(prompts):
+            ids[row, pads[row] :] = prompt  # on the left: all rows then continue in the same column
+        column = np.arange(longest)
+        real = column[None, :] >= pads[:, None]
+        # Padding sees itself, because a row of the mask without any column would give NaN.
+        visible = (real[:, None, :] & (column[:, None] >= column[None, :])[None]) | np.eye(longest, dtype=bool)[None]
+        cache = DecodingCache(self._model.config.num_hidden_layers)
+        logits = self._forward(
+            torch.from_numpy(ids).to(device),
+            self._additive(visible)[:, None],
+            torch.from_numpy(np.maximum(column[None, :] - pads[:, None], 0)).to(device),
+            cache,
+        )
+        requests = [chunk[i] for i in alive]
+        rows = torch.from_numpy(row_of).to(device)
+        cache.keep(rows)
+        params = [request.params for request in requests]
+        room = np.ones((len(prompts), max(p.max_tokens for p in params)), dtype=bool)
+        state = _Rows(
+            requests=requests,
+            sampler=RowSampler(params, [request.seed for request in requests], device),
+            stops=_StopStrings([p.stop for p in params], self._vocabulary.decode),
+            cache=cache,
+            number=torch.tensor(alive, device=device),
+            mask=self._additive(np.concatenate([real, room], axis=1))[rows, None, None],
+            positions=torch.from_numpy(longest - pads).to(device)[rows, None],
+            limits=torch.tensor([p.max_tokens for p in params], device=device),
+        )
+        return state, logits[rows]
+
+    def _decode(
+        self, prefilled: tuple[_Rows, torch.Tensor], out: _Decoding, should_stop: Callable[[], bool] | None
+    ) -> None:
+        """Token after token until every row has ended. Raises Interrupted."""
+        rows, logits = prefilled
+        ended = torch.zeros(len(rows.requests), dtype=torch.bool, device=self._device)
+        for index in range(out.max_tokens):
+            if should_stop is not None and should_stop():
+                raise Interrupted
+            ids, logprobs = rows.sampler.draw(logits, index)
+            out.write(index, rows.number, ended, ids, logprobs)
+            finished = torch.isin(ids, self._eos)
+            if rows.stops.any:
+                finished |= rows.stops.update(ids)
+            aborted = self._aborted(rows)
+            out.stop(rows.number, finished & ~ended, _EOS)
+            if aborted is not None:
+                out.stop(rows.number, aborted & ~ended & ~finished, _ABORTED)
+                finished |= aborted
+            ended |= finished | (rows.limits <= index + 1)
+            num_rows = ended.shape[0]
+            num_alive = num_rows - int(ended.sum())
+            if num_alive == 0:
+                return
+            # Compacting copies the cache, so it must pay: only when at least half of the rows have ended.
+            if 2 * num_alive <= num_rows:
+                alive = (~ended).nonzero()[:, 0]
+                rows.keep(alive)
+                ids, ended = ids[alive], ended[alive]
+            columns = rows.cache.get_seq_length() + 1
+            logits = self._forward(ids[:, None], rows.mask[..., :columns], rows.positions, rows.cache)
+            rows.positions += 1
+
+    def _forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DecodingCache
+    ) -> torch.Tensor:
+        """Logits [b, v] of the last column."""
+        output = self._model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def _additive(self, visible: np.ndarray) -> torch.Tensor:
+        mask = torch.zeros(visible.shape, dtype=_DTYPES[self._options.dtype])
+        return mask.masked_fill_(torch.from_numpy(~visible), -torch.inf).to(self._device)
+
+    def _aborted(self, rows: _Rows) -> torch.Tensor | None:
+        if not self._cancelled:
+            return None
+        return torch.tensor([request.id in self._cancelled for request in rows.requests], device=self._device)
+
+
+_LENGTH, _EOS, _ABORTED = range(3)
+_STOPS = (Stop.LENGTH, Stop.EOS, Stop.ABORTED)
+
+
+class _Decoding:
+    """What a chunk has produced, on the device until it is finished."""
+
+    def __init__(self, max_tokens: int, num_rows: int, device: torch.device) -> None:
+        self.max_tokens = max_tokens
+        self._tokens = torch.zeros((max_tokens, num_rows), dtype=torch.int32, device=device)
+        self._logprobs = torch.zeros((max_tokens, num_rows), dtype=torch.float32, device=device)
+        self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._stops = torch.full((num_rows,), _LENGTH, device=device)
+        self._stops_seen = torch.zeros(num_rows, dtype=torch.bool, device=device)
+
+    def write(
+        self, index: int, number: torch.Tensor, ended: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
+    ) -> None:
+        """Token `index` of rows `number`; rows that have ended decode on until they are compacted away, unrecorded."""
+        self._tokens[index, number] = ids.int()
+        self._logprobs[index, number] = logprobs
+        self._lengths[number] += ~ended
+
+    def stop(self, number: torch.Tensor, which: torch.Tensor, reason: int) -> None:
+        self._stops[number] = torch.where(which, reason, self._stops[number])
+        self._stops_seen[number] = True
+
+    def read(self, tokens: np.ndarray, logprobs: np.ndarray, lengths: np.ndarray, stops: list[Stop]) -> None:
+        """Copies to the host, zero beyond each row's length; rows that were never decoded stay as they are."""
+        count = self._lengths.cpu().numpy()
+        lengths[:] = count
+        inside = np.arange(self.max_tokens)[None, :] < count[:, None]
+        np.copyto(tokens, self._tokens.T.cpu().numpy(), where=inside)
+        np.copyto(logprobs, self._logprobs.T.cpu().numpy(), where=inside)
+        for row in self._stops_seen.nonzero()[:, 0].tolist():
+            stops[row] = _STOPS[int(self._stops[row])]
+
+
+class _StopStrings:
+    """Finds stop strings in the growing text of each row, by decoding its last few tokens."""
+
+    def __init__(self, stops: Sequence[tuple[str, ...]], decode: Callable[[Sequence[int]], str]) -> None:
+        self.any = any(stops)
+        self._stops = list(stops)
+        self._decode = decode
+        self._tokens: list[list[int]] = [[] for _ in stops]
+        # A token is at least one byte of text, but some tokenizers strip the first one's space, or hide special tokens.
+        self._windows = [max((len(s.encode()) for s in row), default=0) + 8 for row in stops]
+
+    def update(self, ids: torch.Tensor) -> torch.Tensor:
+        """Appends one token to each row; bool [b], whether a stop string is now there."""
+        found = []
+        for row, token in enumerate(ids.tolist()):
+            self._tokens[row].append(token)
+            stops = self._stops[row]
+            text = self._decode(self._tokens[row][-self._windows[row] :]) if stops else ""
+            found.append(any(stop in text for stop in stops))
+        return torch.tensor(found, device=ids.device)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        index = rows.tolist()
+        self._stops = [self._stops[i] for i in index]
+        self._tokens = [self._tokens[i] for i in index]
+        self._windows = [self._windows[i] for i in index]
+
+
+def _distinct(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+    """The different prompts in order of first appearance, and for each given one its row among them (int64)."""
+    first: dict[bytes, int] = {}
+    distinct: list[np.ndarray] = []
+    rows = np.empty(len(prompts), dtype=np.int64)
+    for i, prompt in enumerate(prompts):
+        row = first.setdefault(np.asarray(prompt, dtype=np.int32).tobytes(), len(distinct))
+        if row == len(distinct):
+            distinct.append(prompt)
+        rows[i] = row
+    return distinct, rows
+
+
+def _build(model_path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """The module of config.json, every weight NaN: one that never arrives cannot pass for a value."""
+    if not (model_path / "config.json").is_file():
+        raise RolloutError(f"{model_path}: no config.json; model.path must be a Hugging Face folder")
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        # Initialisation draws random numbers; the trainer's generator must not notice.
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
+        )
+    model.eval().requires_grad_(False)
+    for tensor in model.state_dict(keep_vars=True).values():
+        if tensor.is_floating_point():
+            tensor.detach().fill_(torch.nan)
+    return model
+
+
+def _max_context(config: Any) -> int:
+    """Tokens a sequence may have; the window where some layers attend to a sliding one, which is not masked here."""
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
+        getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
+    )
+    limit = int(config.max_position_embeddings)
+    return min(limit, int(config.sliding_window)) if sliding else limit

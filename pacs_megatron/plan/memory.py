@@ -1,0 +1,421 @@
+"""Bytes on one GPU, by pipeline stage and phase: what `plan` prints. No torch.
+
+Parameters, gradients and optimizer state are counted from the weight table and are exact (a test compares them with the
+tensors of a live Megatron model); activations follow the layers' saved tensors; the rest are constants with a source.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from pacs_megatron.config.checks import max_sequence_tokens
+from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
+from pacs_megatron.config.schema import DemonstrationRollout, EmbeddedRollout, RunConfig, SglangRollout
+from pacs_megatron.contracts.layout import Layout
+from pacs_megatron.models import ModelSpec, weight_table
+from pacs_megatron.models.table import Entry, WeightTable
+from pacs_megatron.plan import constants
+
+_KV_CACHE = "KV cache"
+LOGITS_PER_CHUNK = 1 << 26
+"""Elements of one chunk of logits; the policy's head has the same number (a test compares them)."""
+
+
+_tables: dict[str, WeightTable] = {}
+"""By the architecture's text: a table with experts takes a second to build, and `--search` asks for it hundreds of times."""
+
+
+def table_of(spec: ModelSpec) -> WeightTable:
+    """`weight_table(spec)`, built once."""
+    key = repr(spec)
+    if key not in _tables:
+        _tables[key] = weight_table(spec)
+    return _tables[key]
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Exact count of the Hugging Face checkpoint's parameters."""
+    table_of(spec)
+    return _num_parameters(repr(spec))
+
+
+@lru_cache(maxsize=64)
+def _num_parameters(key: str) -> int:
+    return _tables[key].num_parameters
+
+
+def megatron_elements(spec: ModelSpec) -> int:
+    """Elements of the whole model as Megatron holds and saves it, padded vocabulary included."""
+    return sum(math.prod(entry.megatron_shape) for entry in table_of(spec).entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One line of the memory table."""
+
+    name: str
+    num_bytes: float
+    source: str
+    """`exact`, `computed` (from shapes), or the source of the constants in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """One pipeline stage in one phase."""
+
+    phase: str
+    """`train` or `rollout`"""
+    stage: int
+    items: tuple[Item, ...]
+
+    @property
+    def total(self) -> float:
+        """Bytes on the GPU at the peak of the phase."""
+        return sum(item.num_bytes for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class RankParameters:
+    """Elements of one rank's tensors on one pipeline stage; experts are sharded and reduced apart."""
+
+    dense: tuple[int, ...]
+    experts: tuple[int, ...]
+    shared_embedding: int = 0
+    """Elements of a tied embedding that also stands on another stage: it gets a bucket of its own."""
+
+    @property
+    def total(self) -> int:
+        """All elements, the shared embedding included."""
+        return sum(self.dense) + sum(self.experts) + self.shared_embedding
+
+
+def layers_of_stage(num_layers: int, layout: Layout, stage: int) -> list[int]:
+    """Global numbers of a stage's layers; with virtual stages, chunk after chunk."""
+    chunks = layout.vpp or 1
+    size = num_layers // (layout.pp * chunks)
+    starts = [(chunk * layout.pp + stage) * size for chunk in range(chunks)]
+    return [layer for start in starts for layer in range(start, start + size)]
+
+
+def rank_parameters(spec: ModelSpec, layout: Layout, stage: int) -> RankParameters:
+    """Sizes of every tensor that one rank of `stage` holds."""
+    table_of(spec)
+    return _rank_parameters(repr(spec), layout, stage)
+
+
+@lru_cache(maxsize=4096)
+def _rank_parameters(key: str, layout: Layout, stage: int) -> RankParameters:
+    table = _tables[key]
+    spec = table.spec
+    mine = set(layers_of_stage(spec.num_layers, layout, stage))
+    first, last = stage == 0, stage == layout.pp - 1
+    split_tied = spec.tied and layout.pp > 1
+    dense, experts, shared = [], [], 0
+    for entry in table.entries:
+        if entry.place == "embedding":
+            if split_tied and (first or last):
+                shared = _local_size(entry, layout)
+            elif first:
+                dense.append(_local_size(entry, layout))
+        elif entry.place == "layer":
+            if entry.layer not in mine:
+                continue
+            if entry.expert is None:
+                dense.append(_local_size(entry, layout))
+            elif entry.expert < _num_local_experts(spec, layout):
+                experts.append(math.prod(entry.shard_shape(layout.expert_tp)))
+        elif last:
+            dense.append(_local_size(entry, layout))
+    return RankParameters(tuple(dense), tuple(experts), shared)
+
+
+def _num_local_experts(spec: ModelSpec, layout: Layout) -> int:
+    assert spec.moe is not None
+    return spec.moe.num_experts // layout.ep
+
+
+def _local_size(entry: Entry, layout: Layout) -> int:
+    return math.prod(entry.shard_shape(layout.tp))
+
+
+def buffer_elements(parameters: RankParameters, layout: Layout, *, distributed_optimizer: bool) -> tuple[int, int]:
+    """Elements of the gradient buffers (dense, experts), with the distributed optimizer's padding."""
+    if not distributed_optimizer:
+        return sum(parameters.dense) + parameters.shared_embedding, sum(parameters.experts)
+    dense_ranks = layout.dp * layout.cp
+    dense = _pad_bucket(parameters.dense, dense_ranks)
+    if parameters.shared_embedding:
+        dense += _pad_bucket((parameters.shared_embedding,), dense_ranks)
+    return dense, _pad_bucket(parameters.experts, expert_replicas(layout))
+
+
+def expert_replicas(layout: Layout) -> int:
+    """Ranks that hold the same experts of a stage."""
+    return layout.world_size // (layout.pp * layout.expert_tp * layout.ep)
+
+
+def _pad_bucket(sizes: Sequence[int], num_ranks: int) -> int:
+    # Megatron starts each parameter on 64 elements and ends a bucket on lcm(ranks, 128).
+    if not sizes:
+        return 0
+    return _pad(sum(_pad(size, 64) for size in sizes), math.lcm(num_ranks, 128))
+
+
+def _pad(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def state_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) -> list[Item]:
+    """Parameters, gradients and optimizer state of one rank: what stays for the whole run."""
+    parameters = rank_parameters(spec, layout, stage)
+    distributed = config.parallel.distributed_optimizer
+    dense, experts = buffer_elements(parameters, layout, distributed_optimizer=distributed)
+    is_bf16 = config.precision.dtype == "bf16"
+    # With the distributed optimizer the parameters live in buffers of the gradients' shape.
+    held = dense + experts if distributed else parameters.total
+    shares = (layout.dp * layout.cp, expert_replicas(layout)) if distributed else (1, 1)
+    owned = dense // shares[0] + experts // shares[1]
+    items = [
+        Item(f"weights ({config.precision.dtype})", held * (2 if is_bf16 else 4), "exact"),
+        Item("gradients (fp32)", (dense + experts) * 4, "exact"),
+        Item("Adam moments (fp32)", owned * 8, "exact"),
+    ]
+    if is_bf16:
+        items.append(Item("master weights (fp32)", owned * 4, "exact"))
+    if config.precision.fp8 is not None:
+        copies = constants.FP8_WEIGHT_COPIES_BYTES
+        items.append(Item("FP8 copies of the weights", parameters.total * copies.value, copies.source))
+    return items
+
+
+# ---------------------------------------------------------------------------------------------------------- activations
+def layer_activation_bytes(config: RunConfig, spec: ModelSpec) -> float:
+    """Bytes that one layer saves for the backward pass, for each token of the micro-batch on this rank, no recompute.
+
+    The saved tensors of Transformer Engine's layer: inputs of both norms and of the linear layers behind them; queries
+    and keys before their norm and after the rotation; values, attention output and its log-sum-exp; both halves of the
+    gated MLP and their product.
+    """
+    tp = config.parallel.tp
+    sequence = tp if config.parallel.sequence_parallel else 1
+    width = 2 if config.precision.dtype == "bf16" else 4
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    norms = 4 * spec.hidden_size / sequence
+    before_norm = (queries + keys) if spec.qk_norm else 0
+    attention = (before_norm + 2 * queries + 2 * keys) / tp
+    if spec.moe is None:
+        mlp = 3 * spec.ffn_size / tp
+        extra = 0.0
+    else:
+        expert_tp = 1 if config.parallel.ep > 1 else tp
+        fullest = constants.EXPERT_IMBALANCE.value if config.parallel.ep > 1 else 1.0
+        copy = spec.hidden_size + 3 * spec.moe.expert_ffn_size / expert_tp
+        mlp = expert_copies(config, spec) * copy * fullest
+        extra = 8.0 * spec.moe.num_experts / sequence  # the router's logits and probabilities, fp32
+    fp8 = 1.0 if config.precision.fp8 is None else constants.FP8_ACTIVATION_FRAC.value
+    return width * (norms + attention + mlp) * fp8 + 4 * spec.num_heads / tp + extra
+
+
+def expert_copies(config: RunConfig, spec: ModelSpec) -> float:
+    """Copies of tokens that a rank's experts see, for each token of the micro-batch, on average over the ranks.
+
+    Whole experts (ep > 1): every token of this rank's part of the sequence goes to top_k of them, wherever they are, and
+    as many come back. Experts cut by tensor parallelism: every rank of the group works on all tokens.
+    """
+    assert spec.moe is not None
+    parallel = config.parallel
+    is_split = parallel.ep > 1 and parallel.sequence_parallel
+    return spec.moe.top_k / (parallel.tp if is_split else 1)
+
+
+def activation_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) -> list[Item]:
+    """Activations at the peak of a stage: its layers for every micro-batch in flight, and the output layer."""
+    tokens = config.batch.tokens_per_microbatch / layout.cp
+    width = 2 if config.precision.dtype == "bf16" else 4
+    num_layers = len(layers_of_stage(spec.num_layers, layout, stage))
+    sequence = layout.tp if layout.sequence_parallel else 1
+    in_flight = microbatches_in_flight(layout, stage)
+    full = layer_activation_bytes(config, spec) * tokens
+    recompute = config.parallel.recompute
+    if recompute.granularity == "full":
+        group = min(recompute.num_layers, num_layers)
+        kept = width * spec.hidden_size / sequence * tokens * math.ceil(num_layers / group)
+        items = [
+            Item("layer inputs kept (full recompute)", kept * in_flight, "computed"),
+            Item("layers being recomputed", full * group, "computed"),
+        ]
+    else:
+        items = [
+            Item(
+                f"activations of {num_layers} layers x {in_flight:g} in flight",
+                full * num_layers * in_flight,
+                "computed",
+            )
+        ]
+    items.append(Item("hidden states and their gradients", 4 * width * spec.hidden_size * tokens, "computed"))
+    items.append(Item("tokens, labels and log-probs of a mini-batch", minibatch_bytes(config, layout), "computed"))
+    if stage == layout.pp - 1:
+        items.append(
+            Item(
+                "output layer: a chunk of logits and its gradients",
+                _head_bytes(config, spec, layout, tokens),
+                "computed",
+            )
+        )
+    return items
+
+
+def minibatch_bytes(config: RunConfig, layout: Layout) -> float:
+    """What a rank's share of a mini-batch holds on the device during a pass, if every response reaches the limit.
+
+    Ids, positions and labels (int64, divided by cp) and, for each response token, its row (int64), log-prob, entropy and
+    two log-probs of other weights (fp32).
+    """
+    batch = config.batch
+    samples = batch.prompts_per_step * batch.samples_per_prompt / batch.updates_per_step / layout.dp
+    total = max_sequence_tokens(config)
+    return samples * (24 * total / layout.cp + 24 * (total - config.data.max_prompt_tokens))
+
+
+def host_step_bytes(config: RunConfig) -> float:
+    """Host memory of the samples on rank 0, if every response reaches the limit; the driver holds as much again.
+
+    Ids (int32) and the sampler's log-probs (fp32) of this step and of those that are sampled ahead.
+    """
+    rollout = config.rollout
+    steps = 1 if isinstance(rollout, DemonstrationRollout) else 1 + rollout.max_staleness
+    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt * steps
+    total = max_sequence_tokens(config)
+    return samples * (4.0 * total + 4.0 * (total - config.data.max_prompt_tokens))
+
+
+def _head_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, tokens: float) -> float:
+    """Bytes of the chunked output layer: logits in the weights' type and in fp32, its exponentials, the gradients."""
+    width = 2 if config.precision.dtype == "bf16" else 4
+    vocab = table_of(spec).padded_vocab // layout.tp
+    rows = min(tokens, max(1, LOGITS_PER_CHUNK // vocab))
+    chunk = rows * vocab * (2 * width + 4 + 4)
+    many = tokens > rows
+    grad_weight = vocab * spec.hidden_size * (4 + width if many else 2 * width)
+    grad_hidden = 2 * width * spec.hidden_size * tokens
+    return chunk + grad_weight + grad_hidden
+
+
+def microbatches_in_flight(layout: Layout, stage: int) -> float:
+    """How many micro-batches' activations a stage holds under 1F1B, in units of the stage's whole layers."""
+    if layout.pp == 1:
+        return 1.0
+    if layout.vpp is None:
+        return float(layout.pp - stage)
+    warm_up = (layout.pp - stage - 1) * 2 + (layout.vpp - 1) * layout.pp + 1
+    return warm_up / layout.vpp
+
+
+# ---------------------------------------------------------------------------------------------------------------- phases
+def needs_reference_snapshot(config: RunConfig) -> bool:
+    """Whether a frozen copy of the weights is kept (in host memory)."""
+    objective = config.objective
+    if isinstance(objective, PacsOptions):
+        return objective.reference == "frozen"
+    return isinstance(objective, GrpoOptions) and objective.kl_coef > 0
+
+
+def train_memory(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) -> StageMemory:
+    """One GPU of a pipeline stage while it trains, at its peak."""
+    items = [*state_items(config, spec, layout, stage), *activation_items(config, spec, layout, stage)]
+    peak = sum(item.num_bytes for item in items)
+    items.append(Item("allocator fragmentation", peak * constants.FRAGMENTATION.value, constants.FRAGMENTATION.source))
+    items.extend(_process_items(layout))
+    if isinstance(config.rollout, SglangRollout):
+        items.append(Item("weight sync: a bucket and the largest tensor", sync_bytes(config, spec), "computed"))
+        if config.rollout.servers is not None and config.rollout.servers.colocated:
+            left = constants.SGLANG_RELEASED_BYTES
+            items.append(Item("SGLang server that released its memory", left.value, left.source))
+    return StageMemory("train", stage, tuple(items))
+
+
+def _process_items(layout: Layout) -> list[Item]:
+    groups = 1 + sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep, layout.dp))
+    nccl = constants.NCCL_BYTES_PER_GROUP
+    return [
+        Item("CUDA context", constants.CUDA_CONTEXT_BYTES.value, constants.CUDA_CONTEXT_BYTES.source),
+        Item(f"NCCL, {groups} groups", nccl.value * groups, nccl.source),
+    ]
+
+
+def sync_bytes(config: RunConfig, spec: ModelSpec) -> float:
+    """GPU memory that a weight sync needs on the trainer: one bucket and the largest whole tensor."""
+    assert isinstance(config.rollout, SglangRollout)
+    largest = max(math.prod(entry.megatron_shape) for entry in table_of(spec).entries)
+    return config.rollout.sync.bucket_mib * 2**20 + largest * 2
+
+
+def kv_bytes_per_token(spec: ModelSpec, tp: int, width: int = 2) -> float:
+    """Key-value cache of one token on one GPU of a server; a KV head is not split further."""
+    heads = max(1, math.ceil(spec.num_kv_heads / tp))
+    return 2 * heads * spec.head_dim * width * spec.num_layers
+
+
+def kv_cache_bytes(rollout: StageMemory) -> float:
+    """Bytes of the key-value cache in `rollout_memory`'s table."""
+    return next(item.num_bytes for item in rollout.items if item.name.startswith(_KV_CACHE))
+
+
+def sampler_weight_bytes(rollout: SglangRollout, spec: ModelSpec) -> float:
+    """Weights of one SGLang server. FP8: the layers' matrices, with an fp32 scale for each block of 128 x 128."""
+    width = 2 if rollout.dtype == "bf16" else 4
+    shapes = [(entry.place, shape) for entry in table_of(spec).entries for shape in entry.hf_shapes]
+    if rollout.sync.quantize == "none":
+        return sum(math.prod(shape) for _, shape in shapes) * width
+    total = 0.0
+    for place, shape in shapes:
+        is_quantized = place == "layer" and len(shape) == 2
+        scales = 4 * math.prod(-(-size // 128) for size in shape)
+        total += math.prod(shape) + scales if is_quantized else math.prod(shape) * width
+    return total
+
+
+def rollout_memory(config: RunConfig, spec: ModelSpec, layout: Layout, gpu_bytes: float) -> StageMemory | None:
+    """One GPU while it samples; None where nothing is sampled on GPUs of this plan (attached or no servers)."""
+    rollout = config.rollout
+    table = table_of(spec)
+    if isinstance(rollout, EmbeddedRollout):
+        width = 4 if rollout.dtype == "fp32" else 2
+        longest = config.data.max_prompt_tokens + rollout.sampling.max_response_tokens
+        cache = kv_bytes_per_token(spec, 1, width) * rollout.batch_sequences * longest
+        trainer = state_items(config, spec, layout, 0)
+        return StageMemory(
+            "rollout",
+            0,
+            (
+                Item("trainer's weights, gradients and optimizer", sum(item.num_bytes for item in trainer), "exact"),
+                Item(
+                    f"sampler's weights ({rollout.dtype}), whole on every rank", table.num_parameters * width, "exact"
+                ),
+                Item(f"{_KV_CACHE} of {rollout.batch_sequences} sequences", cache, "computed"),
+                *_process_items(layout),
+            ),
+        )
+    if not isinstance(rollout, SglangRollout) or rollout.servers is None:
+        return None
+    servers = rollout.servers
+    kind = rollout.dtype if rollout.sync.quantize == "none" else rollout.sync.quantize
+    weights = sampler_weight_bytes(rollout, spec) / servers.tp
+    items = [Item(f"SGLang weights ({kind}), tp={servers.tp}", weights, "exact")]
+    overhead = constants.SGLANG_OVERHEAD_BYTES
+    items.append(Item("SGLang context, graphs, activations", overhead.value, overhead.source))
+    if servers.colocated:
+        resident = max(sum(item.num_bytes for item in state_items(config, spec, layout, s)) for s in range(layout.pp))
+        items.append(Item("trainer's weights, gradients and optimizer", resident, "exact"))
+        items.extend(_process_items(layout))
+    fraction = servers.mem_fraction
+    source = "computed" if fraction is not None else constants.SGLANG_MEMORY_FRAC.source
+    budget = gpu_bytes * (fraction if fraction is not None else constants.SGLANG_MEMORY_FRAC.value)
+    cache = budget - items[0].num_bytes
+    if servers.max_total_tokens is not None:
+        cache = min(cache, kv_bytes_per_token(spec, servers.tp) * servers.max_total_tokens)
+    items.append(Item(_KV_CACHE, max(cache, 0.0), source))
+    return StageMemory("rollout", 0, tuple(items))

@@ -1,0 +1,389 @@
+"""`plan`: memory, time and fit of a run from its configuration alone. No GPU, no Slurm, no network, no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pacs_megatron.config import LoadedConfig, RunConfig, load_config
+from pacs_megatron.config.checks import (
+    divisors,
+    find_problems,
+    layout_problems,
+    max_response_tokens,
+    max_sequence_tokens,
+)
+from pacs_megatron.config.layout import layout_of, ranks_to_start
+from pacs_megatron.config.schema import SglangRollout
+from pacs_megatron.config.shape import shape_problems
+from pacs_megatron.contracts.layout import Layout
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.models import ModelSpec
+from pacs_megatron.plan import constants, memory, timing
+from pacs_megatron.plan.constants import GIB, Gpu
+from pacs_megatron.plan.known_models import need_spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a run needs and how long a step takes."""
+
+    config: RunConfig
+    spec: ModelSpec
+    layout: Layout
+    gpu: Gpu | None
+    """None on CPU: memory is counted, nothing is timed and nothing has to fit."""
+    lengths: timing.Lengths
+    stages: tuple[memory.StageMemory, ...]
+    rollout: memory.StageMemory | None
+    phases: tuple[timing.Phase, ...]
+
+    @property
+    def is_ahead(self) -> bool:
+        """Servers sample later steps while this one trains."""
+        return isinstance(self.config.rollout, SglangRollout) and self.config.rollout.max_staleness > 0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step: all phases in turn, or the longer of what servers and trainer do (both take part in the
+        sync)."""
+        total = sum(phase.seconds for phase in self.phases)
+        if not self.is_ahead:
+            return total
+        rollout, sync = (
+            sum(phase.seconds for phase in self.phases if phase.name.startswith(name))
+            for name in ("rollout", "weight sync")
+        )
+        return max(rollout + sync, total - rollout)
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the trainer and of servers on nodes of their own."""
+        resources = self.config.resources
+        return (resources.nodes + resources.rollout_nodes) * resources.gpus_per_node
+
+    @property
+    def peak(self) -> memory.StageMemory:
+        """The stage or phase that needs the most."""
+        return max((*self.stages, *filter(None, [self.rollout])), key=lambda stage: stage.total)
+
+    @property
+    def fits(self) -> bool:
+        """Memory of every stage and phase is there, and a server's cache holds a sample."""
+        return self.gpu is None or (self.peak.total <= self.gpu.memory_gib * GIB and self.small_cache is None)
+
+    @property
+    def small_cache(self) -> str | None:
+        """What to change where a server's KV cache cannot hold one sample of the greatest length; else None."""
+        rollout = self.config.rollout
+        if (
+            self.gpu is None
+            or self.rollout is None
+            or not isinstance(rollout, SglangRollout)
+            or rollout.servers is None
+        ):
+            return None
+        per_token = memory.kv_bytes_per_token(self.spec, rollout.servers.tp)
+        longest = max_sequence_tokens(self.config)
+        holds = int(memory.kv_cache_bytes(self.rollout) / per_token)
+        if holds >= longest:
+            return None
+        limit = rollout.servers.max_total_tokens
+        if limit is not None and limit < longest:
+            return f"rollout.servers.max_total_tokens (now {limit}; at least {longest})"
+        need = memory.sampler_weight_bytes(rollout, self.spec) / rollout.servers.tp + per_token * longest
+        share = math.ceil(100 * need / (self.gpu.memory_gib * GIB)) / 100
+        least = f"rollout.servers.mem_fraction (at least {share:.2f}) or " if share < 0.95 else ""
+        return f"{least}rollout.servers.tp (higher): weights and cache have room for {holds} of {longest} tokens"
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        """One checkpoint: weights, fp32 master weights, two moments, and the frozen reference where there is one."""
+        is_bf16 = self.config.precision.dtype == "bf16"
+        reference = (2 if is_bf16 else 4) if memory.needs_reference_snapshot(self.config) else 0
+        return memory.megatron_elements(self.spec) * ((14 if is_bf16 else 12) + reference)
+
+    @property
+    def num_checkpoints(self) -> int:
+        """At their most: one is written beside the kept ones, and there may be one in the middle of a step."""
+        return self.config.checkpoint.keep_last + 1 + (self.config.batch.updates_per_step > 1)
+
+    @property
+    def disk_bytes(self) -> float:
+        """All checkpoints at their most and the exported model."""
+        return (
+            self.checkpoint_bytes * self.num_checkpoints + memory.num_parameters(self.spec) * 2
+        ) * constants.FREE_DISK_FACTOR.value
+
+    @property
+    def host_bytes_per_rank(self) -> float:
+        """Host memory of the reference snapshot on the fullest rank."""
+        if not memory.needs_reference_snapshot(self.config):
+            return 0.0
+        width = 2 if self.config.precision.dtype == "bf16" else 4
+        sizes = (memory.rank_parameters(self.spec, self.layout, s).total for s in range(self.layout.pp))
+        return max(sizes) * width
+
+
+def make_plan(loaded: LoadedConfig, response_tokens: float | None = None) -> Plan:
+    """The plan of a loaded configuration. Raises ConfigError where the layout cannot work."""
+    config = loaded.config
+    spec = need_spec(config.model.path, loaded.where("model.path"))
+    world_size = ranks_to_start(config)
+    problems = layout_problems(config, world_size) + shape_problems(config, spec, Path(config.model.path).name)
+    if problems:
+        raise loaded.fail(problems[0])
+    return plan_of(config, spec, response_tokens)
+
+
+def plan_of(config: RunConfig, spec: ModelSpec, response_tokens: float | None = None) -> Plan:
+    """The plan of a configuration whose layout is known to work."""
+    layout = layout_of(config, ranks_to_start(config))
+    gpu = constants.GPUS[config.resources.gpu] if config.resources.gpu is not None else None
+    lengths = timing.mean_lengths(config, response_tokens)
+    stages = tuple(memory.train_memory(config, spec, layout, stage) for stage in range(layout.pp))
+    gpu_bytes = gpu.memory_gib * GIB if gpu is not None else 0.0
+    rollout = memory.rollout_memory(config, spec, layout, gpu_bytes)
+    phases = timing.step_phases(config, spec, layout, gpu, rollout, lengths) if gpu is not None else []
+    return Plan(
+        config=config,
+        spec=spec,
+        layout=layout,
+        gpu=gpu,
+        lengths=lengths,
+        stages=stages,
+        rollout=rollout,
+        phases=tuple(phases),
+    )
+
+
+def run_plan(
+    path: Path, overrides: Sequence[str], *, search: bool, as_json: bool, response_tokens: float | None
+) -> tuple[str, bool]:
+    """(text to print, whether it fits)."""
+    loaded = load_config(path, overrides)
+    limit = max_response_tokens(loaded.config)
+    if response_tokens is not None and not 0 < response_tokens <= limit:
+        raise ConfigError(
+            f"--response-tokens {response_tokens:g}: expected more than 0 and at most the limit of {limit}"
+        )
+    plan = make_plan(loaded, response_tokens)
+    if search:
+        found = search_layouts(plan, response_tokens)
+        return (search_json(found, plan) if as_json else render_search(found, plan)), any(each.fits for each in found)
+    return (to_json(plan) if as_json else render(plan)), plan.fits
+
+
+# ---------------------------------------------------------------------------------------------------------------- search
+def search_layouts(plan: Plan, response_tokens: float | None = None) -> list[Plan]:
+    """Plans of every layout of the same GPUs that works for the model, those that fit first, then by step time.
+
+    Raises ConfigError without GPUs.
+    """
+    if plan.gpu is None:
+        raise ConfigError("plan --search compares layouts on GPUs; set resources.gpus_per_node and resources.gpu")
+    found = [plan_of(config, plan.spec, response_tokens) for config in _candidates(plan)]
+    return sorted(found, key=lambda candidate: (not candidate.fits, candidate.step_s))
+
+
+def _candidates(plan: Plan) -> Iterator[RunConfig]:
+    config, spec = plan.config, plan.spec
+    world_size, per_node = plan.layout.world_size, config.resources.gpus_per_node
+    experts = divisors(spec.moe.num_experts) if spec.moe is not None else [1]
+    for tp in divisors(per_node):
+        for pp in divisors(spec.num_layers):
+            if pp > 16:
+                continue
+            for ep in (size for size in experts if size <= per_node):
+                for granularity in ("none", "full"):
+                    candidate = _with_layout(config, tp, pp, ep, granularity)
+                    broken = find_problems(candidate) + layout_problems(candidate, world_size)
+                    if not broken and not shape_problems(candidate, spec, ""):
+                        yield candidate
+
+
+def _with_layout(config: RunConfig, tp: int, pp: int, ep: int, granularity: str) -> RunConfig:
+    changes: dict[str, object] = {
+        "tp": tp,
+        "pp": pp,
+        "ep": ep,
+        "vpp": None,
+        "sequence_parallel": tp > 1,
+        "distributed_optimizer": True,
+        "recompute": config.parallel.recompute.model_copy(update={"granularity": granularity, "num_layers": 1}),
+    }
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})
+
+
+# ---------------------------------------------------------------------------------------------------------------- output
+def render(plan: Plan) -> str:
+    """The plan as text."""
+    lines = [_headline(plan), ""]
+    for stage in (*plan.stages, *filter(None, [plan.rollout])):
+        title = f"training, pipeline stage {stage.stage}" if stage.phase == "train" else "rollout"
+        lines.append(
+            f"{title}: {_gib(stage.total)} on each GPU" if plan.gpu else f"{title}: {_gib(stage.total)} a rank"
+        )
+        lines.extend(f"  {_gib(item.num_bytes)}  {item.name}  [{item.source}]" for item in stage.items)
+        lines.append("")
+    lines.extend(_verdict(plan))
+    if plan.phases:
+        lines.extend(["", *_time_lines(plan)])
+    lines.extend(["", *_disk_lines(plan)])
+    return "\n".join(lines)
+
+
+def _headline(plan: Plan) -> str:
+    layout, resources = plan.layout, plan.config.resources
+    where = (
+        f"{resources.nodes} x {resources.gpus_per_node} {plan.gpu.name}"
+        if plan.gpu
+        else f"{layout.world_size} CPU ranks"
+    )
+    if resources.rollout_nodes:
+        where += f" + {resources.rollout_nodes} rollout nodes"
+    axes = f"tp={layout.tp} pp={layout.pp} cp={layout.cp} ep={layout.ep} dp={layout.dp}"
+    return (
+        f"{plan.config.run.name}: {plan.spec.family}, {memory.num_parameters(plan.spec):,} parameters, {where}, {axes}"
+    )
+
+
+def _verdict(plan: Plan) -> list[str]:
+    if plan.gpu is None:
+        return ["no GPU is named: nothing has to fit"]
+    limit = plan.gpu.memory_gib * GIB
+    peak = plan.peak
+    share = peak.total / limit
+    if peak.total <= limit and plan.small_cache is not None:
+        return ["DOES NOT FIT: a server's KV cache cannot hold one sample", f"  change {plan.small_cache}"]
+    where = f"stage {peak.stage}" if peak.phase == "train" else "the rollout phase"
+    if plan.fits:
+        return [f"FITS: at most {_gib(peak.total)} of {_gib(limit)} ({share:.0%}) of a {plan.gpu.name}, in {where}"]
+    lines = [f"DOES NOT FIT: {_gib(peak.total)} of {_gib(limit)} ({share:.0%}) of a {plan.gpu.name}, in {where}"]
+    return lines + [f"  change {advice}" for advice in _advice(plan)]
+
+
+def _advice(plan: Plan) -> Iterator[str]:
+    config, layout = plan.config, plan.layout
+    parallel = config.parallel
+    if plan.peak.phase == "rollout":
+        yield "rollout.servers.mem_fraction (lower), rollout.servers.tp (higher), or give rollout nodes of their own"
+    if not parallel.distributed_optimizer and layout.dp > 1:
+        yield "parallel.distributed_optimizer=true: optimizer state is divided over data-parallel ranks"
+    if parallel.recompute.granularity != "full":
+        yield "parallel.recompute.granularity=full: only layer inputs are kept, for a third more time"
+    if layout.tp > 1 and not parallel.sequence_parallel:
+        yield "parallel.sequence_parallel=true: norms' inputs are divided by tp"
+    longest = max_sequence_tokens(config)
+    if config.batch.tokens_per_microbatch > longest:
+        yield f"batch.tokens_per_microbatch (now {config.batch.tokens_per_microbatch}; at least {longest})"
+    yield "parallel.tp or parallel.pp (more ranks a replica), or resources.nodes; `plan --search` compares layouts"
+
+
+def _time_lines(plan: Plan) -> list[str]:
+    assert plan.gpu is not None
+    samples = plan.config.batch.prompts_per_step * plan.config.batch.samples_per_prompt
+    tokens = samples * plan.lengths.total
+    lengths = f"{plan.lengths.prompt:.0f} + {plan.lengths.response:.0f} tokens"
+    lines = [f"one step, {samples:,} samples of {lengths} on average (assumed; --response-tokens changes it):"]
+    for phase in plan.phases:
+        flops = f", {phase.flops / 1e15:,.1f} PFLOP" if phase.flops else ""
+        note = f" ({phase.note})" if phase.note else ""
+        lines.append(f"  {phase.seconds:9.1f} s  {phase.name}{flops}{note}")
+    hours = plan.step_s * plan.config.run.steps / 3600
+    together = "together, rollout beside the rest" if plan.is_ahead else "together"
+    lines.append(f"  {plan.step_s:9.1f} s  {together}: {tokens / plan.step_s / plan.num_gpus:,.0f} tokens/s a GPU")
+    lines.append(
+        f"the run, {plan.config.run.steps} steps: {hours:,.1f} h, {hours * plan.num_gpus:,.0f} GPU-hours "
+        "(efficiencies are assumed, not measured on several GPUs; checkpoints and evaluation come on top)"
+    )
+    return lines
+
+
+def _disk_lines(plan: Plan) -> list[str]:
+    middle = ", one in the middle of a step" if plan.config.batch.updates_per_step > 1 else ""
+    lines = [
+        f"a checkpoint: {_gib(plan.checkpoint_bytes)}; quota for {plan.num_checkpoints} of them (checkpoint.keep_last="
+        f"{plan.config.checkpoint.keep_last}, one being written{middle}) and the export: {_gib(plan.disk_bytes)}"
+    ]
+    lines.append(
+        f"host memory for a step's samples: at most {_gib(memory.host_step_bytes(plan.config))} on rank 0 and in the driver each"
+    )
+    if plan.host_bytes_per_rank:
+        lines.append(f"host memory for the reference snapshot: {_gib(plan.host_bytes_per_rank)} a rank")
+    return lines
+
+
+def render_search(plans: Sequence[Plan], current: Plan) -> str:
+    """The ten best layouts, and where the configured one stands."""
+    lines = ["  tp  pp  ep   dp  recompute   memory  fits    step s"]
+    for plan in plans[:10]:
+        lines.append(_search_row(plan))
+    lines.extend(["", "as configured:", _search_row(current)])
+    best = plans[0]
+    if best.fits:
+        sizes = f"parallel.tp={best.layout.tp} parallel.pp={best.layout.pp} parallel.ep={best.layout.ep}"
+        flags = f"parallel.sequence_parallel={str(best.layout.tp > 1).lower()} parallel.distributed_optimizer=true"
+        recompute = f"parallel.recompute.granularity={best.config.parallel.recompute.granularity}"
+        lines.extend(["", f"best: {sizes} {flags} {recompute}"])
+    else:
+        lines.extend(["", "no layout fits: raise resources.nodes or lower batch.tokens_per_microbatch"])
+    return "\n".join(lines)
+
+
+def search_json(plans: Sequence[Plan], current: Plan) -> str:
+    """All layouts, the best first, and the configured one: bytes and seconds."""
+    return json.dumps(
+        {"configured": _search_entry(current), "layouts": [_search_entry(plan) for plan in plans]}, indent=2
+    )
+
+
+def _search_entry(plan: Plan) -> dict[str, object]:
+    layout = plan.layout
+    return {
+        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "dp")},
+        "recompute": plan.config.parallel.recompute.granularity,
+        "peak_bytes": plan.peak.total,
+        "fits": plan.fits,
+        "step_s": plan.step_s,
+    }
+
+
+def _search_row(plan: Plan) -> str:
+    layout, granularity = plan.layout, plan.config.parallel.recompute.granularity
+    fits = "yes" if plan.fits else "no"
+    return (
+        f"{layout.tp:4d}{layout.pp:4d}{layout.ep:4d}{layout.dp:5d}  {granularity:<9}{_gib(plan.peak.total):>9}"
+        f"  {fits:<4}{plan.step_s:10.1f}"
+    )
+
+
+def to_json(plan: Plan) -> str:
+    """The plan as JSON: bytes and seconds."""
+    stages = [*plan.stages, *filter(None, [plan.rollout])]
+    return json.dumps(
+        {
+            "run": plan.config.run.name,
+            "parameters": memory.num_parameters(plan.spec),
+            "gpus": plan.num_gpus,
+            "fits": plan.fits,
+            "memory": [{**asdict(stage), "total": stage.total} for stage in stages],
+            "phases": [asdict(phase) for phase in plan.phases],
+            "step_s": plan.step_s,
+            "checkpoint_bytes": plan.checkpoint_bytes,
+            "disk_bytes": plan.disk_bytes,
+            "host_step_bytes": memory.host_step_bytes(plan.config),
+            "host_bytes_per_rank": plan.host_bytes_per_rank,
+            "assumptions": [asdict(constant) for constant in constants.MEASURABLE],
+        },
+        indent=2,
+    )
+
+
+def _gib(num_bytes: float) -> str:
+    if num_bytes < GIB / 100:
+        return f"{num_bytes / 2**20:5.2f} MiB"
+    return f"{num_bytes / GIB:5.1f} GiB"

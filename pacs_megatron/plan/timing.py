@@ -1,0 +1,227 @@
+"""FLOPs and expected seconds of a step's phases: rollout, score pass, update, sync. No torch.
+
+FLOPs follow Megatron's formula: two a multiply-add, attention scores counted in full rows but halved for causality.
+Seconds come from the FLOPs and the constants' assumed efficiencies; they are estimates until measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pacs_megatron.config.checks import max_response_tokens
+from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
+from pacs_megatron.config.schema import DemonstrationRollout, EmbeddedRollout, RunConfig, SglangRollout
+from pacs_megatron.contracts.layout import Layout
+from pacs_megatron.models import ModelSpec
+from pacs_megatron.plan import constants
+from pacs_megatron.plan.constants import Gpu
+from pacs_megatron.plan.memory import (
+    StageMemory,
+    kv_bytes_per_token,
+    kv_cache_bytes,
+    num_parameters,
+    sampler_weight_bytes,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Mean lengths in tokens that the estimate assumes."""
+
+    prompt: float
+    response: float
+
+    @property
+    def total(self) -> float:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One phase of a step."""
+
+    name: str
+    seconds: float
+    flops: float
+    """Model FLOPs of the whole job; 0 where the phase moves bytes."""
+    note: str = ""
+
+
+def mean_lengths(config: RunConfig, response: float | None = None) -> Lengths:
+    """The lengths to plan with; `response` overrides the assumed share of the limit."""
+    assumed = max_response_tokens(config) * constants.MEAN_RESPONSE_FRAC.value
+    return Lengths(
+        prompt=config.data.max_prompt_tokens * constants.MEAN_PROMPT_FRAC.value,
+        response=assumed if response is None else response,
+    )
+
+
+def active_matrix_parameters(spec: ModelSpec) -> int:
+    """Elements of the layers' matrices that one token passes through (experts: top_k of them), without embeddings."""
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention = spec.hidden_size * (2 * queries + 2 * keys)
+    if spec.moe is None:
+        mlp = 3 * spec.hidden_size * spec.ffn_size
+    else:
+        mlp = spec.moe.top_k * 3 * spec.hidden_size * spec.moe.expert_ffn_size
+        mlp += spec.hidden_size * spec.moe.num_experts
+    return spec.num_layers * (attention + mlp)
+
+
+def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float, num_outputs: float) -> float:
+    """FLOPs of one forward pass over `num_tokens` in sequences of `mean_length`, with `num_outputs` log-probs."""
+    matrices = 2 * active_matrix_parameters(spec) * num_tokens
+    # Scores and their product with the values: 2 * 2 * s * heads * head_dim a token, half of it masked.
+    attention = 2 * mean_length * spec.num_heads * spec.head_dim * spec.num_layers * num_tokens
+    head = 2 * spec.hidden_size * spec.vocab_size * num_outputs
+    return matrices + attention + head
+
+
+def num_forward_passes(config: RunConfig) -> int:
+    """Forward-only passes over a part of the batch (score and log-prob passes), summed over a step's updates."""
+    updates, objective = config.batch.updates_per_step, config.objective
+    sources = 0
+    if isinstance(objective, PacsOptions):
+        # With `step_start` the first update's scores are 0 by definition, so one update a step needs no pass at all.
+        closed_form = objective.reference == "step_start"
+        sources += (closed_form and updates > 1) or objective.importance_cap is not None
+        sources += objective.reference == "frozen"
+        return sources * updates + (updates - 1 if closed_form else updates)
+    if isinstance(objective, GrpoOptions):
+        sources += updates > 1
+        sources += objective.kl_coef > 0
+    return sources * updates
+
+
+def train_seconds(
+    config: RunConfig, layout: Layout, gpu: Gpu, flops: float, *, lengths: Lengths, forward_only: bool
+) -> float:
+    """Seconds of the whole job's GPUs for `flops` model FLOPs, with pipeline bubble, TP and CP losses, recompute."""
+    efficiency = (constants.FORWARD_MFU if forward_only else constants.TRAIN_MFU).value
+    for ways, loss in ((layout.tp, constants.TP_LOSS), (layout.cp, constants.CP_LOSS)):
+        efficiency *= (1 - loss.value) ** (ways.bit_length() - 1)
+    if config.precision.fp8 is not None:
+        efficiency *= constants.FP8_SPEEDUP.value
+    if not forward_only and config.parallel.recompute.granularity == "full":
+        flops = flops * 4 / 3
+    seconds = flops / (layout.world_size * gpu.bf16_tflops * 1e12 * efficiency)
+    return seconds * (1 + bubble(config, layout, lengths))
+
+
+def bubble(config: RunConfig, layout: Layout, lengths: Lengths) -> float:
+    """Idle time of the pipeline over its working time: (pp - 1) / (micro-batches * vpp)."""
+    if layout.pp == 1:
+        return 0.0
+    return (layout.pp - 1) / (num_microbatches(config, layout, lengths) * (layout.vpp or 1))
+
+
+def num_microbatches(config: RunConfig, layout: Layout, lengths: Lengths) -> int:
+    """Micro-batches of one rank in one update, at the mean length."""
+    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt / config.batch.updates_per_step
+    tokens = samples * lengths.total / layout.dp
+    return max(1, round(tokens / config.batch.tokens_per_microbatch))
+
+
+def step_phases(
+    config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu, sampling: StageMemory | None, lengths: Lengths
+) -> list[Phase]:
+    """Rollout, forward-only passes, updates and weight sync of one step."""
+    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
+    forward = forward_flops(spec, samples * lengths.total, lengths.total, samples * lengths.response)
+    phases = []
+    if not isinstance(config.rollout, DemonstrationRollout):
+        phases.append(_rollout(config, spec, layout, gpu, sampling, lengths))
+    passes = num_forward_passes(config)
+    if passes:
+        flops = forward * passes / config.batch.updates_per_step
+        seconds = train_seconds(config, layout, gpu, flops, lengths=lengths, forward_only=True)
+        phases.append(Phase("score and log-prob passes", seconds, flops, f"{passes} passes over a mini-batch"))
+    flops = 3 * forward
+    seconds = train_seconds(config, layout, gpu, flops, lengths=lengths, forward_only=False)
+    idle = bubble(config, layout, lengths)
+    phases.append(Phase("updates", seconds, flops, f"{config.batch.updates_per_step} updates, bubble {idle:.0%}"))
+    if isinstance(config.rollout, SglangRollout):
+        phases.append(_sync(config, spec, gpu))
+    return phases
+
+
+def _rollout(
+    config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu, sampling: StageMemory | None, lengths: Lengths
+) -> Phase:
+    """Decoding is bound by reading weights and cache: a step of B sequences takes max(bytes / bandwidth, FLOPs / peak).
+
+    Samples arrive in rounds of as many as the cache holds; the last round drags on to the response limit at low
+    concurrency.
+    """
+    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
+    replicas, tp = sampling_replicas(config, layout)
+    if sampling is None:
+        return Phase("rollout", 0.0, 0.0, "attached servers: not estimated")
+    cache = kv_cache_bytes(sampling)
+    per_token = kv_bytes_per_token(spec, tp)
+    fits = cache / (per_token * (lengths.prompt + lengths.response / 2))
+    limit = _max_running(config)
+    concurrent = max(1.0, min(fits, limit, samples / replicas))
+    rollout = config.rollout
+    bytes_held = sampler_weight_bytes(rollout, spec) if isinstance(rollout, SglangRollout) else 4 * num_parameters(spec)
+    weights = bytes_held / tp
+    if spec.moe is not None:  # few sequences read few experts; many read all
+        touched = min(1.0, concurrent * spec.moe.top_k / spec.moe.num_experts)
+        weights *= touched
+    server = _Server(tp=tp, weight_bytes=weights, token_bytes=per_token)
+    step = _decode_step(spec, gpu, server, concurrent, lengths)
+    tokens = samples * lengths.response / replicas
+    steady = tokens / concurrent * step
+    longest = max_response_tokens(config)
+    tail = max(0.0, longest - lengths.response) * _decode_step(spec, gpu, server, 8, lengths) / 2
+    prefill = forward_flops(spec, config.batch.prompts_per_step * lengths.prompt, lengths.prompt, 0)
+    seconds = steady + tail + prefill / (replicas * tp * gpu.bf16_tflops * 1e12 * constants.FORWARD_MFU.value)
+    rate = samples * lengths.response / seconds / (replicas * tp)
+    flops = forward_flops(spec, samples * lengths.response, lengths.total, samples * lengths.response) + prefill
+    note = f"{replicas} samplers x {concurrent:.0f} sequences, {rate:,.0f} tokens/s a GPU"
+    return Phase("rollout", seconds, flops, note)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Server:
+    """What decoding reads on each GPU of one server."""
+
+    tp: int
+    weight_bytes: float
+    token_bytes: float
+
+
+def _decode_step(spec: ModelSpec, gpu: Gpu, server: _Server, concurrent: float, lengths: Lengths) -> float:
+    tp = server.tp
+    read = server.weight_bytes + server.token_bytes * concurrent * (lengths.prompt + lengths.response / 2)
+    by_bandwidth = read / (gpu.memory_gb_s * 1e9 * constants.DECODE_BANDWIDTH_FRAC.value)
+    flops = forward_flops(spec, concurrent, lengths.total, concurrent) / tp
+    by_compute = flops / (gpu.bf16_tflops * 1e12 * constants.DECODE_MFU.value)
+    return max(by_bandwidth, by_compute) + constants.DECODE_OVERHEAD_S.value
+
+
+def sampling_replicas(config: RunConfig, layout: Layout) -> tuple[int, int]:
+    """(samplers, GPUs of each)."""
+    rollout = config.rollout
+    if isinstance(rollout, SglangRollout) and rollout.servers is not None:
+        return rollout.servers.count, rollout.servers.tp
+    return layout.world_size, 1
+
+
+def _max_running(config: RunConfig) -> float:
+    if isinstance(config.rollout, EmbeddedRollout):
+        return config.rollout.batch_sequences
+    assert isinstance(config.rollout, SglangRollout)
+    return config.rollout.max_in_flight
+
+
+def _sync(config: RunConfig, spec: ModelSpec, gpu: Gpu) -> Phase:
+    assert isinstance(config.rollout, SglangRollout)
+    num_bytes = sampler_weight_bytes(config.rollout, spec)
+    transport = config.rollout.sync.transport
+    if transport == "disk":
+        seconds = 2 * num_bytes / (constants.DISK_GB_S.value * 1e9)
+    else:
+        link = gpu.nvlink_gb_s if transport == "ipc" else constants.NETWORK_GB_S.value
+        seconds = num_bytes / (link * 1e9 * constants.SYNC_FRAC.value)
+    return Phase(f"weight sync ({transport})", seconds, 0.0, f"{num_bytes / 1e9:.1f} GB")

@@ -1,0 +1,378 @@
+"""The part of `preflight` that looks at this host: software, GPUs, folders, room, ports, network interfaces, cluster file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from pacs_megatron.config import LoadedConfig
+from pacs_megatron.config.cluster import ClusterConfig
+from pacs_megatron.config.schema import SglangRollout
+from pacs_megatron.errors import PacsError
+from pacs_megatron.plan import constants, memory
+from pacs_megatron.plan.constants import GIB
+from pacs_megatron.plan.plan import Plan
+from pacs_megatron.preflight import quota
+from pacs_megatron.preflight.check import Check, Level, attempt, existing_parent
+from pacs_megatron.preflight.doctor import findings, installed
+from pacs_megatron.runtime.environment import job_port
+
+NET_DEVICES = Path("/sys/class/net")
+IB_DEVICES = Path("/sys/class/infiniband")
+DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+FILES_A_CHECKPOINT = 64
+"""Files of a checkpoint and its share of logs, beside one or two a rank."""
+MIN_SCRATCH_BYTES = 1 * GIB
+"""Sockets, compiled kernels and caches of a job."""
+TINY_SCRATCH_BYTES = 16 * 2**20
+"""Below it even the reward's processes cannot start."""
+
+
+def check_software(loaded: LoadedConfig) -> Iterator[Check]:
+    """Versions against this package's own requirements, and what `doctor` calls harmful."""
+    wanted = {"Python", "torch", "megatron-core", "transformers", "datasets", "math-verify", "NVIDIA Apex"}
+    broken = list(version_problems())
+    yield from broken
+    named = {check.key for check in broken}
+    for row in findings():
+        is_needed = row.name in wanted or (row.name == "transformer-engine" and needs_gpus(loaded))
+        if is_needed and row.state == "bad" and row.name not in named:
+            yield Check("fail", row.name, row.detail, row.fix)
+    if not broken:
+        names = ("torch", "megatron-core", "transformers", "datasets")
+        yield Check("ok", "software", ", ".join(f"{name} {installed(name)}" for name in names))
+    config = loaded.config
+    if needs_gpus(loaded) and config.precision.dtype == "bf16" and installed("transformer-engine") is None:
+        level: Level = "fail" if config.precision.fp8 is not None and in_a_job() else "warn"
+        key = "precision.fp8" if config.precision.fp8 is not None else "transformer-engine"
+        message = "Transformer Engine is not installed here: no FP8, and bf16 runs on torch's own kernels"
+        yield Check(level, key, message, "pip install --no-build-isolation '.[gpu]', or use slurm/container/Dockerfile")
+    if config.logging.wandb is not None and installed("wandb") is None:
+        yield Check("fail", "logging.wandb", "wandb is not installed", "pip install wandb, or remove logging.wandb")
+
+
+def version_problems(package: str = "pacs-megatron") -> Iterator[Check]:
+    """A failure for each required distribution that is missing or outside the range that this package asks for."""
+    try:
+        lines = requires(package) or []
+    except PackageNotFoundError:
+        yield Check("warn", "software", f"{package} is not installed: its requirements cannot be read", "make install")
+        return
+    for line in lines:
+        wanted = Requirement(line)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        found = installed(wanted.name)
+        if found is None:
+            yield Check("fail", wanted.name, f"not installed, {wanted.specifier} is required", "make install")
+        elif not wanted.specifier.contains(Version(found).base_version, prereleases=True):
+            yield Check("fail", wanted.name, f"{found} is installed, {wanted.specifier} is required", "make install")
+
+
+def needs_gpus(loaded: LoadedConfig) -> bool:
+    """Whether the configuration asks for GPUs."""
+    return loaded.config.resources.gpus_per_node > 0
+
+
+def in_a_job() -> bool:
+    """Whether this is a compute node: what is missing here will be missing in the run."""
+    return "SLURM_JOB_ID" in os.environ or "RANK" in os.environ
+
+
+def severity() -> Level:
+    """Of something that is wrong on a compute node and may be right on a login node."""
+    return "fail" if in_a_job() else "warn"
+
+
+def check_gpus(loaded: LoadedConfig) -> Iterator[Check]:
+    """Number, memory, driver; FP8 and Transformer Engine as the policy itself looks at them."""
+    config = loaded.config
+    wanted = config.resources.gpus_per_node
+    if not wanted:
+        return
+    import torch
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not found:
+        yield _no_gpu(wanted, torch.version.cuda)
+        return
+    if found < wanted:
+        yield Check("fail", "resources.gpus_per_node", f"{found} GPUs here, {wanted} wanted", f"set it to {found}")
+    name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / GIB
+    planned = constants.GPUS[config.resources.gpu].memory_gib if config.resources.gpu is not None else 0.0
+    same = abs(memory - planned) < 0.05 * planned
+    fix = "" if same else "name the GPU that is there, or `plan` counts with another one's memory"
+    yield Check("ok" if same else "warn", "resources.gpu", f"{name}, {memory:.1f} GiB, planned with {planned} GiB", fix)
+    free, total = torch.cuda.mem_get_info(0)
+    if free < 0.9 * total:
+        message = f"{(total - free) / GIB:.1f} GiB of GPU 0 are in use already"
+        yield Check("warn", "resources.gpu", message, "end what runs there: nvidia-smi names the processes")
+    from pacs_megatron.policy import precision
+
+    def fits() -> str:
+        machine = precision.inspect_machine()
+        precision.check(config.precision, machine)
+        return precision.describe(config.precision, machine)
+
+    yield attempt("precision", fits)
+
+
+def _no_gpu(wanted: int, built_for: str | None) -> Check:
+    """Why torch sees no GPU: none there, a CPU build of torch, hidden ones, or a driver that is too old."""
+    key = "resources.gpus_per_node"
+    if not any(path.exists() for path in DRIVER_FILES):
+        if in_a_job():
+            return Check("fail", key, f"{wanted} wanted, but this node has none", "ask Slurm for GPUs, or set 0")
+        return Check("warn", key, "no GPU here (a login node?)", "run preflight inside the job too")
+    if built_for is None:
+        fix = "install torch for your CUDA: README.md, Install"
+        return Check("fail", "torch", "there is an NVIDIA driver, but torch is a CPU build", fix)
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return Check("fail", key, "CUDA_VISIBLE_DEVICES hides every GPU", "unset CUDA_VISIBLE_DEVICES")
+    message = f"there is an NVIDIA driver, but torch for CUDA {built_for} finds no GPU"
+    return Check(
+        "fail", "driver", message, "compare nvidia-smi's CUDA version; update the driver or use an older torch"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- folders and room
+def check_folders(loaded: LoadedConfig) -> Iterator[Check]:
+    """That the run's folder and the scratch folder take files, by writing one."""
+    run_dir = Path(loaded.config.run.dir)
+    named = run_dir / loaded.config.run.name
+    for key, folder in (("run.dir", named if named.exists() else run_dir), ("TMPDIR", scratch_folder())):
+        existing = existing_parent(folder)
+        if not existing.is_dir():
+            yield Check("fail", key, f"{existing} is a file", "name a folder")
+            continue
+        if key == "TMPDIR" and existing != folder.absolute():
+            fix = "make it, or set TMPDIR (cluster file: scratch) to one that is there"
+            yield Check("fail", key, f"{folder}: no such folder", fix)
+            continue
+        reason = _write_problem(existing)
+        if reason is not None:
+            yield Check("fail", key, f"{existing} is not writable: {reason}", "choose another folder")
+        else:
+            yield Check("ok", key, f"{folder} is writable")
+    free = shutil.disk_usage(existing_parent(scratch_folder())).free
+    if free < MIN_SCRATCH_BYTES:
+        message = f"{free / GIB:.2f} GiB free in {scratch_folder()}"
+        level: Level = "fail" if free < TINY_SCRATCH_BYTES else "warn"
+        yield Check(level, "TMPDIR", message, "set TMPDIR (cluster file: scratch) to a folder with more room")
+
+
+def scratch_folder() -> Path:
+    """Where programs put temporary files. The variable is read anew: `tempfile` remembers its first answer."""
+    return Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
+
+
+def _write_problem(folder: Path) -> str | None:
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".pacs-preflight-") as file:
+            file.write(b"x")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def check_room(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
+    """Free space, quota and files for the checkpoints and the export that `plan` counts."""
+    folder = existing_parent(Path(loaded.config.run.dir))
+    if not folder.is_dir():
+        return  # named by check_folders
+    need = plan.disk_bytes
+    need_files = plan.num_checkpoints * (FILES_A_CHECKPOINT + 2 * plan.layout.world_size)
+    found, unknown = quota.free_space(folder)
+    for room in found:
+        text = f"{room.num_bytes / GIB:.1f} GiB left at {folder} ({room.source}), {need / GIB:.1f} GiB for checkpoints"
+        fix = "lower it, make room, or choose another run.dir"
+        if room.num_bytes < need:
+            yield Check("fail", "checkpoint.keep_last", f"{text} and export", fix)
+        elif room.num_files < need_files:
+            message = f"{room.num_files:.0f} files left at {folder} ({room.source}), about {need_files} needed"
+            yield Check("fail", "checkpoint.keep_last", message, fix)
+        else:
+            yield Check("ok", "checkpoint.keep_last", f"{text} and export")
+    if unknown is not None:
+        yield Check("warn", "quota", unknown, f"make sure that it leaves {need / GIB:.0f} GiB")
+
+
+def check_memory(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
+    """This host's memory against what `plan` puts there; not on a login node of a run on GPUs, whose memory says nothing."""
+    if needs_gpus(loaded) and not in_a_job():
+        return
+    ranks = plan.layout.world_size // loaded.config.resources.nodes
+    need = ranks * plan.host_bytes_per_rank + 2 * memory.host_step_bytes(loaded.config)
+    if not needs_gpus(loaded):
+        stages = (
+            sum(item.num_bytes for item in memory.state_items(loaded.config, plan.spec, plan.layout, s))
+            for s in range(plan.layout.pp)
+        )
+        need += ranks * max(stages)
+    there = min(psutil.virtual_memory().available, _cgroup_limit())
+    text = f"{there / GIB:.1f} GiB of host memory, at least {need / GIB:.1f} GiB for what `plan` puts there"
+    fix = "ask for more (cluster file: mem: '0' for all of the node), or lower batch.prompts_per_step"
+    yield Check("fail" if there < need else "ok", "memory", text, fix if there < need else "")
+
+
+def _cgroup_limit() -> float:
+    """Bytes that this process's control group allows, as Slurm and containers set them; infinite where none does."""
+    limits = [float("inf")]
+    for path in CGROUP_LIMITS:
+        if path.is_file() and (text := path.read_text(encoding="utf-8").strip()).isdecimal():
+            limits.append(float(text))
+    return min(limits)
+
+
+# ------------------------------------------------------------------------------------------------------------- network
+def check_ports(loaded: LoadedConfig) -> Iterator[Check]:
+    """The port where ranks meet is free, and the addresses that the configuration names belong to this host."""
+    rollout = loaded.config.rollout
+    if isinstance(rollout, SglangRollout) and rollout.sync.transport == "broadcast" and rollout.servers is not None:
+        reason = _bind_problem(rollout.sync.host, 0)
+        if reason is not None:
+            level: Level = "fail" if rollout.sync.host.startswith("127.") else severity()
+            message = f"{rollout.sync.host} is no address of this host ({reason})"
+            fix = "name the trainer's address: `ip addr` on its first node"
+            yield Check(level, "rollout.sync.host", message, fix)
+    if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
+        return  # the ranks meet at it below, which is the better test
+    given = os.environ.get("MASTER_PORT")
+    if given is None and "SLURM_JOB_ID" in os.environ:
+        given = str(job_port(os.environ["SLURM_JOB_ID"]))
+    if given is not None and not (given.isdecimal() and 0 < int(given) < 65536):
+        yield Check("fail", "MASTER_PORT", f"{given!r} is no port", "unset it, or use one from 1024 to 65535")
+        return
+    port = int(given or 0)
+    reason = _bind_problem("", port)
+    if reason is None:
+        yield Check("ok", "ports", f"port {port} is free" if port else "a free port can be had")
+    else:
+        yield Check("fail", "MASTER_PORT", f"port {port}: {reason}", "export another MASTER_PORT, or end what holds it")
+
+
+def _bind_problem(host: str, port: int) -> str | None:
+    with socket.socket() as probe:
+        # As servers do: a port that is only waiting out its last connections counts as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except socket.gaierror as error:
+            return f"cannot be resolved: {error.strerror}"
+        except OSError as error:
+            return errno.errorcode.get(error.errno or 0, "") + f": {error.strerror}"
+    return None
+
+
+def check_network_settings(loaded: LoadedConfig) -> Iterator[Check]:
+    """Interfaces and adapters that gloo and NCCL are told to use exist here, and no setting slows them silently."""
+    nodes = loaded.config.resources.nodes
+    there = _names(NET_DEVICES)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = os.environ.get(variable)
+        if not value:
+            if nodes > 1 and in_a_job():
+                message = f"not set, {nodes} nodes: the first interface that is found may not reach the other nodes"
+                yield Check("warn", variable, message, f"set it (cluster file: network_interface) to one of {there}")
+            continue
+        yield _interface(variable, value, there, nodes)
+    adapters = _names(IB_DEVICES)
+    chosen = os.environ.get("NCCL_IB_HCA")
+    if chosen and not _matches(re.sub(r":\d+", "", chosen), adapters):
+        level = severity()
+        message = f"{chosen} matches none of this host's adapters ({', '.join(adapters) or 'none'})"
+        yield Check(level, "NCCL_IB_HCA", message, "unset it, or name an adapter from /sys/class/infiniband")
+    for variable, slow in (("NCCL_IB_DISABLE", "InfiniBand"), ("NCCL_P2P_DISABLE", "NVLink")):
+        if os.environ.get(variable) not in (None, "", "0") and (adapters or variable == "NCCL_P2P_DISABLE"):
+            yield Check("warn", variable, f"{slow} is switched off: collectives will be slow", f"unset {variable}")
+
+
+def _interface(variable: str, value: str, there: list[str], nodes: int) -> Check:
+    level = severity()
+    exact = variable.startswith("GLOO")
+    matching = [name for name in there if name in value.split(",")] if exact else _matches(value, there)
+    if not matching:
+        message = f"{value} matches no interface here ({', '.join(there)})"
+        return Check(level, variable, message, "set the cluster file's network_interface; `ip link` names them")
+    if nodes > 1 and matching == ["lo"]:
+        message = f"{value} is loopback, but resources.nodes={nodes}"
+        return Check("fail", variable, message, "name the interface that reaches the other nodes")
+    down = [name for name in matching if _is_down(name)]
+    if down == matching:
+        return Check(
+            level, variable, f"{', '.join(down)} is down", "name an interface that is up; `ip link` shows them"
+        )
+    return Check("ok", variable, f"{', '.join(matching)}")
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def _is_down(name: str) -> bool:
+    state = NET_DEVICES / name / "operstate"
+    return state.is_file() and state.read_text().strip() == "down"
+
+
+def _matches(value: str, names: list[str]) -> list[str]:
+    """NCCL's own syntax: prefixes with commas between them; `=` asks for whole names, `^` for all others."""
+    excluded = value.startswith("^")
+    exact = value.lstrip("^").startswith("=")
+    wanted = [part for part in value.lstrip("^=").split(",") if part]
+    hit = [name for name in names if any(name == part or (not exact and name.startswith(part)) for part in wanted)]
+    return [name for name in names if name not in hit] if excluded else hit
+
+
+# ------------------------------------------------------------------------------------------------------------- cluster
+def check_cluster(cluster: ClusterConfig) -> Iterator[Check]:
+    """The site's file: folders, image and interface that it names. A login node may lack what compute nodes have."""
+    level = severity()
+    if cluster.scratch is not None and "$" not in cluster.scratch:
+        reason = _write_problem(Path(cluster.scratch)) if Path(cluster.scratch).is_dir() else "no such folder here"
+        if reason is not None:
+            yield Check(level, "scratch", f"{cluster.scratch}: {reason}", "name a folder that every compute node has")
+        else:
+            yield Check("ok", "scratch", f"{cluster.scratch} is writable")
+    if cluster.network_interface is not None and cluster.network_interface not in _names(NET_DEVICES):
+        message = f"{cluster.network_interface} is no interface of this host ({', '.join(_names(NET_DEVICES))})"
+        yield Check(level, "network_interface", message, "`ip link` on a compute node names them")
+    container = cluster.container
+    if container is not None:
+        if container.image.startswith("/") and not Path(container.image).exists():
+            fix = "build it from slurm/container/Dockerfile, or correct the path"
+            yield Check("fail", "container.image", f"{container.image} does not exist", fix)
+        for mount in container.mounts:
+            source = mount.split(":")[0]
+            if not Path(source).exists():
+                yield Check(level, "container.mounts", f"{source} does not exist here", "correct the path")
+    elif "/" in cluster.python[0] and not Path(cluster.python[0]).exists():
+        yield Check(
+            level, "python", f"{cluster.python[0]} does not exist", "name the interpreter that has pacs_megatron"
+        )
+
+
+def load_cluster_checks(path: Path) -> list[Check]:
+    """`check_cluster` of a file, or the one line that says why it does not load."""
+    from pacs_megatron.config.cluster import load_cluster
+
+    try:
+        return list(check_cluster(load_cluster(path)))
+    except PacsError as error:
+        return [Check("fail", "cluster", str(error))]

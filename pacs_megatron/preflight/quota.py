@@ -1,0 +1,98 @@
+"""Room left on a file system for this user: free blocks and files, and quotas as the site's own tools tell them.
+
+`statvfs` knows nothing of a user's quota on Lustre and NFS, so `lfs quota` and `quota` are asked where they are there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+MOUNTS = Path("/proc/mounts")
+_TIMEOUT_S = 20.0
+_KIB = 1024
+_NETWORK_TYPES = ("lustre", "nfs", "nfs4", "gpfs", "beegfs", "ceph", "panfs", "wekafs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeSpace:
+    """What may still be written."""
+
+    num_bytes: float
+    num_files: float
+    """infinite where the file system does not count files"""
+    source: str
+    """who says so: `free space`, `lfs quota -u`, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of /proc/mounts."""
+
+    device: str
+    point: Path
+    kind: str
+
+
+def find_mount(folder: Path) -> Mount | None:
+    """The mount that holds `folder`: the longest mount point above it."""
+    best: Mount | None = None
+    for line in MOUNTS.read_text(encoding="utf-8").splitlines() if MOUNTS.is_file() else []:
+        device, point, kind = line.split()[:3]
+        path = Path(point.replace("\\040", " "))
+        if folder.is_relative_to(path) and (best is None or len(path.parts) >= len(best.point.parts)):
+            best = Mount(device, path, kind)
+    return best
+
+
+def free_space(folder: Path) -> tuple[list[FreeSpace], str | None]:
+    """(free space and every quota that binds, why a quota could not be asked for or None), for an existing folder."""
+    stats = os.statvfs(folder)
+    files = float(stats.f_favail) if stats.f_files else float("inf")
+    found = [FreeSpace(num_bytes=float(stats.f_bavail) * stats.f_frsize, num_files=files, source="free space")]
+    mount = find_mount(folder)
+    if mount is None:
+        return found, None
+    if mount.kind == "lustre" and shutil.which("lfs"):
+        for flag, number in (("-u", os.getuid()), ("-g", os.getgid())):
+            text = _run(["lfs", "quota", "-q", flag, str(number), str(mount.point)])
+            found += _parse(text, str(mount.point), f"lfs quota {flag}")
+        return found, None
+    if shutil.which("quota"):
+        return found + _parse(_run(["quota", "-w", "-p", "-u"]), mount.device, "quota -u"), None
+    unknown = mount.kind in _NETWORK_TYPES
+    return found, f"no tool here tells the quota of {mount.point} ({mount.kind})" if unknown else None
+
+
+def _run(command: list[str]) -> str:
+    """Its standard output; `quota` exits with 1 when a limit is passed, so the status says nothing."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _parse(text: str, name: str, source: str) -> list[FreeSpace]:
+    """Both tools print: name, KiB used, soft, hard, grace, files used, soft, hard, grace; 0 is no limit, `*` is over it."""
+    found = []
+    for line in text.splitlines():
+        fields = line.split()
+        if len(fields) < 8 or fields[0] != name:
+            continue
+        numbers = [field.rstrip("*") for field in fields[1:8]]
+        counts = [*numbers[:3], *numbers[4:7]]
+        if not all(number.isdecimal() for number in counts):
+            continue
+        used, soft, hard, files, soft_files, hard_files = map(float, counts)
+        limit, limit_files = _tighter(soft, hard), _tighter(soft_files, hard_files)
+        if limit < float("inf") or limit_files < float("inf"):
+            room, room_files = max(0.0, limit - used) * _KIB, max(0.0, limit_files - files)
+            found.append(FreeSpace(num_bytes=room, num_files=room_files, source=source))
+    return found
+
+
+def _tighter(soft: float, hard: float) -> float:
+    return min((limit for limit in (soft, hard) if limit), default=float("inf"))

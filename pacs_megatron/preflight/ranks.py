@@ -1,0 +1,238 @@
+"""The part of `preflight` that needs all ranks: what must be equal on every node, and the network between them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pacs_megatron.config import LoadedConfig, load_config
+from pacs_megatron.config.layout import layout_of
+from pacs_megatron.errors import PacsError
+from pacs_megatron.plan import constants
+from pacs_megatron.preflight.check import Check, existing_parent
+from pacs_megatron.preflight.doctor import installed
+from pacs_megatron.preflight.run import local_model, run_preflight, stdout_for_the_report
+from pacs_megatron.runtime.environment import find_rank
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_SKEW_S = 5.0
+ALL_REDUCE_BYTES = 64 * 2**20
+ALL_REDUCE_TRIES = 5
+SLOW_FRAC = 0.25
+"""Of the bandwidth that `plan` counts with; below it the network is named."""
+PROBE_S = 10.0
+"""A shared file system may show a new file on another node only after a while."""
+WEIGHT_SAMPLE_BYTES = 1 << 20
+PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "pydantic", "transformer-engine")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def run_everywhere(
+    path: Path, overrides: Sequence[str], *, cluster: Path | None = None, start_servers: bool = True
+) -> list[Check]:
+    """What this process has to say: all checks when it is alone or rank 0; failures only elsewhere.
+
+    Collective under torchrun or srun: one rank of each node looks at its host, then all of them compare.
+    """
+    place = find_rank(os.environ)
+    checks = []
+    if place is None or place.local_rank == 0:
+        with stdout_for_the_report():
+            checks = run_preflight(path, overrides, cluster=cluster, start_servers=start_servers)
+        if place is not None and place.rank:
+            checks = [check for check in checks if check.level == "fail"]  # every node looks, one speaks
+    return checks + run_rank_checks(path, overrides)
+
+
+def run_rank_checks(path: Path, overrides: Sequence[str]) -> list[Check]:
+    """Checks over all ranks, on rank 0; empty elsewhere and outside a job. Collective under torchrun or srun."""
+    place = find_rank(os.environ)
+    if place is None:
+        return []
+    try:
+        loaded = load_config(path, overrides)
+    except PacsError:
+        return []  # the other part says why, on every rank alike
+    os.environ.update(place.variables())
+    from pacs_megatron.parallel import groups
+
+    try:
+        rank = groups.initialize(layout_of(loaded.config, place.world_size), seed=0, control_timeout_s=120.0)
+    except PacsError as error:
+        return [Check("fail", "parallel", str(error))] if place.rank == 0 else []
+    try:
+        checks = [*_equal(loaded, rank), *_shared_folder(loaded, rank), *_skew(rank), *_all_reduce(loaded, rank)]
+    finally:
+        groups.shutdown()
+    return checks if rank.rank == 0 else []
+
+
+_FIXES = {
+    "model.path": "put it on a file system that all nodes share, or run `fetch` on each",
+    "GPUs": "ask for nodes of one kind (cluster file: constraint), and have drivers updated together",
+}
+
+
+def _equal(loaded: LoadedConfig, rank: Any) -> list[Check]:
+    """Configuration, software, GPUs, model and tokenizer, as hashes gathered from every rank."""
+    values = {
+        "configuration": loaded.to_yaml(),
+        "versions": " ".join(f"{name}={installed(name)}" for name in PACKAGES),
+        "GPUs": _gpu(rank),
+        "model.path": _model_digest(loaded.config.model.path),
+    }
+    checks = []
+    for key, value in values.items():
+        digest = struct.unpack("<q", hashlib.sha256(value.encode()).digest()[:8])[0]
+        found = _gather(rank, digest)
+        different = [index for index, other in enumerate(found) if other != found[0]]
+        if different:
+            fix = _FIXES.get(key, "use one environment and one file system everywhere")
+            checks.append(Check("fail", key, f"differs on ranks {different[:8]} from rank 0", fix))
+        else:
+            checks.append(Check("ok", key, f"equal on {len(found)} ranks"))
+    return checks
+
+
+def _gpu(rank: Any) -> str:
+    if rank.device.type != "cuda":
+        return "none"
+    import torch
+
+    props = torch.cuda.get_device_properties(rank.device)
+    driver = NVIDIA_DRIVER.read_text(encoding="utf-8") if NVIDIA_DRIVER.is_file() else "unknown"
+    return f"{props.name} {props.total_memory} {torch.version.cuda} {torch.cuda.nccl.version()} {driver}"  # type: ignore[no-untyped-call]
+
+
+def _model_digest(path: str) -> str:
+    """Small files whole, of the weights names, sizes, headers and both ends: tells two downloads apart in a second."""
+    try:
+        folder = local_model(path)
+    except PacsError as error:
+        return f"missing {error}"
+    parts = []
+    for file in sorted(path for path in folder.iterdir() if path.is_file()):
+        size = file.stat().st_size
+        digest = hashlib.sha256()
+        with file.open("rb") as stream:
+            digest.update(stream.read(WEIGHT_SAMPLE_BYTES))
+            if file.suffix != ".safetensors":  # a tokenizer or a configuration: a few MB at most
+                digest.update(stream.read())
+            elif size > WEIGHT_SAMPLE_BYTES:
+                stream.seek(max(WEIGHT_SAMPLE_BYTES, size - WEIGHT_SAMPLE_BYTES))
+                digest.update(stream.read())
+        parts.append(f"{file.name}:{size}:{digest.hexdigest()}")
+    return "\n".join(parts)
+
+
+def _shared_folder(loaded: LoadedConfig, rank: Any) -> list[Check]:
+    """run.dir is one folder on every node: all see a file that rank 0 wrote."""
+    import torch.distributed as dist
+
+    key = "run.dir"
+    folder = existing_parent(Path(loaded.config.run.dir))
+    token = int(_gather(rank, os.getpid() if rank.rank == 0 else 0)[0])
+    probe = folder / f".pacs-preflight-{token}"
+    written = True
+    if rank.rank == 0:
+        try:
+            probe.write_bytes(b"")
+        except OSError:
+            written = False
+    if not _gather(rank, int(written))[0]:
+        return []  # rank 0's own check of the folder says why
+    try:
+        found = _gather(rank, int(_appears(probe)))
+    finally:
+        dist.barrier(group=rank.control)
+        if rank.rank == 0:
+            probe.unlink()
+    blind = [index for index, seen in enumerate(found) if not seen]
+    if blind:
+        message = f"{folder}: what rank 0 writes is not seen by ranks {blind[:8]}"
+        return [Check("fail", key, message, "choose a folder on a file system that all nodes share")]
+    return [Check("ok", key, f"{folder} is the same folder on {len(found)} ranks")]
+
+
+def _appears(path: Path) -> bool:
+    deadline = time.monotonic() + PROBE_S
+    while time.monotonic() < deadline:
+        if path.name in os.listdir(path.parent):  # a listing refreshes a network file system's cache, `stat` may not
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def _gather(rank: Any, value: float) -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    dtype = torch.int64 if isinstance(value, int) else torch.float64
+    mine = torch.tensor([value], dtype=dtype)
+    found = [torch.zeros(1, dtype=dtype) for _ in range(rank.layout.world_size)]
+    dist.all_gather(found, mine, group=rank.control)
+    return [tensor.item() for tensor in found]
+
+
+def _skew(rank: Any) -> list[Check]:
+    import torch.distributed as dist
+
+    dist.barrier(group=rank.control)
+    times = _gather(rank, time.time())
+    skew = max(times) - min(times)
+    level, fix = (
+        ("ok", "") if skew < MAX_SKEW_S else ("warn", "synchronise clocks (chrony): logs and time limits disagree")
+    )
+    return [Check(level, "clocks", f"{skew:.2f} s apart", fix)]  # type: ignore[arg-type]
+
+
+def _all_reduce(loaded: LoadedConfig, rank: Any) -> list[Check]:
+    """A sum over all ranks: right, and how fast. Over NCCL on GPUs, gloo on CPU."""
+    import torch
+    import torch.distributed as dist
+
+    world = rank.layout.world_size
+    if world == 1:
+        return []
+    tensor = torch.ones(ALL_REDUCE_BYTES // 4, device=rank.device)
+    dist.all_reduce(tensor)
+    if not bool((tensor == world).all()):
+        return [Check("fail", "network", "an all-reduce gives a wrong sum", "check NCCL_* settings and the fabric")]
+    seconds = []
+    for _ in range(ALL_REDUCE_TRIES):
+        start = _now(tensor)
+        dist.all_reduce(tensor)
+        seconds.append(_now(tensor) - start)
+    # The slowest rank's best try; every rank reaches the collective, so no later call depends on this number.
+    rate = 2 * (world - 1) / world * ALL_REDUCE_BYTES / max(_gather(rank, min(seconds))) / 1e9
+    text = f"all-reduce over {world} ranks: {rate:.1f} GB/s bus bandwidth ({dist.get_backend()})"
+    expected = _expected_gb_s(loaded, rank)
+    if expected is not None and rate < SLOW_FRAC * expected:
+        fix = "look at NCCL_DEBUG=INFO for the transport; NCCL_SOCKET_IFNAME, NCCL_IB_HCA, GPUDirect"
+        return [Check("warn", "network", f"{text}, `plan` counts with {expected:.0f}", fix)]
+    return [Check("ok", "network", text)]
+
+
+def _expected_gb_s(loaded: LoadedConfig, rank: Any) -> float | None:
+    """Bandwidth that `plan` counts with, on GPUs: the network's between nodes, NVLink's inside one."""
+    resources = loaded.config.resources
+    if rank.device.type != "cuda" or resources.gpu is None:
+        return None
+    if resources.nodes > 1:
+        return constants.NETWORK_GB_S.value
+    return constants.GPUS[resources.gpu].nvlink_gb_s
+
+
+def _now(tensor: torch.Tensor) -> float:
+    import torch
+
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()

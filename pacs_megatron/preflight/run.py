@@ -1,0 +1,409 @@
+"""`preflight`: everything that can be found out before a run waits in a queue; each line ok, warn or fail, key and fix.
+
+On a login node it looks at the configuration, the files and the software. Inside a job (`srun pacs-megatron preflight`)
+every rank takes part, and what has to be equal or connected between nodes is looked at too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+
+from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, whole_checkpoints
+from pacs_megatron.config import LoadedConfig, load_config
+from pacs_megatron.config.checks import seconds_of
+from pacs_megatron.config.schema import DatasetOptions
+from pacs_megatron.errors import PacsError
+from pacs_megatron.plan import constants
+from pacs_megatron.plan.constants import GIB
+from pacs_megatron.plan.known_models import find_spec
+from pacs_megatron.plan.plan import Plan, make_plan
+from pacs_megatron.preflight.check import Check, attempt, is_there
+from pacs_megatron.preflight.host import (
+    check_folders,
+    check_gpus,
+    check_memory,
+    check_network_settings,
+    check_ports,
+    check_room,
+    check_software,
+    in_a_job,
+    load_cluster_checks,
+)
+from pacs_megatron.preflight.servers import check_servers
+from pacs_megatron.runtime.rows import read_rows
+from pacs_megatron.runtime.run_folder import run_folder
+
+NUM_GOLD = 32
+"""Gold answers that are sent through the reward."""
+
+
+def run_preflight(
+    path: Path, overrides: Sequence[str] = (), *, cluster: Path | None = None, start_servers: bool = True
+) -> list[Check]:
+    """Every check in order; a configuration that does not load ends it after the first line."""
+    try:
+        loaded = load_config(path, overrides)
+    except PacsError as error:
+        return [Check("fail", "configuration", str(error))]
+    checks = [Check("ok", "configuration", f"{path} loads")]
+    plan: Plan | None = None
+    if find_spec_or_none(loaded) is not None:
+        try:
+            plan = make_plan(loaded)
+        except PacsError as error:
+            return [*checks, Check("fail", "parallel", str(error))]
+        checks.extend(_plan(plan))
+    checks.extend([*check_software(loaded), *check_gpus(loaded)])
+    checks.extend(_network(loaded))
+    with offline():
+        model = list(_model(loaded))
+        checks.extend(model)
+        readable = all(check.level != "fail" for check in model)
+        if readable:
+            checks.extend([*_tokenizer(loaded), *_data(loaded), *_reward(loaded)])
+        else:
+            checks.append(Check("warn", "data, reward", "not looked at: they need the model's tokenizer"))
+    checks.extend([*check_folders(loaded), *check_ports(loaded), *check_network_settings(loaded)])
+    if cluster is not None:
+        checks.extend(load_cluster_checks(cluster))
+    checks.extend(_resume(loaded))
+    if plan is not None:
+        checks.extend([*check_room(loaded, plan), *check_memory(loaded, plan), *_signal(loaded, plan)])
+    model_dir = local_model(loaded.config.model.path) if readable else None
+    # Last, because it takes the longest, and not beside a failure that a person has to mend first.
+    failed = any(check.level == "fail" for check in checks)
+    checks.extend(check_servers(loaded, None if failed else model_dir, start=start_servers))
+    return checks
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Without this logger's warnings: what they say becomes one line of the report."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
+def stdout_for_the_report() -> Iterator[None]:
+    """Inside, what plug-ins and their processes print goes to stderr: stdout is for the report, which may be JSON."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Inside, the Hugging Face libraries read their caches and ask no network, as the jobs will."""
+    import datasets
+    from huggingface_hub import constants as hub
+
+    before = hub.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    hub.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        hub.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+def render(checks: Sequence[Check], *, as_json: bool) -> str:
+    """One line a check and the count, or JSON."""
+    if as_json:
+        return json.dumps([asdict(check) for check in checks], indent=2)
+    counts = {level: sum(check.level == level for check in checks) for level in ("ok", "warn", "fail")}
+    summary = ", ".join(f"{count} {level}" for level, count in counts.items())
+    return "\n".join([*map(str, checks), summary])
+
+
+def find_spec_or_none(loaded: LoadedConfig) -> object | None:
+    """The model's architecture, None where it cannot be had (`_model` says why)."""
+    try:
+        return find_spec(loaded.config.model.path)
+    except (PacsError, OSError):
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------------- checks
+def _plan(plan: Plan) -> Iterator[Check]:
+    if plan.gpu is None:
+        return
+    share = plan.peak.total / (plan.gpu.memory_gib * GIB)
+    text = f"{plan.peak.total / GIB:.1f} GiB of {plan.gpu.memory_gib} GiB on a {plan.gpu.name} ({share:.0%}), planned"
+    if not plan.fits:
+        yield Check("fail", "resources.gpu", f"does not fit: {text}", "`pacs-megatron plan` says what to change")
+    else:
+        yield Check("warn" if share > 0.95 else "ok", "resources.gpu", text)
+    fp8 = plan.config.precision.fp8
+    if fp8 is not None and plan.gpu.fp8_tflops is None:
+        message = f"FP8 ({fp8.recipe}) on a {plan.gpu.name}, which has no FP8 units"
+        yield Check("fail", "precision.fp8", message, "remove precision.fp8, or use h100, h200 or b200")
+
+
+def _network(loaded: LoadedConfig) -> Iterator[Check]:
+    """What a job would ask a network for."""
+    config = loaded.config
+    datasets = (config.data.train, *config.evaluation.benchmarks)
+    from_hub = [path for path in (config.model.path, *(d.path for d in datasets)) if not is_there(path)]
+    names = [path for path in from_hub if not Path(path).suffix]
+    if names and in_a_job() and os.environ.get("HF_HUB_OFFLINE") not in ("1", "true", "True", "ON", "YES"):
+        message = (
+            f"{', '.join(sorted(set(names)))} come from the hub's cache, but HF_HUB_OFFLINE is not set: a job asks it"
+        )
+        yield Check("warn", "HF_HUB_OFFLINE", message, "export HF_HUB_OFFLINE=1 (submit and slurm/train.sbatch do)")
+    has_key = os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").is_file()
+    if config.logging.wandb is not None and os.environ.get("WANDB_MODE") != "offline" and not has_key:
+        fix = "export WANDB_API_KEY, or WANDB_MODE=offline on nodes without a network"
+        yield Check("warn", "logging.wandb", "no key for Weights & Biases", fix)
+
+
+def _model(loaded: LoadedConfig) -> Iterator[Check]:
+    path = loaded.config.model.path
+
+    def is_whole() -> str:
+        from pacs_megatron.checkpoint.hf_folder import HfFolder
+        from pacs_megatron.convert.source import check_names
+        from pacs_megatron.models import load_spec, weight_table
+
+        folder = HfFolder(local_model(path))
+        table = weight_table(load_spec(folder.path))
+        there = set(folder.names)
+        missing = [name for name in table.by_hf if name not in there]
+        if missing:
+            raise PacsError(f"{folder.path} lacks {len(missing)} tensors, first {missing[0]}; download it again")
+        for entry in table.entries:
+            for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
+                if folder.shape(name) != shape:
+                    raise PacsError(
+                        f"{folder.path}: {name} has shape {folder.shape(name)}, but config.json asks for {shape}; the two are of "
+                        "different models: download it again"
+                    )
+                if not folder.dtype(name).is_floating_point:
+                    raise PacsError(
+                        f"{folder.path}: {name} holds {folder.dtype(name)}, expected floating-point weights; dequantise the model"
+                    )
+        check_names(folder, table)
+        return f"{folder.path}: {len(folder.names)} tensors, {table.num_parameters:,} parameters"
+
+    def is_whole_checkpoint() -> str:
+        from pacs_megatron.checkpoint.manifest import check_files, read_manifest
+        from pacs_megatron.models import load_spec
+
+        checkpoint = Path(path).expanduser()
+        check_files(checkpoint, read_manifest(checkpoint), digests=False)
+        return f"{path}: a Megatron checkpoint, {load_spec(local_model(path)).family}"
+
+    yield attempt("model.path", lambda: is_whole_checkpoint() if is_converted(path) else is_whole())
+
+
+def is_converted(path: str) -> bool:
+    """Whether it is a converted Megatron checkpoint, which has digests of its own and Hugging Face's files in `hf`."""
+    return (Path(path).expanduser() / "manifest.json").is_file()
+
+
+def local_model(path: str) -> Path:
+    """The folder with configuration and tokenizer, here or in the local cache: nothing is fetched.
+
+    Raises PacsError for neither.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder / "hf" if is_converted(path) else folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    from pacs_megatron.models.hub import HUB_FILES
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True, allow_patterns=list(HUB_FILES)))
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        raise PacsError(
+            f"model.path={path} is no folder and not in the local cache (HF_HOME); run `pacs-megatron fetch` where there "
+            "is a network, or correct the path"
+        ) from None
+
+
+def _tokenizer(loaded: LoadedConfig) -> Iterator[Check]:
+    model = loaded.config.model
+
+    def works() -> str:
+        from pacs_megatron.data import load_tokenizer, stop_token_ids
+        from pacs_megatron.models import load_spec
+
+        folder = local_model(model.path)
+        tokenizer = load_tokenizer(str(folder), model.trust_remote_code)
+        if not tokenizer.chat_template:
+            raise PacsError(
+                f"{folder} has no chat template; use an instruct model's tokenizer, or add chat_template.jinja"
+            )
+        stops = stop_token_ids(tokenizer, str(folder))
+        rows = load_spec(folder).vocab_size
+        # Some models are padded by a token of no row of theirs; nothing ever looks it up.
+        ids = {id for id in tokenizer.get_vocab().values() if id != tokenizer.pad_token_id}
+        largest = max(max(ids), max(stops))
+        if largest >= rows:
+            raise PacsError(
+                f"{folder}: the tokenizer or generation_config.json has token id {largest}, but config.json has "
+                f"vocab_size={rows}; take the tokenizer that belongs to the model"
+            )
+        return f"chat template, stops at {', '.join(map(str, stops))}"
+
+    yield attempt("model.path (tokenizer)", works)
+
+
+def _data(loaded: LoadedConfig) -> Iterator[Check]:
+    config = loaded.config
+    sets = [("data.train", config.data.train)]
+    sets += [(f"evaluation.benchmarks.{index}", dataset) for index, dataset in enumerate(config.evaluation.benchmarks)]
+    for key, dataset in sets:
+
+        def loads(key: str = key, dataset: DatasetOptions = dataset) -> str:
+            return _read_set(loaded, key, dataset)
+
+        is_local = Path(dataset.path).suffix or is_there(dataset.path)
+        fix = "" if is_local else "`pacs-megatron fetch` where there is a network brings it into the cache (HF_HOME)"
+        yield attempt(f"{key}.path", loads, fix)
+
+
+def _read_set(loaded: LoadedConfig, key: str, dataset: DatasetOptions) -> str:
+    from pacs_megatron.data import load_prompts, load_tokenizer
+
+    config = loaded.config
+    tokenizer = load_tokenizer(str(local_model(config.model.path)), config.model.trust_remote_code)
+    prompts = load_prompts(dataset, config.data, tokenizer).prompts
+    if not prompts:
+        raise PacsError(
+            f"{dataset.path}: every prompt is longer than data.max_prompt_tokens={config.data.max_prompt_tokens}; raise it"
+        )
+    if not all(len(prompt.token_ids) for prompt in prompts):
+        raise PacsError(
+            f"{dataset.path}: the chat template makes empty prompts; repair chat_template.jinja of the model"
+        )
+    if key == "data.train" and len(prompts) < config.batch.prompts_per_step:
+        raise PacsError(
+            f"{dataset.path}: {len(prompts)} prompts for batch.prompts_per_step={config.batch.prompts_per_step}; lower it"
+        )
+    return f"{dataset.path}: {len(prompts)} prompts"
+
+
+def _reward(loaded: LoadedConfig) -> Iterator[Check]:
+    config = loaded.config
+    if config.reward is None:
+        return
+    reward = config.reward
+
+    def judges() -> str:
+        from pacs_megatron.data import load_tokenizer
+        from pacs_megatron.evaluation.preview import preview_with_reward
+
+        tokenizer = load_tokenizer(str(local_model(config.model.path)), config.model.trust_remote_code)
+        some = config.data.train.model_copy(update={"limit": NUM_GOLD})
+        with _quiet("pacs_megatron.rewards"):
+            report = preview_with_reward(some, config.data, tokenizer, reward, num_examples=0)
+        failed = [bad for bad in report.unverified if bad.failed]
+        if failed and reward.name == "custom":
+            raise PacsError(
+                f"reward.name={reward.name} fails on {len(failed)} of {report.num_checked} gold answers, such as "
+                f"{failed[0].answer!r}: {failed[0].reason}; mend it: such samples count for nothing"
+            )
+        if report.num_checked and not report.num_verified and reward.name in ("math", "arithmetic"):
+            worst = report.unverified[0]
+            raise PacsError(
+                f"reward.name={reward.name} accepts none of {report.num_checked} gold answers, such as {worst.answer!r} "
+                f"({worst.reason}); correct data.train.preset or columns"
+            )
+        return f"{reward.name} accepts {report.num_verified} of {report.num_checked} gold answers"
+
+    check = attempt("reward", judges)
+    counts = re.search(r" accepts (\d+) of (\d+) ", check.message)
+    if check.level == "ok" and counts is not None and 2 * int(counts[1]) < int(counts[2]):
+        check = Check("warn", check.key, check.message, "look at `pacs-megatron data preview`: is it meant to?")
+    yield check
+
+
+def _resume(loaded: LoadedConfig) -> Iterator[Check]:
+    folder = run_folder(loaded)
+
+    def is_the_same_run() -> str:
+        from pacs_megatron.runtime.run_folder import changed_since
+
+        changed = changed_since(loaded, folder)
+        return f"{folder} goes on" + (f" with another {', '.join(changed)}" if changed else "")
+
+    if folder.exists():
+        yield attempt("run.name", is_the_same_run)
+    if (folder / CHECKPOINTS_FOLDER).is_file():
+        yield Check("fail", "checkpoint", f"{folder / CHECKPOINTS_FOLDER} is a file", "move it away")
+        return
+    whole = whole_checkpoints(folder)
+    if not whole:
+        yield Check("ok", "checkpoint", f"{folder} has no whole checkpoint: the run starts")
+        return
+    position, newest = whole[-1]
+
+    def readable() -> str:
+        from pacs_megatron.checkpoint.manifest import check_files, read_manifest
+
+        check_files(newest, read_manifest(newest), digests=False)
+        return f"resumes from {newest.name}: {position}"
+
+    yield attempt("checkpoint", readable, f"move {newest} away to resume from the one before")
+
+
+def _signal(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
+    """The signal must come early enough to finish an update and to save: as measured, else as planned."""
+    lead = loaded.config.resources.signal_lead_s
+    measured = _measured_seconds(run_folder(loaded) / "metrics.jsonl", loaded.config.batch.updates_per_step)
+    if measured is not None:
+        need, word = measured, "measured in this run"
+    elif plan.phases:
+        need, word = planned_ending_s(plan), "planned"
+    else:
+        return
+    text = f"{lead} s before the time limit; an update, a weight sync and a save take {need:.0f} s ({word})"
+    if lead < need:
+        yield Check("fail", "resources.signal_lead_s", text, f"use at least {2 * need:.0f}")
+    else:
+        yield Check("warn" if lead < 1.5 * need else "ok", "resources.signal_lead_s", text)
+    limit = seconds_of(loaded.config.resources.time_limit)
+    if limit <= lead:
+        message = f"{loaded.config.resources.time_limit} is not longer than resources.signal_lead_s={lead}"
+        yield Check("fail", "resources.time_limit", message, "raise it: the signal would come at the start")
+
+
+ENDING_SPANS = ("time/sync_s", "time/checkpoint_s")
+"""What is still done, beside the update, when a signal comes right after the start of a step's last update."""
+
+
+def planned_ending_s(plan: Plan) -> float:
+    """The same seconds from the plan: one update, the sync, and one checkpoint at the assumed speed of the disk."""
+    updates = sum(phase.seconds for phase in plan.phases if phase.name == "updates")
+    sync = sum(phase.seconds for phase in plan.phases if phase.name.startswith("weight sync"))
+    save = plan.checkpoint_bytes / (constants.DISK_GB_S.value * 1e9)
+    return updates / plan.config.batch.updates_per_step + sync + save
+
+
+def _measured_seconds(path: Path, updates_per_step: int) -> float | None:
+    rows = read_rows(path)
+
+    def longest(name: str) -> float:
+        return max((float(row[name]) for row in rows if isinstance(row.get(name), int | float)), default=0.0)
+
+    return longest("time/update_s") / updates_per_step + sum(longest(name) for name in ENDING_SPANS) or None

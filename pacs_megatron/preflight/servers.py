@@ -1,0 +1,123 @@
+"""The part of `preflight` that looks at SGLang: the options, its version, and whether a server really starts and answers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pacs_megatron.config import LoadedConfig
+from pacs_megatron.config.checks import max_sequence_tokens
+from pacs_megatron.config.schema import SglangRollout, SglangServers
+from pacs_megatron.errors import PacsError
+from pacs_megatron.preflight.check import Check, attempt
+
+TESTED_VERSION = "0.5.23"
+_VERSION_CODE = "from importlib.metadata import version; print(version('sglang'))"
+_FIRST_ANSWER_S = 300.0
+"""The first request compiles kernels on a GPU."""
+
+
+def check_servers(loaded: LoadedConfig, model_dir: Path | None, *, start: bool) -> Iterator[Check]:
+    """Options, interpreter, and with `start` a real start of the first configured server or a request to each url.
+
+    `model_dir` is the model's local folder; None where it cannot be read, and then nothing is started.
+    """
+    rollout = loaded.config.rollout
+    if not isinstance(rollout, SglangRollout):
+        return
+    checks = list(_options(loaded, rollout))
+    yield from checks
+    if any(check.level == "fail" for check in checks):
+        return
+    key = "rollout.urls" if rollout.servers is None else "rollout.servers"
+    if not start:
+        yield Check("warn", key, "no server was started or asked (--skip-servers)", "run preflight without it once")
+    elif rollout.servers is None:
+        for url in rollout.urls:
+            yield attempt("rollout.urls", lambda url=url: _ask(rollout, url), "start it, or correct the address")  # type: ignore[misc]
+    else:
+        yield _start(loaded, rollout, rollout.servers, model_dir)
+
+
+def _options(loaded: LoadedConfig, rollout: SglangRollout) -> Iterator[Check]:
+    if rollout.api_key_env is not None and not os.environ.get(rollout.api_key_env):
+        message = f"the environment variable {rollout.api_key_env} is not set"
+        yield Check("fail", "rollout.api_key_env", message, "export it, or remove rollout.api_key_env")
+    if rollout.servers is None:
+        return
+    longest = max_sequence_tokens(loaded.config)
+    judged = loaded.config.evaluation.sampling
+    if judged is not None:
+        longest = max(longest, loaded.config.data.max_prompt_tokens + judged.max_response_tokens)
+    context = rollout.servers.context_length
+    if context is not None and context < longest:
+        message = f"{context} tokens, but prompts and responses may reach {longest}"
+        yield Check("fail", "rollout.servers.context_length", message, f"use at least {longest}")
+    yield _version(rollout.servers)
+
+
+def _version(servers: SglangServers) -> Check:
+    key, program = "rollout.servers.python", " ".join(servers.python)
+    try:
+        done = subprocess.run(
+            [*servers.python, "-c", _VERSION_CODE], capture_output=True, text=True, timeout=120, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check("fail", key, f"{program}: {error}", "name an existing interpreter")
+    found = done.stdout.strip()
+    if done.returncode or not found:
+        fix = "install sglang there (make install-sglang), or name the interpreter that has it"
+        return Check("fail", key, f"{program} has no sglang", fix)
+    if found != TESTED_VERSION:
+        return Check("warn", key, f"sglang {found}; tested: {TESTED_VERSION}", f"pip install sglang=={TESTED_VERSION}")
+    return Check("ok", key, f"sglang {found}")
+
+
+def _ask(rollout: SglangRollout, url: str) -> str:
+    """One token from a running server. Raises RolloutError or ConfigError."""
+    from pacs_megatron.sglang.build import server_apis
+
+    (api,) = server_apis(rollout, (url,))
+    begin = time.monotonic()
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+    api.ask("/generate", lambda answer: answer["meta_info"], body, _FIRST_ANSWER_S)
+    return f"{url} answers in {time.monotonic() - begin:.1f} s, weight version {api.weight_version()}"
+
+
+def _start(loaded: LoadedConfig, rollout: SglangRollout, servers: SglangServers, model_dir: Path | None) -> Check:
+    """Start the first configured server, sample one token, end it."""
+    key = "rollout.servers"
+    if model_dir is None:
+        return Check("warn", key, "not started: the model cannot be read", "mend model.path first")
+    if not list(model_dir.glob("*.safetensors")):
+        return Check("warn", key, f"not started: {model_dir} has no Hugging Face weights to start it with")
+    if servers.device == "cuda" and not _has_gpu():
+        return Check("warn", key, "not started: no GPU here", "run preflight inside the job too")
+    from pacs_megatron.sglang.build import server_specs, start_servers
+
+    def starts() -> str:
+        model = loaded.config.model.model_copy(update={"path": str(model_dir)})
+        begin = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="pacs-preflight-") as folder:
+            (server,) = start_servers(server_specs(rollout, servers, model, Path(folder))[:1], servers.start_timeout_s)
+            try:
+                ready_s = time.monotonic() - begin
+                return f"started in {ready_s:.0f} s and {_ask(rollout, server.url)}; ended"
+            finally:
+                server.close()
+
+    fix = "look at rollout.servers.extra_args, mem_fraction, tp and start_timeout_s"
+    try:
+        return Check("ok", key, starts())
+    except PacsError as error:
+        return Check("fail", key, " ".join(str(error).split()), fix)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

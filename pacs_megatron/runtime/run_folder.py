@@ -1,0 +1,78 @@
+"""The run folder as a whole: its names, cutting it back to a checkpoint, and what software made it."""
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pacs_megatron import __version__
+from pacs_megatron.config import LoadedConfig, load_config
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.runtime.files import write_atomically
+
+CONFIG_FILE = "config.yaml"
+ENVIRONMENT_FILE = "environment.json"
+REPORT_FILE = "report.html"
+LOG_FOLDER = "logs"
+HEARTBEAT_FOLDER = "heartbeats"
+EXIT_CODE_FILE = "exit_code"
+"""Rank 0 writes its exit code here: torchrun hides it."""
+ATTEMPT_VARIABLE = "PACS_ATTEMPT"
+"""Set by batch scripts: the log folder of the attempt."""
+TENSORBOARD_FOLDER = "tensorboard"
+
+FIXED_KEYS = ("run.seed", "model.path", "objective.name", "data.", "batch.prompts_per_step", "batch.samples_per_prompt")
+"""A resumed run may not change these: its metrics would mix two experiments."""
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformers",
+    "transformer-engine",
+    "sglang",
+    "datasets",
+    "math-verify",
+    "numpy",
+)
+
+
+def run_folder(loaded: LoadedConfig) -> Path:
+    """`<run.dir>/<run.name>`."""
+    return Path(loaded.config.run.dir) / loaded.config.run.name
+
+
+def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
+    """Keys whose values differ from the last attempt's in this folder; empty where there was none.
+
+    Raises ConfigError when the folder belongs to a run with another data set, model, objective or seed.
+    """
+    target = run_dir / CONFIG_FILE
+    if not target.exists():
+        return []
+    before = load_config(target).config
+    changed = _changed_keys(before.model_dump(mode="json"), loaded.config.model_dump(mode="json"))
+    refused = [key for key in changed if any(key.startswith(fixed) for fixed in FIXED_KEYS)]
+    if refused:
+        raise ConfigError(
+            f"{run_dir} holds a run with another {refused[0]}; continue it with the same value, or choose another run.name"
+        )
+    return changed
+
+
+def _changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = sorted({*before, *after})
+        return [key for name in keys for key in _changed_keys(before.get(name), after.get(name), f"{prefix}{name}.")]
+    return [] if before == after else [prefix.rstrip(".")]
+
+
+def write_environment(run_dir: Path, extra: Mapping[str, str]) -> None:
+    """Write `environment.json`: versions of this program, Python and the packages that matter, and `extra`."""
+    found = {"pacs-megatron": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue  # optional, or not used on this machine
+    text = json.dumps({**found, **extra}, indent=2, ensure_ascii=False)
+    write_atomically(run_dir / ENVIRONMENT_FILE, [text.encode(), b"\n"])

@@ -1,0 +1,170 @@
+"""The SGLang engine of a run: attach to servers, or start and own them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from pacs_megatron.config.schema import ModelOptions, SglangRollout, SglangServers
+from pacs_megatron.errors import ConfigError, RolloutError
+from pacs_megatron.models import load_spec
+from pacs_megatron.sglang.api import SglangApi, check_url
+from pacs_megatron.sglang.client import ClientLimits, SglangEngine
+from pacs_megatron.sglang.fleet import FleetLimits, Server
+from pacs_megatron.sglang.server import ManagedServer, ServerSpec, reap
+
+FP8_BLOCKWISE_ARGS = (
+    *("--load-format", "dummy"),  # the folder's weights are bf16; the first push brings all of them quantized
+    "--json-model-override-args",
+    '{"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}}',
+)
+
+
+POLL_S = 0.25
+
+
+def api_key(options: SglangRollout) -> str | None:
+    """The servers' key from the environment. Raises ConfigError when the named variable is not set, or holds something
+    that no HTTP header can carry (a trailing newline, as files have them)."""
+    if options.api_key_env is None:
+        return None
+    key = os.environ.get(options.api_key_env)
+    if not key:
+        raise ConfigError(f"rollout.api_key_env={options.api_key_env}: this environment variable is not set")
+    if not all("!" <= character <= "~" for character in key):
+        raise ConfigError(
+            f"rollout.api_key_env={options.api_key_env}: the key holds a space, a newline or another character that an HTTP "
+            "header cannot carry; export it without"
+        )
+    return key
+
+
+def server_apis(options: SglangRollout, urls: tuple[str, ...]) -> tuple[SglangApi, ...]:
+    """Control access to these servers, for the process that pushes weights. Raises ConfigError for an address that is
+    none or comes twice: one server would get double load and two updates at a time."""
+    key = api_key(options)
+    checked = [check_url(url) for url in urls]
+    if len(set(checked)) < len(checked):
+        twice = next(url for url in checked if checked.count(url) > 1)
+        raise ConfigError(f"rollout.urls: {twice} is named twice; name each server once")
+    return tuple(SglangApi(url=url, api_key=key, timeout_s=options.sync.timeout_s) for url in checked)
+
+
+def server_specs(options: SglangRollout, servers: SglangServers, model: ModelOptions, folder: Path) -> list[ServerSpec]:
+    """One for each server that the run owns; logs and pid files go to `folder`."""
+    key = api_key(options)
+    quantized = FP8_BLOCKWISE_ARGS if options.sync.quantize == "fp8_blockwise" else ()
+    return [
+        ServerSpec(
+            name=f"server{i}",
+            folder=folder,
+            model_path=model.path,
+            python=_command(servers.python),
+            device=servers.device,
+            visible_devices=servers.visible_devices[i] if servers.visible_devices else None,
+            tp=servers.tp,
+            dtype=options.dtype,
+            mem_fraction=servers.mem_fraction,
+            max_total_tokens=servers.max_total_tokens,
+            context_length=servers.context_length,
+            memory_saver=servers.colocated and servers.device == "cuda",
+            deterministic=servers.deterministic,
+            api_key=key,
+            trust_remote_code=model.trust_remote_code,
+            extra_args=(*quantized, *servers.extra_args),
+        )
+        for i in range(servers.count)
+    ]
+
+
+def start_servers(
+    specs: list[ServerSpec], timeout_s: float, is_over: Callable[[], bool] = lambda: False
+) -> list[ManagedServer]:
+    """Starts them together and returns when all are ready; ends them all at once when one does not become ready, or
+    `is_over` says that nobody wants them any more. Raises RolloutError then.
+
+    What an earlier, killed run left in the folder is ended first.
+    """
+    for folder in {spec.folder for spec in specs}:
+        reap(folder)
+    servers = [ManagedServer(spec) for spec in specs]
+    pool = ThreadPoolExecutor(len(servers))
+    try:
+        for server in servers:
+            server.start()
+        _await({pool.submit(server.wait_ready, timeout_s) for server in servers}, is_over)
+    except BaseException:  # Ctrl-C too must not leave servers behind
+        for server in servers:
+            server.close()
+        raise
+    finally:
+        pool.shutdown()  # not before: it waits for those that wait for a server
+    return servers
+
+
+def _await(waiting: set[Future[None]], is_over: Callable[[], bool]) -> None:
+    """Returns when all are done. Raises the error of one as soon as it has it, RolloutError when `is_over`."""
+    while waiting:
+        done, waiting = wait(waiting, POLL_S, FIRST_COMPLETED)
+        for one in done:
+            one.result()
+        if is_over():
+            raise RolloutError("told to end while the rollout servers were starting")
+
+
+def open_engine(options: SglangRollout, model: ModelOptions, folder: Path) -> SglangEngine:
+    """The engine, with all servers up and STALE: push weights, then `set_current`.
+
+    Raises RolloutError when an own server does not start, ConfigError for a bad url or key, ConversionError for a
+    model folder that cannot be read.
+    """
+    vocab_size = load_spec(model.path).vocab_size
+    if options.servers is None:
+        servers = [Server(api) for api in server_apis(options, options.urls)]
+    else:
+        specs = server_specs(options, options.servers, model, folder)
+        owned = start_servers(specs, options.servers.start_timeout_s)
+        servers = [Server(own.api, own) for own in owned]
+    try:
+        return _engine(options, servers, vocab_size)
+    except BaseException:
+        for server in servers:
+            if server.own is not None:
+                server.own.close()
+        raise
+
+
+def _engine(options: SglangRollout, servers: list[Server], vocab_size: int) -> SglangEngine:
+    own_options = options.servers
+    return SglangEngine(
+        servers,
+        FleetLimits(
+            max_in_flight=options.max_in_flight,
+            probe_s=options.probe_s,
+            probe_timeout_s=options.probe_timeout_s,
+            dead_after_s=options.dead_after_s,
+            max_failures=options.max_failures,
+            max_restarts=0 if own_options is None else own_options.max_restarts,
+            start_timeout_s=0.0 if own_options is None else own_options.start_timeout_s,
+        ),
+        ClientLimits(
+            request_timeout_s=options.request_timeout_s,
+            retries=options.retries,
+            all_down_after_s=options.all_down_after_s,
+            decode_workers=options.decode_workers,
+        ),
+        vocab_size=vocab_size,
+    )
+
+
+def _command(python: tuple[str, ...]) -> tuple[str, ...]:
+    """The interpreter's command; a path with a slash is checked before anything starts."""
+    program = Path(python[0])
+    if "/" in python[0] and not program.exists():
+        raise ConfigError(
+            f"rollout.servers.python: {program} does not exist; `make install-sglang` sets .venv-sglang up, or name "
+            "the interpreter that has sglang"
+        )
+    return (str(program.absolute()) if "/" in python[0] else python[0], *python[1:])

@@ -1,0 +1,489 @@
+"""Samples from SGLang servers: thousands of requests in flight, every answer checked, no sample lost or doubled.
+
+Threads and processes:
+    caller   `stream` hands requests to the loop and yields samples as they finish; `cancel`; several streams at a time
+    loop     one thread with an asyncio event loop: HTTP, routing, retries, fleet health. It decodes short answers only
+    workers  processes that decode long answers (`sglang_decode`)
+
+A request is one job with one result: a retry starts only after the try before it was given up and its connection
+closed, and the first checked answer ends the job, so that nothing can be counted twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import multiprocessing
+import queue
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import aiohttp
+import numpy as np
+import orjson
+
+from pacs_megatron.contracts.samples import Sample, SampleRequest, Span, Stop
+from pacs_megatron.errors import RolloutError
+from pacs_megatron.sglang.api import WeightVersion, excerpt, hint
+from pacs_megatron.sglang.decode import Answer, BadResponseError, decode, init_worker
+from pacs_megatron.sglang.fleet import Fleet, FleetLimits, Health, Server, ServerStatus
+from pacs_megatron.sglang.request import allow_connections, check_request, request_body
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 16 * 1024
+"""Answers up to this size (about 500 tokens, 0.1 ms) are decoded on the loop: sending them elsewhere costs more."""
+KEEPALIVE_S = 2.0
+"""Below the server's 5 s, so that no request goes out on a connection that the server is just closing."""
+MONITOR_S = 0.5
+ALIVE_S = 1.0
+"""Callers that wait for the loop look so often whether it still runs."""
+ANSWER_BYTES, TOKEN_BYTES = 1 << 20, 1024
+"""An answer is given up beyond the first and the second for each token; a token takes about 30 bytes."""
+T = TypeVar("T")
+
+
+NO_ANSWER = (aiohttp.ClientError, OSError)
+"""What a connection fails with; aiohttp wraps most of it, but not all."""
+
+
+class RequestRefusedError(RolloutError):
+    """The server will not serve this request, and neither will another (HTTP 400): wrong length or parameters."""
+
+
+class _ServerFaultError(RolloutError):
+    """A failed try that another server, or the same one later, may do better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientLimits:
+    """Of the schema's options with the same names."""
+
+    request_timeout_s: float
+    retries: int
+    all_down_after_s: float
+    decode_workers: int
+
+
+class _Stream:
+    """The receiving end of one `stream` call."""
+
+    def __init__(self, ids: set[str]) -> None:
+        self.queue: queue.SimpleQueue[Sample | BaseException | None] = queue.SimpleQueue()
+        self.left = ids
+        """ids of which neither a sample nor a cancellation has come; touched by the loop only"""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    request: SampleRequest
+    stream: _Stream
+    body: bytes = b""
+    tries: int = 0
+    """failed tries that count"""
+    sent: int = 0
+    """tries at all; makes request ids on the server unique"""
+    avoid: frozenset[str] = frozenset()
+    errors: list[str] = field(default_factory=list)
+    server: Server | None = None
+    task: asyncio.Task[None] | None = None
+    epoch: int = 0
+    least_version: int = 0
+    """version that was current when it was sent: no token may come from an older one"""
+
+
+class SglangEngine:
+    """A `RolloutEngine` over a fleet of servers. `close` ends its thread, worker processes and own servers."""
+
+    def __init__(
+        self, servers: Sequence[Server], fleet_limits: FleetLimits, limits: ClientLimits, *, vocab_size: int
+    ) -> None:
+        self._limits = limits
+        self._vocab_size = vocab_size
+        self._pending: deque[_Job] = deque()
+        self._jobs: dict[str, _Job] = {}
+        self._home: dict[str, Server] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._tag = uuid.uuid4().hex[:8]
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-client", daemon=True)
+        self._thread.start()
+        self._run(self._open(servers, fleet_limits))
+
+    # ----------------------------------------------------------------------------------------- called by other threads
+    def stream(self, requests: Sequence[SampleRequest], *, urgent: bool = False) -> Generator[Sample, None, None]:
+        """Samples as they finish, one for each request that is not cancelled. Leaving it early cancels the rest.
+        `urgent` requests are sent before all others that wait.
+
+        Raises RolloutError when a request must not be sent (`check_request`; then none of them is), failed for good, or
+        no server was usable for `all_down_after_s`.
+        """
+        for request in requests:
+            check_request(request, self._vocab_size)
+        ids = {request.id for request in requests}
+        if len(ids) != len(requests):
+            raise ValueError("two requests of one stream bear the same id")
+        stream = _Stream(ids)
+        left = len(ids)
+        if left:
+            self._run(self._submit(stream, tuple(requests), urgent))
+        try:
+            while left:
+                item = self._next(stream)
+                if isinstance(item, BaseException):
+                    raise item
+                left -= 1
+                if item is not None:
+                    yield item
+        finally:
+            if left and not self._closed:
+                self._run(self._cancel(tuple(ids)))
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        """No samples will come for these requests; those that already came stay. Unknown ids are ignored."""
+        self._run(self._cancel(tuple(ids)))
+
+    def begin_update(self) -> None:
+        """Call before new weights are pushed: nothing new is asked until `set_current`."""
+        self._run(self._call(lambda: self._fleet.begin_update()))
+
+    def set_current(self, version: int, digest: str) -> None:
+        """The servers' current weights; call after every push, also one that failed for some servers."""
+        self._run(self._fleet.set_current(WeightVersion(version, digest)))
+
+    def needs_weights(self) -> bool:
+        """Whether no server can be asked until the current weights are pushed once more (`Fleet.needs_weights`)."""
+        return bool(self._run(self._call(lambda: self._fleet.needs_weights())))
+
+    def status(self) -> tuple[ServerStatus, ...]:
+        status: tuple[ServerStatus, ...] = self._run(self._call(lambda: self._fleet.status()))
+        return status
+
+    def close(self) -> None:
+        """Ends everything; streams still open raise RolloutError."""
+        if self._closed:
+            return
+        self._closed = True
+        self._run(self._shut())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> SglangEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns, run on the loop. Raises RolloutError when the loop has ended or ends meanwhile."""
+        if not self._thread.is_alive():
+            work.close()
+            raise RolloutError("the rollout engine was closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while True:
+            try:
+                return future.result(ALIVE_S)
+            except TimeoutError:
+                if not self._thread.is_alive() and not future.done():
+                    raise RolloutError("the rollout engine was closed") from None
+                if future.done():
+                    raise
+
+    def _next(self, stream: _Stream) -> Sample | BaseException | None:
+        while True:
+            try:
+                return stream.queue.get(timeout=ALIVE_S)
+            except queue.Empty:
+                if not self._thread.is_alive():
+                    return RolloutError("the rollout engine was closed")
+
+    # ------------------------------------------------------------------------------------------------ on the loop: life
+    async def _call(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    async def _open(self, servers: Sequence[Server], limits: FleetLimits) -> None:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        allow_connections(limits.max_in_flight * len(servers))
+        self._http = aiohttp.ClientSession(
+            connector=connector,
+            trust_env=False,
+            read_bufsize=1 << 20,
+            # Nothing is to be compressed: a few bytes could become gigabytes.
+            auto_decompress=False,
+            skip_auto_headers=("Accept-Encoding",),
+        )
+        self._pool = self._new_pool()
+        self._fleet = Fleet(servers, limits, self._ask, self._dispatch, self._on_lost)
+        self._fleet.start()
+        self._monitor_task = asyncio.create_task(self._monitor())
+
+    def _new_pool(self) -> ProcessPoolExecutor:
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(self._limits.decode_workers, mp_context=context, initializer=init_worker)
+
+    async def _shut(self) -> None:
+        self._monitor_task.cancel()
+        self._fail_all(RolloutError("the rollout engine was closed"))
+        await self._fleet.stop()
+        tasks = [*self._background, *(job.task for job in self._jobs.values() if job.task is not None)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._http.close()
+        self._pool.shutdown(cancel_futures=True)
+        owned = [server.own for server in self._fleet.servers if server.own is not None]
+        await asyncio.gather(*(asyncio.to_thread(own.close) for own in owned))
+
+    async def _monitor(self) -> None:
+        """Gives up when nothing can be asked for too long."""
+        while True:
+            await asyncio.sleep(MONITOR_S)
+            self._dispatch()
+            if self._fleet.broken is not None:
+                self._fail_all(self._fleet.broken)
+            down_s = self._fleet.down_s()
+            if self._jobs and down_s > self._limits.all_down_after_s:
+                self._fail_all(
+                    RolloutError(f"no rollout server was usable for {down_s:.0f} s: {self._fleet.why_down()}")
+                )
+
+    # --------------------------------------------------------------------------------------------- on the loop: requests
+    async def _submit(self, stream: _Stream, requests: tuple[SampleRequest, ...], urgent: bool) -> None:
+        taken = [request.id for request in requests if request.id in self._jobs]
+        if taken:
+            raise RolloutError(f"request {taken[0]} is already in flight")
+        jobs = [_Job(request, stream) for request in requests]
+        self._jobs.update({job.request.id: job for job in jobs})
+        if urgent:
+            self._pending.extendleft(reversed(jobs))
+        else:
+            self._pending.extend(jobs)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Starts as many waiting jobs as servers have room for. Called whenever that may have changed."""
+        waiting: list[_Job] = []
+        while self._pending and self._fleet.current is not None and self._fleet.has_room():
+            job = self._pending.popleft()
+            if self._jobs.get(job.request.id) is not job:
+                continue  # cancelled while it waited
+            server = self._fleet.pick(self._home.get(job.request.prompt_id), job.avoid)
+            if server is None:
+                waiting.append(job)  # there is room only where it failed; others may have that
+                continue
+            # A group's prompt is computed once where its samples share a server; when that died, they move together.
+            self._home[job.request.prompt_id] = server
+            server.in_flight += 1
+            job.server, job.epoch, job.least_version = server, self._fleet.epoch, self._fleet.current.version
+            job.sent += 1
+            job.task = asyncio.create_task(self._try(job, server, self._rid(job)))
+            job.task.add_done_callback(functools.partial(self._check, job))
+        self._pending.extendleft(reversed(waiting))
+        if not self._pending:
+            self._home.clear()
+
+    def _rid(self, job: _Job) -> str:
+        """The id of a job's newest try. A server refuses one that it is at work on, also for a client that was killed a
+        moment ago and whose run goes on: ids of two clients differ."""
+        return f"{job.request.id}/{job.sent}-{self._tag}"
+
+    async def _try(self, job: _Job, server: Server, rid: str) -> None:
+        failure: RolloutError
+        try:
+            sample = await self._generate(job, server, rid)
+        except RequestRefusedError as error:
+            failure = error
+        except (_ServerFaultError, BadResponseError) as error:
+            failure = error
+            job.task = job.server = None  # `failed` may end the server, and `_on_lost` must not start this job over too
+            if job.epoch == self._fleet.epoch:  # an update may abort requests; that is nobody's fault
+                self._fleet.failed(server, str(error))
+        else:
+            self._fleet.answered(server)
+            self._finish(job, sample)
+            return
+        finally:
+            server.in_flight -= 1
+            self._loop.call_soon(self._dispatch)
+        self._retry(job, server, failure)
+
+    def _check(self, job: _Job, task: asyncio.Task[None]) -> None:
+        """Hands an error that nobody foresaw to the caller; a job must not vanish with its task."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail_stream(job.stream, error)
+
+    def _retry(self, job: _Job, server: Server, failure: RolloutError) -> None:
+        job.errors.append(f"{server.url}: {failure}")
+        if job.epoch == self._fleet.epoch:
+            job.tries += 1
+            job.avoid |= {server.url}
+        if isinstance(failure, RequestRefusedError) or job.tries > self._limits.retries:
+            # The first one is often the cause of all that follow.
+            reasons = "; ".join(job.errors if len(job.errors) <= 3 else [job.errors[0], *job.errors[-2:]])
+            self._fail_stream(
+                job.stream, RolloutError(f"request {job.request.id} failed {len(job.errors)} times: {reasons}")
+            )
+        else:
+            job.task = job.server = None
+            self._pending.appendleft(job)
+
+    async def _generate(self, job: _Job, server: Server, rid: str) -> Sample:
+        limit = ANSWER_BYTES + TOKEN_BYTES * job.request.params.max_tokens
+        timeout_s = self._limits.request_timeout_s
+        try:
+            status, data = await self._exchange(server, "/generate", timeout_s, request_body(job.request, rid), limit)
+        except TimeoutError as error:
+            raise _ServerFaultError(f"no answer within {timeout_s:g} s") from error
+        except NO_ANSWER as error:
+            raise _ServerFaultError(f"{type(error).__name__}: {error}") from error
+        if status == 400:
+            raise RequestRefusedError(f"HTTP 400: {excerpt(data)}")
+        if status != 200:
+            raise _ServerFaultError(f"HTTP {status}: {excerpt(data)}{hint(status)}")
+        answer = await self._decode(data, rid, job.request.params.max_tokens)
+        try:
+            await self._fleet.told((version for version, _, _ in answer.spans), timeout_s)
+        except TimeoutError as error:
+            raise BadResponseError(f"weights of an update that did not end within {timeout_s:g} s") from error
+        return self._sample(job, answer)
+
+    async def _exchange(
+        self, server: Server, path: str, timeout_s: float, body: bytes | None, limit: int = ANSWER_BYTES
+    ) -> tuple[int, bytes]:
+        """(HTTP status, answer); GET without `body`, else POST. Raises TimeoutError or one of NO_ANSWER."""
+        async with self._http.request(
+            "GET" if body is None else "POST",
+            server.url + path,
+            data=body,
+            headers=server.api.headers(),
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            allow_redirects=False,  # whoever is sent somewhere else takes prompts and key there
+        ) as answer:
+            if answer.content_length is not None and answer.content_length <= limit:
+                return answer.status, await answer.read()
+            data = bytearray()
+            async for chunk in answer.content.iter_any():
+                data += chunk
+                if len(data) > limit:
+                    raise aiohttp.ClientPayloadError(f"more than {limit} bytes of answer")
+            return answer.status, bytes(data)
+
+    async def _decode(self, data: bytes, rid: str, max_tokens: int) -> Answer:
+        if len(data) <= INLINE_BYTES:
+            return decode(data, rid, max_tokens)
+        pool = self._pool
+        try:
+            return await self._loop.run_in_executor(pool, decode, data, rid, max_tokens)
+        except BrokenProcessPool:
+            logger.warning("a decoding process was killed; starting new ones")
+            if self._pool is pool:
+                self._pool = self._new_pool()
+            return await self._loop.run_in_executor(self._pool, decode, data, rid, max_tokens)
+
+    def _sample(self, job: _Job, answer: Answer) -> Sample:
+        if answer.stop is Stop.ABORTED:
+            raise _ServerFaultError("the server aborted the request")
+        if answer.token_ids.max() >= self._vocab_size:
+            raise BadResponseError(f"token id {answer.token_ids.max()}, expected 0 to {self._vocab_size - 1}")
+        spans = tuple(self._span(job, *span) for span in answer.spans if span[2] > span[1])
+        request = job.request
+        return Sample(
+            id=request.id,
+            prompt_id=request.prompt_id,
+            token_ids=np.concatenate([request.token_ids.astype(np.int32, copy=False), answer.token_ids]),
+            prompt_len=len(request.token_ids),
+            sampler_logprobs=answer.logprobs,
+            spans=spans,
+            stop=answer.stop,
+        )
+
+    def _span(self, job: _Job, version: str, start: int, end: int) -> Span:
+        held = WeightVersion.parse(version)
+        if held is None or version not in self._fleet.known:
+            raise BadResponseError(f"tokens {start} to {end} come from unknown weights {version!r}")
+        if held.version < job.least_version:
+            raise BadResponseError(
+                f"tokens {start} to {end} come from weights {version!r}, older than when it was sent"
+            )
+        return Span(version=held.version, digest=held.digest, start=start, end=end)
+
+    # ------------------------------------------------------------------------------------------------ on the loop: ends
+    def _finish(self, job: _Job, sample: Sample | None) -> None:
+        if self._jobs.get(job.request.id) is job:
+            del self._jobs[job.request.id]
+            job.stream.left.discard(job.request.id)
+            job.stream.queue.put(sample)
+
+    def _drop(self, job: _Job) -> None:
+        """Ends a job without a result, on the server too."""
+        self._jobs.pop(job.request.id, None)
+        job.stream.left.discard(job.request.id)
+        if job.task is not None:
+            job.task.cancel()
+            if job.server is not None:
+                self._in_background(self._abort(job.server, self._rid(job)))
+
+    async def _cancel(self, ids: tuple[str, ...]) -> None:
+        for job in [self._jobs[i] for i in ids if i in self._jobs]:
+            self._drop(job)
+            job.stream.queue.put(None)
+
+    def _fail_stream(self, stream: _Stream, error: BaseException) -> None:
+        for job in [self._jobs[i] for i in tuple(stream.left) if i in self._jobs]:
+            self._drop(job)
+        stream.queue.put(error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        for stream in {job.stream for job in self._jobs.values()}:
+            self._fail_stream(stream, error)
+
+    def _on_lost(self, server: Server) -> None:
+        """Sends elsewhere what a server worked on that died, or that holds no whole weights and so cannot go on."""
+        orphans = [job for job in self._jobs.values() if job.server is server and job.task is not None]
+        if orphans:
+            logger.warning("%d requests of %s start over elsewhere", len(orphans), server.url)
+        for job in orphans:
+            assert job.task is not None
+            job.task.cancel()
+            if server.health is not Health.DEAD:  # paused by an update that failed, but it listens
+                self._in_background(self._abort(server, self._rid(job)))
+            job.task = job.server = None
+            self._pending.appendleft(job)
+        self._loop.call_soon(self._dispatch)
+
+    def _in_background(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _abort(self, server: Server, rid: str) -> None:
+        """Best effort: the closed connection tells the server too."""
+        try:
+            await self._exchange(server, "/abort_request", 5.0, orjson.dumps({"rid": rid}))
+        except (*NO_ANSWER, TimeoutError) as error:
+            logger.debug("abort of %s at %s: %s", rid, server.url, error)
+
+    async def _ask(self, server: Server, timeout_s: float) -> str:
+        """A server's weight version. `/server_info` makes its scheduler answer, `/model_info` says what it holds now
+        (in the former the version is the one of its start)."""
+        data = b""
+        try:
+            for path in ("/server_info", "/model_info"):
+                status, data = await self._exchange(server, path, timeout_s, None)
+                if status != 200:
+                    raise RolloutError(f"probe: {path} answered HTTP {status}{hint(status)}")
+            return str(orjson.loads(data)["weight_version"])
+        except TimeoutError as error:
+            raise RolloutError(f"probe: no answer within {timeout_s:g} s") from error
+        except (*NO_ANSWER, ValueError, KeyError, TypeError) as error:
+            raise RolloutError(f"probe: {type(error).__name__}: {error}; is it SGLang?") from error

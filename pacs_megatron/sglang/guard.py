@@ -1,0 +1,165 @@
+"""Holds one SGLang server: ends it, with every child, when the launcher ends, however that happens.
+
+Run as a script by its path, standard library only:
+`python -I sglang_guard.py <pid file> <grace seconds> <store file> <command> ...`, standard input a pipe whose other end
+only the launcher holds. Pipe closed, launcher gone, SIGTERM, or the server's own end: the whole process group and all
+descendants are ended, pid file, store file (where the server's ranks met) and the shared memory that they left are
+removed, and the guard exits with the
+server's exit status (128 + signal).
+
+Why a process of its own: SGLang's launcher orphans its scheduler and detokenizer when it is killed, and nothing in a
+launcher that gets SIGKILL can clean up. What remains when the guard itself is killed, the next start removes by the
+pid file (`sglang_server.reap`).
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from pacs_megatron.runtime.processes import die_with_parent
+
+PR_SET_CHILD_SUBREAPER = 36
+POLL_S = 0.2
+SHARED = "/dev/shm/"  # noqa: S108  # looked at, and cleaned of what our own servers left
+SHARED_FAMILIES = ("sglang_", "sgl_shm_", "multi_tokenizer_args_", "sem.mp-", "psm_", "nccl-", "cuda.shm.")
+"""Shared memory that a server and its libraries leave behind when they are killed. A trainer's buckets are not among it."""
+LOOK_S = 10.0
+"""Interval in which the guard notes what shared memory its server uses."""
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start time of a live process in clock ticks since boot: with the pid, its identity. None: none, or a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def group_and_parent(pid: int) -> tuple[int, int] | None:
+    """(process group, parent) of a live process; None for a zombie or none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else (int(fields[2]), int(fields[1]))
+
+
+def members(group: int, ancestor: int | None = None) -> list[int]:
+    """Live processes of the process group, and all descendants of `ancestor`."""
+    table: dict[int, tuple[int, int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            found = group_and_parent(int(entry))
+            if found is not None:
+                table[int(entry)] = found
+    ours = {pid for pid, (pgrp, _) in table.items() if pgrp == group}
+    frontier = {ancestor} if ancestor is not None else set()
+    while frontier:
+        children = {pid for pid, (_, parent) in table.items() if parent in frontier and pid not in ours}
+        ours |= children
+        frontier = children
+    return sorted(ours - {os.getpid()})
+
+
+def shared_inodes(pids: list[int]) -> set[int]:
+    """Inodes of the shared-memory files that these processes have mapped. Names would not do: glibc maps a semaphore
+    before it gives it its name."""
+    found: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                fields = line.split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith(SHARED):
+                    found.add(int(fields[4]))
+    return found
+
+
+def remove_shared(inodes: set[int]) -> None:
+    """Unlinks those of them that belong to SHARED_FAMILIES. A file system in memory uses no inode twice."""
+    with contextlib.suppress(OSError), os.scandir(SHARED) as entries:
+        for entry in entries:
+            if entry.name.startswith(SHARED_FAMILIES) and entry.inode() in inodes:
+                Path(entry.path).unlink(missing_ok=True)
+
+
+def end_all(server: subprocess.Popen[bytes], grace_s: float) -> None:
+    """SIGTERM, `grace_s`, SIGKILL to the server's process group and all descendants; returns when none is left."""
+    group, guard = server.pid, os.getpid()
+    for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
+        deadline = time.monotonic() + wait_s
+        for pid in members(group, guard):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+                os.kill(pid, signal.SIGCONT)  # a stopped process acts on nothing but SIGKILL
+        while time.monotonic() < deadline:
+            reap_orphans(server)
+            if not members(group, guard):
+                return
+            time.sleep(0.05)
+
+
+def reap_orphans(server: subprocess.Popen[bytes]) -> None:
+    """Collects finished children (the guard adopts orphans), so that they do not stay as zombies."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid == server.pid:
+                server.wait()
+            else:
+                os.waitpid(ended.si_pid, 0)
+
+
+def write_pid_file(path: Path, server: int, store: Path, shared: set[int]) -> None:
+    record = {
+        "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "guard": os.getpid(),
+        "guard_start": start_ticks(os.getpid()),
+        "server": server,
+        "server_start": start_ticks(server),
+        "store": str(store),
+        "shared": sorted(shared),
+    }
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record))
+    partial.replace(path)
+
+
+def main(argv: list[str]) -> int:
+    pid_file, grace_s, store, command = Path(argv[1]), float(argv[2]), Path(argv[3]), argv[4:]
+    launcher = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    stop = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: stop.append(True))
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
+    shared: set[int] = set()
+    write_pid_file(pid_file, server.pid, store, shared)
+    look_at = time.monotonic() + LOOK_S
+    # A forked sibling of the launcher may hold the pipe open; the parent's pid tells the launcher's end all the same.
+    while not stop and server.poll() is None and os.getppid() == launcher:
+        if select.select([sys.stdin], [], [], POLL_S)[0]:
+            break
+        if time.monotonic() > look_at:
+            look_at = time.monotonic() + LOOK_S
+            known, shared = shared, shared | shared_inodes(members(server.pid, os.getpid()))
+            if shared != known:
+                write_pid_file(pid_file, server.pid, store, shared)
+    shared |= shared_inodes(members(server.pid, os.getpid()))
+    end_all(server, grace_s)
+    remove_shared(shared)
+    store.unlink(missing_ok=True)
+    pid_file.unlink(missing_ok=True)
+    status = server.wait()
+    return status if status >= 0 else 128 - status  # as a shell says it: 137 for SIGKILL
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,308 @@
+"""One SGLang server of our own: its command line, its start, and its certain end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from pacs_megatron.errors import ConfigError, RolloutError
+from pacs_megatron.sglang import guard as sglang_guard
+from pacs_megatron.sglang.api import SglangApi
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 1.5
+"""Between SIGTERM and SIGKILL. A server holds nothing worth saving."""
+POLL_S = 0.25
+START_ATTEMPTS = 3
+"""Another process may take a port between our choosing it and the server's binding it."""
+PORT_TAKEN = ("address already in use", "Address already in use", "EADDRINUSE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSpec:
+    """How to start one server."""
+
+    name: str
+    """Names its log and pid file: `<name>.log`, `<name>.pid`."""
+    folder: Path
+    model_path: str
+    python: tuple[str, ...]
+    """Interpreter that has sglang, as a command (a container command may stand before it)."""
+    host: str = "127.0.0.1"
+    device: Literal["cpu", "cuda"]
+    visible_devices: str | None = None
+    """CUDA_VISIBLE_DEVICES of the server; None: inherited."""
+    tp: int
+    dtype: Literal["bf16", "fp32"]
+    mem_fraction: float | None = None
+    max_total_tokens: int | None = None
+    context_length: int | None = None
+    memory_saver: bool = False
+    """Weights and KV cache can be released while the trainer steps (colocated)."""
+    deterministic: bool = False
+    """Kernels whose result does not depend on the batch; `sampling_seed` has an effect only with it."""
+    api_key: str | None = field(default=None, repr=False)
+    trust_remote_code: bool = False
+    extra_args: tuple[str, ...] = ()
+
+    def command(self, port: int, nccl_port: int) -> list[str]:
+        """The key is not in it: a command line can be read by every user of the host."""
+        args = [*self.python, "-m", "sglang.launch_server", "--model-path", self.model_path]
+        args += ["--host", self.host, "--port", str(port), "--nccl-port", str(nccl_port), "--device", self.device]
+        args += ["--tp-size", str(self.tp), "--skip-server-warmup", "--log-level", "warning"]
+        args += ["--dtype", {"bf16": "bfloat16", "fp32": "float32"}[self.dtype]]
+        if self.mem_fraction is not None:
+            args += ["--mem-fraction-static", str(self.mem_fraction)]
+        if self.max_total_tokens is not None:
+            args += ["--max-total-tokens", str(self.max_total_tokens)]
+        if self.context_length is not None:
+            args += ["--context-length", str(self.context_length)]
+        flags = {
+            "--enable-memory-saver": self.memory_saver,
+            "--enable-deterministic-inference": self.deterministic,
+            "--trust-remote-code": self.trust_remote_code,
+        }
+        args += [flag for flag, wanted in flags.items() if wanted]
+        if self.device == "cpu":
+            args += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+            # An idle scheduler would spin on a core that the trainer shares.
+            args += ["--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"]
+        return [*args, *self.extra_args]
+
+    def environment(self, inherited: Mapping[str, str], store: Path, nccl_port: int) -> dict[str, str]:
+        """The trainer's environment less what describes the trainer's own process group.
+
+        The server's ranks meet in the file `store`: torch's TCP store, their default, listens on all interfaces.
+        """
+        drop = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        env = {k: v for k, v in inherited.items() if k not in drop and not k.startswith("TORCHELASTIC_")}
+        if self.host == "127.0.0.1":
+            env["GLOO_SOCKET_IFNAME"] = "lo"
+        if "--dist-init-addr" not in self.extra_args:  # a server over several hosts needs the TCP store
+            env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{store}"
+            # On CPU with AMX, SGLang names shared-memory segments after these.
+            env |= {"MASTER_ADDR": self.host, "MASTER_PORT": str(nccl_port)}
+        if self.visible_devices is not None:
+            env["CUDA_VISIBLE_DEVICES"] = self.visible_devices
+        if self.device == "cpu":
+            env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+            env.setdefault("OMP_NUM_THREADS", "1")
+        return env
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def tail(path: Path, num_lines: int = 8) -> str:
+    """The last lines of a log as one line."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return "no log"
+    return " | ".join(line.strip() for line in lines[-num_lines:] if line.strip()) or "empty log"
+
+
+def reap(folder: Path) -> list[int]:
+    """Ends what servers of an earlier, killed launcher left behind in `folder`'s pid files; returns their pids.
+
+    Call before the first start in a folder, and only there: one launcher owns a folder.
+    """
+    ended: list[int] = []
+    for path in sorted(folder.glob("*.pid")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            ended += _reap_one(json.loads(path.read_text()))
+        path.unlink(missing_ok=True)
+    if ended:
+        logger.warning("ended %d processes of servers that an earlier run left behind: %s", len(ended), ended)
+    return ended
+
+
+def _reap_one(record: Mapping[str, Any]) -> list[int]:
+    if record["boot_id"] != Path("/proc/sys/kernel/random/boot_id").read_text().strip():
+        return []
+    ended: list[int] = []
+    guard = int(record["guard"])
+    if sglang_guard.start_ticks(guard) == record["guard_start"]:
+        ended.append(guard)
+        os.kill(guard, signal.SIGKILL)
+    Path(str(record["store"])).unlink(missing_ok=True)
+    group, started = int(record["server"]), int(record["server_start"])
+    leader_started = sglang_guard.start_ticks(group)
+    # The kernel gives no new process a number that a living group still bears, so with the leader gone the group's
+    # members are ours unless the number was used again by somebody who also left orphans: their start times tell.
+    shared = set(record["shared"])
+    if leader_started is not None and leader_started != started:
+        sglang_guard.remove_shared(shared)
+        return ended
+    left = [pid for pid in sglang_guard.members(group) if (sglang_guard.start_ticks(pid) or 0) >= started]
+    shared |= sglang_guard.shared_inodes(left)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    sglang_guard.remove_shared(shared)
+    return ended + left
+
+
+class ManagedServer:
+    """Starts, watches and ends one server. `close` may be called from any thread, while it starts too."""
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self.spec = spec
+        self.log_path = spec.folder / f"{spec.name}.log"
+        self.pid_file = spec.folder / f"{spec.name}.pid"
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+        self._port = 0
+        self._lock = threading.RLock()
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.spec.host}:{self._port}"
+
+    @property
+    def api(self) -> SglangApi:
+        return SglangApi(url=self.url, api_key=self.spec.api_key)
+
+    def start(self) -> None:
+        """Begins to start it on a free port; returns at once. A restart keeps its port when it is still free."""
+        with self._lock:
+            if self._closed:
+                raise RolloutError(f"rollout server {self.spec.name} was closed")
+            self._stop()
+            self._spawn()
+
+    def _spawn(self) -> None:
+        try:
+            self.spec.folder.mkdir(parents=True, exist_ok=True)
+            self._log = self.log_path.open("ab")
+        except OSError as error:
+            raise RolloutError(f"rollout server {self.spec.name}: cannot write {self.log_path} ({error})") from error
+        if self._port == 0 or not _is_free(self.spec.host, self._port):
+            self._port = free_port(self.spec.host)
+        nccl_port = free_port(self.spec.host)
+        # In memory: file locks do not work on every cluster file system, and a container has this folder too.
+        store = Path(f"/dev/shm/pacs-server-{uuid.uuid4().hex}")  # noqa: S108  # nobody can guess the name
+        command = self.spec.command(self._port, nccl_port)
+        if self.spec.api_key is not None:
+            command = _with_key_from_environment(command)
+        environment = self.spec.environment(os.environ, store, nccl_port)
+        if self.spec.api_key is not None:
+            environment["PACS_SGLANG_API_KEY"] = self.spec.api_key
+        guard = [sys.executable, "-I", sglang_guard.__file__, str(self.pid_file), str(GRACE_S), str(store)]
+        try:
+            self._guard = subprocess.Popen(
+                [*guard, *command],
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches the launcher only, which ends servers in its own order
+            )
+        except OSError as error:
+            raise ConfigError(f"rollout.servers.python: cannot start {command[0]!r} ({error})") from error
+        logger.info("starting rollout server %s at %s, log %s", self.spec.name, self.url, self.log_path)
+
+    def exit_code(self) -> int | None:
+        """None while it runs (or was never started)."""
+        guard = self._guard
+        return None if guard is None else guard.poll()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Returns when it takes requests. Raises RolloutError, and ends it, when it exits or time is over."""
+        deadline = time.monotonic() + timeout_s
+        attempts = 1
+        while not self.api.ready():
+            if self._guard is None:
+                raise RolloutError(f"rollout server {self.spec.name} was stopped while starting")
+            if self.exit_code() is not None:
+                reason = tail(self.log_path)
+                if any(text in reason for text in PORT_TAKEN) and attempts < START_ATTEMPTS:
+                    attempts, self._port = attempts + 1, 0
+                    self.start()
+                    continue
+                code = self.exit_code()
+                self.stop()
+                raise RolloutError(f"rollout server {self.spec.name} exited with {code} while starting: {reason}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise RolloutError(
+                    f"rollout server {self.spec.name} was not ready within rollout.servers.start_timeout_s="
+                    f"{timeout_s:g}; log {self.log_path}: {tail(self.log_path)}"
+                )
+            time.sleep(POLL_S)
+
+    def stop(self) -> None:
+        """Ends the server and all its children; returns when they are gone."""
+        with self._lock:
+            self._stop()
+
+    def close(self) -> None:
+        """`stop`, for good: it cannot be started again."""
+        with self._lock:
+            self._closed = True
+            self._stop()
+
+    def _stop(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is None:
+            return
+        if guard.stdin is not None:
+            guard.stdin.close()
+        try:
+            guard.wait(GRACE_S + 15.0)
+        except subprocess.TimeoutExpired:
+            logger.warning("guard of rollout server %s does not answer; ending its group", self.spec.name)
+            guard.kill()
+            guard.wait()
+        if self.pid_file.exists():  # the guard was killed before it could tidy up
+            reap_file(self.pid_file)
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+def reap_file(path: Path) -> None:
+    """`reap` for one pid file."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        _reap_one(json.loads(path.read_text()))
+    path.unlink(missing_ok=True)
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def _with_key_from_environment(command: list[str]) -> list[str]:
+    """The same command, with the API key read from the environment by a line of Python inside the server's process."""
+    at = command.index("-m")
+    body = (
+        "import os, runpy, sys; "
+        "sys.argv[1:] += ['--api-key', os.environ.pop('PACS_SGLANG_API_KEY')]; "
+        "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
+    )
+    return [*command[:at], "-c", body, *command[at + 2 :]]

@@ -1,0 +1,303 @@
+"""New weights into SGLang servers: a `WeightReceiver` for all servers together.
+
+The order on each server, and why nothing is ever sampled from mixed or unverified weights:
+
+    pause        no token is sampled from here on
+    mark         its `weight_version` becomes one that no client accepts
+    load         bucket by bucket
+    verify       its own checksums against the export
+    version      only now it bears the new version, and the fleet's probes find it current
+    resume
+
+A server that fails anywhere stays paused and marked: the fleet calls it STALE. The next update starts it over, and a
+restart (own servers) brings it back too. The update goes on with the others; it is a SyncError when none is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from pacs_megatron.errors import PacsError, RolloutError, SyncError
+from pacs_megatron.sglang.api import (
+    MemoryTag,
+    PauseMode,
+    ServerRefusedError,
+    SglangApi,
+    WeightVersion,
+    updating_version,
+)
+from pacs_megatron.sglang.weights.bucket import Bucket
+from pacs_megatron.sglang.weights.checksums import ExpectedChecksums, ModelDims, compare, hash_for
+from pacs_megatron.sglang.weights.fp8 import is_quantized, quantize_blockwise, scale_name
+from pacs_megatron.sglang.weights.transports import Transport
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_SIZE = 8
+"""Parameters that `verify: sample` looks at in an update (the first one after a server's start looks at all)."""
+FLUSH_TRIES = 20
+FLUSH_WAIT_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncSettings:
+    """Of the schema's options with the same names, and of the model."""
+
+    dtype: torch.dtype
+    """of the servers' weights: floating tensors are cast to it on the way"""
+    bucket_bytes: int
+    pause: PauseMode
+    verify: Literal["off", "sample", "full"]
+    timeout_s: float
+    probe_timeout_s: float
+    """A server whose scheduler does not answer for so long takes no part in an update: it would cost `timeout_s`"""
+    dims: ModelDims
+    fp8: bool = False
+    """Linear weights go as FP8 blocks; they are then left out of `verify`"""
+
+
+@dataclass(slots=True, kw_only=True)
+class SyncReport:
+    """What one update did. Seconds are wall-clock, from begin_update to end_update."""
+
+    version: int
+    digest: str = ""
+    num_bytes: int = 0
+    """sent to each server"""
+    num_tensors: int = 0
+    seconds: float = 0.0
+    verified: int = 0
+    """checksums compared, over all servers"""
+    updated: tuple[str, ...] = ()
+    """urls that hold the new weights"""
+    failed: dict[str, str] = field(default_factory=dict)
+    """url -> reason"""
+
+
+@dataclass(slots=True)
+class _Target:
+    api: SglangApi
+    expected: ExpectedChecksums | None = None
+    is_verified: bool = False
+    """all of its parameters were looked at once since its start"""
+
+
+class ServerSync:
+    """A `WeightReceiver` that feeds every server of `targets`; `report` tells what the last update did."""
+
+    def __init__(self, transport: Transport, settings: SyncSettings) -> None:
+        self._transport = transport
+        self._settings = settings
+        self._bucket = Bucket(settings.bucket_bytes)
+        self._targets: dict[str, _Target] = {}
+        self._live: dict[str, _Target] = {}
+        self._names: tuple[str, ...] = ()
+        """servers' parameter names, known after the first verified update"""
+        self._sample: frozenset[str] | None = None
+        self._expected: dict[tuple[int, str], ExpectedChecksums] = {}
+        """by (tensor-parallel size, device): servers of one kind share the hashing"""
+        self._lock = threading.Lock()
+        self._released: dict[str, set[MemoryTag]] = {}
+        """url -> what the server gave back to the trainer"""
+        self._began = 0.0
+        self.report = SyncReport(version=-1)
+
+    def set_targets(self, apis: Sequence[SglangApi]) -> None:
+        """The servers of the next update: all of the fleet that are not dead, or only those that missed one."""
+        self._targets = {api.url: self._targets.get(api.url, _Target(api)) for api in apis}
+
+    # ------------------------------------------------------------------------------------------------- WeightReceiver
+    def begin_update(self, version: int) -> None:
+        """Pauses and marks all targets. Raises SyncError when none is left."""
+        self._began = time.monotonic()
+        self.report = SyncReport(version=version)
+        self._bucket.clear()
+        self._live = dict(self._targets)
+        self._expected = {}
+        self._transport.start(version)
+        self._each(lambda target: self._open(target, version))
+        self._sample = self._choose_sample(version)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """One weight under its Hugging Face name. Sends a bucket when it is full. Raises SyncError when no server is left."""
+        if self._settings.fp8 and is_quantized(name):
+            values, scale_inv = quantize_blockwise(tensor)
+            self._pack(name, values)
+            self._pack(scale_name(name), scale_inv)
+            return
+        if tensor.is_floating_point():
+            tensor = tensor.to(self._settings.dtype)
+        for expected in self._expected.values():
+            expected.add(name, tensor, self._sample)
+        self._pack(name, tensor)
+
+    def _pack(self, name: str, tensor: torch.Tensor) -> None:
+        if not self._bucket.fits(tensor):
+            self._flush()
+        self._bucket.add(name, tensor)
+        self.report.num_bytes += tensor.nbytes
+        self.report.num_tensors += 1
+
+    def end_update(self, digest: str) -> None:
+        """Verifies and releases the servers. Raises SyncError when none holds the new weights."""
+        self._flush()
+        self._transport.commit()
+        self._each(lambda target: self._close(target, digest))
+        if self._sample is None and self._settings.verify != "off":
+            self._names = tuple(next(iter(self._expected.values())).by_name)
+        self.report.digest = digest
+        self.report.updated = tuple(self._live)
+        self.report.seconds = time.monotonic() - self._began
+        logger.info(
+            "weights %d: %d bytes to %d servers in %.2f s, %d checksums equal",
+            self.report.version,
+            self.report.num_bytes,
+            len(self._live),
+            self.report.seconds,
+            self.report.verified,
+        )
+
+    def close(self) -> None:
+        self._transport.close()
+
+    # -------------------------------------------------------------------------------------------------- colocated memory
+    def release_memory(self) -> None:
+        """Before a training step (colocated): the servers give weights and KV cache back; the next update takes them.
+
+        Marked like an update under way: a server without weights is not current.
+        """
+        self._live = dict(self._targets)
+        self._each(lambda target: self._release(target.api))
+
+    def _release(self, api: SglangApi) -> None:
+        api.pause("abort", self._settings.timeout_s)
+        api.set_weight_version(updating_version(self.report.version))
+        # Refused while a cancelled request is still in work: released under it, the server would end.
+        _flush_cache(api, required=True)
+        api.release_memory(("kv_cache", "weights"))
+        self._released[api.url] = {"kv_cache", "weights"}
+
+    def _take_back(self, api: SglangApi, tag: MemoryTag) -> None:
+        if tag in self._released.get(api.url, ()):
+            api.resume_memory((tag,))
+            self._released[api.url].discard(tag)
+
+    # -------------------------------------------------------------------------------------------------------- one server
+    def _open(self, target: _Target, version: int) -> None:
+        api, settings = target.api, self._settings
+        kind = api.placement(settings.probe_timeout_s)
+        if WeightVersion.is_fresh(api.weight_version()):
+            # (Re)started: it has its memory, and knows no group of an earlier life.
+            self._released.pop(api.url, None)
+            self._transport.forget(api)
+            target.is_verified = False
+        api.pause(settings.pause, settings.timeout_s)
+        api.set_weight_version(updating_version(version))
+        self._take_back(api, "weights")
+        target.expected = self._new_expected(kind) if settings.verify != "off" else None
+        self._transport.join(api)
+
+    def _close(self, target: _Target, digest: str) -> None:
+        api = target.api
+        self._transport.finish(api)
+        if target.expected is not None:
+            target.expected.check_complete()
+            num_equal = self._verify(api, target.expected)
+            with self._lock:
+                self.report.verified += num_equal
+            target.is_verified = target.is_verified or self._sample is None
+        self._take_back(api, "kv_cache")
+        _flush_cache(api, required=self._settings.pause != "in_place")
+        _check_mark(api, self.report.version)
+        api.set_weight_version(str(WeightVersion(self.report.version, digest)))
+        try:
+            api.resume()
+        except RolloutError:
+            # It would pass for current, and never answer a request.
+            api.set_weight_version(updating_version(self.report.version))
+            raise
+
+    def _verify(self, api: SglangApi, expected: ExpectedChecksums) -> int:
+        skip = [] if self._sample is None else [name for name in self._names if name not in self._sample]
+        got = api.checksums(skip, self._settings.timeout_s)
+        return compare(api.url, expected.by_name, got, complete=self._sample is None and not self._settings.fp8)
+
+    def _new_expected(self, kind: tuple[int, str]) -> ExpectedChecksums:
+        with self._lock:
+            if kind not in self._expected:
+                self._expected[kind] = ExpectedChecksums(self._settings.dims, kind[0], hash_for(kind[1]))
+            return self._expected[kind]
+
+    # ------------------------------------------------------------------------------------------------------- all servers
+    def _choose_sample(self, version: int) -> frozenset[str] | None:
+        if self._settings.verify != "sample" or not self._names:
+            return None
+        if not all(target.is_verified for target in self._live.values()):
+            return None
+        chosen = random.Random(version).sample(self._names, min(SAMPLE_SIZE, len(self._names)))  # noqa: S311
+        return frozenset(chosen)
+
+    def _flush(self) -> None:
+        if self._bucket.items:
+            self._transport.prepare(self._bucket)
+            self._each(lambda target: self._transport.send(target.api, self._bucket))
+            self._bucket.clear()
+
+    def _each(self, action: Callable[[_Target], None]) -> None:
+        """Runs it for all live servers at the same time; those that fail are out of this update."""
+        if self._live:
+            with ThreadPoolExecutor(len(self._live), "weight-sync") as pool:
+                waiting = {url: pool.submit(action, target) for url, target in self._live.items()}
+            for url, result in waiting.items():
+                error = result.exception()
+                if isinstance(error, PacsError):
+                    self._give_up(url, error)
+                elif error is not None:
+                    raise error
+        if not self._live:
+            reasons = "; ".join(self.report.failed.values()) or "there is no server to update"
+            raise SyncError(f"weights {self.report.version} reached no rollout server: {reasons}")
+
+    def _give_up(self, url: str, error: PacsError) -> None:
+        target = self._live.pop(url)
+        self.report.failed[url] = str(error)
+        logger.warning("weights %d did not reach %s: %s", self.report.version, url, error)
+        self._transport.forget(target.api)
+
+
+def _check_mark(api: SglangApi, version: int) -> None:
+    """Raises RolloutError when the server was started anew, or updated by somebody else, since this update began."""
+    held = api.weight_version()
+    if held != updating_version(version):
+        raise RolloutError(
+            f"{api.url} says that it holds weights {held!r} at the end of the update to {version}: it was started anew "
+            "meanwhile, or another run sends it weights"
+        )
+
+
+def _flush_cache(api: SglangApi, required: bool) -> None:
+    """Drops KV cache of the old weights; a request that is just ending may delay it.
+
+    Not `required`: the server refuses while requests that were paused in place need it, and then keeps all of it.
+    """
+    tries = FLUSH_TRIES if required else 1
+    for attempt in range(tries):
+        try:
+            api.flush_cache()
+            return
+        except ServerRefusedError as refused:
+            if not required:
+                logger.debug("%s keeps KV cache of the old weights: %s", api.url, refused)
+            elif attempt == tries - 1:
+                raise RolloutError(f"{api.url} kept KV cache of the old weights: {refused}") from refused
+            else:
+                time.sleep(FLUSH_WAIT_S)

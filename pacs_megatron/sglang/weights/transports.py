@@ -1,0 +1,406 @@
+"""The ways weights travel to SGLang servers. A transport knows how; `server_sync.ServerSync` knows when and to whom.
+
+Methods that take `api` may run for several servers at the same time, in threads; `prepare` and `close` never do.
+Every wait has a limit. An exception of `join`, `send` or `finish` concerns that one server only.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import shutil
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as torch_mp
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.multiprocessing import reductions
+
+from pacs_megatron.errors import SyncError
+from pacs_megatron.sglang.api import SglangApi
+from pacs_megatron.sglang.weights.bucket import Bucket
+
+T = TypeVar("T")
+Kind = Literal["nccl", "gloo"]
+CUDA_ARG_DEVICE = 6
+"""Position of the device among the arguments of torch's `rebuild_cuda_tensor`; SGLang takes a GPU's UUID there."""
+
+
+class Transport(Protocol):
+    """One way of sending."""
+
+    def start(self, version: int) -> None:
+        """Before anything else of an update."""
+        ...
+
+    def join(self, api: SglangApi) -> None:
+        """Makes one server ready to receive."""
+        ...
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Once a bucket, before it is sent to anybody."""
+        ...
+
+    def send(self, api: SglangApi, bucket: Bucket) -> None:
+        """Returns when the server has loaded the bucket."""
+        ...
+
+    def commit(self) -> None:
+        """Once, after the last bucket."""
+        ...
+
+    def finish(self, api: SglangApi) -> None:
+        """The server's last step; afterwards it holds all weights."""
+        ...
+
+    def forget(self, api: SglangApi) -> None:
+        """Drops what is kept for a server that failed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class DiskTransport:
+    """A safetensors folder `v<version>` that every server can read; the one before is kept until the next is there.
+
+    The folder appears under its name only when it is complete, so a server (or a restarted one) never reads half. Nothing
+    but this transport may write to `folder`; what an earlier attempt left there is removed.
+    """
+
+    def __init__(self, folder: Path, timeout_s: float) -> None:
+        self._folder = folder.absolute()
+        self._timeout_s = timeout_s
+        self._version = self._before = -1
+        self._shards: dict[str, str] = {}
+        self._num_bytes = 0
+
+    def start(self, version: int) -> None:
+        self._before, self._version = self._version, version
+        self._shards, self._num_bytes = {}, 0
+        self._remove_others({f"v{self._before}", f"v{version}"})
+        with _disk_errors(self._partial):
+            self._partial.mkdir(parents=True)
+
+    def join(self, api: SglangApi) -> None:
+        """Nothing: a server reads when everything is there."""
+
+    def prepare(self, bucket: Bucket) -> None:
+        name = f"model-{len(set(self._shards.values())) + 1:05d}.safetensors"
+        with _disk_errors(self._partial):
+            save_file({name: tensor.cpu() for name, tensor in bucket.tensors()}, self._partial / name)
+        self._shards |= {item.name: name for item in bucket.items}
+        self._num_bytes += bucket.num_bytes
+
+    def send(self, api: SglangApi, bucket: Bucket) -> None:
+        """Nothing, see `join`."""
+
+    def commit(self) -> None:
+        index = {"metadata": {"total_size": self._num_bytes}, "weight_map": self._shards}
+        with _disk_errors(self._partial):
+            (self._partial / "model.safetensors.index.json").write_text(json.dumps(index))
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._partial.replace(self.path)
+        self._remove_others({self.path.name})
+
+    def _remove_others(self, kept: set[str]) -> None:
+        """Versions and parts of versions, also those of an attempt that had come further before it was killed."""
+        for old in self._folder.glob("v*"):
+            if re.fullmatch(r"v\d+(\.partial)?", old.name) and old.name not in kept:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def finish(self, api: SglangApi) -> None:
+        body = {
+            "model_path": str(self.path),
+            "load_format": "auto",  # else the one of the server's start, which is `dummy` where the first update brings all
+            "flush_cache": False,
+            "abort_all_requests": False,
+        }
+        api.order("/update_weights_from_disk", body, self._timeout_s)
+
+    def forget(self, api: SglangApi) -> None:
+        """Nothing is kept for a server."""
+
+    def close(self) -> None:
+        """Servers hold the weights themselves, and a restarted one begins with those of its model path."""
+        self._remove_others(set())
+
+    @property
+    def path(self) -> Path:
+        """The folder of the version at hand."""
+        return self._folder / f"v{self._version}"
+
+    @property
+    def _partial(self) -> Path:
+        return self._folder / f"v{self._version}.partial"
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """A full or missing disk becomes a SyncError that names the folder; what was written goes, as others need the room."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(path, ignore_errors=True)
+        raise SyncError(f"sync.transport=disk: cannot write {path}: {error}") from error
+
+
+def _in_thread(action: Callable[[], T]) -> Future[T]:
+    """Its result to come. A daemon thread: one that hangs holds up nothing, not even the end of the process."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:  # noqa: BLE001  # whoever asks for the result gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weight-sync", daemon=True).start()
+    return future
+
+
+@dataclass(slots=True)
+class _Group:
+    """A process group of this process (rank 0) and the tensor-parallel ranks of one server."""
+
+    name: str
+    backend: Any
+    """ProcessGroupGloo or ProcessGroupNCCL"""
+    store: TCPStore | None
+
+    def end(self) -> None:
+        """Gives the group up without waiting: a gloo group's destructor waits until its broken broadcast times out."""
+        backend, store = self.backend, self.store
+        self.backend = self.store = None
+        held = [backend, store]
+        del backend, store
+
+        def give_up() -> None:
+            held[0].abort()
+            held.clear()
+
+        threading.Thread(target=give_up, name="weight-sync-end", daemon=True).start()
+
+
+class BroadcastTransport:
+    """One broadcast a bucket in a process group of its own for each server: NCCL, or gloo on CPU.
+
+    A group for each server, not one for all: a server that dies takes no other's update with it, and the next update
+    needs no new groups for the rest. Buckets go out to all servers at the same time.
+    The trainer's default process group is not touched: the backends are built directly on a store that listens on
+    `host` only (torch's own would listen on all interfaces).
+    """
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self._host = host
+        self._timeout_s = timeout_s
+        self._groups: dict[str, _Group] = {}
+        self._sessions: dict[str, bool] = {}
+
+    def start(self, version: int) -> None:
+        """Groups outlive an update."""
+
+    def join(self, api: SglangApi) -> None:
+        if api.url not in self._groups:
+            self._groups[api.url] = self._connect(api)
+        self._sessions[api.url] = api.begin_weight_update()
+
+    def prepare(self, bucket: Bucket) -> None:
+        if bucket.data.is_cuda:
+            torch.cuda.current_stream().synchronize()  # the copies into the bucket, before other threads read it
+
+    def send(self, api: SglangApi, bucket: Bucket) -> None:
+        group = self._groups[api.url]
+        body = {
+            "names": [item.name for item in bucket.items],
+            "dtypes": [str(item.dtype).removeprefix("torch.") for item in bucket.items],
+            "shapes": [list(item.shape) for item in bucket.items],
+            "group_name": group.name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+            "abort_all_requests": False,
+        }
+        call = _in_thread(lambda: api.order("/update_weights_from_distributed", body, self._timeout_s))
+        sent = _in_thread(lambda: self._broadcast(group.backend, bucket.data))
+        call.result()  # a server that refuses never joins the broadcast, so its answer is awaited first
+        try:
+            sent.result(self._timeout_s)
+        except (RuntimeError, TimeoutError) as error:
+            raise SyncError(f"{api.url}: broadcast failed: {error or 'not over in time'}") from error
+
+    def _broadcast(self, backend: Any, data: torch.Tensor) -> None:
+        """NCCL meets its peers inside the first call, without a limit of its own: call it where nobody waits for it."""
+        backend.broadcast([data], dist.BroadcastOptions()).wait(timedelta(seconds=self._timeout_s))
+
+    def commit(self) -> None:
+        """Nothing: servers load bucket by bucket."""
+
+    def finish(self, api: SglangApi) -> None:
+        if self._sessions[api.url]:
+            api.end_weight_update(self._timeout_s)
+
+    def forget(self, api: SglangApi) -> None:
+        group = self._groups.pop(api.url, None)
+        if group is not None:
+            group.end()
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.end()
+        self._groups.clear()
+
+    def _connect(self, api: SglangApi) -> _Group:
+        tp, device = api.placement()
+        num_ranks = 1 + tp
+        kind: Kind = "gloo" if device == "cpu" else "nccl"
+        name = f"pacs-{uuid.uuid4().hex[:12]}"  # a name is used once: the server may still hold a broken group
+        listener = self._listen()
+        port = listener.getsockname()[1]
+        limit = timedelta(seconds=self._timeout_s)
+        try:
+            store = TCPStore(
+                self._host, port, num_ranks, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        except RuntimeError as error:
+            raise SyncError(f"rollout.sync.host={self._host}: no store for the process group: {error}") from error
+        body = {
+            "master_address": self._host,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": num_ranks,
+            "group_name": name,
+            "backend": kind,
+        }
+        call = _in_thread(lambda: api.order("/init_weights_update_group", body, self._timeout_s))
+        backend = _in_thread(lambda: self._new_backend(kind, name, num_ranks, store))
+        call.result()  # a server that refuses never comes to the meeting, which would be waited for to its limit
+        try:
+            return _Group(name, backend.result(self._timeout_s), store)
+        except (RuntimeError, TimeoutError) as error:
+            raise SyncError(f"{api.url}: no {kind} group within {self._timeout_s:g} s: {error}") from error
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket()
+        try:
+            listener.bind((self._host, 0))
+        except OSError as error:
+            listener.close()
+            raise SyncError(
+                f"rollout.sync.host={self._host}: not an address of this host ({error}); name the one that the servers reach"
+            ) from error
+        listener.listen(128)
+        return listener
+
+    def _new_backend(self, kind: Kind, name: str, num_ranks: int, store: TCPStore) -> Any:
+        """Rank 0 of the group; key prefixes as `torch.distributed` forms them on the server's side."""
+        limit = timedelta(seconds=self._timeout_s)
+        device = "cuda" if kind == "nccl" else "cpu"
+        prefixed = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+        if kind == "nccl":
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = limit
+            return dist.ProcessGroupNCCL(prefixed, 0, num_ranks, nccl)
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._timeout = limit
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        return dist.ProcessGroupGloo(prefixed, 0, num_ranks, gloo)
+
+
+class IpcTransport:
+    """Shared memory of this host: CUDA IPC handles from GPU tensors, shared-memory files from CPU tensors.
+
+    The server copies out of the bucket, which is kept until every server has answered.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._tp: dict[str, int] = {}
+        self._sessions: dict[str, bool] = {}
+        self._payload = ""
+        self._shared: list[tuple[str, torch.Tensor]] = []
+
+    def start(self, version: int) -> None:
+        """Nothing to set up."""
+
+    def join(self, api: SglangApi) -> None:
+        if api.url not in self._tp:
+            self._tp[api.url] = api.placement()[0]
+        self._sessions[api.url] = api.begin_weight_update()
+
+    def prepare(self, bucket: Bucket) -> None:
+        self._shared = bucket.tensors()
+        if bucket.data.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        try:
+            self._payload = shared_memory_payload(self._shared)
+        except RuntimeError as error:
+            raise SyncError(
+                f"rollout.sync.transport=ipc: cannot share a bucket of {bucket.num_bytes} bytes: {error}; "
+                "enlarge /dev/shm (containers often have 64 MB), or lower rollout.sync.bucket_mib"
+            ) from error
+
+    def send(self, api: SglangApi, bucket: Bucket) -> None:
+        # Every tensor-parallel rank opens the same full tensors and takes its part.
+        payloads = [self._payload] * self._tp[api.url]
+        body = {"serialized_named_tensors": payloads, "flush_cache": False, "abort_all_requests": False}
+        api.order("/update_weights_from_tensor", body, self._timeout_s)
+
+    def commit(self) -> None:
+        self._shared, self._payload = [], ""
+
+    def finish(self, api: SglangApi) -> None:
+        if self._sessions[api.url]:
+            api.end_weight_update(self._timeout_s)
+
+    def forget(self, api: SglangApi) -> None:
+        self._tp.pop(api.url, None)
+
+    def close(self) -> None:
+        self.commit()
+
+
+def shared_memory_payload(tensors: list[tuple[str, torch.Tensor]]) -> str:
+    """Base64 of what `/update_weights_from_tensor` takes: handles of the memory, not the data.
+
+    The format is a pickle, written here and read by the server's restricted unpickler; nothing is ever read back.
+    """
+    buffer = io.BytesIO()
+    with _shared_files():
+        _HandlePickler(buffer).dump(tensors)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+class _HandlePickler(ForkingPickler):
+    """torch's own reductions; a GPU is named by its UUID, as its number differs between processes."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not (isinstance(obj, torch.Tensor) and obj.is_cuda):
+            return NotImplemented
+        function, args = reductions.reduce_tensor(obj)  # type: ignore[no-untyped-call]
+        device = str(torch.cuda.get_device_properties(obj.device).uuid)
+        return function, (*args[:CUDA_ARG_DEVICE], device, *args[CUDA_ARG_DEVICE + 1 :])
+
+
+@contextmanager
+def _shared_files() -> Iterator[None]:
+    """CPU memory is shared by name: file descriptors could be passed to children only."""
+    before = torch_mp.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    torch_mp.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        torch_mp.set_sharing_strategy(before)  # type: ignore[no-untyped-call]

@@ -1,0 +1,56 @@
+"""The one way in which weights leave the policy, whoever receives them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pacs_megatron.contracts.digest import WeightDigest
+from pacs_megatron.contracts.protocols import WeightReceiver
+from pacs_megatron.errors import SyncError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushResult:
+    """One finished push."""
+
+    version: int
+    digest: str
+    num_bytes: int
+    """of the export, as exported"""
+    seconds: float
+
+
+def push(version: int, export: Iterable[tuple[str, torch.Tensor]], receivers: Sequence[WeightReceiver]) -> PushResult:
+    """Streams an export into every receiver. All ranks call it; those without a receiver only take part in the export.
+
+    The export is collective, so it is always iterated to its end: a receiver that fails must not leave the other
+    ranks waiting. Afterwards its SyncError is raised, on this rank only: tell the others by a decision.
+    """
+    began = time.monotonic()
+    live = list(receivers)
+    errors: list[SyncError] = []
+
+    def each(action: str, *args: object) -> None:
+        for receiver in tuple(live):
+            try:
+                getattr(receiver, action)(*args)
+            except SyncError as error:
+                errors.append(error)
+                live.remove(receiver)
+
+    each("begin_update", version)
+    digest, num_bytes = WeightDigest(), 0
+    for name, tensor in export:
+        digest.update(name, tensor)
+        num_bytes += tensor.nbytes
+        each("put", name, tensor)
+    each("end_update", digest.hexdigest())
+    if errors:
+        raise errors[0]
+    return PushResult(version=version, digest=digest.hexdigest(), num_bytes=num_bytes, seconds=time.monotonic() - began)

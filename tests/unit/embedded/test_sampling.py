@@ -1,0 +1,98 @@
+"""The sampled distribution, against the logits processors of Hugging Face `generate` and against counting."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from pacs_megatron.contracts import SamplingParams
+from pacs_megatron.embedded.sampling import RowSampler
+from tests.support.rollout import sampling
+
+VOCAB = 20
+CASES = [
+    sampling(),
+    sampling(temperature=0.6),
+    sampling(temperature=1.7),
+    sampling(top_k=5),
+    sampling(top_p=0.8),
+    sampling(temperature=0.6, top_p=0.95, top_k=12),
+    sampling(temperature=1.3, top_p=0.5, top_k=7),
+    sampling(top_k=1),
+    sampling(top_p=1e-6),
+    sampling(top_k=10 * VOCAB),
+]
+
+
+def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Log-probs [b, v] in float64 of what `generate` would sample from."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    return torch.log_softmax(warpers(torch.zeros((len(logits), 1), dtype=torch.long), logits.double()), dim=-1)
+
+
+@pytest.mark.parametrize("params", CASES, ids=str)
+def test_distribution_and_log_probs(params):
+    rows = 40_000
+    row = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)) * 2
+    logits = row.expand(rows, VOCAB)
+    expected = reference(logits[:1], params)[0]
+    sampler = RowSampler([params] * rows, range(rows), torch.device("cpu"))
+    ids, logprobs = sampler.draw(logits, 0)
+    torch.testing.assert_close(logprobs.double(), expected[ids], atol=1e-6, rtol=1e-6)
+    counts = np.bincount(ids.numpy(), minlength=VOCAB)
+    probs = expected.exp().numpy()
+    assert counts[probs == 0].sum() == 0
+    kept = probs > 0
+    chi2 = float(((counts[kept] - rows * probs[kept]) ** 2 / (rows * probs[kept])).sum())
+    freedom = int(kept.sum()) - 1
+    assert chi2 <= freedom + 4 * np.sqrt(2 * freedom)  # fixed seeds: about 4 standard deviations
+
+
+def test_rows_with_different_parameters_do_not_mix():
+    params = [CASES[i % len(CASES)] for i in range(60)] + [sampling(temperature=0.0)] * 4
+    logits = torch.randn((64, VOCAB), generator=torch.Generator().manual_seed(2)) * 3
+    ids, logprobs = RowSampler(params, range(64), torch.device("cpu")).draw(logits, 0)
+    for i, p in enumerate(params[:60]):
+        expected = reference(logits[i : i + 1], p)[0]
+        assert logprobs[i].item() == pytest.approx(expected[ids[i]].item(), abs=2e-6)
+    assert ids[60:].tolist() == logits[60:].argmax(-1).tolist()
+    greedy = torch.log_softmax(logits[60:].double(), -1).gather(-1, ids[60:, None])[:, 0]
+    torch.testing.assert_close(logprobs[60:].double(), greedy, atol=1e-6, rtol=0)
+
+
+def test_a_row_draws_the_same_numbers_whoever_its_neighbours_are():
+    generator = torch.Generator().manual_seed(3)
+    steps = [torch.randn((6, VOCAB), generator=generator) for _ in range(300)]  # beyond one block of numbers
+    params = [sampling(top_p=0.9)] * 6
+
+    def run(rows: list[int], drop_at: int | None) -> list[int]:
+        sampler = RowSampler([params[i] for i in rows], rows, torch.device("cpu"))
+        drawn = []
+        for index, logits in enumerate(steps):
+            if index == drop_at:
+                sampler.keep(torch.tensor([rows.index(4)]))
+                rows = [4]
+            ids, _ = sampler.draw(logits[rows], index)
+            drawn.append(int(ids[rows.index(4)]))
+        return drawn
+
+    alone = run([4], None)
+    assert run([0, 1, 2, 3, 4, 5], None) == alone
+    assert run([5, 4, 2], 130) == alone
+    assert len(set(alone)) > 5
+
+
+def test_extreme_logits():
+    logits = torch.full((3, VOCAB), -1e4)
+    logits[0, 3] = 1e4
+    logits[1, -1] = 0.0
+    logits[2] = -torch.inf
+    logits[2, 7] = 5.0
+    for params in (sampling(), sampling(top_p=0.9), sampling(top_k=3), sampling(temperature=0.0)):
+        ids, logprobs = RowSampler([params] * 3, [1, 2, 3], torch.device("cpu")).draw(logits, 0)
+        assert ids.tolist() == [3, VOCAB - 1, 7]
+        assert logprobs.tolist() == [0.0, 0.0, 0.0]

@@ -1,0 +1,331 @@
+"""`plan` against independent counts, and every shipped configuration."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pacs_megatron.config import load_config
+from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
+from pacs_megatron.contracts import Layout
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.models import load_spec, num_parameters
+from pacs_megatron.plan import constants, memory, timing
+from pacs_megatron.plan.known_models import KNOWN_MODELS, find_spec, known_name
+from pacs_megatron.plan.plan import make_plan, plan_of, run_plan, search_layouts
+
+ROOT = Path(__file__).parents[3]
+RUNS = sorted((ROOT / "configs" / "runs").glob("*.yaml"))
+CLUSTER_RUNS = [path for path in RUNS if load_config(path).config.resources.gpus_per_node]
+BIG = ROOT / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml"
+
+
+def test_published_parameter_counts() -> None:
+    # As printed on the models' pages or counted from their index files, independently of our table.
+    published = {
+        "Qwen/Qwen3-4B": 4_022_468_096,
+        "Qwen/Qwen3-8B": 8_190_735_360,
+        "Qwen/Qwen3-14B": 14_768_307_200,
+        "Qwen/Qwen3-32B": 32_762_123_264,
+        "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+        "Qwen/Qwen2.5-7B": 7_615_616_512,
+    }
+    for name, count in published.items():
+        spec = find_spec(name)
+        assert spec is not None
+        assert num_parameters(spec) == count
+    assert set(published) <= set(KNOWN_MODELS)
+
+
+def test_the_quickstart_can_be_planned_before_it_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples.quickstart.model import build_config, build_tokenizer
+
+    monkeypatch.chdir(tmp_path)  # nothing is made here
+    build_config(build_tokenizer()).save_pretrained(tmp_path / "made")
+    for path in sorted(set(RUNS) - set(CLUSTER_RUNS)):
+        assert find_spec(load_config(path).config.model.path) == load_spec(tmp_path / "made")
+        text, fits = run_plan(path, [], search=False, as_json=False, response_tokens=None)
+        assert fits
+        assert "exact" in text
+
+
+def test_known_names() -> None:
+    assert known_name("models/Qwen/Qwen3-14B") == "Qwen/Qwen3-14B"
+    assert find_spec("someone/else") is None
+
+
+@pytest.mark.parametrize("path", CLUSTER_RUNS, ids=lambda path: path.stem)
+def test_shipped_configs_plan_and_fit(path: Path) -> None:
+    start = time.process_time()
+    loaded = load_config(path)
+    plan = make_plan(loaded)
+    assert time.process_time() - start < 5
+    assert plan.fits
+    assert plan.peak.total > 0.3 * constants.GPUS["h100"].memory_gib * constants.GIB  # else the layout wastes GPUs
+    resources, parallel = loaded.config.resources, loaded.config.parallel
+    objective, rest = path.stem.split("-", 1)
+    assert loaded.config.objective.name == objective
+    assert loaded.config.run.name == path.stem
+    assert loaded.config.model.path.split("/")[-1].lower() in rest
+    assert f"{resources.nodes + resources.rollout_nodes}n{resources.gpus_per_node}g" in rest
+    assert f"ep{parallel.ep}" in rest if parallel.ep > 1 else f"tp{parallel.tp}" in rest
+    assert path.stem.endswith("-fp8") == (loaded.config.precision.fp8 is not None)
+
+
+def test_every_model_has_both_objectives_and_precisions() -> None:
+    names = {path.stem for path in CLUSTER_RUNS}
+    for model in ("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "qwen2.5-7b"):
+        mine = {name for name in names if f"-{model}-" in name}
+        assert {name.split("-")[0] for name in mine} == {"pacs", "grpo"}
+        assert {name.endswith("-fp8") for name in mine} == {True, False}
+
+
+def test_the_command_is_quick_and_needs_no_torch() -> None:
+    start = time.perf_counter()
+    code = "import sys; from pacs_megatron.cli import main; c = main(sys.argv[1:]); print('torch' in sys.modules); sys.exit(c)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", str(BIG)], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert time.perf_counter() - start < 5
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "FITS: at most" in done.stdout
+
+
+def test_what_does_not_fit_says_what_to_change() -> None:
+    text, fits = run_plan(
+        BIG,
+        ["parallel.tp=1", "parallel.sequence_parallel=false", "parallel.distributed_optimizer=false"],
+        search=False,
+        as_json=False,
+        response_tokens=None,
+    )
+    assert not fits
+    assert "DOES NOT FIT" in text
+    assert "change parallel.distributed_optimizer=true" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "advice"),
+    [
+        (
+            "pacs-qwen3-14b-2n8g-tp4",
+            ["parallel.recompute.granularity=none", "batch.tokens_per_microbatch=60000"],
+            "parallel.recompute.granularity=full",
+        ),
+        ("pacs-qwen3-4b-1n8g-tp1", ["rollout.servers.mem_fraction=0.9"], "rollout.servers.mem_fraction (lower)"),
+        (
+            "pacs-qwen3-32b-4n8g-tp8",
+            ["rollout.servers.tp=1", "rollout.servers.mem_fraction=0.5"],
+            "rollout.servers.mem_fraction (at least 0.80) or rollout.servers.tp (higher): weights and cache have room for 0",
+        ),
+        (
+            "pacs-qwen3-14b-2n8g-tp4",
+            ["rollout.servers.max_total_tokens=100"],
+            "rollout.servers.max_total_tokens (now 100; at least 9216)",
+        ),
+        (
+            "pacs-qwen3-14b-2n8g-tp4",
+            ["parallel.sequence_parallel=false", "batch.tokens_per_microbatch=200000"],
+            "parallel.sequence_parallel=true",
+        ),
+    ],
+)
+def test_advice_fits_what_is_too_large(config: str, overrides: list[str], advice: str) -> None:
+    text, fits = run_plan(
+        ROOT / "configs" / "runs" / f"{config}.yaml", overrides, search=False, as_json=False, response_tokens=None
+    )
+    assert not fits
+    assert f"change {advice}" in text
+
+
+@pytest.mark.parametrize("tokens", [0, -5, 8193, float("nan"), float("inf")])
+def test_response_tokens_stay_below_the_limit(tokens: float) -> None:
+    with pytest.raises(ConfigError, match=r"--response-tokens .*: expected more than 0 and at most the limit of 8192"):
+        run_plan(BIG, [], search=False, as_json=False, response_tokens=tokens)
+
+
+def test_search_as_json_lists_every_layout() -> None:
+    text, fits = run_plan(BIG, [], search=True, as_json=True, response_tokens=None)
+    found = json.loads(text)
+    plans = search_layouts(make_plan(load_config(BIG)))
+    assert fits
+    assert [entry["step_s"] for entry in found["layouts"]] == pytest.approx([plan.step_s for plan in plans])
+    assert found["configured"]["tp"] == 4
+    huge = ["batch.tokens_per_microbatch=4000000"]
+    assert run_plan(BIG, huge, search=True, as_json=False, response_tokens=None)[1] is False
+
+
+def test_the_pipelines_bubble_is_of_the_lengths_that_were_asked_for() -> None:
+    loaded = load_config(BIG, ["parallel.pp=2", "parallel.tp=4"])
+    for response in (500, 8000):
+        plan = make_plan(loaded, response)
+        tokens = 1024 * 8 / 4 * (plan.lengths.prompt + response)  # of one update, on one replica
+        assert timing.bubble(loaded.config, plan.layout, plan.lengths) == pytest.approx(1 / round(tokens / 9216))
+
+
+def test_a_colocated_server_leaves_something_behind() -> None:
+    loaded = load_config(ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml")
+    items = {item.name: item.num_bytes for item in make_plan(loaded).stages[0].items}
+    assert items["SGLang server that released its memory"] == constants.SGLANG_RELEASED_BYTES.value
+    assert not [item for item in make_plan(load_config(BIG)).stages[0].items if "released" in item.name]
+
+
+def test_host_memory_of_the_samples() -> None:
+    config = load_config(BIG).config
+    samples, limits = config.batch.prompts_per_step * config.batch.samples_per_prompt, config.data.max_prompt_tokens
+    response = config.rollout.sampling.max_response_tokens  # type: ignore[union-attr]
+    one = samples * (4 * (limits + response) + 4 * response)
+    assert memory.host_step_bytes(config) == one
+    ahead = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_staleness": 2})})
+    assert memory.host_step_bytes(ahead) == 3 * one
+
+
+def test_search_over_experts_takes_seconds() -> None:
+    start = time.process_time()
+    plans = search_layouts(make_plan(load_config(ROOT / "configs" / "runs" / "pacs-qwen3-30b-a3b-4n8g-ep8.yaml")))
+    assert time.process_time() - start < 15
+    assert {plan.layout.ep for plan in plans} >= {1, 2, 4, 8}
+
+
+def test_activations_of_experts() -> None:
+    """By hand for Qwen3-30B-A3B in bf16: hidden 2048, 32 query and 4 KV heads of 128, 8 of 128 experts of 768."""
+    spec = find_spec("Qwen/Qwen3-30B-A3B")
+    assert spec is not None
+    base = load_config(ROOT / "configs" / "runs" / "pacs-qwen3-30b-a3b-4n8g-ep8.yaml").config
+
+    def bytes_of(**parallel: Any) -> float:
+        config = base.model_copy(update={"parallel": base.parallel.model_copy(update=parallel)})
+        return memory.layer_activation_bytes(config, spec)
+
+    attention = (4096 + 512) + 2 * 4096 + 2 * 512
+    experts = 8 * (2048 + 3 * 768)
+    one = 2 * (4 * 2048 + attention + experts) + 4 * 32 + 8 * 128
+    assert bytes_of(tp=1, ep=1) == pytest.approx(one)
+    imbalance = constants.EXPERT_IMBALANCE.value
+    assert bytes_of(tp=1, ep=8) == pytest.approx(one + 2 * experts * (imbalance - 1))
+    # Whole experts and a divided sequence: everything is divided by tp.
+    assert bytes_of(tp=2, ep=8, sequence_parallel=True) == pytest.approx(bytes_of(tp=1, ep=8) / 2)
+    # Cut experts: all ranks of the group hold every token's copy, and a part of each expert.
+    cut = 2 * (4 * 2048 / 2 + attention / 2 + 8 * (2048 + 3 * 768 / 2)) + 4 * 32 / 2 + 8 * 128 / 2
+    assert bytes_of(tp=2, ep=1, sequence_parallel=True) == pytest.approx(cut)
+
+
+def test_search_finds_a_layout_that_fits() -> None:
+    loaded = load_config(BIG, ["parallel.tp=1", "parallel.sequence_parallel=false"])
+    plans = search_layouts(make_plan(loaded))
+    assert plans[0].fits
+    fitting = [plan.step_s for plan in plans if plan.fits]
+    assert fitting == sorted(fitting)
+    assert all(plan.layout.world_size == 8 for plan in plans)
+    layouts = {(plan.layout.tp, plan.layout.pp) for plan in plans}
+    assert {(1, 1), (8, 1), (2, 4)} <= layouts
+    assert (3, 1) not in layouts
+
+
+def test_search_needs_gpus(tmp_path: Path, tiny_qwen3: Path) -> None:
+    from tests.unit.config.test_load import BASE
+
+    (tmp_path / "run.yaml").write_text(BASE)
+    loaded = load_config(tmp_path / "run.yaml", [f"model.path={tiny_qwen3}"])
+    with pytest.raises(ConfigError, match=r"set resources\.gpus_per_node"):
+        search_layouts(make_plan(loaded))
+
+
+def test_json_is_the_same_plan() -> None:
+    text, _ = run_plan(BIG, [], search=False, as_json=True, response_tokens=2000)
+    found = json.loads(text)
+    plan = make_plan(load_config(BIG), 2000)
+    assert found["step_s"] == pytest.approx(plan.step_s)
+    assert found["memory"][0]["total"] == pytest.approx(plan.stages[0].total)
+    assert all(row["source"].startswith(("assumed", "docs/measurements/")) for row in found["assumptions"])
+
+
+def test_steps_ahead_take_as_long_as_the_slower_side() -> None:
+    config = ROOT / "configs" / "runs" / "grpo-qwen3-14b-2n8g-tp4.yaml"
+    turns = make_plan(load_config(config))
+    ahead = make_plan(load_config(config, ("rollout.max_staleness=1",)))
+    seconds = {phase.name.split(" (")[0]: phase.seconds for phase in turns.phases}
+    rollout, sync = seconds["rollout"], seconds["weight sync"]
+    assert turns.step_s == pytest.approx(sum(seconds.values()))
+    assert ahead.step_s == pytest.approx(max(rollout + sync, turns.step_s - rollout))
+    assert ahead.step_s < turns.step_s
+
+
+def test_every_constant_has_a_source() -> None:
+    declared = {name for name, value in vars(constants).items() if isinstance(value, constants.Constant)}
+    assert {id(getattr(constants, name)) for name in declared} == {id(constant) for constant in constants.MEASURABLE}
+    for constant in constants.MEASURABLE:
+        measured = constant.source.startswith("docs/measurements/")
+        assert constant.source.startswith("assumed") or (ROOT / constant.source.split("#")[0]).is_file() == measured
+
+
+def test_flops_are_what_torch_counts(tiny_qwen3: Path) -> None:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    spec = load_spec(tiny_qwen3)
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen3, attn_implementation="eager")
+    batch, length = 3, 48
+    ids = torch.randint(0, 250, (batch, length))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(ids)
+    tokens = batch * length
+    ours = timing.forward_flops(spec, tokens, length, tokens)
+    # Eager attention computes the masked half too, and transformers makes all the rotary angles by a matrix product.
+    masked_half = 2 * length * spec.num_heads * spec.head_dim * spec.num_layers * tokens
+    assert counter.get_total_flops() == pytest.approx(ours + masked_half, rel=0.01)
+
+
+@pytest.mark.parametrize("updates", [1, 4])
+def test_forward_passes_are_the_objectives_own(updates: int) -> None:
+    from pacs_megatron.objectives import build_objective
+
+    options: list[PacsOptions | GrpoOptions] = [
+        PacsOptions(name="pacs"),
+        PacsOptions(name="pacs", reference="frozen"),
+        PacsOptions(name="pacs", reward_proxy="mean_log_prob"),
+        PacsOptions(name="pacs", importance_cap=2.0),
+        PacsOptions(name="pacs", reference="frozen", importance_cap=2.0),
+        GrpoOptions(name="grpo"),
+        GrpoOptions(name="grpo", kl_coef=0.1),
+    ]
+    base = load_config(BIG).config
+    for objective in options:
+        config = base.model_copy(
+            update={"objective": objective, "batch": base.batch.model_copy(update={"updates_per_step": updates})}
+        )
+        real = build_objective(objective, updates_per_step=updates)
+        passes = len(real.logprob_passes()) * updates + sum(real.needs_scores(index) for index in range(updates))
+        assert timing.num_forward_passes(config) == passes
+        assert memory.needs_reference_snapshot(config) == ("reference" in real.logprob_passes())
+
+
+def test_layers_are_dealt_as_megatron_does() -> None:
+    assert memory.layers_of_stage(8, Layout(world_size=2, pp=2), 1) == [4, 5, 6, 7]
+    assert memory.layers_of_stage(8, Layout(world_size=2, pp=2, vpp=2), 0) == [0, 1, 4, 5]
+    assert memory.microbatches_in_flight(Layout(world_size=4, pp=4), 0) == 4
+    assert memory.microbatches_in_flight(Layout(world_size=4, pp=4), 3) == 1
+
+
+def test_parallel_axes_divide_what_they_should() -> None:
+    spec = find_spec("Qwen/Qwen3-30B-A3B")
+    assert spec is not None
+    for tp, pp, ep in product((1, 2, 4), (1, 2, 4), (1, 8)):
+        layout = Layout(world_size=32, tp=tp, pp=pp, ep=ep)
+        parts: list[Any] = [memory.rank_parameters(spec, layout, stage) for stage in range(pp)]
+        experts = sum(sum(part.experts) for part in parts) * layout.expert_tp * ep
+        assert experts == 48 * 128 * 3 * 2048 * 768
+    config = load_config(BIG).config
+    spec14 = find_spec("Qwen/Qwen3-14B")
+    assert spec14 is not None
+    one = plan_of(config.model_copy(update={"parallel": config.parallel.model_copy(update={"tp": 1})}), spec14)
+    four = plan_of(config, spec14)
+    assert one.stages[0].items[0].num_bytes > 3.9 * four.stages[0].items[0].num_bytes

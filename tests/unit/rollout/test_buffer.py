@@ -1,0 +1,242 @@
+"""Pieces of asynchronous training: the rollout buffer, lags, the judge's threads, and answers nobody waits for."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pacs_megatron.config.schema import AdmissionOptions, CustomReward
+from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest, SamplingParams, Span, Stop
+from pacs_megatron.errors import CheckpointError, RewardError, RolloutError
+from pacs_megatron.rewards.pool import RewardPool
+from pacs_megatron.rollout.admission import admit
+from pacs_megatron.rollout.buffer import RolloutBuffer
+from pacs_megatron.rollout.driver_client import DriverClient
+from pacs_megatron.rollout.judge import Judge
+from pacs_megatron.rollout.staleness import SentWeights, staleness_metrics
+from pacs_megatron.rollout.step_rollouts import StepRollouts, rollouts_from_message, rollouts_to_message
+from pacs_megatron.rollout.wire import Connection
+
+PARAMS = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=8)
+
+
+def prompt(number: int) -> Prompt:
+    return Prompt(id=f"d/{number}", text="", token_ids=np.arange(3, dtype=np.int32), answer="1", problem="")
+
+
+def requests_of(prompts: object, step: int) -> list[SampleRequest]:
+    assert isinstance(prompts, list | tuple)
+    return [
+        SampleRequest(id=f"{step}:{p.id}#{k}", prompt_id=p.id, token_ids=p.token_ids, seed=k, params=PARAMS)
+        for p in prompts
+        for k in range(2)
+    ]
+
+
+def sample(request: SampleRequest, *digests: str, **changes: object) -> Sample:
+    spans = tuple(Span(version=k, digest=d, start=k, end=k + 1) for k, d in enumerate(digests))
+    values: dict[str, object] = {
+        "id": request.id,
+        "prompt_id": request.prompt_id,
+        "token_ids": np.arange(3 + len(digests), dtype=np.int32),
+        "prompt_len": 3,
+        "sampler_logprobs": -np.ones(len(digests), dtype=np.float32),
+        "spans": spans,
+        "stop": Stop.EOS,
+    }
+    return Sample(**(values | changes))  # type: ignore[arg-type]
+
+
+def rollouts(step: int, first: int, count: int = 2) -> StepRollouts:
+    prompts = tuple(prompt(first + k) for k in range(count))
+    return StepRollouts(step=step, prompts=prompts, requests=tuple(requests_of(prompts, step)), epoch=step)
+
+
+# ---------------------------------------------------------------------------------------------------------------- lags
+def test_lag_counts_steps_from_the_oldest_weights() -> None:
+    sent = SentWeights()
+    for step, digest in enumerate(["a", "b", "c"]):
+        sent.add(digest, step)
+    [request] = requests_of([prompt(0)], 4)[:1]
+    assert sent.staleness(sample(request, "c"), 4) == 1
+    assert sent.staleness(sample(request, "a", "c"), 4) == 3
+    assert sent.staleness(sample(request), 4) == 0
+    with pytest.raises(RolloutError, match="never sent"):
+        sent.check(sample(request, "a", "x"))
+    assert sent.state_dict([sample(request, "a", "c")]) == {"a": 0, "c": 2}
+    sent.add("a", 3)  # equal weights again: no reason to call them old
+    assert sent.staleness(sample(request, "a"), 4) == 0
+    mixed, plain = sample(request, "a", "c"), sample(request, "c")
+    metrics = staleness_metrics([mixed, plain], [3, 1])
+    assert metrics == {"staleness/mean": 2.0, "staleness/max": 3.0, "staleness/multi_version_frac": 0.5}
+
+
+def test_stale_groups_are_dropped_whole_and_counted() -> None:
+    requests = requests_of([prompt(0), prompt(1)], 1)
+    samples = [sample(r, "a", reward=1.0, label=1) for r in requests]
+    groups = [Group(prompt_id=f"d/{k}", samples=tuple(samples[2 * k : 2 * k + 2])) for k in range(2)]
+    kept = admit(groups, AdmissionOptions(), min_group_size=2, stale={samples[0].id})
+    assert [group.prompt_id for group in kept.groups] == ["d/1"]
+    assert kept.counts["stale_groups"] == 1
+    assert "stale_groups" not in admit(groups, AdmissionOptions(), min_group_size=2).counts
+
+
+# -------------------------------------------------------------------------------------------------------------- buffer
+@settings(max_examples=25, deadline=None)
+@given(states=st.lists(st.sampled_from(["missing", "sampled", "judged", "failed"]), min_size=8, max_size=8))
+def test_the_buffer_keeps_every_sample_and_every_verdict(states: list[str]) -> None:
+    steps = [rollouts(3, 0), rollouts(4, 2)]
+    requests = [request for w in steps for request in w.requests]
+    for number, (request, state) in enumerate(zip(requests, states, strict=True)):
+        owner = steps[number // 4]
+        found = sample(request, "a", "b")
+        if state == "judged":
+            found = replace(found, reward=0.1 * number, label=number % 2)
+        if state == "failed":
+            found = replace(found, failure="time-out")
+        if state != "missing":
+            owner.sampled[request.id] = found
+        if state in ("judged", "failed"):
+            owner.judged.add(request.id)
+    header, arrays = rollouts_to_message(steps)
+    prompts = {f"d/{k}": prompt(k) for k in range(4)}
+    again = rollouts_from_message(json.loads(json.dumps(header)), arrays, prompts, requests_of)
+    for mine, theirs in zip(steps, again, strict=True):
+        assert (theirs.step, theirs.epoch) == (mine.step, mine.epoch)
+        assert [p.id for p in theirs.prompts] == [p.id for p in mine.prompts]
+        assert list(theirs.sampled) == list(mine.sampled)
+        # A sample that the verifier failed on is to be judged again.
+        assert theirs.judged == {i for i in mine.judged if mine.sampled[i].failure is None}
+        assert [r.id for r in theirs.missing] == [r.id for r in mine.missing]
+        for sample_id, got in theirs.sampled.items():
+            expected = mine.sampled[sample_id]
+            assert (got.reward, got.label, got.failure) == (expected.reward, expected.label, None)
+            assert got.spans == expected.spans
+            np.testing.assert_array_equal(got.token_ids, expected.token_ids)
+    if requests:
+        with pytest.raises(CheckpointError, match="d/3, which the data no longer has"):
+            rollouts_from_message(header, arrays, {k: v for k, v in prompts.items() if k != "d/3"}, requests_of)
+
+
+def test_what_was_given_up_stays_given_up_over_a_checkpoint() -> None:
+    one = rollouts(3, 0)
+    one.enough = 1
+    for request in one.requests[:3]:
+        one.sampled[request.id] = sample(request, "a", reward=1.0, label=1)
+    one.judged = {request.id for request in one.requests[:2]}
+    assert one.whole_group("d/1") is None
+    group = one.whole_group("d/0")
+    assert group is not None and len(group.samples) == 2
+    assert not one.is_done
+    assert one.cancel_rest() == [one.requests[3].id]
+    assert one.is_done and one.unfinished == ["d/1"]
+    one.is_returned = True
+    header, arrays = rollouts_to_message([one])
+    prompts = {f"d/{k}": prompt(k) for k in range(2)}
+    [again] = rollouts_from_message(json.loads(json.dumps(header)), arrays, prompts, requests_of)
+    assert (again.cancelled, again.enough, again.is_returned) == (one.cancelled, 1, True)
+    assert [g.prompt_id for g in again.groups()] == ["d/0"] and not again.missing
+
+
+# --------------------------------------------------------------------------------------------------------------- judge
+@pytest.fixture
+def judge(tmp_path: Path) -> Iterator[Judge]:
+    file = tmp_path / "reward.py"
+    file.write_text("def reward(prompt, response):\n    return float(response)\n")
+    with RewardPool(CustomReward(name="custom", function=f"{file}:reward", workers=2)) as pool:
+        texts = {4: "1", 5: "0", 6: "0.5", 7: "no number"}
+        yield Judge(pool, lambda ids: texts[len(ids) + 3], threshold=None, max_failure_frac=0.5)
+
+
+def test_streams_are_judged_side_by_side_and_do_not_take_each_others_verdicts(judge: Judge) -> None:
+    prompts = {f"d/{k}": prompt(k) for k in range(40)}
+    found: dict[int, list[Sample]] = {}
+
+    def stream(step: int) -> None:
+        requests = requests_of(list(prompts.values()), step)
+        samples = [sample(r, *"ab"[: 1 + k % 2]) for k, r in enumerate(requests)]
+        found[step] = judge.judge(samples, prompts)
+
+    threads = [threading.Thread(target=stream, args=(step,)) for step in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for step in range(3):
+        assert [s.id for s in found[step]] == [r.id for r in requests_of(list(prompts.values()), step)]
+        assert [s.label for s in found[step]] == [1, 0] * 40
+
+
+def test_the_same_sample_may_be_judged_again_while_it_still_is(judge: Judge) -> None:
+    [request] = requests_of([prompt(0)], 1)[:1]
+    answers: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
+    for _ in range(20):
+        judge.submit(sample(request, "a"), prompt(0), answers.put)
+    found = [answers.get(timeout=20) for _ in range(20)]
+    assert all(isinstance(answer, Sample) and answer.id == request.id and answer.label == 1 for answer in found)
+
+
+def test_a_reward_that_is_no_label_is_an_error_of_that_work_alone(judge: Judge) -> None:
+    woken = threading.Event()
+    pipeline = RolloutBuffer(judge, None, lambda step: rollouts(step, step), woken.set)
+    pipeline.sent.add("a", 0)
+    bad, good = pipeline.dispatch(1, 2)
+    pipeline.arrived(bad, [sample(bad.requests[0], "a", "a", "a")])
+    pipeline.arrived(good, [sample(request, "a") for request in good.requests])
+    with pytest.raises(RewardError, match="expected 0 or 1"):
+        while not pipeline.is_done(bad):
+            assert woken.wait(10)
+            woken.clear()
+    while not pipeline.is_done(good):
+        assert woken.wait(10)
+        woken.clear()
+    assert [s.label for s in good.in_order()] == [1] * 4
+    with pytest.raises(RolloutError, match="never sent"):
+        pipeline.arrived(good, [sample(good.requests[0], "unknown")])
+    pipeline.forget(1)
+    assert [w["step"] for w in pipeline.state()[0]["works"]] == [2]
+
+
+def test_a_sample_that_comes_twice_counts_once(judge: Judge) -> None:
+    pipeline = RolloutBuffer(judge, None, lambda step: rollouts(step, step), lambda: None)
+    pipeline.sent.add("a", 0)
+    [one] = pipeline.dispatch(1, 1)
+    for _ in range(2):
+        pipeline.arrived(one, [sample(one.requests[0], "a")])
+    assert len(one.sampled) == 1 and len(pipeline.missing(one)) == 3
+
+
+# -------------------------------------------------------------------------------------------------------------- driver
+def test_answers_to_abandoned_questions_are_not_taken_for_others(tmp_path: Path) -> None:
+    client = DriverClient(tmp_path, tmp_path, timeout_s=20.0, heartbeat_s=1.0)
+    client._process.kill()
+    client._connection.close()
+    ours, theirs = socket.socketpair()
+    client._connection, driver = Connection(ours, "rollout driver"), Connection(theirs, "trainer")
+    told: list[tuple[int, int]] = []
+    client.on_progress = lambda done, total: told.append((done, total))
+    client.send({"op": "rollout", "step": 1})
+    client.abandon()
+    driver.send({"kind": "groups", "ask": 1})  # it was on its way
+    driver.send({"kind": "progress", "ask": 2, "done": 3, "total": 8})
+    driver.send({"kind": "state", "ask": 2, "order": {}})
+    assert client.ask({"op": "state", "trained": 0})[0]["kind"] == "state"
+    assert told == [(3, 8)]
+    asked = [driver.receive()[0] for _ in range(3)]
+    assert [(q["op"], q["ask"]) for q in asked] == [("rollout", 1), ("abandon", 1), ("state", 2)]
+    driver.close()
+    assert not client.is_lost
+    with pytest.raises(RolloutError, match="ended unexpectedly"):
+        client.receive()
+    assert client.is_lost
+    client.close()

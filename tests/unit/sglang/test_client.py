@@ -1,0 +1,522 @@
+"""The client and the fleet against servers that misbehave on command: no sample lost, doubled, stale or unchecked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from pacs_megatron.contracts import Sample, SampleRequest, SamplingParams, Stop
+from pacs_megatron.errors import RolloutError
+from pacs_megatron.sglang import client as sglang_client
+from pacs_megatron.sglang.api import SglangApi
+from pacs_megatron.sglang.client import ClientLimits, SglangEngine
+from pacs_megatron.sglang.decode import BadResponseError, decode
+from pacs_megatron.sglang.fleet import FleetLimits, Health, Server
+from tests.support.fake_sglang import FakeSglang, Fault
+
+VERSION = "1:aa"
+VOCAB = 272
+
+
+def requests(num: int, *, group: int = 4, tokens: int = 8, prompt: int = 3, tag: str = "1") -> list[SampleRequest]:
+    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=tokens)
+    return [
+        SampleRequest(
+            id=f"{tag}:p{i // group}#{i % group}",
+            prompt_id=f"p{i // group}",
+            token_ids=np.arange(prompt, dtype=np.int32) % 250,
+            seed=i,
+            params=params,
+        )
+        for i in range(num)
+    ]
+
+
+@contextmanager
+def engine(servers: Sequence[FakeSglang], **changes: Any) -> Iterator[SglangEngine]:
+    """All servers hold the current weights unless the caller says otherwise."""
+    fleet = {
+        "max_in_flight": 64,
+        "probe_s": 0.05,
+        "probe_timeout_s": 1.0,
+        "dead_after_s": 1.5,
+        "max_failures": 3,
+        "max_restarts": 0,
+        "start_timeout_s": 0.0,
+    }
+    client = {"request_timeout_s": 20.0, "retries": 3, "all_down_after_s": 10.0, "decode_workers": 1}
+    fleet |= {k: v for k, v in changes.items() if k in fleet}
+    client |= {k: v for k, v in changes.items() if k in client}
+    members = [Server(SglangApi(url=s.url, api_key=s.api_key)) for s in servers]
+    limits = FleetLimits(**fleet), ClientLimits(**client)  # type: ignore[arg-type]
+    with SglangEngine(members, *limits, vocab_size=VOCAB) as made:
+        made.set_current(1, "aa")
+        yield made
+
+
+@pytest.fixture
+def fakes() -> Iterator[Callable[..., list[FakeSglang]]]:
+    with ExitStack() as stack:
+
+        def make(num: int, **options: Any) -> list[FakeSglang]:
+            made = [stack.enter_context(FakeSglang(**options)) for _ in range(num)]
+            for server in made:
+                server.weight_version = VERSION
+            return made
+
+        yield make
+
+
+def until(condition: Callable[[], bool], within_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def check_all_there(samples: list[Sample], asked: list[SampleRequest]) -> None:
+    """Each exactly once, and each the answer to its own request."""
+    assert sorted(s.id for s in samples) == sorted(r.id for r in asked)
+    by_id = {r.id: r for r in asked}
+    for sample in samples:
+        request = by_id[sample.id]
+        assert sample.prompt_id == request.prompt_id
+        assert sample.token_ids[: sample.prompt_len].tolist() == request.token_ids.tolist()
+        expected = [(request.seed + i) % 251 for i in range(request.params.max_tokens)]
+        assert sample.response_ids.tolist() == expected
+        assert sample.token_ids.dtype == np.int32
+        assert sample.sampler_logprobs.dtype == np.float32
+        assert len(sample.sampler_logprobs) == sample.response_len
+        assert [(s.version, s.digest, s.start, s.end) for s in sample.spans] == [(1, "aa", 0, sample.response_len)]
+        assert sample.stop is Stop.LENGTH
+
+
+def test_every_request_comes_back_once_and_groups_stay_together(fakes: Callable[..., list[FakeSglang]]) -> None:
+    servers = fakes(2)
+    asked = requests(400)
+    with engine(servers, max_in_flight=400) as client:
+        check_all_there(list(client.stream(asked)), asked)
+    homes = [{i.partition("#")[0] for i in server.asked} for server in servers]
+    assert not homes[0] & homes[1]
+    assert min(len(home) for home in homes) >= 40  # of 100 groups
+
+
+def test_the_request_carries_what_was_asked_for(fakes: Callable[..., list[FakeSglang]]) -> None:
+    [server] = fakes(1)
+    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=20, max_tokens=5, stop=("\n\n",))
+    asked = SampleRequest(id="a", prompt_id="p", token_ids=np.array([5, 6], np.int32), seed=2**62 + 1, params=params)
+    with engine([server]) as client:
+        list(client.stream([asked]))
+    [body] = server.bodies
+    assert body["input_ids"] == [5, 6]
+    assert body["return_logprob"] is True
+    assert body["sampling_params"] == {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "max_new_tokens": 5,
+        "sampling_seed": 2**62 + 1,
+        "no_stop_trim": True,
+        "stop": ["\n\n"],
+    }
+
+
+def test_no_server_gets_more_than_its_share(fakes: Callable[..., list[FakeSglang]]) -> None:
+    servers = fakes(2, latency_s=lambda _: 0.01)
+    asked = requests(120)
+    with engine(servers, max_in_flight=8) as client:
+        check_all_there(list(client.stream(asked)), asked)
+    assert [s.most_in_flight for s in servers] == [8, 8]
+
+
+@pytest.mark.parametrize("fault", ["http_500", "truncated", "nan", "short_logprobs", "other_id", "old_version"])
+def test_what_one_server_spoils_the_other_delivers(fakes: Callable[..., list[FakeSglang]], fault: Fault) -> None:
+    bad, good = fakes(2, latency_s=lambda _: 0.005)
+    bad.fault = fault
+    asked = requests(80)
+    with engine([bad, good], max_in_flight=8) as client:
+        check_all_there(list(client.stream(asked)), asked)
+    assert sum(bad.asked.values()) > 0
+    assert bad.answered == 0 or fault in ("nan", "short_logprobs", "other_id", "old_version")
+
+
+def test_a_server_that_dies_of_its_failures_has_no_request_started_over_twice(
+    fakes: Callable[..., list[FakeSglang]],
+) -> None:
+    """The failure that makes it DEAD belongs to a request of its own, which must go elsewhere once, not twice."""
+    bad, good = fakes(2, latency_s=lambda _: 0.02)
+    bad.fault = "http_500"
+    asked = requests(32)
+    with engine([bad, good], max_in_flight=16, max_failures=1) as client:
+        check_all_there(list(client.stream(asked)), asked)
+    tries = bad.asked + good.asked
+    # Each failed try costs another one; nothing else does.
+    assert sum(good.asked.values()) == len(asked)
+    assert max(good.asked.values()) == 1 and max(tries.values()) >= 2
+
+
+@pytest.mark.parametrize("fault", ["http_500", "nan"])
+def test_a_fault_everywhere_ends_in_an_error_that_names_it(
+    fakes: Callable[..., list[FakeSglang]], fault: Fault
+) -> None:
+    servers = fakes(2)
+    for server in servers:
+        server.fault = fault
+    reason = {"http_500": "HTTP 500", "nan": "log-prob nan at token 7"}[fault]
+    with engine(servers, max_failures=100) as client, pytest.raises(RolloutError, match=f"failed 4 times.*{reason}"):
+        list(client.stream(requests(4)))
+
+
+def test_servers_that_keep_failing_are_dead_and_then_all_are_down(fakes: Callable[..., list[FakeSglang]]) -> None:
+    servers = fakes(2)
+    for server in servers:
+        server.fault = "hang"
+    match = r"no rollout server was usable for .* s: http.* dead: silent for .*; http"
+    with engine(servers, all_down_after_s=3.0) as client, pytest.raises(RolloutError, match=match):
+        list(client.stream(requests(4)))
+
+
+def test_a_silent_server_loses_its_requests_to_the_others_and_comes_back(
+    fakes: Callable[..., list[FakeSglang]],
+) -> None:
+    stopped, good = fakes(2, latency_s=lambda _: 0.02)
+    asked = requests(64)
+    with engine([stopped, good], max_in_flight=8) as client:
+        stream = client.stream(asked)
+        samples = [next(stream) for _ in range(8)]
+        stopped.fault = "hang"
+        samples += list(stream)
+        check_all_there(samples, asked)
+        assert client.status()[0].health is Health.DEAD
+        stopped.fault = "none"
+        assert until(lambda: client.status()[0].health is Health.HEALTHY)
+        before = sum(stopped.asked.values())
+        again = requests(16, tag="2")
+        check_all_there(list(client.stream(again)), again)
+        assert sum(stopped.asked.values()) > before
+
+
+def test_refused_connections_for_a_while(fakes: Callable[..., list[FakeSglang]]) -> None:
+    servers = fakes(2, latency_s=lambda _: 0.02)
+    asked = requests(80)
+    with engine(servers, max_in_flight=8) as client:
+        stream = client.stream(asked)
+        samples = [next(stream) for _ in range(8)]
+        for server in servers:
+            server.refuse()
+        opener = threading.Timer(1.5, lambda: [server.accept() for server in servers])
+        opener.start()
+        samples += list(stream)
+        opener.join()
+        check_all_there(samples, asked)
+
+
+def test_a_server_with_other_weights_is_asked_nothing(fakes: Callable[..., list[FakeSglang]]) -> None:
+    stale, good = fakes(2)
+    stale.weight_version = "0:zz"
+    asked = requests(40)
+    with engine([stale, good]) as client:
+        check_all_there(list(client.stream(asked)), asked)
+        assert sum(stale.asked.values()) == 0
+        status = client.status()[0]
+        assert status.health is Health.STALE
+        assert "holds weights '0:zz', current are '1:aa'" in status.reason
+        stale.weight_version = VERSION
+        assert until(lambda: client.status()[0].health is Health.HEALTHY)
+
+
+def test_weights_are_asked_for_when_every_server_that_answers_has_lost_them(
+    fakes: Callable[..., list[FakeSglang]],
+) -> None:
+    first, second = fakes(2)
+    with engine([first, second]) as client:
+        assert not client.needs_weights()
+        first.weight_version = "default"  # as after a restart
+        time.sleep(0.3)
+        assert not client.needs_weights()  # the other one works on, the next update brings this one back
+        second.refuse()
+        assert until(client.needs_weights)
+        assert client.status()[1].health is Health.DEAD
+        client.begin_update()
+        assert not client.needs_weights()
+        first.weight_version = "2:bb"
+        client.set_current(2, "bb")
+        assert not client.needs_weights()
+        asked = requests(4)
+        assert len(list(client.stream(asked))) == 4
+        second.accept()
+
+
+def test_a_server_that_may_come_back_by_itself_is_waited_for(fakes: Callable[..., list[FakeSglang]]) -> None:
+    silent, stale = fakes(2)
+    with engine([silent, stale], dead_after_s=1.5, probe_timeout_s=0.3) as client:
+        silent.fault, stale.weight_version = "hang", "default"
+        assert until(lambda: client.status()[0].health is Health.SUSPECT)
+        assert not client.needs_weights()
+        assert until(client.needs_weights)
+        assert client.status()[0].health is Health.DEAD
+
+
+def test_nothing_is_asked_during_an_update(fakes: Callable[..., list[FakeSglang]]) -> None:
+    [server] = fakes(1)
+    with engine([server]) as client:
+        list(client.stream(requests(4)))
+        client.begin_update()
+        done: list[Sample] = []
+        reader = threading.Thread(target=lambda: done.extend(client.stream(requests(8, tag="2"))))
+        reader.start()
+        time.sleep(0.4)
+        assert sum(server.asked.values()) == 4
+        server.weight_version = "2:bb"
+        client.set_current(2, "bb")
+        reader.join(10)
+        assert {span.version for sample in done for span in sample.spans} == {2}
+        assert len(done) == 8
+
+
+def test_an_answer_that_comes_before_the_word_that_the_update_is_over_is_taken(
+    fakes: Callable[..., list[FakeSglang]],
+) -> None:
+    """A server that goes on by itself (`retract`, `in_place`) may finish a request before the trainer has told."""
+    [server] = fakes(1)
+    with engine([server]) as client:
+        server.latency_s = lambda _: 0.3
+        done: list[Sample] = []
+        reader = threading.Thread(target=lambda: done.extend(client.stream(requests(8))))
+        reader.start()
+        assert until(lambda: sum(server.asked.values()) == 8)
+        client.begin_update()
+        server.weight_version = "2:bb"
+        assert until(lambda: server.answered == 8)
+        time.sleep(0.3)
+        assert not done
+        client.set_current(2, "bb")
+        reader.join(10)
+        assert len(done) == 8 and {span.version for sample in done for span in sample.spans} == {2}
+        assert sum(server.asked.values()) == 8, "a finished answer was asked for again"
+        assert client.status()[0].health is Health.HEALTHY
+
+
+def test_an_answer_with_weights_of_an_update_that_failed_is_refused(fakes: Callable[..., list[FakeSglang]]) -> None:
+    broken, other = fakes(2)
+    with engine([broken, other]) as client:
+        broken.latency_s = other.latency_s = lambda _: 0.3
+        done: list[Sample] = []
+        reader = threading.Thread(target=lambda: done.extend(client.stream(requests(8))))
+        reader.start()
+        assert until(lambda: sum(broken.asked.values()) + sum(other.asked.values()) == 8)
+        client.begin_update()
+        broken.weight_version, other.weight_version = "2:half", "2:bb"
+        assert until(lambda: broken.answered + other.answered == 8)
+        client.set_current(2, "bb")
+        reader.join(20)
+        assert len(done) == 8
+        assert {(span.version, span.digest) for sample in done for span in sample.spans} == {(2, "bb")}
+        assert client.status()[0].health is Health.STALE
+
+
+def test_weights_that_change_behind_our_back_are_noticed(fakes: Callable[..., list[FakeSglang]]) -> None:
+    """A server that falls back to older weights between two probes: its answer is refused, then it is STALE."""
+    [server] = fakes(1)
+    with engine([server], probe_s=1.0, all_down_after_s=1.5, max_failures=100) as client:
+        client.set_current(0, "old")
+        server.weight_version = "0:old"
+        list(client.stream(requests(1, tag="0")))
+        server.weight_version = VERSION
+        client.set_current(1, "aa")
+        list(client.stream(requests(1)))
+        server.fault = "old_version"
+        with pytest.raises(RolloutError, match=r"older than when it was sent|failed 4 times"):
+            list(client.stream(requests(1, tag="2")))
+
+
+def test_cancelled_requests_end_here_and_on_the_server(fakes: Callable[..., list[FakeSglang]]) -> None:
+    [server] = fakes(1, latency_s=lambda body: 30.0 if "p1" in body["rid"] else 0.0)
+    asked = requests(8)
+    with engine([server], max_in_flight=6) as client:  # two of the eight wait in the queue
+        stream = client.stream(asked)
+        samples = [next(stream) for _ in range(4)]
+        client.cancel([r.id for r in asked] + ["never-heard-of"])
+        samples += list(stream)
+        check_all_there(samples, asked[:4])
+        assert until(lambda: len(server.aborted) == 4)
+        assert until(lambda: client.status()[0].in_flight == 0)
+        again = requests(4, tag="2")
+        check_all_there(list(client.stream(again)), again)
+
+
+def test_leaving_a_stream_early_cancels_the_rest(fakes: Callable[..., list[FakeSglang]]) -> None:
+    [server] = fakes(1, latency_s=lambda body: 30.0 if "p1" in body["rid"] else 0.0)
+    with engine([server]) as client:
+        for sample in client.stream(requests(8)):
+            assert sample.prompt_id == "p0"
+            break
+        assert until(lambda: client.status()[0].in_flight == 0)
+
+
+def test_a_refused_request_is_not_tried_again(fakes: Callable[..., list[FakeSglang]]) -> None:
+    servers = fakes(2)
+    with (
+        engine(servers) as client,
+        pytest.raises(RolloutError, match=r"failed 1 times.*HTTP 400.*longer than the context"),
+    ):
+        list(client.stream(requests(1, prompt=5000)))
+
+
+@pytest.mark.parametrize(
+    ("ids", "stops", "reason"),
+    [
+        ([3, VOCAB, 5], 0, "prompt token id 272, expected 0 to 271: tokenizer and model"),
+        ([3, -1], 0, "prompt token id -1, expected 0 to 271"),
+        ([], 0, "the prompt has no tokens"),
+        ([3], 33, "33 stop strings, SGLang takes at most 32"),
+    ],
+)
+def test_what_would_end_or_refuse_the_server_is_not_sent(
+    fakes: Callable[..., list[FakeSglang]], ids: list[int], stops: int, reason: str
+) -> None:
+    """The real server crashes at a token id outside its vocabulary: not one of the stream's requests may go out."""
+    [server] = fakes(1)
+    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop=("x",) * stops)
+    bad = SampleRequest(id="bad", prompt_id="p", token_ids=np.array(ids, np.int32), seed=1, params=params)
+    good = requests(4)
+    with engine([server]) as client:
+        with pytest.raises(RolloutError, match=f"request bad: {reason}"):
+            list(client.stream([*good, bad]))
+        assert sum(server.asked.values()) == 0
+        check_all_there(list(client.stream(good)), good)
+
+
+def test_an_answer_outside_the_vocabulary_is_refused(fakes: Callable[..., list[FakeSglang]]) -> None:
+    [server] = fakes(1)
+    [request] = requests(1, tokens=251)  # the fake's tokens go up to 250
+    with engine([server], max_failures=100) as client:
+        client._vocab_size = 250
+        with pytest.raises(RolloutError, match="token id 250, expected 0 to 249"):
+            list(client.stream([request]))
+
+
+def test_two_streams_at_a_time_do_not_mix(fakes: Callable[..., list[FakeSglang]]) -> None:
+    servers = fakes(2, latency_s=lambda _: 0.005)
+    train, evaluate = requests(60, tag="1"), requests(60, tag="eval1")
+    got: dict[str, list[Sample]] = {}
+    with engine(servers, max_in_flight=8) as client:
+        readers = [
+            threading.Thread(target=lambda key, asked: got.update({key: list(client.stream(asked))}), args=args)
+            for args in (("train", train), ("evaluate", evaluate))
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(30)
+    check_all_there(got["train"], train)
+    check_all_there(got["evaluate"], evaluate)
+
+
+def test_the_key_is_sent(fakes: Callable[..., list[FakeSglang]]) -> None:
+    [server] = fakes(1, api_key="sesame")
+    asked = requests(4)
+    with engine([server]) as client:
+        check_all_there(list(client.stream(asked)), asked)
+    server.api_key = "another"
+    wrong = Server(SglangApi(url=server.url, api_key="sesame"))
+    limits = FleetLimits(
+        max_in_flight=1,
+        probe_s=0.05,
+        probe_timeout_s=1,
+        dead_after_s=1,
+        max_failures=1,
+        max_restarts=0,
+        start_timeout_s=0,
+    )
+    quick = ClientLimits(request_timeout_s=5, retries=0, all_down_after_s=0.5, decode_workers=1)
+    with SglangEngine([wrong], limits, quick, vocab_size=VOCAB) as client:
+        client.set_current(1, "aa")
+        with pytest.raises(RolloutError, match="HTTP 401"):
+            list(client.stream(requests(1)))
+
+
+def test_long_answers_are_decoded_by_processes_which_may_be_killed(fakes: Callable[..., list[FakeSglang]]) -> None:
+    [server] = fakes(1)
+    tokens = 2000
+    assert tokens * 15 > sglang_client.INLINE_BYTES
+    asked = requests(8, tokens=tokens)
+    with engine([server]) as client:
+        check_all_there(list(client.stream(asked)), asked)
+        workers = list(client._pool._processes)
+        assert len(workers) == 1
+        os.kill(workers[0], signal.SIGKILL)
+        again = requests(8, tokens=tokens, tag="2")
+        check_all_there(list(client.stream(again)), again)
+        workers = list(client._pool._processes)
+    assert until(lambda: not any(psutil.pid_exists(pid) for pid in workers))
+
+
+def test_closing_ends_an_open_stream(fakes: Callable[..., list[FakeSglang]]) -> None:
+    [server] = fakes(1, latency_s=lambda _: 30.0)
+    with engine([server]) as client:
+        stream = client.stream(requests(4))
+        threading.Timer(0.2, client.close).start()
+        with pytest.raises(RolloutError, match="was closed"):
+            next(stream)
+
+
+# --------------------------------------------------------------------------------------------------------------- decode
+def answer(**changes: Any) -> bytes:
+    meta: dict[str, Any] = {
+        "id": "r/1",
+        "finish_reason": {"type": "length", "length": 3},
+        "output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None], [-1.0, 9, None]],
+        "weight_versions": [{"version": "1:a", "start": 0, "end": 2}, {"version": "2:b", "start": 2, "end": 3}],
+    }
+    ids = changes.pop("output_ids", [7, 8, 9])
+    return json.dumps({"text": "", "output_ids": ids, "meta_info": meta | changes}).encode()
+
+
+def test_decode_of_a_good_answer_with_two_versions() -> None:
+    got = decode(answer(), "r/1", 3)
+    assert got.token_ids.tolist() == [7, 8, 9]
+    assert got.logprobs.tolist() == [-0.5, -0.25, -1.0]
+    assert got.spans == (("1:a", 0, 2), ("2:b", 2, 3))
+    assert got.stop is Stop.LENGTH
+    assert decode(answer(finish_reason={"type": "stop", "matched": 9}), "r/1", 9).stop is Stop.EOS
+    assert decode(answer(finish_reason={"type": "abort", "message": ""}), "r/1", 9).stop is Stop.ABORTED
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"id": "r/2"}, "answers request 'r/2' instead of 'r/1'"),
+        ({"output_ids": [7, 8], "finish_reason": {"type": "stop"}}, "2 tokens but log-probs of 3"),
+        ({"output_ids": [7, 8, 1]}, "or of other tokens"),
+        ({"output_token_logprobs": [[-0.5, 7, None], [float("inf"), 8, None], [-1.0, 9, None]]}, "malformed answer"),
+        ({"output_token_logprobs": [[-0.5, 7, None], [0.7, 8, None], [-1.0, 9, None]]}, "log-prob 0.69.* at token 1"),
+        ({"output_token_logprobs": [[None, 7, None], [-0.7, 8, None], [-1.0, 9, None]]}, "log-prob nan at token 0"),
+        ({"output_token_logprobs": None}, "malformed answer"),
+        ({"weight_versions": [{"version": "1:a", "start": 0, "end": 2}]}, "spans end at 2 of 3"),
+        ({"weight_versions": [{"version": "1:a", "start": 1, "end": 3}]}, "expected them contiguous"),
+        ({"weight_versions": [{"version": "", "start": 0, "end": 3}]}, "without a weight version"),
+        ({"finish_reason": {"type": "tired"}}, "finish reason"),
+        ({"finish_reason": {"type": "length", "length": 3}, "output_ids": [7, 8, 9], "max": 4}, "expected 4"),
+        ({"output_ids": [7, 8, 2**31], "output_token_logprobs": [[-1.0, 7], [-1.0, 8], [-1.0, 2**31]]}, "out of range"),
+    ],
+)
+def test_decode_refuses(changes: dict[str, Any], reason: str) -> None:
+    max_tokens = changes.pop("max", 3)
+    with pytest.raises(BadResponseError, match=reason):
+        decode(answer(**changes), "r/1", max_tokens)
+
+
+def test_decode_refuses_half_an_answer() -> None:
+    with pytest.raises(BadResponseError, match="malformed answer of 100 bytes"):
+        decode(answer()[:100], "r/1", 3)

@@ -1,0 +1,336 @@
+"""Life and death of owned servers, with a stand-in program of the same habits (the real one: tests/integration/sglang)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+import tests.support.dummy_server as dummy
+from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.errors import ConfigError, RolloutError
+from pacs_megatron.sglang import build as sglang
+from pacs_megatron.sglang import guard as sglang_guard
+from pacs_megatron.sglang import server as sglang_server
+from pacs_megatron.sglang.client import ClientLimits, SglangEngine
+from pacs_megatron.sglang.fleet import FleetLimits, Health, Server
+from pacs_megatron.sglang.server import ManagedServer, ServerSpec, reap
+
+PYTHON = (sys.executable, dummy.__file__)
+TOOK_S = 20.0
+
+
+def spec(folder: Path, *extra: str, name: str = "server0") -> ServerSpec:
+    return ServerSpec(
+        name=name,
+        folder=folder,
+        model_path="none",
+        python=PYTHON,
+        device="cpu",
+        tp=1,
+        dtype="bf16",
+        extra_args=extra,
+    )
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if sglang_guard.group_and_parent(pid) is not None]
+
+
+def tree(server: ManagedServer) -> list[int]:
+    """Guard, server and its children."""
+    record = json.loads(server.pid_file.read_text())
+    return [record["guard"], *sglang_guard.members(record["server"])]
+
+
+def until_exit(server: ManagedServer) -> int | None:
+    deadline = time.monotonic() + TOOK_S
+    while server.exit_code() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return server.exit_code()
+
+
+def gone(pids: list[int], within_s: float = TOOK_S) -> bool:
+    deadline = time.monotonic() + within_s
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pids)
+
+
+def test_close_ends_every_child_also_stubborn_ones(tmp_path: Path) -> None:
+    server = ManagedServer(spec(tmp_path))
+    server.start()
+    server.wait_ready(TOOK_S)
+    pids = tree(server)
+    assert len(alive(pids)) == 4  # guard, server, two children
+    server.close()
+    assert not alive(pids)
+    assert not server.pid_file.exists()
+    with pytest.raises(RolloutError, match="was closed"):
+        server.start()
+
+
+def test_a_stopped_server_is_ended_too(tmp_path: Path) -> None:
+    server = ManagedServer(spec(tmp_path))
+    server.start()
+    server.wait_ready(TOOK_S)
+    pids = tree(server)
+    for pid in pids[1:]:
+        os.kill(pid, signal.SIGSTOP)
+    server.close()
+    assert not alive(pids)
+
+
+def test_killing_the_server_ends_its_orphans_and_a_restart_keeps_the_port(tmp_path: Path) -> None:
+    server = ManagedServer(spec(tmp_path))
+    server.start()
+    server.wait_ready(TOOK_S)
+    url, pids = server.url, tree(server)
+    os.kill(json.loads(server.pid_file.read_text())["server"], signal.SIGKILL)
+    assert gone(pids)
+    assert until_exit(server) == 128 + signal.SIGKILL
+    server.start()
+    server.wait_ready(TOOK_S)
+    assert server.url == url
+    server.close()
+
+
+def test_an_exit_is_noticed_when_an_update_begins_and_the_server_comes_back(tmp_path: Path) -> None:
+    """Not only by the next probe, which here is half a minute away: the update would go to a server that is gone."""
+    own = ManagedServer(spec(tmp_path))
+    own.start()
+    own.wait_ready(TOOK_S)
+    limits = FleetLimits(
+        max_in_flight=1,
+        probe_s=30.0,
+        probe_timeout_s=1.0,
+        dead_after_s=60.0,
+        max_failures=1,
+        max_restarts=1,
+        start_timeout_s=TOOK_S,
+    )
+    client = ClientLimits(request_timeout_s=5.0, retries=0, all_down_after_s=60.0, decode_workers=1)
+    with SglangEngine([Server(own.api, own)], limits, client, vocab_size=8) as engine:
+        os.kill(json.loads(own.pid_file.read_text())["server"], signal.SIGKILL)
+        assert until_exit(own) == 128 + signal.SIGKILL
+        assert engine.status()[0].health is Health.STALE
+        engine.begin_update()
+        [status] = engine.status()
+        assert status.health is Health.DEAD and status.returning
+        deadline = time.monotonic() + TOOK_S
+        while engine.status()[0].health is Health.DEAD and time.monotonic() < deadline:
+            time.sleep(0.05)
+        [status] = engine.status()
+        assert (status.health, status.restarts, status.returning) == (Health.STALE, 1, False)
+
+
+def test_a_server_that_fails_to_start_says_why(tmp_path: Path) -> None:
+    server = ManagedServer(spec(tmp_path, "--dummy-exit", "3"))
+    server.start()
+    with pytest.raises(RolloutError, match=r"exited with 3 while starting: .*told to fail"):
+        server.wait_ready(TOOK_S)
+
+
+def test_one_failing_server_ends_the_others(tmp_path: Path) -> None:
+    good, bad = spec(tmp_path), spec(tmp_path, "--dummy-exit", "3", name="server1")
+    with pytest.raises(RolloutError, match="server1 exited with 3"):
+        sglang.start_servers([good, bad], TOOK_S)
+    assert list(tmp_path.glob("*.pid")) == []
+
+
+LAUNCHER = """
+import sys, time
+from pathlib import Path
+from tests.unit.sglang.test_server import spec, tree
+from pacs_megatron.sglang.server import ManagedServer
+server = ManagedServer(spec(Path(sys.argv[1])))
+server.start()
+server.wait_ready(20)
+print(*tree(server), flush=True)
+time.sleep(60)
+"""
+
+
+def launch(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    process = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_servers_end_with_their_launcher_however_it_ends(tmp_path: Path, number: int) -> None:
+    process, pids = launch(tmp_path)
+    assert len(pids) == 4
+    process.send_signal(number)
+    process.wait(TOOK_S)
+    assert gone(pids)
+
+
+def test_the_next_start_ends_what_a_killed_launcher_and_a_killed_guard_left(tmp_path: Path) -> None:
+    process, pids = launch(tmp_path)
+    process.kill()
+    os.kill(pids[0], signal.SIGKILL)
+    process.wait(TOOK_S)
+    assert gone(pids[:2])  # the server itself goes with its guard, its children do not
+    left = alive(pids)
+    assert len(left) == 2
+    assert sorted(reap(tmp_path)) == sorted(left)
+    assert gone(pids)
+    assert reap(tmp_path) == []
+
+
+def test_reap_leaves_a_stranger_with_a_reused_pid_alone(tmp_path: Path) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    try:
+        started = sglang_guard.start_ticks(stranger.pid)
+        assert started is not None
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        record = {"boot_id": boot, "guard": stranger.pid, "guard_start": started - 1}
+        record |= {"server": stranger.pid, "server_start": started - 1, "store": str(tmp_path / "store")}
+        record |= {"shared": []}  # type: ignore[dict-item]
+        (tmp_path / "server0.pid").write_text(json.dumps(record))
+        assert reap(tmp_path) == []
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_the_key_is_in_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_KEY", "very-secret")
+    options = SglangRollout(
+        engine="sglang",
+        sampling=SamplingOptions(max_response_tokens=1),
+        sync=SglangSync(transport="disk"),
+        servers=SglangServers(python=(sys.executable,), device="cpu"),
+        api_key_env="ROLLOUT_KEY",
+    )
+    assert options.servers is not None
+    [made] = sglang.server_specs(options, options.servers, ModelOptions(path="m"), tmp_path)
+    assert made.api_key == "very-secret"
+    assert "very-secret" not in repr(made)
+    command = made.command(1, 2)
+    assert "very-secret" not in " ".join(sglang_server._with_key_from_environment(command))
+    monkeypatch.delenv("ROLLOUT_KEY")
+    with pytest.raises(ConfigError, match="ROLLOUT_KEY"):
+        sglang.api_key(options)
+
+
+def test_a_missing_interpreter_is_a_config_error(tmp_path: Path, tiny_qwen3: Path) -> None:
+    options = SglangRollout(
+        engine="sglang",
+        sampling=SamplingOptions(max_response_tokens=1),
+        sync=SglangSync(transport="disk"),
+        servers=SglangServers(python=("no/such/python",), device="cpu"),
+    )
+    with pytest.raises(ConfigError, match="no/such/python does not exist"):
+        sglang.open_engine(options, ModelOptions(path=str(tiny_qwen3)), tmp_path)
+
+
+def options(**changes: object) -> SglangRollout:
+    values: dict[str, object] = {
+        "engine": "sglang",
+        "sampling": SamplingOptions(max_response_tokens=1),
+        "sync": SglangSync(transport="disk"),
+        "urls": ("http://127.0.0.1:1",),
+    }
+    return SglangRollout(**(values | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["sesame\n", "open sesame", "sésame", "sesame\x00"])
+def test_a_key_that_no_header_can_carry_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setattr(os, "environ", {"ROLLOUT_KEY": key})
+    with pytest.raises(ConfigError, match=r"rollout\.api_key_env=ROLLOUT_KEY: the key holds a space") as caught:
+        sglang.api_key(options(api_key_env="ROLLOUT_KEY"))
+    assert "same" not in str(caught.value)
+
+
+@pytest.mark.parametrize("second", ["http://host:1/", "http://HOST:1"])
+def test_a_server_named_twice_is_refused(second: str) -> None:
+    urls = ("http://host:1", "http://host:2", second)
+    with pytest.raises(ConfigError, match=r"rollout\.urls: http://host:1 is named twice"):
+        sglang.server_apis(options(urls=urls), urls)
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        (("--api-key", "sesame"), r"extra_args has --api-key; remove it: name .* rollout\.api_key_env"),
+        (("--api-key=sesame",), r"extra_args has --api-key; remove it"),
+        (("--api_key=sesame",), r"extra_args has --api_key; remove it"),
+        (("--disable-cuda-graph", "--port", "1"), "a free one is chosen"),
+        (("--tp-size", "2"), r"say rollout\.servers\.tp"),
+    ],
+)
+def test_what_other_options_say_is_not_for_extra_args(extra: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        SglangServers(python=("python",), extra_args=extra)
+
+
+def test_a_start_that_nobody_wants_any_more_ends_at_once(tmp_path: Path) -> None:
+    """Or a node's GPUs would stay taken until servers that take minutes to start are ready."""
+    slow = [spec(tmp_path, "--dummy-never-ready", name=name) for name in ("server0", "server1")]
+    began = time.monotonic()
+    with pytest.raises(RolloutError, match="told to end while the rollout servers were starting"):
+        sglang.start_servers(slow, 300.0, lambda: time.monotonic() - began > 1.0)
+    assert time.monotonic() - began < 20
+    assert list(tmp_path.glob("*.pid")) == []
+
+
+def test_one_failing_server_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    slow, bad = spec(tmp_path, "--dummy-never-ready"), spec(tmp_path, "--dummy-exit", "3", name="server1")
+    began = time.monotonic()
+    with pytest.raises(RolloutError, match="server1 exited with 3"):
+        sglang.start_servers([slow, bad], 300.0)
+    assert time.monotonic() - began < 20
+    assert list(tmp_path.glob("*.pid")) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "servers").write_text("a file")
+    with pytest.raises(RolloutError, match=r"server0: cannot write .*server0\.log"):
+        ManagedServer(spec(tmp_path / "servers")).start()
+
+
+def shared_files(tag: str) -> list[str]:
+    return sorted(name for name in os.listdir("/dev/shm") if tag in name)
+
+
+@pytest.mark.parametrize("how", ["close", "crash", "guard killed"])
+def test_shared_memory_of_an_ended_server_goes_and_nobody_elses(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang leaves it when it is killed; enough of it fills /dev/shm, and the next scheduler dies of SIGBUS."""
+    tag = f"pacstest{os.getpid()}{how[0]}"
+    guard = (tmp_path / "guard.py").resolve()
+    source = Path(sglang_guard.__file__).read_text()
+    assert "LOOK_S = 10.0" in source
+    guard.write_text(source.replace("LOOK_S = 10.0", "LOOK_S = 0.2"))
+    monkeypatch.setattr(sglang_guard, "__file__", str(guard))
+    server = ManagedServer(spec(tmp_path, "--dummy-shared", tag))
+    server.start()
+    server.wait_ready(TOOK_S)
+    try:
+        assert shared_files(tag) == [f"sglang_loads_{tag}", f"torch_{tag}"]
+        deadline = time.monotonic() + TOOK_S
+        while not json.loads(server.pid_file.read_text())["shared"] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        record = json.loads(server.pid_file.read_text())
+        if how == "crash":
+            os.kill(record["server"], signal.SIGKILL)
+            assert until_exit(server) == 128 + signal.SIGKILL
+        elif how == "guard killed":
+            os.kill(record["guard"], signal.SIGKILL)
+            assert until_exit(server) == -signal.SIGKILL
+        server.close()
+        assert shared_files(tag) == [f"torch_{tag}"]  # the trainer's way of sharing weights
+    finally:
+        server.close()
+        Path(f"/dev/shm/torch_{tag}").unlink(missing_ok=True)
