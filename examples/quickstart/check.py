@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pacs_megatron.config import load_config
 from pacs_megatron.data import load_prompts
 from pacs_megatron.observability.logs import setup_logging
-from pacs_megatron.training import loop, world
+from pacs_megatron.training import context, loop
 from pacs_megatron.training.signals import StopFlag
 
 MAX_TOKENS = 48
@@ -38,9 +38,9 @@ def exported_answers(folder: Path, prompts: list[np.ndarray], end: int) -> list[
 def policy_answers(run_dir: Path, prompts: list[np.ndarray], end: int) -> list[list[int]]:
     """Greedy responses of the Megatron policy of the run's last checkpoint, on one rank."""
     config = load_config(run_dir / "config.yaml", ["parallel.tp=1"]).config
-    rank, channel = world.join(config)
-    joined = world.Joined(rank=rank, channel=channel, driver=None, stop=StopFlag(run_dir))
-    w = world.build(config, run_dir, world.resolve_model(config.model.path), joined)
+    rank, channel = context.join(config)
+    joined = context.RankSetup(rank=rank, channel=channel, driver=None, stop=StopFlag(run_dir))
+    w = context.build(config, run_dir, context.resolve_model(config.model.path), joined)
     if loop.resume(w) is None:
         sys.exit(f"{run_dir} holds no checkpoint")
     from megatron.core.packed_seq_params import PackedSeqParams

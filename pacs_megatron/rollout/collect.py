@@ -34,7 +34,7 @@ def _cannot_send(_trained: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collected:
+class StepSamples:
     """Admitted samples of a step. `tokens` is there on rank 0 only: the whole step's payload."""
 
     facts: SampleFacts
@@ -72,7 +72,7 @@ class Rollouts:
         self.send_weights: Callable[[int], None] = _cannot_send
         """sends the weights after so many steps to the rollout engine once more; collective. The loop sets it"""
 
-    def collect(self, step: int) -> Collected:
+    def collect(self, step: int) -> StepSamples:
         """The step's samples. Raises, on every rank, what the driver raised."""
         header, arrays = self._exchange({"op": "rollout", "step": step}, trained=step - 1)
         wire, tokens = None, None
@@ -81,7 +81,7 @@ class Rollouts:
             tokens = tokens_from_arrays(parts["tokens"])
             wire = facts_to_arrays(facts_from_arrays(parts["facts"]))
         facts = facts_from_arrays(broadcast_arrays(wire, src=0, group=self._rank.control))
-        return Collected(facts=facts, tokens=tokens, metrics=dict(header["metrics"]))
+        return StepSamples(facts=facts, tokens=tokens, metrics=dict(header["metrics"]))
 
     def evaluate(self, step: int) -> dict[str, list[dict[str, Any]]]:
         """Benchmark -> counts of each problem, on every rank."""

@@ -4,25 +4,25 @@ import shutil
 from pathlib import Path
 
 from pacs_megatron.checkpoint.hf_folder import HfFolderWriter, hf_tensors
-from pacs_megatron.training.world import World
+from pacs_megatron.training.context import RunContext
 
 MAX_SHARD_BYTES = 5 * 10**9
 
 
-def export_hf(w: World, target: Path) -> None:
+def export_hf(run: RunContext, target: Path) -> None:
     """Write the policy's weights with config and tokenizer to `target`, replacing what is there. Collective.
 
     Every rank takes part in the export; rank 0 writes, one tensor at a time.
     """
-    with w.timer.span("export"):
-        if w.rank.rank:
-            for _ in w.policy.export_weights():
+    with run.timer.span("export"):
+        if run.rank.rank:
+            for _ in run.policy.export_weights():
                 pass
             return
         if target.exists():
             shutil.rmtree(target)
-        tensors = hf_tensors(w.policy.table.entries, w.policy.config.params_dtype)
+        tensors = hf_tensors(run.policy.table.entries, run.policy.config.params_dtype)
         with HfFolderWriter(target, tensors, max_shard_bytes=MAX_SHARD_BYTES) as writer:
-            for name, tensor in w.policy.export_weights():
+            for name, tensor in run.policy.export_weights():
                 writer.put(name, tensor.cpu())
-            writer.finish(w.model_dir)
+            writer.finish(run.model_dir)

@@ -47,7 +47,7 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
     # After the cheap checks: these imports take seconds.
     from pacs_megatron.parallel import groups
     from pacs_megatron.rollout.driver_client import DriverClient
-    from pacs_megatron.training import loop, world
+    from pacs_megatron.training import context, loop
     from pacs_megatron.training.signals import StopFlag
     from pacs_megatron.training.watchdog import Watchdog
 
@@ -55,7 +55,7 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
     stop.install()
     with ExitStack() as stack:
         try:
-            model_dir = world.resolve_model(loaded.config.model.path)
+            model_dir = context.resolve_model(loaded.config.model.path)
             driver = None
             if rank_number == 0:
                 if ATTEMPT_VARIABLE not in os.environ:
@@ -70,7 +70,7 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
                     heartbeat_s=loaded.config.parallel.heartbeat_s,
                 )
                 stack.callback(driver.close)
-            built = world.build_on_all_ranks(loaded.config, run_dir, model_dir, driver, stop)
+            built = context.build_on_all_ranks(loaded.config, run_dir, model_dir, driver, stop)
         except PacsError:
             stack.close()
             if created:
@@ -87,7 +87,7 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
         built.channel.on_heartbeat = watchdog.alive
         watchdog.start()
         stack.callback(watchdog.close)
-        code = loop.run(built)
+        code = loop.train(built)
     groups.shutdown()
     return code
 

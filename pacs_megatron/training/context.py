@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class World:
+class RunContext:
     """One rank's parts of the run."""
 
     config: RunConfig
@@ -81,12 +81,12 @@ def join(config: RunConfig) -> tuple[Rank, ControlChannel]:
 
 def build_on_all_ranks(
     config: RunConfig, run_dir: Path, model_dir: Path, driver: DriverClient | None, stop: StopFlag
-) -> World:
+) -> RunContext:
     """Join the other ranks and build; an error on one rank is raised on all, so that none waits for it. Collective."""
     rank, channel = join(config)
     built, error = None, None
     try:
-        built = build(config, run_dir, model_dir, Joined(rank=rank, channel=channel, driver=driver, stop=stop))
+        built = build(config, run_dir, model_dir, RankSetup(rank=rank, channel=channel, driver=driver, stop=stop))
         if driver is not None:
             driver.receive()  # "ready", or the driver's error
     except PacsError as caught:
@@ -99,7 +99,7 @@ def build_on_all_ranks(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class RankSetup:
     """This process among the others."""
 
     rank: Rank
@@ -108,7 +108,7 @@ class Joined:
     stop: StopFlag
 
 
-def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: Joined) -> World:
+def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) -> RunContext:
     """The model and the engines. Where the run has a checkpoint the weights are arbitrary: `loop.resume` follows."""
     rank = joined.rank
     rollout = config.rollout
@@ -142,7 +142,7 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: Joined) -> 
     server_sync = None
     if isinstance(rollout, SglangRollout) and rank.rank == 0:
         server_sync = build_server_sync(rollout, policy.spec, run_dir / "weights")
-    return World(
+    return RunContext(
         config=config,
         run_dir=run_dir,
         model_dir=model_dir,
