@@ -1,0 +1,204 @@
+"""The one entry point for JSON that this program did not just write itself.
+
+Every fault ends in one line of the caller's error class: a missing or special file, too many bytes, text that is not
+UTF-8, malformed JSON, text after the value, a repeated key, deep nesting, huge numbers, NaN and infinities, and strings
+that no file name or UTF-8 file can contain (NUL, lone surrogates).
+"""
+
+import json
+import math
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from pacs_megatron.errors import DataError, PacsError
+
+MAX_BYTES = 256 * 2**20
+"""Default limit of a file."""
+MAX_DEPTH = 64
+MAX_DIGITS = 300
+"""Of one number; an integer below the limit always fits into a float."""
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_SHOWN_CHARS = 60
+
+
+class _RefusedError(ValueError):
+    """A value that JSON's grammar allows and this reader refuses."""
+
+
+def read_json(path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES) -> Any:
+    """The value of a JSON file. Raises `error`."""
+    return parse_json(read_text(path, error=error, max_bytes=max_bytes), str(path), error=error)
+
+
+def read_object(path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """As `read_json`; the value must be an object."""
+    return as_object(read_json(path, error=error, max_bytes=max_bytes), str(path), error=error)
+
+
+def parse_json(
+    text: str | bytes,
+    where: str,
+    *,
+    line: int | None = None,
+    error: type[PacsError] = DataError,
+    any_text: bool = False,
+) -> Any:
+    """The one JSON value of `text`, at most white space around it.
+
+    Args:
+        where: file or header that `text` comes from; every error message starts with it.
+        line: number of the first line of `text` within the file, for JSON lines.
+        any_text: strings may contain NUL and lone surrogates, as the responses of a model do.
+    """
+    if isinstance(text, bytes):
+        text = _decode(text, where, error)
+    value, end = decode_json(text, skip_space(text, 0), where, line=line, error=error, any_text=any_text)
+    rest = skip_space(text, end)
+    if rest < len(text):
+        place = _place(where, line, text, rest)
+        raise error(f"{place}: text after the JSON value ({_shown(text[rest:])}); remove it")
+    return value
+
+
+def decode_json(
+    text: str,
+    position: int,
+    where: str,
+    *,
+    line: int | None = None,
+    error: type[PacsError] = DataError,
+    any_text: bool = False,
+) -> tuple[Any, int]:
+    """The value that starts at `text[position]`, and the index behind it. Arguments as in `parse_json`."""
+    try:
+        value, end = _DECODER.raw_decode(text, position)
+        _check(value, any_text)
+    except json.JSONDecodeError as found:
+        place = _place(where, line, text, found.pos)
+        raise error(f"{place}: malformed JSON at column {found.colno}: {found.msg}; correct it") from found
+    except RecursionError as found:
+        place = _place(where, line, text, position)
+        raise error(f"{place}: nested deeper than {MAX_DEPTH} levels; write it flatter") from found
+    except _RefusedError as found:
+        raise error(f"{_place(where, line, text, position)}: {found}") from found
+    return value, end
+
+
+def as_object(value: Any, where: str, *, error: type[PacsError] = DataError) -> dict[str, Any]:
+    """`value` where it is a JSON object. Raises `error` otherwise."""
+    if not isinstance(value, dict):
+        raise error(f"{where}: expected a JSON object, got {_KINDS.get(type(value), type(value).__name__)}")
+    return value
+
+
+def read_text(path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES) -> str:
+    """A text file, without a byte order mark. Raises `error`; a pipe or device is refused before it is opened."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise error(f"{path}: not a regular file; correct the path")
+        if status.st_size > max_bytes:
+            raise error(f"{path}: {status.st_size} bytes; at most {max_bytes} are read")
+        content = path.read_bytes()
+    except (OSError, ValueError) as found:  # ValueError: a NUL in the path
+        reason = found.strerror if isinstance(found, OSError) and found.strerror else str(found)
+        raise error(f"{_shown(str(path), limit=300)}: cannot read the file: {reason}") from found
+    return _decode(content, str(path), error)
+
+
+def skip_space(text: str, position: int) -> int:
+    """First index from `position` on that is no white space."""
+    match = _SPACE.match(text, position)
+    assert match is not None
+    return match.end()
+
+
+def _decode(content: bytes, where: str, error: type[PacsError]) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as found:
+        raise error(f"{where}: byte {found.start} is not UTF-8; save the file as UTF-8") from found
+
+
+def _integer(text: str) -> int:
+    _check_digits(text)
+    return int(text)
+
+
+def _number(text: str) -> float:
+    _check_digits(text)
+    value = float(text)
+    if not math.isfinite(value):
+        raise _RefusedError(f"the number {_shown(text)} is too large for a 64-bit float")
+    return value
+
+
+def _check_digits(text: str) -> None:
+    if len(text) > MAX_DIGITS:
+        raise _RefusedError(f"a number of {len(text)} characters ({_shown(text)}); at most {MAX_DIGITS} are read")
+
+
+def _constant(name: str) -> float:
+    raise _RefusedError(f"{name} is no JSON number; write a finite number, or null")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise _RefusedError(f"the key {_shown(twice)} is repeated in one object; keep one of them")
+    return found
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=_constant
+)
+_KINDS = {dict: "an object", list: "an array", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
+_KINDS[type(None)] = "null"
+
+
+def _check(value: Any, any_text: bool) -> None:
+    """Level by level: depth, and the text of every key and string."""
+    level, depth = [value], 0
+    while level:
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below += item.values()
+                if not any_text:
+                    for key in item:
+                        _check_text(key)
+            elif isinstance(item, list):
+                below += item
+            elif isinstance(item, str) and not any_text:
+                _check_text(item)
+        level, depth = below, depth + 1
+        if depth > MAX_DEPTH:
+            raise _RefusedError(f"nested deeper than {MAX_DEPTH} levels; write it flatter")
+
+
+def _check_text(text: str) -> None:
+    if "\0" in text:
+        raise _RefusedError(f"the string {_shown(text)} contains a NUL character; remove it")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as found:
+            raise _RefusedError(
+                f"the string {_shown(text)} contains a lone surrogate (character {found.start}); remove it"
+            ) from found
+
+
+def _place(where: str, line: int | None, text: str, position: int) -> str:
+    if line is None and position == 0:
+        return where
+    return f"{where}:{(line or 1) + text.count(chr(10), 0, position)}"
+
+
+def _shown(text: str, limit: int = _SHOWN_CHARS) -> str:
+    shown = ascii(text[: limit + 1])
+    return shown if len(text) <= limit else f"{shown[:limit]}...'"
