@@ -24,6 +24,7 @@ from pacs_megatron.config.shape import shape_problems
 from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.runtime.environment import find_rank, rank_environment
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
+from pacs_megatron.runtime.run_lock import refuse_if_locked
 
 TRAINING_MODULE = "pacs_megatron.training.main"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -51,6 +52,7 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
             command += attach(loaded.config, config_path, overrides, place)
         environ = rank_environment(place.local_world_size, single_host=False) | place.variables()
         os.execve(sys.executable, [sys.executable, "-m", *command], environ)  # noqa: S606  this process is the rank
+    refuse_if_locked(run_folder(loaded))
     return start_ranks(command, world_size, run_folder(loaded) / EXIT_CODE_FILE)
 
 

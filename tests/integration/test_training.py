@@ -214,7 +214,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 def test_an_error_of_another_rank_than_0_is_told_too(broken: tuple[Path, Path]) -> None:
     """It leaves rank 0 the time to speak first; torchrun would end rank 0 as soon as this one is gone."""
     config, _ = broken
-    code = "import sys\nfrom pacs_megatron.training import main\nmain.RANK_0_FIRST_S = 0.5\nmain.main(sys.argv[1:])"
+    code = "import sys\nfrom pacs_megatron.training import main\nmain._PRINT_AFTER_S = 0.5\nmain.main(sys.argv[1:])"
     done = subprocess.run(
         [sys.executable, "-c", code, str(config), "model.path=an/absent/folder"],
         env=os.environ | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},

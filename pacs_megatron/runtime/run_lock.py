@@ -1,0 +1,220 @@
+"""One writer per run folder: an flock on `<run>/run.lock`, and a lease inside the file with a heartbeat.
+
+flock alone does not reach other hosts on every file system (Lustre without `-o flock`, NFS with `local_lock`). The lease
+covers these: it names the writer, and its heartbeat shows that the writer is alive. Readers take no lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from pacs_megatron.errors import ConfigError, ExitCode
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = "run.lock"
+_HEARTBEAT_S = 5.0
+_STALE_S = 20.0
+"""A lease of another host without a new heartbeat for this long is stale."""
+_CERTAINLY_STALE_S = 900.0
+"""Age of the file beyond any difference between two hosts' clocks: stale without waiting."""
+
+
+class FolderInUseError(ConfigError):
+    """Another live process writes to the run folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The writer of a run folder, as recorded in the lock file."""
+
+    command: str
+    """train, export, eval, ..."""
+    host: str
+    namespace: str
+    """of process ids: containers of one host may share its name"""
+    pid: int
+    started: str
+    """start time of the process in the kernel's clock ticks; tells a reused pid apart"""
+    since: str
+    """local time at which the lock was taken, for messages"""
+    token: str
+    """unique per lock"""
+    heartbeat: int = 0
+
+    def __str__(self) -> str:
+        return f"`{self.command}` (pid {self.pid} on {self.host}, since {self.since})"
+
+
+class RunLock:
+    """Holds the lock of `run_dir` from construction until `close`; creates the folder.
+
+    Raises FolderInUseError when another process holds it. The lock of a dead process is taken over, with a log line.
+    """
+
+    def __init__(self, run_dir: Path, command: str) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._path = run_dir / LOCK_FILE
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._take(run_dir, command)
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
+        self._thread.start()
+
+    def _take(self, run_dir: Path, command: str) -> None:
+        has_flock = _flock(self._file, run_dir)
+        before = _read(self._path)
+        if before is not None:
+            if _is_alive(self._path, before):
+                raise _refusal(run_dir, before)
+            logger.warning("%s: lock of %s taken over: that process ended without releasing it", run_dir, before)
+        self._lease = _own_lease(command)
+        self._write()
+        if not has_flock:
+            # Two processes may find the same stale lease; the one that wrote last keeps the lock.
+            time.sleep(1.0)
+            found = _read(self._path)
+            if found is not None and found.token != self._lease.token:
+                raise _refusal(run_dir, found)
+
+    def _write(self) -> None:
+        data = json.dumps(asdict(self._lease)).encode()
+        # In place: a renamed file would be another inode, which the flock does not cover.
+        os.pwrite(self._file, data, 0)
+        os.ftruncate(self._file, len(data))
+
+    def _beat(self) -> None:
+        while not self._stop.wait(_HEARTBEAT_S):
+            found = _read(self._path)
+            if found is not None and found.token != self._lease.token:
+                sys.stderr.write(
+                    f"{self._path.parent}: {found} took this folder over while this process was stopped; exiting so that "
+                    "two processes do not write to one folder\n"
+                )
+                sys.stderr.flush()
+                os._exit(int(ExitCode.FAILED))
+            self._lease = Lease(**{**asdict(self._lease), "heartbeat": self._lease.heartbeat + 1})
+            try:
+                self._write()
+            except OSError as error:  # a full disk: the next heartbeat may succeed
+                logger.warning("%s: heartbeat not written: %s", self._path, error)
+
+    def close(self) -> None:
+        """Releases the lock. The empty file stays: removing it would race with the next writer."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._thread.join()
+        os.ftruncate(self._file, 0)
+        os.close(self._file)
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def lock_owner(run_dir: Path) -> Lease | None:
+    """The live writer of `run_dir`, or None. Takes no lock and writes nothing; may wait up to 20 s, with a log line."""
+    path = run_dir / LOCK_FILE
+    lease = _read(path)
+    return lease if lease is not None and _is_alive(path, lease) else None
+
+
+def refuse_if_locked(run_dir: Path) -> None:
+    """Raises FolderInUseError when a live process holds the lock of `run_dir`."""
+    owner = lock_owner(run_dir)
+    if owner is not None:
+        raise _refusal(run_dir, owner)
+
+
+def _refusal(run_dir: Path, owner: Lease | None) -> FolderInUseError:
+    name = "another process" if owner is None else str(owner)
+    return FolderInUseError(f"{run_dir} is in use by {name}; stop that process, or choose another run.name")
+
+
+def _flock(file: int, run_dir: Path) -> bool:
+    """False where the file system has no flock. Raises FolderInUseError when another process holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _refusal(run_dir, _read(run_dir / LOCK_FILE)) from None
+    except OSError as error:
+        logger.info("%s: no flock here (%s); the lease alone guards the folder", run_dir, error.strerror)
+        return False
+    return True
+
+
+def _read(path: Path) -> Lease | None:
+    """None for a released lock; also for a torn write, whose writer has died."""
+    try:
+        return Lease(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _own_lease(command: str) -> Lease:
+    return Lease(
+        command=command,
+        host=socket.gethostname(),
+        namespace=_namespace(),
+        pid=os.getpid(),
+        started=_started(os.getpid()) or "",
+        since=time.strftime("%Y-%m-%d %H:%M:%S"),
+        token=uuid.uuid4().hex,
+    )
+
+
+def _is_alive(path: Path, lease: Lease) -> bool:
+    if (lease.host, lease.namespace) == (socket.gethostname(), _namespace()):
+        return lease.started == _started(lease.pid)
+    try:
+        if time.time() - path.stat().st_mtime > _CERTAINLY_STALE_S:
+            return False
+    except FileNotFoundError:
+        return False
+    logger.warning("%s: waiting up to %.0f s for a heartbeat of %s", path.parent, _STALE_S, lease)
+    deadline = time.monotonic() + _STALE_S
+    while time.monotonic() < deadline:
+        time.sleep(0.5)
+        found = _read(path)
+        if found is None:
+            if not path.is_file() or path.stat().st_size == 0:
+                return False  # released
+        elif (found.token, found.heartbeat) != (lease.token, lease.heartbeat):
+            return True
+    return False
+
+
+def _started(pid: int) -> str | None:
+    """Start time of a process that runs (a stopped one too); None when it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

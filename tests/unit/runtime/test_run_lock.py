@@ -1,0 +1,161 @@
+"""The lock of a run folder, held and taken over by real processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from pacs_megatron.runtime import run_lock
+from pacs_megatron.runtime.run_lock import LOCK_FILE, FolderInUseError, Lease, RunLock, lock_owner, refuse_if_locked
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from pacs_megatron.runtime.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]), "train")
+print("held", flush=True)
+sys.stdin.readline()
+lock.close()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock until a line arrives."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def lease_of(tmp_path: Path) -> Lease:
+    return Lease(**json.loads((tmp_path / LOCK_FILE).read_text()))
+
+
+def without_flock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system of a Lustre client that was mounted without `-o flock`."""
+
+    def flock(_file: int, _operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", flock)
+
+
+def test_a_second_writer_is_refused_and_named(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    with pytest.raises(FolderInUseError, match=rf"in use by `train` \(pid {holder.pid} on "):
+        RunLock(tmp_path, "export")
+    with pytest.raises(FolderInUseError):
+        refuse_if_locked(tmp_path)
+    assert lease_of(tmp_path).pid == holder.pid
+
+
+def test_without_flock_the_lease_refuses(
+    tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_flock(monkeypatch)
+    with pytest.raises(FolderInUseError, match=str(holder.pid)):
+        RunLock(tmp_path, "export")
+
+
+def test_a_stopped_writer_keeps_its_lock(
+    tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder.send_signal(signal.SIGSTOP)
+    without_flock(monkeypatch)
+    with pytest.raises(FolderInUseError, match=str(holder.pid)):
+        RunLock(tmp_path, "export")
+
+
+def test_the_lock_of_a_killed_writer_is_taken_over_with_a_warning(
+    tmp_path: Path, holder: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    holder.kill()
+    holder.wait()
+    with caplog.at_level(logging.WARNING), RunLock(tmp_path, "train"):
+        assert lease_of(tmp_path).pid == os.getpid()
+    assert f"pid {holder.pid}" in caplog.text and "taken over" in caplog.text
+
+
+def test_a_released_lock_leaves_no_owner(
+    tmp_path: Path, holder: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    holder.communicate("\n")
+    assert lock_owner(tmp_path) is None
+    with caplog.at_level(logging.WARNING):
+        RunLock(tmp_path, "train").close()
+    assert caplog.text == ""
+
+
+def test_a_reused_pid_is_no_owner(tmp_path: Path) -> None:
+    RunLock(tmp_path, "train").close()
+    with RunLock(tmp_path, "train"):
+        lease = lease_of(tmp_path)
+    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(replace(lease, started="1", token="before"))))
+    assert lock_owner(tmp_path) is None
+
+
+def leave_remote_lease(tmp_path: Path, *, age_s: float) -> Lease:
+    lease = Lease("train", "another-host", "pid:[1]", 7, "1", "yesterday", "token")
+    file = tmp_path / LOCK_FILE
+    file.write_text(json.dumps(asdict(lease)))
+    os.utime(file, (time.time() - age_s,) * 2)
+    return lease
+
+
+def test_the_lease_of_another_host_is_stale_without_a_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run_lock, "_STALE_S", 1.0)
+    leave_remote_lease(tmp_path, age_s=30.0)
+    with caplog.at_level(logging.WARNING), RunLock(tmp_path, "train"):
+        assert lease_of(tmp_path).pid == os.getpid()
+    assert "waiting up to" in caplog.text and "taken over" in caplog.text
+
+
+def test_a_lease_of_yesterday_is_stale_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "_STALE_S", 1e6)
+    leave_remote_lease(tmp_path, age_s=86400.0)
+    assert lock_owner(tmp_path) is None
+
+
+def test_a_heartbeat_of_another_host_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = leave_remote_lease(tmp_path, age_s=0.0)
+
+    def sleep(_seconds: float) -> None:
+        beat = replace(lease, heartbeat=lease.heartbeat + 1)
+        (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(beat)))
+
+    monkeypatch.setattr(run_lock.time, "sleep", sleep)
+    with pytest.raises(FolderInUseError, match="another-host"):
+        RunLock(tmp_path, "train")
+
+
+def test_a_writer_whose_lock_was_taken_over_exits(tmp_path: Path) -> None:
+    script = HOLD.replace("lock =", "import pacs_megatron.runtime.run_lock as m; m._HEARTBEAT_S = 0.2\nlock =")
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    process.send_signal(signal.SIGSTOP)
+    other = replace(lease_of(tmp_path), token="other", pid=1, command="export")
+    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(other)))
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(timeout=60) == 1
+    assert process.stderr is not None and "`export` (pid 1" in process.stderr.read()
