@@ -1,4 +1,4 @@
-"""From rank 0's samples to each data-parallel replica's share: sent over gloo to its head, then broadcast inside it."""
+"""Sends each data-parallel replica its share of rank 0's samples, over gloo: to its head, then to its other ranks."""
 
 import numpy as np
 
@@ -25,15 +25,10 @@ def cut_step(
     """
     minibatches = []
     for rows in split_by_group(facts, updates_per_step):
-        part_facts = facts.select(rows)
-        plan = plan_microbatches(
-            part_facts,
-            layout=rank.layout,
-            tokens_per_microbatch=tokens_per_microbatch,
-        )
-        owners = plan.owners(part_facts.num_samples)
-        mine = _share(tokens, rows, owners, rank)
-        minibatches.append(MiniBatch(facts=part_facts, tokens=mine, plan=plan))
+        selected = facts.select(rows)
+        plan = plan_microbatches(selected, layout=rank.layout, tokens_per_microbatch=tokens_per_microbatch)
+        mine = _share(tokens, rows, plan.owners(selected.num_samples), rank)
+        minibatches.append(MiniBatch(facts=selected, tokens=mine, plan=plan))
     return minibatches
 
 

@@ -1,4 +1,4 @@
-"""Cut a step into mini-batches and mini-batches into micro-batches. Pure and deterministic: every rank computes the same."""
+"""Splits a step into mini-batches and mini-batches into micro-batches. Deterministic: every rank computes the same."""
 
 from itertools import pairwise
 
@@ -8,15 +8,15 @@ from pacs_megatron.contracts import Layout, MicroBatchPlan, SampleFacts
 from pacs_megatron.errors import ConfigError
 
 
-def split_by_group(facts: SampleFacts, num_parts: int) -> list[np.ndarray]:
+def split_by_group(facts: SampleFacts, num_minibatches: int) -> list[np.ndarray]:
     """Rows (int64, ascending) of each mini-batch; whole groups, and sizes differ by at most one group.
 
-    With fewer groups than parts the last parts are left out, so no mini-batch is empty.
+    With fewer groups than mini-batches the last mini-batches are left out, so none is empty.
     """
     num_groups = facts.num_groups
     if num_groups == 0:
         return []
-    bounds = np.linspace(0, num_groups, min(num_parts, num_groups) + 1).round().astype(np.int64)
+    bounds = np.linspace(0, num_groups, min(num_minibatches, num_groups) + 1).round().astype(np.int64)
     return [np.flatnonzero((facts.groups >= start) & (facts.groups < stop)) for start, stop in pairwise(bounds)]
 
 
@@ -30,10 +30,10 @@ def plan_microbatches(
 ) -> MicroBatchPlan:
     """Deal the samples to the data-parallel ranks and pack each rank's share into micro-batches within the token budget.
 
-    Longest first to the least loaded rank, then first fit: within 4/3 of the best balance, and siblings may land
-    anywhere, which the objectives allow. `rows` restricts the plan to some samples (default: all); `owner_of_row`
-    (int64 [n]) keeps each on the rank that has its tokens already. Empty micro-batches are added where the layout asks for
-    equal counts on all ranks, or for a multiple of the pipeline's size; a rank without samples gets one at least.
+    Longest first to the least loaded rank, then first fit: within 4/3 of the best balance. Siblings may be on different
+    ranks. `rows` restricts the plan to some samples (default: all); `owner_of_row` (int64 [n]) keeps each sample on the
+    rank that has its tokens. Empty micro-batches are added where the layout needs equal counts on all ranks, or a multiple
+    of the pipeline's size; a rank without samples gets at least one.
 
     Raises ConfigError when one sample exceeds the budget.
     """
@@ -67,15 +67,15 @@ def plan_microbatches(
 def _first_fit(share: list[int], lens: np.ndarray, budget: int) -> list[np.ndarray]:
     """Rows of one rank, longest first, into bins of at most `budget` tokens; rows ascend inside a bin."""
     bins: list[list[int]] = []
-    room: list[int] = []
+    space: list[int] = []
     for row in share:
         need = int(lens[row])
-        for k, free in enumerate(room):
+        for k, free in enumerate(space):
             if need <= free:
                 bins[k].append(row)
-                room[k] -= need
+                space[k] -= need
                 break
         else:
             bins.append([row])
-            room.append(budget - need)
+            space.append(budget - need)
     return [np.array(sorted(rows), dtype=np.int64) for rows in bins]

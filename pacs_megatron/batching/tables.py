@@ -1,4 +1,4 @@
-"""Samples as flat arrays: from objects to SampleFacts and TokenBuffers, and the selections that a step makes of them."""
+"""Samples as flat arrays: SampleFacts and TokenBuffers from objects, selections, and the arrays for transport."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from pacs_megatron.contracts import Group, SampleFacts, Stop, TokenBuffers
 
 
 def tabulate(groups: Sequence[Group]) -> tuple[SampleFacts, TokenBuffers]:
-    """Admitted groups (labels set) in the given order; samples of a group in order of their id's arrival."""
+    """Admitted groups (labels set) in the given order; samples of a group in the group's order."""
     samples = [(number, sample) for number, group in enumerate(groups) for sample in group.samples]
     facts = SampleFacts(
         ids=tuple(s.id for _, s in samples),
@@ -45,7 +45,7 @@ def select_tokens(tokens: TokenBuffers, positions: np.ndarray, new_index: np.nda
 
 
 def facts_to_arrays(facts: SampleFacts) -> dict[str, np.ndarray]:
-    """For the wire; ids as one uint8 array, separated by newlines."""
+    """Arrays for transport; ids as one uint8 array, separated by newlines."""
     return {
         "ids": np.frombuffer("\n".join(facts.ids).encode(), dtype=np.uint8),
         "groups": facts.groups,
@@ -72,7 +72,7 @@ def facts_from_arrays(arrays: Mapping[str, np.ndarray]) -> SampleFacts:
 
 
 def tokens_to_arrays(tokens: TokenBuffers) -> dict[str, np.ndarray]:
-    """For the wire."""
+    """Arrays for transport."""
     return {
         "index": tokens.index,
         "token_ids": tokens.token_ids,

@@ -1,6 +1,6 @@
 """One step's samples as flat arrays: the facts that every rank knows, and the tokens of this rank's share."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -99,10 +99,9 @@ class MiniBatch:
 
     facts: SampleFacts
     tokens: TokenBuffers
-    """`tokens.index` points into `facts` of this part"""
+    """`tokens.index` points into `facts`"""
     plan: MicroBatchPlan
     step_start_logprobs: dict[int, np.ndarray] | None = None
     """log pi of the policy at the start of this step, from the trainer"""
     reference_logprobs: dict[int, np.ndarray] | None = None
     """log pi of the frozen reference snapshot, from the trainer"""
-    metrics: dict[str, float] = field(default_factory=dict)

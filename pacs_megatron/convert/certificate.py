@@ -1,4 +1,4 @@
-"""The certificate of a conversion: every tensor of both sides with its digest, and what was checked."""
+"""The certificate of a conversion: every tensor of both sides with its digest, and the checks that passed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Side = Literal["hf", "megatron"]
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor of one side; full shapes. `xxh3_128` digests its row-major bytes."""
+    """One tensor of one side; full shape. `xxh3_128` is the digest of its row-major bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was looked at, and what came out; a failed check raises instead."""
+    """One check and its result. A failed check raises, so a certificate has passed checks only."""
 
     name: str
     result: str
@@ -47,7 +47,7 @@ class Check:
 
 @dataclass(slots=True, kw_only=True)
 class Certificate:
-    """Filled by several threads; tensors are sorted by name when written."""
+    """Several threads add to it; tensors are sorted by name when written."""
 
     direction: Literal["hf-to-megatron", "megatron-to-hf", "verify"]
     source: str
@@ -55,7 +55,7 @@ class Certificate:
     spec: ModelSpec
     checks: list[Check] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    """Hugging Face tensors that carry no information (a second copy of tied embeddings, rotary tables)"""
+    """Redundant Hugging Face tensors (a second copy of tied embeddings, rotary tables)"""
     logits: dict[str, Any] | None = None
     _tensors: dict[Side, dict[str, TensorRecord]] = field(default_factory=lambda: {"hf": {}, "megatron": {}})
     _mutex: threading.Lock = field(default_factory=threading.Lock)

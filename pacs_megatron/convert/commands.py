@@ -1,4 +1,4 @@
-"""The three commands, for `pacs-megatron convert` and for the scripts in conversion/: arguments in, summary out."""
+"""The three commands of `pacs-megatron convert` and of the scripts in conversion/."""
 
 from __future__ import annotations
 
@@ -31,28 +31,34 @@ def add_arguments(verb: Verb, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--hf", required=True, metavar="DIR_OR_HUB_ID", help="source: folder or hub id")
     if verb == "to-hf":
         parser.add_argument("--checkpoint", required=True, type=Path, metavar="CKPT", help="source: checkpoint or run")
-        parser.add_argument("--step", type=int, help="of a run's checkpoints, this one; default: the newest")
-        parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)")
+        parser.add_argument("--step", type=int, help="step of the run's checkpoint (default: the newest)")
+        parser.add_argument(
+            "--max-shard-size", default="5GB", metavar="SIZE", help="size limit of one file (default: 5GB)"
+        )
     if verb == "verify":
         _add_verify_arguments(parser)
         return
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="target; must not exist")
-    parser.add_argument("--dtype", choices=_DTYPES, help="cast the weights; default: keep what they are")
+    parser.add_argument("--dtype", choices=_DTYPES, help="cast the weights (default: keep their dtype)")
     parser.add_argument("--verify", action="store_true", help="read the result back and compare every bit")
-    parser.add_argument("--no-digests", action="store_true", help="leave the digests out of the certificate")
+    parser.add_argument("--no-digests", action="store_true", help="write the certificate without digests")
 
 
 def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hf", required=True, metavar="DIR_OR_HUB_ID", help="folder or hub id")
     parser.add_argument("--checkpoint", required=True, type=Path, metavar="CKPT", help="converted checkpoint or run")
-    parser.add_argument("--step", type=int, help="of a run's checkpoints, this one; default: the newest")
+    parser.add_argument("--step", type=int, help="step of the run's checkpoint (default: the newest)")
     parser.add_argument("--certificate", required=True, type=Path, metavar="FILE", help="JSON file to write")
     parser.add_argument("--logits", action="store_true", help="also compare logits with transformers")
     for axis in ("tp", "pp", "ep"):
-        parser.add_argument(f"--{axis}", type=int, default=1, help=f"{axis} of the policy that computes the logits")
-    parser.add_argument("--logits-dtype", choices=("fp32", "bf16"), default="fp32", help="of both models")
+        parser.add_argument(f"--{axis}", type=int, default=1, help=f"{axis} for the logits comparison (default: 1)")
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="let transformers run code of the checkpoint (--logits)"
+        "--logits-dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of both models (default: fp32)"
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="with --logits: allow transformers to run code from the checkpoint",
     )
 
 
@@ -79,21 +85,21 @@ def script(verb: Verb, arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{type(error).__name__}: {' '.join(str(error).splitlines())}\n")
         return int(error.exit_code)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted; nothing is left behind\n")
+        sys.stderr.write("interrupted; all partial output was removed\n")
         return 128 + signal.SIGINT
     return 0
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `5GB`, `500 MB`, `1e9` is not accepted. Raises ConversionError."""
+    """Bytes of a size such as `5GB` or `500 MB`. Raises ConversionError for other text."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
-        raise ConversionError(f"--max-shard-size={text!r} is no size; write a number and a unit, such as 5GB or 500MB")
+        raise ConversionError(f"--max-shard-size={text!r} is not a size; use a number and a unit, such as 5GB or 500MB")
     return max(1, int(float(match[1]) * _UNITS[(match[2] or "B").upper()]))
 
 
 def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
-    # So that `with` blocks remove what was written, as after Ctrl-C.
+    # `with` blocks then remove partial output, as after Ctrl-C.
     raise SystemExit(128 + signal.SIGTERM)
 
 

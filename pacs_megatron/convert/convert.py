@@ -1,4 +1,4 @@
-"""HF folder -> Megatron checkpoint and back, tensor by tensor; neither side is ever held in memory."""
+"""HF folder -> Megatron checkpoint and back, tensor by tensor: memory use does not depend on the model's size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MIN_PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What both directions share. `dtype` is a key of DTYPES, None keeps what is there."""
+    """Options of both directions. `dtype` is a key of DTYPES; None keeps the source's dtype."""
 
     out: Path
     dtype: str | None = None
@@ -50,7 +50,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was done, for the summary."""
+    """Figures for the summary."""
 
     out: Path
     num_tensors: int
@@ -64,14 +64,14 @@ class Report:
             f"({self.nbytes / 1e9 / max(self.convert_s, 1e-9):.2f} GB/s)"
         )
         if self.verify_s is None:
-            return text + "; not read back (--verify does)"
+            return text + "; not verified (use --verify)"
         return text + f"; read back and equal bit for bit in {self.verify_s:.1f} s"
 
 
 def hf_to_megatron(hf: str, options: Options) -> Report:
     """Writes a Megatron checkpoint that loads at any TP x PP x VPP x EP.
 
-    Raises PacsError subclasses for a source that is not whole, a full disk or an existing output; then nothing remains.
+    Raises PacsError subclasses for an incomplete source, a full disk or an existing output, and removes partial output.
     """
     start = time.perf_counter()
     folder = HfFolder(local_hf_folder(hf))
@@ -103,7 +103,7 @@ def hf_to_megatron(hf: str, options: Options) -> Report:
 
 
 def megatron_to_hf(checkpoint: str | Path, options: Options, *, step: int | None, max_shard_bytes: int) -> Report:
-    """Writes a Hugging Face folder from a converted or a training checkpoint (`step`: which; None: the newest)."""
+    """Writes a Hugging Face folder from a converted or a training checkpoint (`step`; None: the newest)."""
     start = time.perf_counter()
     weights = MegatronWeights(find_checkpoint(checkpoint, step))
     table = weights.table
@@ -172,7 +172,7 @@ def _write_dist(
 
 
 def pieces(entry: Entry, parts: Sequence[torch.Tensor]) -> Iterator[Piece]:
-    """A tensor (its `to_megatron_parts`) cut where tensor parallelism cuts, so that a rank reads little beyond its shard."""
+    """A tensor (its `to_megatron_parts`) split at tensor-parallel boundaries, so a rank reads little beyond its shard."""
     key = MODEL_PREFIX + entry.checkpoint_key
     dim = entry.transform.tp_dim
     cut = list(parts) if dim is None else [p for part in parts for p in part.chunk(_num_pieces(entry, part), dim=dim)]
@@ -190,7 +190,7 @@ def pieces(entry: Entry, parts: Sequence[torch.Tensor]) -> Iterator[Piece]:
 
 
 def _num_pieces(entry: Entry, part: torch.Tensor) -> int:
-    """A power of two that divides what a tensor-parallel size would have to divide."""
+    """A power of two that divides the tensor-parallel units of the part."""
     units = entry.transform.tp_units(entry.dims)
     num = 1
     while num < _MAX_PIECES and units % (2 * num) == 0 and part.nbytes >= 2 * num * _MIN_PIECE_BYTES:

@@ -1,4 +1,4 @@
-"""Logits of a converted checkpoint, run by the policy at a layout, against transformers on the Hugging Face folder."""
+"""Compares the policy's logits on a converted checkpoint, at a layout, with transformers' on the Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pacs_megatron.errors import ConversionError
 
 _PROMPT_LENS = (7, 33, 64, 18)
 _FP32_TOLERANCE = 2e-5
-"""Of the largest logit, where that exceeds 1. In bf16 the difference is stated, without a limit."""
+"""Relative to the largest logit if that exceeds 1, else absolute. bf16 has no tolerance: the difference is reported."""
 _TIMEOUT_S = 3600.0
 _POLL_S = 0.1
 
@@ -36,18 +36,18 @@ class LogitsOptions:
 
     @property
     def world_size(self) -> int:
-        # Expert parallelism needs data-parallel ranks; they compute the same.
+        # Expert parallelism uses data-parallel ranks; all of them compute the same prompts.
         return self.tp * self.pp * self.ep
 
 
 def fixed_prompts(vocab_size: int) -> list[list[int]]:
-    """The same token ids in every release: certificates stay comparable."""
+    """The same token ids in every release, so certificates are comparable."""
     generator = random.Random(20250902)  # noqa: S311  # not a secret
     return [[generator.randrange(vocab_size) for _ in range(length)] for length in _PROMPT_LENS]
 
 
 def compare_logits(hf: Path, checkpoint: Path, options: LogitsOptions) -> dict[str, Any]:
-    """What goes into the certificate. Raises ConversionError where the difference exceeds the tolerance."""
+    """The certificate's entry on logits. Raises ConversionError if the difference exceeds the tolerance."""
     import torch
     from safetensors.torch import load_file
 
@@ -96,7 +96,7 @@ def _torch_dtype(name: str) -> Any:
 
 
 def _run_ranks(checkpoint: Path, options: LogitsOptions, scratch: Path) -> None:
-    """One process a rank, meeting through a file: nothing listens. Their output goes to files, shown on failure."""
+    """Starts one process per rank, with a file as rendezvous, so no port is opened. Output goes to files."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC_"))}
     environment |= {"WORLD_SIZE": str(options.world_size), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     environment.pop("MASTER_ADDR", None)
@@ -132,7 +132,7 @@ def _run_ranks(checkpoint: Path, options: LogitsOptions, scratch: Path) -> None:
             raise ConversionError(f"rank {rank} of the policy failed: {_last_line(scratch / f'rank{rank}.log')}")
     if any(process.returncode for process in ranks):
         raise ConversionError(
-            "a rank of the policy was killed or ran out of time; is there enough memory for the model?"
+            f"a rank of the policy was killed, or the comparison ran longer than {_TIMEOUT_S:.0f} s; check that memory suffices"
         )
 
 

@@ -1,4 +1,4 @@
-"""Independent jobs on a few threads under a limit of bytes in flight: reading, transforming and writing overlap."""
+"""Runs independent jobs on a few threads with a limit on the bytes in flight: reading and writing overlap."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from dataclasses import dataclass
 from pacs_megatron.observability.progress import Progress
 
 IN_FLIGHT_BYTES = 384 << 20
-"""A job needs about three times its size for a moment (read, rearranged, cut); this keeps all of them below 2 GiB."""
+"""A job's peak memory is about three times its size (read, rearranged, split); this limit keeps the total below 2 GiB."""
 
 WORKERS = 4
-"""Threads, on any number of cores: they mostly wait for the disk, some reading while others write."""
+"""Threads, independent of the number of cores: most of their time is disk I/O."""
 _NUM_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`nbytes` is what the job reads or writes, whichever is more."""
+    """`nbytes` is the larger of the bytes read and the bytes written."""
 
     nbytes: int
     run: Callable[[], None]
 
 
 def run_jobs(label: str, jobs: Iterable[Job], *, workers: int, show_progress: bool) -> None:
-    """Runs all jobs, starting them in order, but for those larger than the limit: they are spread out, and one at a time
-    runs beside the others, which keep to the limit.
+    """Runs all jobs in order. Jobs larger than the limit are spread out and run one at a time beside the small ones.
 
-    The first error, or an interrupt, stops new jobs, waits for those that run, and is raised.
+    After the first error or an interrupt no job starts; the running jobs finish, then the error is raised.
     """
     todo = _spread(list(jobs))
     total_bytes = sum(job.nbytes for job in todo)
@@ -50,7 +49,7 @@ def run_jobs(label: str, jobs: Iterable[Job], *, workers: int, show_progress: bo
 
 
 def _spread(jobs: list[Job]) -> list[Job]:
-    """The largest ones (embeddings) apart from each other, so that each has others to overlap with."""
+    """Large jobs (embeddings) at equal distances, so each overlaps with small ones."""
     large = [job for job in jobs if job.nbytes > IN_FLIGHT_BYTES]
     small = [job for job in jobs if job.nbytes <= IN_FLIGHT_BYTES]
     stride = -(-len(small) // len(large)) if large else len(small)
@@ -67,23 +66,23 @@ def _is_too_much(nbytes: int, running: list[int]) -> bool:
 
 
 class _Meter:
-    """Tells the progress bar in equal steps: its speed is an average over calls, and a norm is no measure of speed."""
+    """Advances the progress bar in equal steps: the bar averages its speed over calls, and small tensors would distort it."""
 
     def __init__(self, progress: Progress, total_bytes: int) -> None:
         self._progress = progress
         self._done_bytes = 0
-        self._told_bytes = 0
+        self._shown_bytes = 0
         self._total_bytes = total_bytes
 
     def collect(self, running: dict[Future[None], int]) -> None:
-        """Waits for the next job that ends and counts it; raises its error."""
+        """Waits until a job ends and counts it; raises its error."""
         finished, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in finished:
             self._done_bytes += running.pop(future)
             future.result()
         if (
             self._done_bytes == self._total_bytes
-            or self._done_bytes - self._told_bytes >= self._total_bytes / _NUM_STEPS
+            or self._done_bytes - self._shown_bytes >= self._total_bytes / _NUM_STEPS
         ):
-            self._told_bytes = self._done_bytes
+            self._shown_bytes = self._done_bytes
             self._progress.advance(self._done_bytes)

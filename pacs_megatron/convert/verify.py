@@ -1,4 +1,4 @@
-"""Both sides of a conversion, read from disk and compared bit for bit through the table's other direction."""
+"""Reads both sides of a conversion from disk and compares them bit for bit through the table's inverse transforms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pacs_megatron.models import Entry
 def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | None, logits: LogitsOptions | None) -> str:
     """Compares a folder with a checkpoint and writes the certificate; returns the summary.
 
-    Raises ConversionError or CheckpointError at the first thing that does not hold; then no certificate is written.
+    Raises ConversionError or CheckpointError at the first failed check and writes no certificate.
     """
     folder = HfFolder(local_hf_folder(hf))
     weights = MegatronWeights(find_checkpoint(checkpoint, step))
@@ -35,7 +35,7 @@ def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | Non
     )
     check_files(weights.path, weights.manifest, digests=True)
     digested = sum(facts.xxh3_128 is not None for facts in weights.manifest.files.values())
-    certificate.checks.append(Check("files of the checkpoint", f"{digested} as the manifest's digests say"))
+    certificate.checks.append(Check("files of the checkpoint", f"{digested} match the digests of the manifest"))
     result = compare(folder, weights, certificate, workers=WORKERS, show_progress=True)
     certificate.checks.append(result)
     summary = f"{folder.path} and {weights.path}: {result.result}"
@@ -52,7 +52,7 @@ def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | Non
 def compare(
     folder: HfFolder, weights: MegatronWeights, certificate: Certificate, *, workers: int, show_progress: bool
 ) -> Check:
-    """Every tensor of both sides, digested into the certificate; a cast on the way is allowed and named.
+    """Compares every tensor of both sides and adds its digest to the certificate. A cast is allowed and named.
 
     Raises ConversionError naming the first tensor that differs and by how much.
     """
@@ -71,7 +71,7 @@ def compare(
                 difference = (original.double() - back.double()).abs().max().item()
                 raise ConversionError(
                     f"{name} of {folder.path} differs from {entry.megatron_name} of {weights.path} by up to "
-                    f"{difference:.3g}; one of them was altered, convert again"
+                    f"{difference:.3g}; one of them was changed; convert again"
                 )
             folder.release(name)
         weights.release_entry(entry)

@@ -57,12 +57,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_correct + 1, num_samples + 1))
 
 
-def check_ks(ks: Sequence[int], samples_per_prompt: int) -> None:
-    """Raises ConfigError when one of `evaluation.k` cannot be estimated from `samples_per_prompt` draws."""
-    for k in ks:
-        pass_at_k(samples_per_prompt, 0, k)
-
-
 def aggregate(problems: Iterable[ProblemCounts], k: int) -> PassAtK:
     """The mean of pass@k over problems, its standard error (sample standard deviation / sqrt(problems)).
 

@@ -19,7 +19,7 @@ from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.errors import ConfigError, DataError, PacsError
 from pacs_megatron.models import read_spec
-from pacs_megatron.models.hub import HUB_FILES
+from pacs_megatron.models.hub import HUB_FILES, snapshot
 from pacs_megatron.plan.constants import GIB
 from pacs_megatron.plan.known_models import KNOWN_MODELS
 from pacs_megatron.preflight.check import existing_parent
@@ -54,12 +54,11 @@ def _fetch_model(path: str) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    patterns = list(HUB_FILES)
     try:
-        wanted = snapshot_download(path, allow_patterns=patterns, dry_run=True)
+        wanted = snapshot_download(path, allow_patterns=list(HUB_FILES), dry_run=True)
         num_bytes = sum(file.file_size or 0 for file in wanted)
         _check_room(path, wanted)
-        folder = Path(snapshot_download(path, allow_patterns=patterns))
+        folder = snapshot(path)
     except (OSError, httpx.HTTPError, HFValidationError) as error:
         raise _named(path, error) from None
     if not any(file.filename.endswith(".safetensors") for file in wanted):

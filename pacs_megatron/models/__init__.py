@@ -1,4 +1,4 @@
-"""Model families: what a checkpoint's config means, and the one two-way table of weight names. No torch at import."""
+"""Model families: a checkpoint's config as a ModelSpec, and one two-way table of weight names. Does not import torch."""
 
 from pacs_megatron.models.registry import (
     FAMILIES,

@@ -1,4 +1,4 @@
-"""Reads config.json of transformers 4 and 5 into plain values, and refuses what would be computed wrongly."""
+"""Reads config.json of transformers 4 and 5 into plain values; refuses settings that the model would compute wrongly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from pacs_megatron.errors import ConversionError
 
 _DEFAULT_THETA = 10000.0
-"""transformers' own default of every family here, for configs that leave it out"""
+"""transformers' default of every supported family, for configs without the key"""
 _SCALINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -17,7 +17,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 class ConfigReader:
-    """Typed access to one model's config; every failure names the key, what it is and what it should be."""
+    """Typed access to one model's config; every error names the key, its value and the expected value."""
 
     def __init__(self, config: Mapping[str, Any], family: str) -> None:
         self.config = config
@@ -40,7 +40,7 @@ class ConfigReader:
         return float(value)
 
     def boolean(self, key: str, *, missing: bool) -> bool:
-        """`missing` is what transformers takes where the key is absent."""
+        """`missing`: transformers' value for an absent key."""
         value = self.config.get(key)
         if value is None:
             return missing
@@ -58,7 +58,7 @@ class ConfigReader:
             )
 
     def refuse_sliding_window(self, window_in_use: bool) -> None:
-        """Megatron's attention here is full; `layer_types`, where present, has the last word."""
+        """The policy has full attention only. `layer_types`, where present, takes precedence over `window_in_use`."""
         layer_types = self.config.get("layer_types")
         if layer_types is not None:
             window_in_use = any(kind != "full_attention" for kind in layer_types)
@@ -70,7 +70,7 @@ class ConfigReader:
 
     def rope(self) -> tuple[float, dict[str, Any] | None]:
         """(theta, scaling); scaling is None or has `rope_type` and that type's numbers."""
-        # transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` beside an optional `rope_scaling`.
+        # transformers 5 writes `rope_parameters`; 4 writes `rope_theta` and an optional `rope_scaling`.
         parameters = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         if not isinstance(parameters, Mapping):
             raise ConversionError(f"config.json: rope parameters are {parameters!r}, expected an object")
@@ -89,7 +89,7 @@ class ConfigReader:
         return theta, {"rope_type": kind} | {key: parameters[key] for key in _SCALINGS[kind]}
 
     def dtype(self) -> str:
-        """transformers 5 writes `dtype`, 4 `torch_dtype`; without either transformers loads float32."""
+        """transformers 5 writes `dtype`, 4 `torch_dtype`; with neither key transformers loads float32."""
         value = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
         name = str(value).removeprefix("torch.")
         if name not in _DTYPES:

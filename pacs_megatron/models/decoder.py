@@ -1,4 +1,4 @@
-"""What the supported families share: the rows of attention, dense MLP and experts, and the common config keys."""
+"""Shared by all families: the rows of attention, dense MLP and experts, and the common config keys."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EXPERTS = (
 def read_decoder(
     config: ConfigReader, *, qk_norm: bool = False, qkv_bias: bool = False, moe: MoeSpec | None = None
 ) -> ModelSpec:
-    """The keys that all families write alike; refuses what changes the arithmetic and is not implemented."""
+    """Reads the keys that all families have in common. Raises ConversionError for settings that are not implemented."""
     config.refuse("hidden_act", unless=("silu",), reason="the MLP is SwiGLU")
     config.refuse("quantization_config", unless=(), reason="weights must be plain; dequantise the checkpoint first")
     config.refuse("partial_rotary_factor", unless=(1, 1.0), reason="positions rotate the whole head")
@@ -75,7 +75,7 @@ def read_decoder(
 
 
 def qwen_window_in_use(config: ConfigReader) -> bool:
-    """Qwen's rule: with `use_sliding_window`, layers from `max_window_layers` on have a window."""
+    """With `use_sliding_window`, Qwen's layers from `max_window_layers` on have a window."""
     if not config.boolean("use_sliding_window", missing=False):
         return False
     first = config.optional_integer("max_window_layers")

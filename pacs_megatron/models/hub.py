@@ -1,14 +1,25 @@
-"""What the hub's names look like, and which files of a repository are a model: the same everywhere.
+"""Model repositories of the Hugging Face hub: names, the files of a model, and the local snapshot.
 
-The hub's client calls a snapshot incomplete, and refuses it offline, when it is asked for more than was fetched.
+Every caller requests the same files: offline, the hub's client rejects a snapshot with fewer files than requested.
 """
 
 import re
+from pathlib import Path
 
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether the hub could have it: `name` or `owner/name`."""
+    """Whether `name` has the form of a repository: `name` or `owner/name`."""
     return _ID.fullmatch(name) is not None
+
+
+def snapshot(name: str, *, local_files_only: bool = False) -> Path:
+    """Folder of the repository's model files, downloaded unless the local cache has them; no code, no pickled weights.
+
+    Raises the hub client's errors (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) and OSError.
+    """
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, local_files_only=local_files_only, allow_patterns=list(HUB_FILES)))

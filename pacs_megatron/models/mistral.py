@@ -1,4 +1,4 @@
-"""Mistral with full attention (7B v0.2 and later, Nemo, Small): Llama's rows, its own window rule."""
+"""Mistral with full attention (7B v0.2 and later, Nemo, Small): Llama's rows, another rule for sliding windows."""
 
 from collections.abc import Sequence
 

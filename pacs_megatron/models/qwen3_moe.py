@@ -13,7 +13,7 @@ def _read(config: ConfigReader) -> ModelSpec:
     config.refuse("attention_bias", unless=(False,), reason="attention has no bias")
     config.refuse("decoder_sparse_step", unless=(1,), reason="every layer has experts")
     config.refuse("mlp_only_layers", unless=([],), reason="every layer has experts")
-    # transformers 5 keeps the older key when it saves, and reads either.
+    # transformers 5 reads both keys and keeps the older one when it saves.
     experts_key = "num_experts" if config.optional_integer("num_experts") else "num_local_experts"
     moe = MoeSpec(
         num_experts=config.integer(experts_key),

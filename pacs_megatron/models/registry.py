@@ -1,4 +1,4 @@
-"""Finds the family of a checkpoint: config.json -> ModelSpec -> weight table."""
+"""The family of a checkpoint: config.json -> ModelSpec -> weight table."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
     if model_type not in _BY_MODEL_TYPE:
         raise ConversionError(
             f"config.json: model_type={model_type!r} is not supported; supported: {', '.join(_BY_MODEL_TYPE)} "
-            "(docs/families.md says how to add a family)"
+            "(see docs/families.md to add a family)"
         )
     family = _BY_MODEL_TYPE[model_type]
     return family.read(ConfigReader(hf_config, family.name))
 
 
 def load_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder as it stands."""
+    """config.json of a Hugging Face folder. Raises ConversionError if it is missing or not a JSON object."""
     file = Path(path) / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -46,7 +46,7 @@ def load_config(path: str | Path) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConversionError(f"{file} is not valid JSON ({error}); download the checkpoint again") from None
     if not isinstance(config, dict):
-        raise ConversionError(f"{file} holds a {type(config).__name__}, expected an object")
+        raise ConversionError(f"{file} contains a {type(config).__name__}, expected an object")
     return config
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's architecture is, in one plain record, whatever wrote its config.json."""
+"""The architecture of a checkpoint as one plain record, for transformers 4 and 5."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

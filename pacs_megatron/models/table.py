@@ -1,6 +1,6 @@
 """The weight table: every Megatron tensor with the Hugging Face tensors it is made of, both ways.
 
-Loading, export to the sampler, conversion and checkpoints all read these rows; there is no second list of names.
+Loading, export to the sampler, conversion and checkpoints read these rows; no other list of names exists.
 Megatron names are those of the *local* layer spec, with global layer and expert numbers; `canonical_name` maps the
 names of Transformer Engine's spec onto them.
 """
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Everything that a model family adds: how its config reads, and the rows of one layer."""
+    """One model family: the reader of its config, and the rows of one layer."""
 
     name: str
     model_types: tuple[str, ...]
@@ -77,7 +77,7 @@ class Entry:
     hf_names: tuple[str, ...]
     hf_shapes: tuple[Shape, ...]
     megatron_shape: Shape
-    """Full, not cut by tensor parallelism, vocabulary padded"""
+    """Full (not split by tensor parallelism), vocabulary padded"""
     place: Place
     layer: int | None
     """Global number, from 0"""
@@ -95,8 +95,8 @@ class Entry:
         name = self.megatron_name.removeprefix(prefix)
         if self.expert is not None:
             return prefix + name.replace(f"local_experts.{self.expert}.", "experts.")
-        # Both layer specs save norms under Transformer Engine's names, so that either loads the other's checkpoint;
-        # with experts there is no linear layer for the second norm to be fused into.
+        # Both layer specs save norms under Transformer Engine's names, so each loads the other's checkpoint. With
+        # experts, no linear layer follows the second norm, so it is not fused.
         for te_name, local_name in TE_LAYER_NAMES.items():
             if name == local_name and not (self.dims.spec.moe is not None and te_name.startswith("mlp.")):
                 return prefix + te_name
@@ -115,7 +115,7 @@ class Entry:
         return self.transform.to_megatron(tensors, self.dims)
 
     def to_megatron_parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The full tensor as the `tp_parts` equal parts of it along `tp_dim`; gate and up are not joined for that."""
+        """`to_megatron` as `tp_parts` equal parts along `tp_dim`, without concatenating gate and up."""
         self.check(tensors)
         if len(tensors) == self.transform.tp_parts:
             return list(tensors) if len(tensors) > 1 else [self.transform.to_megatron(tensors, self.dims)]
@@ -140,7 +140,7 @@ class Entry:
         return self.transform.to_hf(tensor, self.dims)
 
     def to_hf_blocks(self, blocks: Sequence[Tensor]) -> list[list[Tensor]]:
-        """`to_hf` of a tensor in consecutive blocks of rows: each result in blocks too, joined only where it must be."""
+        """`to_hf` of a tensor given as consecutive blocks of rows; each result is a list of blocks as well."""
         import torch
 
         if len(blocks) == 1 or not self.transform.in_row_order:

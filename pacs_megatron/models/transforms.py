@@ -1,7 +1,7 @@
-"""How one or more Hugging Face tensors become one Megatron tensor and back: exact inverses, no arithmetic.
+"""Transforms between one or more Hugging Face tensors and one Megatron tensor: exact inverses, no arithmetic.
 
-A transform knows the shapes of both sides and how tensor parallelism cuts the Megatron side. Dimensions are named, so
-that a family file reads as a table; `Dims` gives them their sizes.
+A transform has the shapes of both sides and the tensor-parallel split of the Megatron side. Dimensions have names, so a
+family file reads as a table; `Dims` has their sizes.
 """
 
 from __future__ import annotations
@@ -46,30 +46,25 @@ class Dims:
 
 
 class Transform(Protocol):
-    """Shapes are of full tensors; `Dims` says of which model."""
-
-    @property
-    def num_hf(self) -> int:
-        """How many Hugging Face tensors make one Megatron tensor."""
-        ...
+    """Shapes are of full tensors of the model of `Dims`."""
 
     @property
     def tp_dim(self) -> int | None:
-        """The dimension that tensor parallelism cuts; None: every rank holds the whole tensor."""
+        """The dimension that tensor parallelism splits; None: every rank has the whole tensor."""
         ...
 
     @property
     def tp_parts(self) -> int:
-        """Equal parts along `tp_dim` that are cut separately (2 for gate and up: each rank holds [gate_r; up_r])."""
+        """Equal parts along `tp_dim` that are split separately (2 for gate and up: each rank has [gate_r; up_r])."""
         ...
 
     @property
     def in_row_order(self) -> bool:
-        """Whether the Hugging Face tensors are, one after the other, the first rows of the Megatron tensor"""
+        """Whether the Hugging Face tensors, concatenated, are the first rows of the Megatron tensor."""
         ...
 
     def tp_units(self, dims: Dims) -> int:
-        """What tensor parallelism must divide: rows or columns of a part, for qkv the query groups."""
+        """Units that the tensor-parallel size must divide: rows or columns of a part, for qkv the query groups."""
         ...
 
     def hf_shapes(self, dims: Dims) -> tuple[Shape, ...]: ...
@@ -87,7 +82,6 @@ class Plain:
 
     dims: tuple[str, ...]
     tp_dim: int | None = None
-    num_hf: int = field(default=1, init=False)
     tp_parts: int = field(default=1, init=False)
     in_row_order: bool = field(default=True, init=False)
 
@@ -111,7 +105,6 @@ class Plain:
 class Vocabulary:
     """[vocab, hidden], padded with zero rows to [padded_vocab, hidden]."""
 
-    num_hf: int = field(default=1, init=False)
     tp_dim: int = field(default=0, init=False)
     tp_parts: int = field(default=1, init=False)
     in_row_order: bool = field(default=True, init=False)
@@ -147,7 +140,6 @@ class Qkv:
     """
 
     rest: tuple[str, ...]
-    num_hf: int = field(default=3, init=False)
     tp_dim: int = field(default=0, init=False)
     tp_parts: int = field(default=1, init=False)
     in_row_order: bool = field(default=False, init=False)
@@ -183,10 +175,9 @@ class Qkv:
 
 @dataclass(frozen=True, slots=True)
 class GatedUp:
-    """gate and up of [rows, hidden], one over the other."""
+    """gate and up, each [rows, hidden], concatenated along the rows."""
 
     rows: str
-    num_hf: int = field(default=2, init=False)
     tp_dim: int = field(default=0, init=False)
     tp_parts: int = field(default=2, init=False)
     in_row_order: bool = field(default=True, init=False)

@@ -1,4 +1,4 @@
-"""Arithmetic within groups of samples, in float64 on the CPU: exact where it can be, the same bits on every rank."""
+"""Arithmetic within groups of samples, in float64 on the CPU: the same bits on every rank."""
 
 from dataclasses import dataclass
 
@@ -40,25 +40,25 @@ class Groups:
         """float64 [n], `values` minus their group's mean.
 
         Exactly 0 where all values of a group are equal: the first member is subtracted before the mean is taken, so
-        no rounding of G * x / G is left over.
+        G * x / G causes no rounding.
         """
         shifted = values - values[self.first][self.of_sample]
         return shifted - (self.total(shifted) / self.sizes)[self.of_sample]
 
     def std(self, centred: FloatArray) -> FloatArray:
-        """float64 [g], unbiased standard deviation of values that are centred already."""
+        """float64 [g], unbiased standard deviation of centred values."""
         return np.sqrt(self.total(centred * centred) / (self.sizes - 1.0))
 
 
 def canonical_order(facts: SampleFacts) -> IntArray:
-    """int64 [n], rows sorted by sample id: sums in this order have the same bits whatever the order of arrival."""
+    """int64 [n], rows sorted by sample id: sums in this order do not depend on the order of arrival."""
     return np.argsort(np.asarray(facts.ids), kind="stable")
 
 
 def build_groups(of_sample: IntArray, ids: tuple[str, ...]) -> Groups:
-    """Groups of the samples; `ids` serve the error message.
+    """Groups of the samples; `ids` appear in error messages.
 
-    Raises ValueError (a bug of the caller, not a user's mistake) for numbers that are not dense and groups of one.
+    Raises ValueError (an internal error) if group numbers are not dense or a group has one sample.
     """
     sizes = np.bincount(of_sample)
     lone = np.flatnonzero(sizes[of_sample] < 2)
@@ -70,6 +70,6 @@ def build_groups(of_sample: IntArray, ids: tuple[str, ...]) -> Groups:
     if len(sizes) == 0 or sizes.min() == 0:
         raise ValueError(f"objective: group numbers are not dense: {len(ids)} samples, sizes {sizes.tolist()[:16]}")
     first = np.empty(len(sizes), dtype=np.int64)
-    # Backwards: of several assignments to one place numpy keeps the last, which is the first sample.
+    # In reverse: numpy keeps the last of several assignments to one index, which is the first sample.
     first[of_sample[::-1]] = np.arange(len(of_sample))[::-1]
     return Groups(of_sample=of_sample, sizes=sizes.astype(np.float64), first=first)

@@ -1,11 +1,11 @@
 """GRPO (arXiv:2402.03300) and its relatives: Dr. GRPO (arXiv:2503.20783), RLOO, DAPO's clip-higher and token mean.
 
 Minimised: sum over trained tokens of u_i * (-min(rho A, clip(rho, 1 - low, 1 + high) A) + kl_coef * k3), where u_i
-holds every divisor. rho is exp(log pi_theta - log pi_step_start); with one update a step that is 1 and needs no pass.
+contains every divisor. rho is exp(log pi_theta - log pi_step_start).
 
-Samples that another policy drew, older weights or another engine: `importance` multiplies the first term by the token's
-ratio w = exp(log pi_step_start - log pi_sampler), a constant, truncated (as in IMPALA, arXiv:1802.01561) or masked
-outside a band. The KL term stays as it is.
+`importance` corrects for off-policy samples (older weights, or an engine that computes other log-probs): it multiplies
+the first term by the token's ratio w = exp(log pi_step_start - log pi_sampler), without gradient, truncated (as in
+IMPALA, arXiv:1802.01561) or masked outside a band. It does not change the KL term.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from pacs_megatron.objectives.lookup import at_tokens
 from pacs_megatron.objectives.means import mean_weights
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are cut here (gradient 0 beyond): exp of more overflows, and Inf * 0 in a clipped branch is NaN."""
+"""Nats. Log-ratios are clamped here (no gradient above): exp would overflow, and Inf * 0 in a clipped branch is NaN."""
 
 
 class Grpo:
@@ -52,7 +52,7 @@ class Grpo:
     def prepare_step(self, facts: SampleFacts) -> dict[str, float]:
         """Advantage of each sample id, from the rewards of the whole rollout batch's groups.
 
-        Bit-identical whatever the order of the rows. Raises NonFiniteError for a NaN or Inf among the rewards.
+        Does not depend on the order of the rows, bit for bit. Raises NonFiniteError for a NaN or Inf among the rewards.
         """
         order = canonical_order(facts)
         ids = tuple(facts.ids[i] for i in order)
@@ -114,7 +114,7 @@ class Grpo:
         return metrics
 
     def _ratio(self, tokens: TokenRecord) -> torch.Tensor:
-        """[t], rho; carries the gradient even where it is 1 by construction."""
+        """[t], rho, with gradient, also where its value is 1 by construction."""
         return torch.exp((tokens.logprobs - self._step_start(tokens)).clamp(max=MAX_LOG_RATIO))
 
     def _step_start(self, tokens: TokenRecord) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""From rows of the mini-batch to its tokens."""
+"""Per-sample values of a mini-batch at its tokens."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""How token losses are averaged over a mini-batch, as one weight a sample (so that the engine only sums)."""
+"""Averages of token losses over a mini-batch, as one weight per sample: the engine only sums."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from pacs_megatron.objectives.groups import FloatArray, IntArray
 def mean_weights(
     response_lens: IntArray, loss_mean: Literal["token", "sequence", "dr_grpo"], constant_length: int | None = None
 ) -> FloatArray:
-    """float64 [n], what each token of a sample counts: 1/T over all T tokens, 1/(N |o_i|), or 1/(N constant_length)."""
+    """float64 [n], weight of each token of a sample: 1/T over all T tokens, 1/(N |o_i|), or 1/(N constant_length)."""
     num_samples = len(response_lens)
     match loss_mean:
         case "token":

@@ -1,8 +1,8 @@
 """PACS (arXiv:2509.02522): supervised learning of verifiable outcomes with the policy as its own critic.
 
-docs/objective.md has the formulas. L couples the siblings of a group, but touches the model through one number a
+docs/objective.md has the formulas. L couples the siblings of a group, but depends on the model through one number per
 sample, the reward proxy r_j. So `prepare` differentiates L with respect to every r_j, and `token_loss` is the plain sum
-of coefficient times log-prob: its gradient is dL/dtheta however the mini-batch is cut.
+of coefficient times log-prob: its gradient is dL/dtheta for any split of the mini-batch.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from pacs_megatron.objectives.lookup import at_tokens, to_tensor
 from pacs_megatron.objectives.scores import class_weights, group_scores, one_class, proxy_gradient, sample_loss
 
 SATURATED_SCORE = 8.0
-"""Beyond it sigmoid(psi) is within 4e-4 of 0 or 1: right answers stop teaching and wrong ones teach at full weight."""
+"""Above it sigmoid(psi) is within 4e-4 of 0 or 1: correct samples have no gradient left and wrong ones the full one."""
 
 
 class Pacs:
@@ -65,14 +65,14 @@ class Pacs:
         return self._options.beta * (logprobs - reference.double())
 
     def prepare_step(self, facts: SampleFacts) -> None:
-        """PACS needs nothing from outside the mini-batch."""
+        """Nothing: PACS uses the mini-batch only."""
 
     def prepare(self, scores: torch.Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
         """Loss, metrics, and per sample [n] float64: `coefficient` a_j = da/dlog pi (beta, 1/N, 1/|o_j| inside),
         `score` psi and `weight` w.
 
-        Bit-identical whatever the order of the rows: everything is computed in the order of the sample ids.
-        Raises NonFiniteError for a NaN or Inf in `scores`; ValueError for what only a bug of the caller can cause.
+        Does not depend on the order of the rows, bit for bit: computed in the order of the sample ids.
+        Raises NonFiniteError for a NaN or Inf in `scores`, ValueError on internal errors.
         """
         order = canonical_order(facts)
         ids = tuple(facts.ids[i] for i in order)
@@ -110,7 +110,7 @@ class Pacs:
         return at_tokens(prepared.per_sample["coefficient"], tokens).to(tokens.logprobs.dtype) * tokens.logprobs
 
     def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, torch.Tensor]:
-        """None: everything worth knowing is in `prepare`'s metrics."""
+        """None: `prepare` returns all metrics."""
         return {}
 
     def _checked_proxy(self, scores: torch.Tensor | None, order: np.ndarray, ids: tuple[str, ...]) -> FloatArray:
@@ -149,7 +149,7 @@ def _checked_labels(labels: FloatArray, ids: tuple[str, ...]) -> FloatArray:
 def _importance(facts: SampleFacts, order: np.ndarray, cap: float) -> FloatArray:
     if facts.log_ratio_to_sampler is None:
         raise ValueError("objective: importance_cap needs facts.log_ratio_to_sampler, which the engine must fill in")
-    # The cap is taken in log space: exp of a large ratio would overflow first.
+    # The cap applies in log space: exp of a large ratio would overflow.
     log_ratio = facts.log_ratio_to_sampler[order]
     return np.where(log_ratio >= np.log(cap), cap, np.exp(np.minimum(log_ratio, np.log(cap))))
 

@@ -1,4 +1,4 @@
-"""From the options of the config to an objective."""
+"""Builds an objective from the options of the config."""
 
 from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions, SftOptions
 from pacs_megatron.contracts import Objective
@@ -9,9 +9,9 @@ from pacs_megatron.objectives.sft import Sft
 
 
 def build_objective(options: PacsOptions | GrpoOptions | SftOptions, *, updates_per_step: int) -> Objective:
-    """The objective that `options` describe, for so many optimizer updates a step.
+    """The objective of `options` with `updates_per_step` optimizer updates a step.
 
-    Raises ConfigError when the options cannot run with `updates_per_step` (the config's own check says the same).
+    Raises ConfigError if the options do not support `updates_per_step` (the config checks the same).
     """
     match options:
         case PacsOptions():

@@ -19,17 +19,17 @@ SCORE_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStd:
-    """What the derivative of the `grpo` score needs; float64 [n], the group's value at each of its samples."""
+    """Values for the derivative of the `grpo` score; float64 [n], the group's value for each of its samples."""
 
     divisor: FloatArray
     """max(s, floor) + e"""
     slope: FloatArray
-    """1 / s where the divisor moves with s; 0 where s = 0 or where the floor binds"""
+    """1 / s where the divisor depends on s; 0 where s = 0 or where the floor applies"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """psi and how to differentiate it."""
+    """psi, and the values for its derivative."""
 
     psi: FloatArray
     centred: FloatArray
@@ -41,7 +41,7 @@ class Scores:
 def group_scores(proxy: FloatArray, groups: Groups, score: ScoreName, std_floor: float | None) -> Scores:
     """psi (6) from the reward proxy r.
 
-    `std_floor`: the `grpo` score divides by max(s, std_floor) + e; where the floor binds the divisor is a constant.
+    `std_floor`: the `grpo` score divides by max(s, std_floor) + e; where the floor applies, the divisor is a constant.
     """
     centred = groups.centred(proxy)
     match score:

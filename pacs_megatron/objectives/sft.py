@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the mean negative log-likelihood of demonstrations. Groups play no part in it."""
+"""Supervised fine-tuning: the mean negative log-likelihood of demonstrations. Groups have no effect."""
 
 from typing import Any
 
@@ -30,10 +30,10 @@ class Sft:
         raise ValueError("objective: sft has no score pass")
 
     def prepare_step(self, facts: SampleFacts) -> None:
-        """Nothing is needed from outside the mini-batch."""
+        """Nothing: SFT uses the mini-batch only."""
 
     def prepare(self, scores: torch.Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
-        """Per sample [n] float64: `token_weight`, what each of its tokens counts."""
+        """Per sample [n] float64: `token_weight`, the weight of each of its tokens."""
         weights = mean_weights(facts.response_lens, self._options.loss_mean)
         return Prepared(per_sample={"token_weight": torch.from_numpy(weights)}, loss=None)
 

@@ -1,7 +1,7 @@
-"""Context parallelism: every packed sequence is dealt over the ranks as Transformer Engine expects it.
+"""Context parallelism: splits every packed sequence over the ranks in Transformer Engine's order.
 
-A sequence of length L (a multiple of 2 cp) is cut into 2 cp chunks; rank r holds chunks r and 2 cp - 1 - r, so that
-causal attention costs every rank the same.
+A sequence of length L (a multiple of 2 cp) is split into 2 cp chunks; rank r has chunks r and 2 cp - 1 - r, so causal
+attention costs every rank the same.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def zigzag_index(bounds: Sequence[int], cp: int) -> Tensor:
-    """int64 [cp, t / cp]: for each rank the positions it holds of sequences with bounds [n + 1], in its local order."""
+    """int64 [cp, t / cp]: positions of each rank, in its local order, of sequences with bounds [n + 1]."""
     shares: list[list[Tensor]] = [[] for _ in range(cp)]
     for start, stop in itertools.pairwise(bounds):
         chunks = torch.arange(start, stop).chunk(2 * cp)
@@ -31,11 +31,11 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
-        minibatches = [torch.empty_like(local) for _ in range(group.size())]
-        dist.all_gather(minibatches, local.contiguous(), group=group)
+        shares = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(shares, local.contiguous(), group=group)
         full = local.new_empty(index.numel(), *local.shape[1:])
-        for rank, minibatch in enumerate(minibatches):
-            full[index[rank]] = minibatch
+        for rank, share in enumerate(shares):
+            full[index[rank]] = share
         ctx.save_for_backward(index)
         ctx.group = group
         return full

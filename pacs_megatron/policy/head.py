@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of given tokens from hidden states, with bounded memory at any vocabulary.
 
 Only the positions that predict a response token reach the output layer, and the [chunk, v] logits exist for one chunk of
-positions at a time: the backward pass makes them again. The vocabulary is split over the tensor-parallel ranks; padded
-rows of the vocabulary are masked out, so they take no probability.
+positions at a time: the backward pass recomputes them. The vocabulary is split over the tensor-parallel ranks; padded
+rows of the vocabulary are masked out and have probability 0.
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ class _ChunkedLogProb(torch.autograd.Function):
             local, inside = _local_targets(targets[rows], vocab_start, num_valid)
             target_logit = logits.gather(1, local[:, None])[:, 0].masked_fill(~inside, 0.0)
             if want_entropy:
-                # exp(-inf) * -inf is nan: padding contributes nothing to the sum of p * logit.
+                # exp(-inf) * -inf is nan: the sum of p * logit excludes padding.
                 weights = logits.exp()
                 moment = (weights[:, :num_valid] * logits[:, :num_valid]).sum(-1)
                 sums = torch.stack([weights.sum(-1), target_logit, moment])
@@ -86,7 +86,7 @@ class _ChunkedLogProb(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         chunk = _rows_per_chunk(weight.shape[0])
         one_chunk = hidden.shape[0] <= chunk
-        # Several chunks add up in fp32: bf16 would lose the small ones.
+        # Several chunks accumulate in fp32: bf16 would lose small contributions.
         grad_weight = torch.zeros_like(weight, dtype=weight.dtype if one_chunk else torch.float32)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
@@ -102,8 +102,8 @@ class _ChunkedLogProb(torch.autograd.Function):
 
 
 def _join(chunks: list[Tensor], like: Tensor) -> Tensor:
-    """A new tensor every time: were two outputs of no rows one object, the log-probs would lose their gradient with the
-    entropies, and a micro-batch without targets its backward pass, in which peers wait for this rank."""
+    """A new tensor for each call. If log-probs and entropies of no rows were one object, marking the entropies as not
+    differentiable would also skip the backward pass of a micro-batch without targets, and peers would hang in it."""
     return torch.cat(chunks) if chunks else like.new_zeros(0, dtype=torch.float32)
 
 

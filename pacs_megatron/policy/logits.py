@@ -1,4 +1,4 @@
-"""All logits of some sequences, for checks against another implementation. Training never makes them."""
+"""All logits of some sequences, for comparison with another implementation. Not used in training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pacs_megatron.models import ModelSpec
 
 @torch.no_grad()
 def logits(chunks: Sequence[torch.nn.Module], spec: ModelSpec, sequences: Sequence[Sequence[int]]) -> Tensor | None:
-    """float32 [t, v] of all sequences one after the other, v without padding; None but on the last pipeline stage.
+    """float32 [t, v] of all sequences one after the other, v without padding; None except on the last pipeline stage.
 
     One packed forward through Megatron's schedule. Collective over the model's ranks.
     """

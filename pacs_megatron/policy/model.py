@@ -1,4 +1,4 @@
-"""From a ModelSpec and a layout to real Megatron model chunks wrapped in DistributedDataParallel."""
+"""Builds Megatron model chunks, wrapped in DistributedDataParallel, from a ModelSpec and a layout."""
 
 import copy
 from typing import Any
@@ -30,10 +30,10 @@ from pacs_megatron.policy.modules import PackedAttention, RMSNorm
 
 
 class PolicyModel(GPTModel):
-    """Megatron's GPTModel whose last stage returns log-probs of wanted tokens instead of all logits.
+    """Megatron's GPTModel whose last stage returns log-probs of given tokens instead of all logits.
 
-    `labels` [1, t] holds the token id that each position must predict, or -1 where no log-prob is wanted; the answer is
-    (log-probs [k], entropies [k]) of the k wanted positions in order. Without labels it is the stock model.
+    `labels` [1, t] has the token id that each position predicts, or -1 for none. Returns (log-probs [k], entropies [k])
+    of the k positions with a label, in order. Without labels it behaves as GPTModel.
     """
 
     spec: ModelSpec
@@ -93,10 +93,10 @@ def transformer_config(
         "context_parallel_size": parallel.cp,
         "expert_model_parallel_size": parallel.ep,
         "sequence_parallel": parallel.sequence_parallel,
-        # Micro-batches are packed, so their lengths differ; the dispatcher is named because Megatron's default refuses.
+        # Packed micro-batches differ in length, which Megatron's default MoE dispatcher does not support.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # Pure sums: no division by micro-batches, tokens or data-parallel ranks. The objective holds every factor.
+        # Plain sums: no division by micro-batches, tokens or data-parallel ranks. The objective applies every factor.
         "calculate_per_token_loss": True,
     }
     if spec.moe is not None:
@@ -106,13 +106,13 @@ def transformer_config(
             "moe_router_topk": spec.moe.top_k,
             "moe_router_pre_softmax": not spec.moe.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
-            # fp32 routing scores: a rounding that differs between two passes would choose another expert.
+            # fp32 routing scores: rounding differences between two passes could select another expert.
             "moe_router_dtype": "fp32",
             "moe_grouped_gemm": precision.uses_transformer_engine(dtype, machine),
         }
     if parallel.vpp is not None:
-        # The batched exchange of the interleaved schedule pairs sends and receives wrongly where both neighbours are
-        # the same rank (pp = 2); one direction at a time is right at any size.
+        # The batched exchange of the interleaved schedule mismatches sends and receives where both neighbours are the
+        # same rank (pp = 2); one direction at a time works at any size.
         arguments |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if parallel.recompute.granularity != "none":
         arguments["recompute_granularity"] = parallel.recompute.granularity
@@ -138,7 +138,7 @@ def _layer_spec(spec: ModelSpec, *, transformer_engine: bool) -> ModuleSpec:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
     if spec.moe is not None:
-        # With experts Transformer Engine keeps this norm apart, so its checkpoints know it under its own name.
+        # With experts Transformer Engine does not fuse this norm, so its checkpoints use the norm's own name.
         del local.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     return local
 
@@ -153,7 +153,7 @@ def _block_spec(spec: ModelSpec, config: TransformerConfig, machine: precision.M
 
 
 def _rope(spec: ModelSpec) -> dict[str, Any]:
-    """GPTModel's rotary arguments. The table `llama3` scaling is applied afterwards, by `_set_rope_frequencies`."""
+    """GPTModel's rotary arguments. `build_chunks` applies scaling afterwards."""
     return {"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_base": spec.rope_theta}
 
 

@@ -1,7 +1,7 @@
-"""Layers for the local layer spec: an RMSNorm that knows sequence parallelism, and attention over packed sequences.
+"""Layers for the local layer spec: an RMSNorm with sequence parallelism, and attention over packed sequences.
 
-Megatron's own torch norm refuses sequence parallelism, and its local attention refuses packed (THD) input; with
-Transformer Engine neither of these is used.
+Megatron's torch norm does not support sequence parallelism, and its local attention no packed (THD) input. With
+Transformer Engine neither of these layers is used.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from torch import Tensor
 from pacs_megatron.policy.context import gather_sequence, zigzag_index
 
 _MAX_PADDING_FACTOR = 2.0
-"""Sequences are padded to one batch while that costs at most this many times the tokens; else one by one."""
+"""Sequences are padded to one batch if that costs at most this factor in tokens; otherwise one call each."""
 
 
 class RMSNorm(torch.nn.Module):
@@ -29,7 +29,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.
+        # Megatron sums the gradients of parameters with this attribute over the tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,8 +39,8 @@ class RMSNorm(torch.nn.Module):
 class PackedAttention(MegatronModule):
     """Causal attention over packed sequences with torch's scaled_dot_product_attention.
 
-    With context parallelism every rank gathers the whole sequence and computes all of it: right, not economical. It is
-    the CPU's path; on a GPU Transformer Engine passes keys and values round the ring.
+    With context parallelism every rank gathers and computes the whole sequence, which is exact but not economical: this
+    is the CPU path. On a GPU, Transformer Engine passes keys and values around the ring.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PackedAttention(MegatronModule):
         )
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], lens: list[int]) -> Tensor:
-        """One call for all sequences. Padding is behind each sequence, where a causal mask hides it from every token."""
+        """One call for all sequences. Padding follows each sequence, where the causal mask hides it."""
         num, longest = len(lens), max(lens)
         sequence = torch.repeat_interleave(torch.arange(num), torch.tensor(lens))
         slot = sequence * longest + torch.arange(bounds[-1]) - torch.tensor(bounds)[sequence]

@@ -1,4 +1,4 @@
-"""Megatron's optimizer and schedule, with a clip that works and a guard: nothing non-finite reaches the weights."""
+"""Megatron's optimizer and schedule, with clipping by the global norm and a check for non-finite gradients."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from pacs_megatron.parallel import cpu_redirects
 
 
 class Optimizer:
-    """One optimizer update at a time. `num_updates` counts those taken."""
+    """Takes one optimizer update per call of `step`."""
 
     def __init__(
         self,
@@ -68,13 +68,13 @@ class Optimizer:
     def num_updates(self) -> int:
         return int(self.schedule.num_steps)
 
-    def parts(self) -> Iterator[Any]:
-        """Megatron's optimizers one by one: a model with experts has several."""
+    def optimizers(self) -> Iterator[Any]:
+        """Megatron's optimizers; a model with experts has several."""
         yield from getattr(self.megatron, "chained_optimizers", [self.megatron])
 
     def _create_state(self) -> None:
-        """Moments exist from the start, so a checkpoint of step 0 has the same content as any other."""
-        for part in self.parts():
+        """Creates the moments, so a checkpoint of step 0 has the same tensors as any other."""
+        for part in self.optimizers():
             if part.optimizer is None:
                 continue
             for group in part.optimizer.param_groups:
@@ -88,7 +88,7 @@ class Optimizer:
 
     def reset_moments(self) -> None:
         """Adam's moments and step to 0 (after a reference reset); master weights and schedule stay."""
-        for part in self.parts():
+        for part in self.optimizers():
             if part.optimizer is None:
                 continue
             for state in part.optimizer.state.values():
@@ -100,7 +100,7 @@ class Optimizer:
                     group["step"] = torch.zeros_like(group["step"]) if torch.is_tensor(group["step"]) else 0
 
     def zero_grad(self, chunks: list[DistributedDataParallel]) -> None:
-        """Before the backward passes of an update."""
+        """Call before the backward passes of an update."""
         for chunk in chunks:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
@@ -125,7 +125,7 @@ class Optimizer:
         return norm, float(self.schedule.get_lr(self.megatron.param_groups[0]))
 
     def _scale_gradients(self, factor: float) -> None:
-        for part in self.parts():
+        for part in self.optimizers():
             gradients = [p.grad for p in part.get_parameters() if p.grad is not None]
             if gradients:
                 torch._foreach_mul_(gradients, factor)

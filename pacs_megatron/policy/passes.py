@@ -35,7 +35,7 @@ def _run(
         data_iterator=list(iterators) if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=num_microbatches,
-        # With variable_seq_lengths the stages tell each other the true lengths; these two are not used.
+        # Unused: with variable_seq_lengths the stages exchange the true lengths.
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
@@ -48,12 +48,12 @@ def forward(
 ) -> list[Tensor]:
     """Log-probs float32 [k] of every micro-batch, on the last pipeline stage; an empty list elsewhere. No grad.
 
-    Raises Interrupted on every rank when `stoppable`, which holds the same micro-batches, was stopped.
+    Raises Interrupted on every rank after a stop request during `stoppable`, which has the same micro-batches.
     """
 
     def keep(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         logprobs = output[0]
-        # Given as a loss, because Megatron asks it for its device when the model has experts; nothing uses its value.
+        # Megatron reads the device of the loss when the model has experts; its value is not used.
         return logprobs.sum(), torch.zeros((), dtype=torch.int, device=logprobs.device), batch.gather(logprobs)
 
     iterators = [iter(batches) for _ in chunks] if stoppable is None else stoppable.iterators(len(chunks))
@@ -69,12 +69,12 @@ def forward_backward(
 ) -> list[Mapping[str, Tensor]]:
     """Gradients of the SUM of the losses over micro-batches and data-parallel ranks, into Megatron's buffers.
 
-    Returns what `loss_function` reported for every micro-batch, on the last pipeline stage.
+    Returns the report of `loss_function` for every micro-batch on the last pipeline stage, [] elsewhere.
     """
 
     def loss(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         value, report = loss_function(batch, *output)
-        # A count of 0 tokens: finalize_model_grads then leaves the plain sum as it is.
+        # With a count of 0 tokens, finalize_model_grads does not divide the sum.
         return value, torch.zeros((), dtype=torch.int, device=value.device), report
 
     results = _run(chunks, [iter(batches) for _ in chunks], len(batches), loss, forward_only=False)

@@ -1,4 +1,4 @@
-"""What this machine can do (Transformer Engine, NVIDIA Apex, FP8), and a precision config in Megatron's words."""
+"""Accelerator software of this machine (Transformer Engine, NVIDIA Apex, FP8), and Megatron's precision arguments."""
 
 import importlib.metadata
 import importlib.util
@@ -11,7 +11,7 @@ from pacs_megatron.config.schema import PrecisionOptions
 from pacs_megatron.errors import ConfigError
 
 _TE_RANGE = ((2, 9), (2, 12))
-"""megatron-core 0.16 wants Transformer Engine >= 2.9, < 2.12."""
+"""megatron-core 0.16 requires Transformer Engine >= 2.9, < 2.12."""
 _MIN_TE_FOR_RECIPE = {"delayed": (2, 1), "tensorwise": (2, 2), "blockwise": (2, 3)}
 _MIN_CAPABILITY_FOR_RECIPE = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
 _MIN_CUDA_FOR_BLOCKWISE = (12, 9)
@@ -30,7 +30,7 @@ class Machine:
     apex: bool
     """NVIDIA Apex's fused kernels are importable"""
     wgrad_fusion: bool
-    """so is Apex's kernel that adds a weight's gradient to its fp32 buffer"""
+    """Apex's kernel that adds a weight's gradient to its fp32 buffer is importable too"""
     foreign_apex: bool
     """a package named apex is installed that is not NVIDIA's (PyPI's is a web toolkit)"""
 
@@ -53,7 +53,7 @@ def _pair(version: str | None) -> tuple[int, int] | None:
 
 
 def inspect_machine() -> Machine:
-    """Looks, imports nothing heavy, and changes nothing."""
+    """Inspects this machine without importing the packages."""
     cuda = torch.cuda.is_available()
     has_apex_name = importlib.util.find_spec("apex") is not None
     has_apex_kernels = importlib.util.find_spec("amp_C") is not None
@@ -69,17 +69,17 @@ def inspect_machine() -> Machine:
 
 
 def uses_transformer_engine(dtype: torch.dtype, machine: Machine) -> bool:
-    """Whether the layers are Transformer Engine's. Its attention has no fp32, so fp32 takes the local layers."""
+    """Whether the layers are Transformer Engine's. Its attention does not support fp32; fp32 uses the local layers."""
     return machine.cuda and machine.transformer_engine is not None and dtype is torch.bfloat16
 
 
 def check(options: PrecisionOptions, machine: Machine) -> None:
-    """Raises ConfigError, with the reason, for what this GPU, CUDA or Transformer Engine cannot do."""
+    """Raises ConfigError, with the reason, if this GPU, CUDA or Transformer Engine does not support `options`."""
     if machine.cuda and machine.transformer_engine is not None:
         low, high = _TE_RANGE
         if not low <= machine.transformer_engine < high:
             raise ConfigError(
-                f"Transformer Engine {_text(machine.transformer_engine)} does not fit megatron-core 0.16, which needs "
+                f"Transformer Engine {_text(machine.transformer_engine)} is not supported by megatron-core 0.16, which needs "
                 f">= {_text(low)} and < {_text(high)}; install transformer-engine 2.11"
             )
     if options.fp8 is None:
@@ -88,13 +88,15 @@ def check(options: PrecisionOptions, machine: Machine) -> None:
     where = f"precision.fp8.recipe={recipe}"
     if recipe == "delayed" and options.fp8.first_last_layers_bf16:
         raise ConfigError(
-            f"precision.fp8.first_last_layers_bf16={options.fp8.first_last_layers_bf16} does not go with {where}: its "
-            "scales are kept for all layers together; set it to 0 or use recipe tensorwise or blockwise"
+            f"precision.fp8.first_last_layers_bf16={options.fp8.first_last_layers_bf16} cannot be combined with {where}: "
+            "all layers share its scales; set it to 0 or use recipe tensorwise or blockwise"
         )
     if not machine.cuda:
-        raise ConfigError(f"{where} needs a CUDA GPU and there is none; remove precision.fp8 to train in bf16 or fp32")
+        raise ConfigError(
+            f"{where} needs a CUDA GPU, but none was found; remove precision.fp8 to train in bf16 or fp32"
+        )
     if machine.transformer_engine is None:
-        raise ConfigError(f"{where} needs Transformer Engine and it is not installed; install transformer-engine 2.11")
+        raise ConfigError(f"{where} needs Transformer Engine, which is not installed; install transformer-engine 2.11")
     if machine.transformer_engine < _MIN_TE_FOR_RECIPE[recipe]:
         raise ConfigError(
             f"{where} needs Transformer Engine >= {_text(_MIN_TE_FOR_RECIPE[recipe])}, this is "
@@ -115,7 +117,7 @@ def _text(version: tuple[int, int]) -> str:
 
 
 def describe(options: PrecisionOptions, machine: Machine) -> str:
-    """One line for the log: what is used, and what was missing."""
+    """One line for the log: the layers and optimizer in use, and missing packages."""
     fp8 = "off" if options.fp8 is None else f"{options.fp8.recipe}/{options.fp8.format}"
     if not machine.cuda:
         used = "local layers, torch AdamW"
@@ -129,7 +131,7 @@ def describe(options: PrecisionOptions, machine: Machine) -> str:
             used += " (Transformer Engine's attention has no fp32)"
         used += ", FusedAdam of " + ("Transformer Engine" if has_te else "Apex" if machine.apex else "torch (AdamW)")
         missing = ", ".join(
-            name for name, there in (("Transformer Engine", has_te), ("NVIDIA Apex", machine.apex)) if not there
+            name for name, present in (("Transformer Engine", has_te), ("NVIDIA Apex", machine.apex)) if not present
         )
     line = f"precision {options.dtype}, fp8 {fp8}; using {used}" + (f"; missing: {missing}" if missing else "")
     if machine.foreign_apex:
@@ -145,7 +147,7 @@ def megatron_arguments(options: PrecisionOptions, machine: Machine) -> dict[str,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        # Transformer Engine's layers could do it alone, but Megatron's output layer refuses it without Apex's kernel.
+        # Megatron's output layer needs Apex's kernel for this, also with Transformer Engine's layers.
         "gradient_accumulation_fusion": has_te and machine.wgrad_fusion,
         "masked_softmax_fusion": False,
         "bias_activation_fusion": machine.cuda,

@@ -25,7 +25,7 @@ class Snapshot:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside, the model computes with the snapshot's weights; afterwards the policy's own are back, bit for bit."""
+        """Runs the body with the snapshot's weights in the model, then restores the policy's weights bit for bit."""
         self._swap()
         try:
             yield

@@ -23,13 +23,13 @@ MODEL, REFERENCE, OPTIMIZER = "model", "reference", "optimizer"
 
 
 def sharding_metadata() -> dict[str, Any]:
-    """What Megatron's modules and optimizers are told about the format of a checkpoint."""
+    """Metadata for Megatron's modules and optimizers that selects the format of a checkpoint."""
     return {
-        # One key a layer, numbered over the whole model: a stage can be read without knowing the others.
+        # One key per layer, numbered over the whole model, so a stage can be read without the others.
         "non_homogeneous_layers": True,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
-        # The only format that can be read at another tensor- or pipeline-parallel size.
+        # The only format that loads at another tensor- or pipeline-parallel size.
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
@@ -45,7 +45,7 @@ def _model_state(policy: MegatronPolicy, prefix: str) -> dict[str, Any]:
 
 
 def sharded_state(policy: MegatronPolicy, *, is_loading: bool, with_reference: bool) -> dict[str, Any]:
-    """What dist_checkpointing saves, or fills when loading. Collective."""
+    """The state dict that dist_checkpointing saves, or fills when loading. Collective."""
     state = _model_state(policy, MODEL)
     model_only = (
         state[f"{MODEL}0"]
@@ -59,7 +59,7 @@ def sharded_state(policy: MegatronPolicy, *, is_loading: bool, with_reference: b
     if with_reference:
         assert policy.reference is not None
         with policy.reference.swapped_in():
-            # The sharded tensors alias the parameters, so the snapshot's values are copied out while it is in.
+            # The sharded tensors alias the parameters, so their values are cloned while the snapshot is in the model.
             state |= {name: _detach(chunk) for name, chunk in _model_state(policy, REFERENCE).items()}
     return state
 
@@ -75,7 +75,7 @@ def _detach(chunk: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
-    """Put a filled state dict into the policy."""
+    """Loads a filled state dict into the policy. Collective."""
     for number, model in enumerate(policy.models):
         model.load_state_dict(state[f"{MODEL}{number}"], strict=True)
     if _has_steps_of_parameters(policy):
@@ -91,15 +91,15 @@ def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
 
 
 def _has_steps_of_parameters(policy: MegatronPolicy) -> bool:
-    """As torch's AdamW; the fused ones count in their param groups."""
-    optimizers = [part.optimizer for part in policy.optimizer.parts() if part.optimizer is not None]
+    """Whether Adam counts steps per parameter, as torch's AdamW does; fused optimizers count per param group."""
+    optimizers = [part.optimizer for part in policy.optimizer.optimizers() if part.optimizer is not None]
     return any("step" in entry for optimizer in optimizers for entry in optimizer.state.values())
 
 
 def _restore_step_zero(state: Any) -> None:
-    """Megatron leaves a common `step` of 0 out of the file (it tests its truth), and torch's AdamW refuses its absence.
+    """Adds the `step` of 0 that Megatron does not save (it tests for truth) and that torch's AdamW requires.
 
-    Marked by moments without any step, neither their own nor their group's. Changes `state`.
+    Applies to optimizer states with moments but without any step. Changes `state`.
     """
     if isinstance(state, list):
         for part in state:
@@ -118,12 +118,12 @@ def _restore_step_zero(state: Any) -> None:
 
 @contextmanager
 def _steps_apart(policy: MegatronPolicy) -> Iterator[None]:
-    """Megatron's distributed optimizer takes every entry of Adam's state for a moment tensor when it loads.
+    """Keeps per-parameter steps out of the load of Megatron's distributed optimizer.
 
-    torch's AdamW (used where neither Transformer Engine nor Apex is) has a per-parameter `step` there as well, which
-    the checkpoint keeps in the param group: it is set aside while moments are copied, for each parameter.
+    On load, that optimizer takes every entry of Adam's state for a moment tensor. torch's AdamW (used without Transformer
+    Engine and Apex) has a per-parameter `step` there, which the checkpoint stores in the param group.
     """
-    parts = [part for part in policy.optimizer.parts() if isinstance(part, DistributedOptimizer)]
+    parts = [part for part in policy.optimizer.optimizers() if isinstance(part, DistributedOptimizer)]
     for part in parts:
         part._set_main_param_and_optimizer_states = partial(_set_moments, part)
     try:
@@ -139,7 +139,7 @@ def _set_moments(part: DistributedOptimizer, model_param: torch.nn.Parameter, te
     step = state.pop("step", None)
     DistributedOptimizer._set_main_param_and_optimizer_states(part, model_param, tensors)
     if step is not None:
-        # One tensor each: Megatron shares a single one, which AdamW would then advance once for every parameter.
+        # One tensor each: Megatron shares a single one, which AdamW would advance once per parameter.
         state["step"] = step.detach().clone()
 
 

@@ -1,11 +1,11 @@
-"""Ends a forward-only pass early when any rank was asked to stop, on every rank after the same micro-batch.
+"""Shortens a forward-only pass after a stop request on any rank, on every rank from the same micro-batch on.
 
-A rank must not leave Megatron's schedule in the middle: the next stage waits for its output, tensor-parallel and expert
-peers for its collectives. So the pass goes on to its end, but with micro-batches of padding, which cost next to nothing.
+A rank must not leave Megatron's schedule in the middle: the next stage needs its output, tensor-parallel and expert peers
+its collectives. So the schedule runs to its end, with micro-batches of padding, which cost almost nothing.
 
-Concurrency: at the start of micro-batch i every rank begins a sum of its flag over all ranks (gloo, not waited for) and
-reads the sum of micro-batch i - lag. By then the last pipeline stage has begun its sum too, since it runs at most pp - 1
-micro-batches behind the first, so nobody waits; and all ranks read the same number at the same micro-batch.
+Concurrency: at the start of micro-batch i every rank starts an asynchronous maximum of its flag over all ranks (gloo) and
+reads the result of micro-batch i - lag. The last pipeline stage runs at most pp - 1 micro-batches behind the first, so it
+has started that reduction as well and no rank blocks; all ranks read the same value at the same micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ class StoppablePass:
         lag: int,
         group: dist.ProcessGroup,
     ) -> None:
-        """`num_polls`: micro-batches that every rank has at least. `lag`: at least the pipeline's size."""
+        """`num_polls`: the smallest number of micro-batches of a rank. `lag`: at least the pipeline's size."""
         self._batches = batches
         self._padding = padding
         self._should_stop = should_stop
@@ -43,15 +43,15 @@ class StoppablePass:
         self._first_skipped: int | None = None
 
     def iterators(self, num_chunks: int) -> list[Iterator[MicroBatch]]:
-        """One a model chunk; the first chunk's asks, the others see each micro-batch after it and follow."""
-        return [self._asking(), *(self._following() for _ in range(num_chunks - 1))]
+        """One iterator per model chunk. The first polls; the others run after it and use its decision."""
+        return [self._polling(), *(self._following() for _ in range(num_chunks - 1))]
 
-    def _asking(self) -> Iterator[MicroBatch]:
+    def _polling(self) -> Iterator[MicroBatch]:
         for index, batch in enumerate(self._batches):
             if index < self._num_polls:
-                self._begin_poll()
-            asked = index - self._lag
-            if self._first_skipped is None and 0 <= asked < self._num_polls and self._is_stop(asked):
+                self._start_poll()
+            polled = index - self._lag
+            if self._first_skipped is None and 0 <= polled < self._num_polls and self._is_stop(polled):
                 self._first_skipped = index
             yield self._pick(index, batch)
 
@@ -63,7 +63,7 @@ class StoppablePass:
         is_skipped = self._first_skipped is not None and index >= self._first_skipped
         return self._padding if is_skipped else batch
 
-    def _begin_poll(self) -> None:
+    def _start_poll(self) -> None:
         flag = torch.tensor([int(self._should_stop())])
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._polls.append((flag, work))
@@ -74,7 +74,7 @@ class StoppablePass:
         return bool(flag)
 
     def finish(self) -> None:
-        """After the schedule. Raises Interrupted on every rank if any rank was asked to stop during the pass."""
-        answers = [self._is_stop(index) for index in range(len(self._polls))]
-        if any(answers):
+        """Call after the schedule. Raises Interrupted on every rank if any rank had a stop request during the pass."""
+        stops = [self._is_stop(index) for index in range(len(self._polls))]  # a list: every reduction must complete
+        if any(stops):
             raise Interrupted

@@ -1,4 +1,4 @@
-"""Weights between Hugging Face tensors and this rank's Megatron parameters, through the table of `models`."""
+"""Loads and exports this rank's Megatron parameters as Hugging Face tensors, through the weight table of `models`."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -58,7 +58,7 @@ def _num_experts(table: WeightTable) -> int:
 
 
 def _tp_group(entry: Entry) -> dist.ProcessGroup:
-    """Experts have their own tensor-parallel group."""
+    """The tensor-parallel group of the entry: experts have their own."""
     group: dist.ProcessGroup = (
         parallel_state.get_tensor_model_parallel_group()
         if entry.expert is None
@@ -69,9 +69,9 @@ def _tp_group(entry: Entry) -> dist.ProcessGroup:
 
 @torch.no_grad()
 def load(models: Sequence[PolicyModel], table: WeightTable, read: Callable[[str], Tensor]) -> None:
-    """Fill this rank's parameters; `read` returns one Hugging Face tensor by name. Only what this rank holds is read.
+    """Fills this rank's parameters; `read` returns one Hugging Face tensor by name. Reads only tensors that this rank needs.
 
-    Raises ConversionError for a shape that does not fit, and whatever `read` raises for a missing name.
+    Raises ConversionError for a wrong shape, and the error of `read` for a missing name.
     """
     for model in models:
         targets: list[tuple[str, torch.nn.Parameter]] = list(named_parameters(model, table).items())
@@ -117,7 +117,7 @@ def export(models: Sequence[PolicyModel], table: WeightTable) -> Iterator[tuple[
 def _owner_stages(
     table: WeightTable, mine: dict[str, torch.nn.Parameter], pp_group: dist.ProcessGroup, device: torch.device
 ) -> list[int]:
-    """Pipeline stage of every entry, known by asking once. With expert parallelism a stage owns all its experts."""
+    """Pipeline stage of every entry. With expert parallelism a stage owns all its experts. Collective."""
     have = torch.tensor([int(entry.megatron_name in mine) for entry in table.entries], device=device)
     if parallel_state.get_expert_model_parallel_world_size() > 1:
         dist.all_reduce(have, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group())
@@ -126,7 +126,7 @@ def _owner_stages(
     owned = torch.stack(stages)
     if not bool((owned.sum(0) == 1).all()):
         missing = [e.megatron_name for e, count in zip(table.entries, owned.sum(0).tolist(), strict=True) if count != 1]
-        raise ConversionError(f"these weights do not sit on exactly one pipeline stage: {', '.join(missing[:5])}")
+        raise ConversionError(f"these weights are not on exactly one pipeline stage: {', '.join(missing[:5])}")
     return [int(stage) for stage in owned.argmax(0)]
 
 

@@ -226,13 +226,12 @@ def local_model(path: str) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder / "hf" if is_converted(path) else folder
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    from pacs_megatron.models.hub import HUB_FILES
+    from pacs_megatron.models.hub import snapshot
 
     try:
-        return Path(snapshot_download(path, local_files_only=True, allow_patterns=list(HUB_FILES)))
+        return snapshot(path, local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         raise PacsError(
             f"model.path={path} is no folder and not in the local cache (HF_HOME); run `pacs-megatron fetch` where there "

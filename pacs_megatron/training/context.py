@@ -18,7 +18,7 @@ from pacs_megatron.data import load_tokenizer
 from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
 from pacs_megatron.errors import CheckpointError, PacsError
 from pacs_megatron.models import load_spec
-from pacs_megatron.models.hub import HUB_FILES
+from pacs_megatron.models.hub import snapshot
 from pacs_megatron.objectives import build_objective
 from pacs_megatron.observability.spans import Timer
 from pacs_megatron.parallel import groups
@@ -172,11 +172,10 @@ def resolve_model(path: str) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder / HF_FOLDER if is_megatron_checkpoint(folder) else folder
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path, allow_patterns=list(HUB_FILES)))
+        return snapshot(path)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"model.path={path}: no such folder, and the hub does not give it ({type(error).__name__}); correct the "

@@ -79,7 +79,7 @@ def live_bytes(folder: Path, world: int, dtype: str, parallel: dict[str, Any]) -
         buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         moments = masters = 0
         weights = {p.data_ptr() for p in parameters}
-        for part in policy.optimizer.parts():
+        for part in policy.optimizer.optimizers():
             for group in part.optimizer.param_groups:
                 for held in group["params"]:
                     state = part.optimizer.state[held]

@@ -220,10 +220,7 @@ def test_bf16_follows_fp32_and_keeps_fp32_master_weights(tiny_qwen3: Path, layou
         policy = make_policy(tiny_qwen3, world, tokens_per_microbatch=BUDGET, dtype="bf16", **options)
         assert {p.dtype for model in policy.models for p in model.parameters()} == {torch.bfloat16}
         masters = {
-            p.dtype
-            for minibatch in policy.optimizer.minibatches()
-            for g in minibatch.optimizer.param_groups
-            for p in g["params"]
+            p.dtype for adam in policy.optimizer.optimizers() for g in adam.optimizer.param_groups for p in g["params"]
         }
         assert masters == {torch.float32}
         objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
@@ -231,8 +228,8 @@ def test_bf16_follows_fp32_and_keeps_fp32_master_weights(tiny_qwen3: Path, layou
         reports = train(policy, objective, STEPS, tokens_per_microbatch=BUDGET)
         small_moves_are_kept = any(
             not torch.equal(p, p.bfloat16().float())
-            for minibatch in policy.optimizer.minibatches()
-            for group in minibatch.optimizer.param_groups
+            for adam in policy.optimizer.optimizers()
+            for group in adam.optimizer.param_groups
             for p in group["params"]
         )
         return logprobs, [r.grad_norm for r in reports], weights_of(policy), small_moves_are_kept

@@ -40,9 +40,9 @@ def weights_of(policy: Any) -> dict[str, torch.Tensor]:
 def state_of(policy: Any) -> list[torch.Tensor]:
     """Model, master weights and moments of this rank."""
     tensors = [p.detach().clone() for model in policy.models for p in model.parameters()]
-    for minibatch in policy.optimizer.minibatches():
-        tensors += [p.detach().clone() for group in minibatch.optimizer.param_groups for p in group["params"]]
-        tensors += [v.clone() for s in minibatch.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
+    for adam in policy.optimizer.optimizers():
+        tensors += [p.detach().clone() for group in adam.optimizer.param_groups for p in group["params"]]
+        tensors += [v.clone() for s in adam.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
     return tensors
 
 

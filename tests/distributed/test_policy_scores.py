@@ -193,8 +193,8 @@ def test_a_frozen_reference_and_its_hard_reset(folders: dict[str, Path], layout:
                 after = list(policy.optimizer.megatron.get_parameters())
                 zeros = [
                     float(value.abs().max())
-                    for minibatch in policy.optimizer.minibatches()
-                    for state in minibatch.optimizer.state.values()
+                    for adam in policy.optimizer.optimizers()
+                    for state in adam.optimizer.state.values()
                     for value in state.values()
                     if torch.is_tensor(value) and value.numel()
                 ]

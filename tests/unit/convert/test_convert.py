@@ -357,7 +357,7 @@ def test_sizes_that_are_none(text: str) -> None:
     if text == "5":
         assert [parse_size(t) for t in ("5", "5GB", "1.5 mb")] == [5, 5 * 10**9, 1_500_000]
         return
-    with pytest.raises(ConversionError, match="is no size"):
+    with pytest.raises(ConversionError, match="is not a size"):
         parse_size(text)
 
 

@@ -19,7 +19,7 @@ def test_against_numpy(scale: float) -> None:
     sampler = np.minimum(trainer + rng.normal(0.3 * scale, scale, 900).astype(np.float32), 0)
     mask = (rng.random(900) > 0.2).astype(np.float32)
     loss = UpdateLoss(
-        part=cast("Any", None),
+        minibatch=cast("Any", None),
         prepared=cast("Any", None),
         objective=cast("Any", None),
         with_scores=False,
@@ -53,7 +53,7 @@ def test_against_numpy(scale: float) -> None:
 def test_a_gross_mismatch_stays_finite_for_the_circuit_breaker(sampler: float) -> None:
     """exp(95) is beyond fp32: a row that is not finite would end the run before the breaker names what to look at."""
     loss = UpdateLoss(
-        part=cast("Any", None),
+        minibatch=cast("Any", None),
         prepared=cast("Any", None),
         objective=cast("Any", None),
         with_scores=False,

@@ -44,12 +44,12 @@ def test_an_h100_with_transformer_engine_takes_every_recipe(recipe: str) -> None
 @pytest.mark.parametrize(
     ("options", "changes", "reason"),
     [
-        (fp8("tensorwise"), {"cuda": False}, "needs a CUDA GPU and there is none"),
-        (fp8("tensorwise"), {"transformer_engine": None}, "needs Transformer Engine and it is not installed"),
+        (fp8("tensorwise"), {"cuda": False}, "needs a CUDA GPU, but none was found"),
+        (fp8("tensorwise"), {"transformer_engine": None}, "needs Transformer Engine, which is not installed"),
         (fp8("delayed"), {"capability": (8, 0)}, "needs compute capability >= 8.9, this GPU has 8.0"),
         (fp8("blockwise"), {"capability": (8, 9)}, "needs compute capability >= 9.0, this GPU has 8.9"),
         (fp8("blockwise"), {"cuda_version": (12, 4)}, "needs CUDA >= 12.9"),
-        (fp8("delayed", first_last_layers_bf16=1), {}, "does not go with precision.fp8.recipe=delayed"),
+        (fp8("delayed", first_last_layers_bf16=1), {}, "cannot be combined with precision.fp8.recipe=delayed"),
         (PrecisionOptions(), {"transformer_engine": (2, 8)}, "needs >= 2.9 and < 2.12"),
         (PrecisionOptions(), {"transformer_engine": (2, 12)}, "needs >= 2.9 and < 2.12"),
     ],
