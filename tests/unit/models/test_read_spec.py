@@ -250,7 +250,7 @@ def test_folder_errors_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"config\.json is not valid JSON"):
         load_spec(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConversionError, match="holds a list"):
+    with pytest.raises(ConversionError, match="contains a list"):
         load_spec(tmp_path)
 
 
