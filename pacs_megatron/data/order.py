@@ -1,4 +1,4 @@
-"""In which order prompts are trained on: from the seed, and resumable to the sample."""
+"""The order of the training prompts: a function of the seed, resumable at any prompt."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from pacs_megatron.errors import CheckpointError, ConfigError
 
 
 class PromptOrder:
-    """An endless order over prompts 0 .. num_prompts - 1: each epoch has every prompt once.
+    """An endless order over prompts 0 .. num_prompts - 1: each epoch contains every prompt once.
 
-    The epoch's permutation is a function of (seed, epoch) alone. One `take` never holds a prompt twice, since a step
-    names its samples by prompt: a take that crosses into the next epoch skips what it holds already, and those
-    prompts come first in the next take, as do those that were put back.
+    The permutation of an epoch is a function of (seed, epoch) alone. One `take` never returns a prompt twice, because a
+    step identifies its samples by prompt: a take that crosses into the next epoch skips the prompts that it already
+    has. Skipped prompts come first in the next take, and so do prompts that were put back.
     """
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool) -> None:
@@ -28,28 +28,28 @@ class PromptOrder:
 
     @property
     def epoch(self) -> int:
-        """0-based number of the epoch that the last prompt taken belongs to (0 before the first)."""
+        """0-based epoch of the last prompt taken (0 before the first)."""
         return self._epoch
 
     def take(self, n: int) -> list[int]:
-        """The next `n` prompts, all different. Raises ConfigError when there are fewer than `n` prompts at all."""
+        """The next `n` prompts, all different. Raises ConfigError if the data set has fewer than `n`."""
         if n > self._num_prompts:
             raise ConfigError(
-                f"a step asks for {n} different prompts but the data set keeps {self._num_prompts}; lower "
+                f"a step needs {n} different prompts but the data set has {self._num_prompts}; lower "
                 "batch.prompts_per_step (or admission.oversample) or use more data"
             )
-        waiting, self._skipped = self._skipped, []
+        skipped, self._skipped = self._skipped, []
         taken: list[int] = []
-        held: set[int] = set()
+        in_take: set[int] = set()
 
         def offer(prompt: int) -> None:
-            if prompt in held or len(taken) == n:
+            if prompt in in_take or len(taken) == n:
                 self._skipped.append(prompt)
             else:
                 taken.append(prompt)
-                held.add(prompt)
+                in_take.add(prompt)
 
-        for prompt in waiting:
+        for prompt in skipped:
             offer(prompt)
         while len(taken) < n:
             if self._position == self._num_prompts:
@@ -60,7 +60,7 @@ class PromptOrder:
         return taken
 
     def put_back(self, prompts: Sequence[int]) -> None:
-        """These were taken and not used: they come first in the next take."""
+        """Returns unused prompts; they come first in the next take."""
         self._skipped += prompts
 
     def _permutation(self, epoch: int) -> list[int]:
@@ -71,11 +71,11 @@ class PromptOrder:
         return order
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values; the position in the permutation, not the permutation."""
+        """The position in plain JSON values, without the permutation itself."""
         return {**self._fixed, "epoch": self._epoch, "position": self._position, "skipped": list(self._skipped)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken. Raises CheckpointError when it belongs to other data or another seed."""
+        """Continues at `state`. Raises CheckpointError if it belongs to other data or another seed."""
         for name, value in self._fixed.items():
             if state[name] != value:
                 raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Which column holds what in the well-known math data sets, and how their answers are written."""
+"""Column names and answer formats of the well-known math data sets."""
 
 import math
 import re
@@ -16,7 +16,7 @@ _GSM8K_CALCULATION = re.compile(r"<<[^<>]*>>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What training and evaluation need of a row."""
+    """The fields of a row that training and evaluation use."""
 
     problem: str
     answer: str
@@ -25,9 +25,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Column names, the first that a row has wins; and how to read answer and solution out of their text.
+    """Names of each column, in order of preference, and functions that read answer and solution from their text.
 
-    `extract` and `demonstrate` return None when the text does not hold one.
+    `extract` and `demonstrate` return None if the text contains none.
     """
 
     problem: tuple[str, ...]
@@ -50,11 +50,11 @@ def _gsm8k_solution(text: str) -> str | None:
 
 
 def _aime_answer(text: str) -> str:
-    """AIME prints its integers with three digits: 025 is 25."""
+    """AIME writes its integers with three digits: 025 is 25."""
     return str(int(text)) if re.fullmatch(r"[0-9]{1,3}", text) else text
 
 
-# Copies on the hub differ in the columns' spelling; the first name is the one of the original.
+# Copies on the hub spell the columns differently; the first name is the original's.
 _PROBLEM = ("problem", "question", "Problem", "Question")
 _ANSWER = ("answer", "Answer")
 _SOLUTION = ("solution", "Solution")
@@ -75,7 +75,7 @@ PRESETS: dict[str, Columns] = {
 
 
 def columns_of(options: DatasetOptions) -> Columns:
-    """The preset's columns or the user's own. Raises ConfigError unless exactly one of the two is given."""
+    """The columns of the preset or of the configuration. Raises ConfigError unless exactly one of the two is given."""
     if (options.preset is None) == (options.columns is None):
         given = "neither" if options.preset is None else "both"
         raise ConfigError(
@@ -91,19 +91,19 @@ def columns_of(options: DatasetOptions) -> Columns:
 
 
 def problem_of(row: Row, columns: Columns) -> Problem:
-    """Raises DataError naming the row and its column when one is missing, empty or of the wrong type."""
+    """The row's fields. Raises DataError with row and column if a field is missing, empty or of the wrong type."""
     problem = _column(row, columns.problem)
     text = row.values[problem]
     if not isinstance(text, str) or not text.strip():
         raise DataError(
-            f"{row.where}: column {problem!r} is {_shown(text)}, expected the problem's text; repair or remove the row"
+            f"{row.where}: column {problem!r} is {_shown(text)}, expected the problem's text; correct or remove the row"
         )
     name = _column(row, columns.answer)
     answer = columns.extract(_answer_text(row, name))
     if answer is None:
         raise DataError(
             f"{row.where}: column {name!r} ends without an answer ({_shown(row.values[name])}); expected '#### <number>' "
-            "last; repair or remove the row"
+            "last; correct or remove the row"
         )
     return Problem(problem=text, answer=answer, solution=_solution(row, columns))
 
@@ -129,18 +129,20 @@ def _answer_text(row: Row, name: str) -> str:
         case float() if math.isfinite(value):
             return str(int(value)) if value.is_integer() else repr(value)
     raise DataError(
-        f"{row.where}: column {name!r} is {_shown(value)}, expected text or a number; repair or remove the row"
+        f"{row.where}: column {name!r} is {_shown(value)}, expected text or a number; correct or remove the row"
     )
 
 
 def _solution(row: Row, columns: Columns) -> str | None:
-    """None where the data set has none; many rows of DeepScaleR hold an empty one."""
+    """None if the data set has no solutions, or an empty one, as in many rows of DeepScaleR."""
     for name in columns.solution:
         value = row.values.get(name)
         if value is None:
             continue
         if not isinstance(value, str):
-            raise DataError(f"{row.where}: column {name!r} is {_shown(value)}, expected text; repair or remove the row")
+            raise DataError(
+                f"{row.where}: column {name!r} is {_shown(value)}, expected text; correct or remove the row"
+            )
         return columns.demonstrate(value) if value.strip() else None
     return None
 
@@ -148,5 +150,5 @@ def _solution(row: Row, columns: Columns) -> str | None:
 def _shown(value: Any) -> str:
     if isinstance(value, str) and not value.strip():
         return "empty"
-    text = repr(value)
+    text = ascii(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -1,6 +1,6 @@
-r"""What a data set looks like to the model and to the verifier, before a run is started.
+"""Statistics of a data set as the model and the verifier will see it.
 
-The verifier is passed in: rewards are a sibling layer. `evaluation/preview.py` joins the two.
+The caller passes the verifier, because `rewards` is a sibling layer; `evaluation/preview.py` joins the two.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ from pacs_megatron.contracts import Prompt
 from pacs_megatron.data.prompts import load_prompts
 
 Judge = Callable[[Sequence[tuple[Prompt, str]]], Iterable[tuple[str, float | None, str | None]]]
-"""(prompt, response) pairs -> (prompt id, reward, failure) of each, in any order."""
+"""Maps (prompt, response) pairs to (prompt id, reward, failure), in any order."""
 
 GOLD_RESPONSE = "The answer is \\boxed{{{answer}}}."
 
@@ -32,18 +32,18 @@ class TokenStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unverified:
-    """A gold answer that the reward does not accept as an answer to its own problem."""
+    """A gold answer that the reward rejects for its own problem."""
 
     prompt_id: str
     answer: str
     reason: str
     failed: bool
-    """The verifier gave no verdict at all: it raised, returned no number, or took too long"""
+    """No verdict: the verifier raised, returned no number, or exceeded its time limit"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviewReport:
-    """num_rows == num_kept + num_too_long; num_verified of num_checked gold answers verify against themselves."""
+    """num_rows == num_kept + num_too_long; the reward accepts num_verified of num_checked gold answers."""
 
     name: str
     path: str
@@ -61,7 +61,7 @@ class PreviewReport:
 def preview(
     dataset: DatasetOptions, data: DataOptions, tokenizer: Any, judge: Judge | None, num_examples: int = 3
 ) -> PreviewReport:
-    """Loads the data set as a run would and judges every gold answer (none without `judge`). Raises DataError."""
+    """Loads the data set as a run does and judges every gold answer, unless `judge` is None. Raises DataError."""
     found = load_prompts(dataset, data, tokenizer)
     lens = np.asarray([len(prompt.token_ids) for prompt in found.prompts])
     unverified = () if judge is None else _check_gold(found.prompts, judge)
@@ -88,7 +88,7 @@ def preview(
 
 
 def _check_gold(prompts: Sequence[Prompt], judge: Judge) -> tuple[Unverified, ...]:
-    """Those that got no reward of 1, in the order of `prompts`."""
+    """Gold answers without a reward of 1, in the order of `prompts`."""
     pairs = [(prompt, GOLD_RESPONSE.format(answer=prompt.answer)) for prompt in prompts]
     reasons: dict[str, tuple[str, bool]] = {}
     for prompt_id, reward, failure in judge(pairs):
@@ -100,23 +100,3 @@ def _check_gold(prompts: Sequence[Prompt], judge: Judge) -> tuple[Unverified, ..
         if prompt.id in reasons
         for reason, failed in [reasons[prompt.id]]
     )
-
-
-def render_report(report: PreviewReport, max_unverified: int = 20) -> str:
-    """The report as text for a terminal."""
-    tokens = report.tokens
-    lines = [
-        f"{report.name}: {report.path}",
-        f"rows {report.num_rows}, kept {report.num_kept}, too long {report.num_too_long}, "
-        f"duplicate problems {report.num_duplicates}",
-        f"prompt tokens: min {tokens.min}, mean {tokens.mean:.1f}, median {tokens.p50}, 95 % {tokens.p95}, "
-        f"max {tokens.max}",
-    ]
-    if report.num_checked:
-        lines.append(f"gold answers that verify against themselves: {report.num_verified} of {report.num_checked}")
-        lines += [f"  {bad.prompt_id}: {bad.answer!r}: {bad.reason}" for bad in report.unverified[:max_unverified]]
-        if len(report.unverified) > max_unverified:
-            lines.append(f"  ... and {len(report.unverified) - max_unverified} more")
-    for prompt in report.examples:
-        lines += ["", f"--- {prompt.id} (answer {prompt.answer!r}, {len(prompt.token_ids)} tokens)", prompt.text]
-    return "\n".join(lines)

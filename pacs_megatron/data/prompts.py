@@ -1,7 +1,17 @@
-"""From rows to prompts: chat template, tokens, length limit."""
+"""Turns rows into prompts: chat template, tokens, length limit.
 
+The template's control tokens are tokens; the text of a problem is always text. A special token that is spelled out in a
+problem (`<|im_end|>`) is encoded letter by letter, so data cannot close the user's turn or open another one.
+"""
+
+import re
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -14,11 +24,17 @@ from pacs_megatron.errors import ConfigError, DataError
 
 _RESERVED = frozenset({"conversation", "tokenize", "add_generation_prompt", "chat_template", "return_tensors"})
 _BATCH = 1024
+_BREAK = "\ue000"
+"""Private-use character that marks where the text of a problem is cut before it is encoded."""
+_TEMPLATE_LIMIT_S = 8.0
+"""For one batch of prompts, which usually takes 0.02 s."""
+_MAX_TEMPLATE_CHARS = 1_000_000
+"""Characters that the template may add to one problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """The prompts that are kept, and what became of the other rows. num_rows == len(prompts) + num_too_long."""
+    """The prompts of a data set and the number of dropped rows. num_rows == len(prompts) + num_too_long."""
 
     name: str
     prompts: tuple[Prompt, ...]
@@ -26,13 +42,14 @@ class PromptSet:
     num_too_long: int
     """dropped: more than data.max_prompt_tokens"""
     num_duplicates: int
-    """rows whose problem text an earlier row has already; kept"""
+    """rows whose problem text occurs in an earlier row; they are kept"""
 
 
 def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> PromptSet:
-    """Reads, renders and tokenizes a data set; a prompt's id is `<name>/<row>`, so it survives other length limits.
+    """Reads, renders and tokenizes a data set. A prompt's id is `<name>/<row>`, whatever the length limit.
 
-    Raises DataError for bad rows, a tokenizer without chat template, and when no prompt is short enough.
+    Raises DataError for malformed rows, for a tokenizer without chat template or with one that fails, and if no prompt
+    is short enough.
     """
     _check_template(data, tokenizer)
     columns = columns_of(dataset)
@@ -60,33 +77,83 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
 
 
 def dataset_name(dataset: DatasetOptions) -> str:
-    """The given name, else the preset's, else the file's."""
+    """The configured name; by default the preset's name, or the file's."""
     return dataset.name or dataset.preset or Path(dataset.path).stem
 
 
 def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[str]:
-    """What the model sees of each problem, up to where its answer begins. Raises DataError when the template fails."""
-    import jinja2
+    """The text of each prompt, up to the start of the response, for `tokenize`.
 
+    Raises DataError if the template fails, runs for more than 8 s or writes far more text than it is given.
+    """
     system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     suffix = f" {data.prompt_suffix}" if data.prompt_suffix else ""
-    chats = [[*system, {"role": "user", "content": problem.problem + suffix}] for problem in problems]
+    where = f"chat template of {tokenizer.name_or_path}"
+    texts: list[str] = []
     try:
-        texts: list[str] = tokenizer.apply_chat_template(
-            chats, tokenize=False, add_generation_prompt=True, **data.chat_template_args
-        )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        with _time_limit(_TEMPLATE_LIMIT_S):
+            for problem in problems:
+                content = as_plain_text(problem.problem, tokenizer) + suffix
+                text = tokenizer.apply_chat_template(
+                    [*system, {"role": "user", "content": content}],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **data.chat_template_args,
+                )
+                if len(text) > len(content) + _MAX_TEMPLATE_CHARS:
+                    raise DataError(
+                        f"{where}: makes {len(text)} characters of a problem of {len(problem.problem)}; correct the template"
+                    )
+                texts.append(text)
+    except DataError:
+        raise
+    except TimeoutError as error:
         raise DataError(
-            f"chat template of {tokenizer.name_or_path}: {type(error).__name__}: {' '.join(str(error).split())}; "
-            "check data.system_prompt and data.chat_template_args, or repair the template"
+            f"{where}: not finished after {_TEMPLATE_LIMIT_S:g} s; remove the endless loop from the template"
+        ) from error
+    except Exception as error:  # a template is a program and may raise anything
+        raise DataError(
+            f"{where}: {type(error).__name__}: {' '.join(str(error).split())[:300]}; check data.system_prompt and "
+            "data.chat_template_args, or correct the template"
         ) from error
     return texts
 
 
-def tokenize(texts: list[str], tokenizer: Any) -> list[np.ndarray]:
-    """int32 ids of each text. Nothing is added: the template has written the special tokens already."""
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-    return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+def as_plain_text(text: str, tokenizer: Any) -> str:
+    """`text` with a mark inside every special token that it spells out; `tokenize` cuts there."""
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    found = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True) if len(token) > 1)
+    text = text.replace(_BREAK, "")
+    return re.sub(found, lambda match: match[0][0] + _BREAK + match[0][1:], text) if found else text
+
+
+def tokenize(texts: Sequence[str], tokenizer: Any) -> list[np.ndarray]:
+    """int32 ids of each text. Adds no special tokens: the template has written them already."""
+    # Whole texts where nothing is cut: pieces of their own would be tokenized differently at their borders.
+    pieces = [text.split(_BREAK) for text in texts]
+    flat = [piece for parts in pieces for piece in parts]
+    encoded = tokenizer(flat, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    ids = iter(encoded)
+    return [np.array([token for _ in parts for token in next(ids)], dtype=np.int32) for parts in pieces]
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the block after `seconds`. No limit outside of the main thread: no signal arrives there."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expire(_number: int, _frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _check_template(data: DataOptions, tokenizer: Any) -> None:
@@ -103,7 +170,7 @@ def _check_template(data: DataOptions, tokenizer: Any) -> None:
 def _prompt(prompt_id: str, source: str, problem: Problem, text: str, ids: np.ndarray) -> Prompt:
     return Prompt(
         id=prompt_id,
-        text=text,
+        text=text.replace(_BREAK, ""),
         token_ids=ids,
         answer=problem.answer,
         problem=problem.problem,

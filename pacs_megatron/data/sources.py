@@ -1,10 +1,10 @@
-"""Rows of a data set, each with the place it came from, so that an error can name file and line.
+"""Reads the rows of a data set. Each row keeps its file and line for error messages.
 
-Local files are parsed here rather than by `datasets`: it would copy them into the user's cache, guess one type for a
-column of mixed answers, and say of a malformed line only that there is one.
+Local files are parsed here, not by `datasets`: that library copies them into the user's cache, forces one type on a
+column of mixed answers, and does not name the line of a malformed row.
 """
 
-import json
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,14 +15,17 @@ from typing import Any
 
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.errors import ConfigError, DataError
+from pacs_megatron.runtime.json_reader import as_object, decode_json, parse_json, read_text, skip_space
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_FORMATS = ".json (an array of objects), .jsonl (an object a line), .parquet, a folder or a hub id"
+_FORMATS = ".json (an array of objects), .jsonl (one object per line), .parquet, a folder or a hub id"
+_MAX_BYTES = 8 * 2**30
+"""Of a local text file; it is read into memory whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row: its 0-based number in the data set, and `file:line` or the like for messages."""
+    """One row: its 0-based index in the data set, its place (`file:line`), and its columns."""
 
     index: int
     where: str
@@ -30,28 +33,44 @@ class Row:
 
 
 def read_rows(options: DatasetOptions) -> list[Row]:
-    """All rows of the data set, the first `options.limit` if that is set; at least one.
+    """All rows of the data set, or the first `options.limit` of them; at least one.
 
-    Raises DataError when the file is missing, empty, of another format or malformed (with its line), or the hub does
-    not give the data set; ConfigError when an option is set that the source does not use.
+    Raises DataError if the file is missing, empty, malformed (with its line) or in another format, or if the hub does
+    not provide the data set. Raises ConfigError for an option that this kind of source does not use.
     """
-    path = Path(options.path).expanduser()
-    if path.suffix in _READERS:
-        _refuse_hub_options(options, ("split", "subset", "revision"), "a file")
-        if not path.is_file():
-            raise DataError(f"{path}: no such data file; correct the path (relative to {Path.cwd()})")
-        rows = _READERS[path.suffix](path)
+    path = _local_path(options.path)
+    if path is None or not (path.suffix in _READERS or path.exists()):
+        if not _HUB_ID.fullmatch(options.path):
+            raise DataError(f"{_shown(options.path)}: no such file or folder, and not a hub id; expected {_FORMATS}")
+        rows = _read_with_datasets(options, options.path, None)
     elif path.is_dir():
         _refuse_hub_options(options, ("revision",), "a folder")
         with tempfile.TemporaryDirectory(prefix="pacs-data-") as cache:
             return _checked(_read_with_datasets(options, str(path), cache), options)
-    elif path.exists():
-        raise DataError(f"{path}: {path.suffix or 'no suffix'} is no supported data file; expected {_FORMATS}")
-    elif _HUB_ID.fullmatch(options.path):
-        rows = _read_with_datasets(options, options.path, None)
+    elif path.suffix in _READERS:
+        _refuse_hub_options(options, ("split", "subset", "revision"), "a file")
+        if not path.is_file():
+            raise DataError(f"{path}: no such data file; correct the path (relative to {Path.cwd()})")
+        rows = _READERS[path.suffix](path)
     else:
-        raise DataError(f"{path}: no such file or folder, and no hub id; expected {_FORMATS}")
+        raise DataError(f"{path}: {path.suffix or 'no suffix'} is no supported data file; expected {_FORMATS}")
     return _checked(rows, options)
+
+
+def _local_path(text: str) -> Path | None:
+    """None for text that no file system accepts as a path."""
+    try:
+        path = Path(text).expanduser()
+        os.stat(path)
+    except FileNotFoundError:
+        return path
+    except (OSError, RuntimeError, ValueError):  # too long, an unknown ~user, NUL, a lone surrogate
+        return None
+    return path
+
+
+def _shown(text: str) -> str:
+    return text if text.isprintable() and len(text) <= 300 else ascii(text[:300])
 
 
 def _checked(rows: Iterator[Row], options: DatasetOptions) -> list[Row]:
@@ -70,19 +89,10 @@ def _refuse_hub_options(options: DatasetOptions, names: tuple[str, ...], kind: s
 
 # ------------------------------------------------------------------------------------------------------------ local files
 def _text(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
+    text = read_text(path, max_bytes=_MAX_BYTES)
     if not text.strip():
         raise DataError(f"{path}: the file is empty; expected at least one problem")
     return text
-
-
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise DataError(f"{where}: expected an object with named columns, got {type(value).__name__}")
-    return value
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -91,55 +101,39 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{where}: malformed JSON at column {error.colno}: {error.msg}; repair or remove the line"
-            ) from error
-        yield Row(index=index, where=where, values=_object(value, where))
+        values = as_object(parse_json(line, str(path), line=number), where)
+        yield Row(index=index, where=where, values=values)
         index += 1
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    """Element by element, so that each row knows its line."""
+    """Element by element, so that each row has its line number."""
     text = _text(path)
-    position = _skip(text, 0)
+    position = skip_space(text, 0)
     if text[position] != "[":
         raise DataError(f"{path}: expected an array of objects, got {text[position]!r} first; is it .jsonl?")
-    decoder = json.JSONDecoder()
-    position, line, counted, index = _skip(text, position + 1), 1, 0, 0
-    if text[position : position + 1] == "]":
-        return
-    while True:
+    position, line, counted, index = skip_space(text, position + 1), 1, 0, 0
+    mark = text[position : position + 1]
+    while mark != "]":
         line, counted = line + text.count("\n", counted, position), position
         where = f"{path}:{line} (row {index})"
-        try:
-            value, end = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{path}:{error.lineno}: malformed JSON at column {error.colno} in row {index}: {error.msg}; repair it"
-            ) from error
-        yield Row(index=index, where=where, values=_object(value, where))
+        value, end = decode_json(text, position, str(path))
+        yield Row(index=index, where=where, values=as_object(value, where))
         index += 1
-        position = _skip(text, end)
+        position = skip_space(text, end)
         mark = text[position : position + 1]
-        if mark == "]":
-            return
-        if mark != ",":
+        if mark == ",":
+            position = skip_space(text, position + 1)
+        elif mark != "]":
             place = line + text.count("\n", counted, position)
             raise DataError(
                 f"{path}:{place}: malformed JSON after row {index - 1}: expected ',' or ']', got "
-                f"{mark or 'the end of the file'!r}; repair it"
+                f"{mark or 'the end of the file'!r}; correct it"
             )
-        position = _skip(text, position + 1)
-
-
-def _skip(text: str, position: int) -> int:
-    """First index from `position` on that is no white space."""
-    while position < len(text) and text[position] in " \t\r\n":
-        position += 1
-    return position
+    rest = skip_space(text, position + 1)
+    if rest < len(text):
+        place = line + text.count("\n", counted, rest)
+        raise DataError(f"{path}:{place}: text after the array's ']' ({text[rest : rest + 20]!r}); remove it")
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -154,8 +148,8 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                 for values in batch.to_pylist():
                     yield Row(index=index, where=f"{path} (row {index})", values=values)
                     index += 1
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: no readable parquet file: {_one_line(error)}; write it again") from error
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # ValueError: text that is not UTF-8
+        raise DataError(f"{path}: not a readable parquet file: {_one_line(error)}; write it again") from error
 
 
 _READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
@@ -172,7 +166,7 @@ def _read_with_datasets(options: DatasetOptions, path: str, cache: str | None) -
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{options.path}: `datasets` could not load subset {options.subset or '(default)'}, split {options.split}: "
-            f"{_one_line(error)}; check id, subset and split, or download it and give the file's path"
+            f"{_one_line(error)}; check id, subset and split, or download it and use the file's path"
         ) from error
     for index, values in enumerate(table):
         yield Row(index=index, where=f"{options.path} {options.split} (row {index})", values=values)

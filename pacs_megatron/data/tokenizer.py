@@ -1,26 +1,26 @@
 """Tokenizers of Hugging Face checkpoints, and the tokens that end a response."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from pacs_megatron.errors import DataError
+from pacs_megatron.runtime.json_reader import read_object
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _GENERATION_CONFIG = "generation_config.json"
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """The fast tokenizer of a local folder (nothing from the network) or hub id.
+    """The fast tokenizer of a local folder (without network access) or of a hub id.
 
-    Raises DataError when the folder is missing or holds no tokenizer that transformers can load.
+    Raises DataError if the folder is missing or transformers cannot load a tokenizer from it.
     """
     from transformers import AutoTokenizer
 
     folder = Path(path).expanduser()
     if not folder.is_dir() and (folder.exists() or not _HUB_ID.fullmatch(path)):
-        raise DataError(f"tokenizer {path}: no such folder, and no hub id; correct model.path")
+        raise DataError(f"tokenizer {path}: no such folder, and not a hub id; correct model.path")
     is_local = folder.is_dir()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -29,7 +29,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # the library raises bare Exception for a malformed tokenizer.json
         fix = "the folder needs tokenizer.json and tokenizer_config.json as save_pretrained writes them"
         if "trust_remote_code" in str(error):
-            fix = "it brings code of its own: set model.trust_remote_code=true only if you trust its author"
+            fix = "it contains code of its own: set model.trust_remote_code=true only if you trust its author"
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise DataError(f"tokenizer {path}: transformers could not load it: {reason}; {fix}") from error
     return tokenizer
@@ -38,8 +38,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 def stop_token_ids(tokenizer: Any, path: str) -> tuple[int, ...]:
     """Ids that end a response, ascending: the tokenizer's end of sequence and those of generation_config.json.
 
-    Chat models end a turn with another token than their base model's; the second list holds both. Raises DataError
-    when there is none at all, or generation_config.json is malformed.
+    Chat models end a turn with another token than their base model; generation_config.json lists both. Raises DataError
+    if there is none, or if generation_config.json is malformed.
     """
     found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     file = _generation_config(path)
@@ -70,11 +70,10 @@ def _generation_config(path: str) -> Path | None:
 
 
 def _eos_ids(file: Path) -> set[int]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (json.JSONDecodeError, AttributeError) as error:
-        raise DataError(f"{file}: malformed JSON ({error}); expected an object; repair it") from error
+    value = read_object(file).get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(number, int) for number in ids):
-        raise DataError(f"{file}: eos_token_id is {value!r}, expected an integer or a list of them")
+    if not all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**31 for number in ids):
+        raise DataError(
+            f"{file}: eos_token_id is {ascii(value)[:60]}, expected a token id or a list of them; correct it"
+        )
     return set(ids)

@@ -35,8 +35,9 @@ def render(report: PreviewReport) -> str:
         f"{report.name} ({report.path}): {report.num_rows} rows, {report.num_kept} kept, {report.num_too_long} too long, "
         f"{report.num_duplicates} duplicates",
         f"  prompt tokens: min {tokens.min}, mean {tokens.mean:.1f}, median {tokens.p50}, 95 % {tokens.p95}, max {tokens.max}",
-        f"  gold answers that verify against themselves: {report.num_verified} of {report.num_checked}",
     ]
+    if report.num_checked:
+        lines.append(f"  gold answers that verify against themselves: {report.num_verified} of {report.num_checked}")
     shown = report.unverified[:MAX_UNVERIFIED]
     lines.extend(f"    not verified: {row.prompt_id} answer {row.answer!r}: {row.reason}" for row in shown)
     if len(report.unverified) > len(shown):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.data.sources import read_rows
 from pacs_megatron.errors import ConfigError, DataError
+from tests.support.fuzz import damaged, fuzz, json_documents
 
 ROWS = [{"problem": f"p{n}\u2028", "answer": n if n % 2 else float(n) / 2} for n in range(5)]
 
@@ -76,9 +77,7 @@ def test_rows_know_their_lines(tmp_path):
     ]
 
 
-@given(
-    rows=st.lists(st.dictionaries(st.text(max_size=5), st.text() | st.integers() | st.none(), max_size=3), min_size=1)
-)
+@given(rows=st.lists(st.dictionaries(st.text("abc\u2028", max_size=5), json_documents(), max_size=3), min_size=1))
 @pytest.mark.parametrize("indent", [None, 2])
 def test_any_json_array_reads_as_json_does(rows, indent, tmp_path_factory):
     path = tmp_path_factory.mktemp("json") / "rows.json"
@@ -90,19 +89,24 @@ def test_any_json_array_reads_as_json_does(rows, indent, tmp_path_factory):
     ("name", "text", "message"),
     [
         ("a.jsonl", '{"a": 1}\n{"a": \n', r"a\.jsonl:2: malformed JSON at column"),
-        ("a.jsonl", '{"a": 1}\n\n[1]\n', r"a\.jsonl:3: expected an object .* got list"),
+        ("a.jsonl", '{"a": 1}\n\n[1]\n', r"a\.jsonl:3: expected a JSON object, got an array"),
+        ("a.jsonl", '{"a": 1}\n{"a": 1, "a": 2}\n', r"a\.jsonl:2: the key 'a' is repeated"),
+        ("a.jsonl", '{"a": 1} {"b": 2}\n', r"a\.jsonl:1: text after the JSON value"),
         ("a.jsonl", "", "the file is empty"),
         ("a.jsonl", " \n \n", "the file is empty"),
         ("a.json", "", "the file is empty"),
         ("a.json", "[]", "has no rows"),
-        ("a.json", '[{"a": 1},\n{"a": x}]', r"a\.json:2: malformed JSON at column 7 in row 1"),
+        ("a.json", '[{"a": 1},\n{"a": x}]', r"a\.json:2: malformed JSON at column 7"),
+        ("a.json", '[{"a": 1},\n{"a": NaN}]', r"a\.json:2: NaN is no JSON number"),
+        ("a.json", '[{"a": 1}]\n, {"a": 2}', r"a\.json:2: text after the array's '\]' \(', \{"),
+        ("a.json", "[[" + "[" * 5000, "nested deeper than 64 levels"),
         ("a.json", '[{"a": 1}\n{"a": 2}]', r"a\.json:2: malformed JSON after row 0: expected ',' or '\]', got '\{'"),
         ("a.json", '[{"a": 1}', "got 'the end of the file'"),
         ("a.json", '[{"a": 1},', "malformed JSON"),
         ("a.json", '{"a": 1}\n{"a": 2}', r"expected an array of objects, got '\{' first; is it \.jsonl"),
-        ("a.json", "[1]", r"a\.json:1 \(row 0\): expected an object"),
+        ("a.json", "[1]", r"a\.json:1 \(row 0\): expected a JSON object, got a number"),
         ("a.parquet", "", "the file is empty"),
-        ("a.parquet", "PAR1 and nothing else PAR1", "no readable parquet file"),
+        ("a.parquet", "PAR1 and nothing else PAR1", "not a readable parquet file"),
         ("a.csv", "a,b\n1,2\n", r"\.csv is no supported data file"),
     ],
 )
@@ -118,7 +122,7 @@ def test_bad_files_end_in_one_line(tmp_path, name, text, message):
 def test_truncated_parquet(tmp_path):
     path = write(tmp_path, "parquet")
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match="no readable parquet file"):
+    with pytest.raises(DataError, match="not a readable parquet file"):
         read(path)
 
 
@@ -133,6 +137,26 @@ def test_missing(tmp_path):
         read(tmp_path / "absent.jsonl")
     with pytest.raises(DataError, match="no such file or folder"):
         read(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("path", ["n\0ul.json", "~nobody-of-this-name/a.json", "x" * 5000 + ".json", "\ud800.json"])
+def test_a_path_that_no_file_can_have_ends_in_one_line(path):
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert str(caught.value).isprintable()
+
+
+@fuzz
+@given(data=st.data(), kind=st.sampled_from(["json", "jsonl", "parquet"]))
+def test_damaged_data_files_give_rows_or_one_line(data, kind, tmp_path):
+    path = write(tmp_path, kind, [{"problem": f"p{n}", "answer": n} for n in range(3)])
+    path.write_bytes(data.draw(damaged(path.read_bytes())))
+    try:
+        rows = read(path)
+    except DataError as error:
+        assert "\n" not in str(error)
+    else:
+        assert all(row.index == index for index, row in enumerate(rows))
 
 
 def test_a_folder_goes_through_the_library(tmp_path):

@@ -26,7 +26,9 @@ def test_no_stop_token(tmp_path):
         stop_token_ids(tokenizer, str(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": -1}', '{"eos_token_id": [true]}', "9" * 5000]
+)
 def test_malformed_generation_config(tmp_path, text):
     tokenizer = save_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text(text)
