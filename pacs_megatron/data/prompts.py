@@ -100,13 +100,8 @@ def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[s
                     add_generation_prompt=True,
                     **data.chat_template_args,
                 )
-                if len(text) > len(content) + _MAX_TEMPLATE_CHARS:
-                    raise DataError(
-                        f"{where}: makes {len(text)} characters of a problem of {len(problem.problem)}; correct the template"
-                    )
+                _check_length(text, content)
                 texts.append(text)
-    except DataError:
-        raise
     except TimeoutError as error:
         raise DataError(
             f"{where}: not finished after {_TEMPLATE_LIMIT_S:g} s; remove the endless loop from the template"
@@ -117,6 +112,11 @@ def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[s
             "data.chat_template_args, or correct the template"
         ) from error
     return texts
+
+
+def _check_length(text: str, content: str) -> None:
+    if len(text) > len(content) + _MAX_TEMPLATE_CHARS:
+        raise ValueError(f"{len(text)} characters for a problem of {len(content)}")
 
 
 def as_plain_text(text: str, tokenizer: Any) -> str:

@@ -1,4 +1,4 @@
-"""Verifiers and the pool of worker processes that runs them."""
+"""Verifiers, and the pool of worker processes that runs them."""
 
 from pacs_megatron.rewards.labels import check_failures, label_of
 from pacs_megatron.rewards.pool import RewardPool, Verdict

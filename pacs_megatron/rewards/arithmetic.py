@@ -1,4 +1,4 @@
-r"""Exact comparison of plain numbers: fast, no symbolic mathematics."""
+r"""Exact comparison of plain numbers, without symbolic mathematics."""
 
 import re
 from fractions import Fraction
@@ -7,7 +7,7 @@ from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.boxed import last_boxed
 
-# Lengths are bounded and exponents refused, so that no answer of a model can ask for a gigabyte of digits.
+# Lengths are limited and exponents refused: no response can request a gigabyte of digits.
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3}){1,100}|\d{1,400})(?:\.\d{1,400})?|\.\d{1,400}"
 _NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*(?P<top>{_DECIMAL})(?:\s*/\s*(?P<bottom>{_DECIMAL}))?", re.ASCII)
 _FRAC = re.compile(
@@ -19,7 +19,7 @@ _NOISE = re.compile(r"\\[,;:! ]|\\\$|\$|\s")
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""The exact value of `12`, `-1,234`, `3.50`, `7/2` or `\frac{7}{2}`; None for anything else and for x/0."""
+    r"""The exact value of `12`, `-1,234`, `3.50`, `7/2` or `\frac{7}{2}`; None for other text and for x/0."""
     bare = _NOISE.sub("", text.replace("−", "-"))
     match = _NUMBER.fullmatch(bare) or _FRAC.fullmatch(bare)
     if match is None:
@@ -34,15 +34,15 @@ def parse_number(text: str) -> Fraction | None:
 
 
 class Arithmetic:
-    r"""1.0 when the number in the last `\boxed{}` equals the gold number exactly, else 0.0."""
+    r"""1.0 if the number in the last `\boxed{}` equals the gold number exactly, else 0.0."""
 
     def __call__(self, prompt: Prompt, response: str) -> float:
-        """Raises RewardError when the gold answer is no plain number."""
+        """Raises RewardError if the gold answer is not a plain number."""
         gold = parse_number(prompt.answer)
         if gold is None:
             raise RewardError(
-                f"reward.name=arithmetic: gold answer {prompt.answer!r} of prompt {prompt.id} is no integer, fraction "
-                "or decimal; use reward.name=math or repair the data"
+                f"reward.name=arithmetic: gold answer {prompt.answer!r} of prompt {prompt.id} is not an integer, "
+                "fraction or decimal; use reward.name=math or correct the data"
             )
         boxed = last_boxed(response)
         return 0.0 if boxed is None else float(parse_number(boxed) == gold)

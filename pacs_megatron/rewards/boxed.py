@@ -1,4 +1,4 @@
-r"""Where an answer stands in a response: inside its last complete `\boxed{...}`."""
+r"""The answer of a response: the content of its last complete `\boxed{...}`."""
 
 import re
 
@@ -7,7 +7,7 @@ _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` whose braces close, stripped; None without one. Linear in len(text)."""
+    r"""Content of the last `\boxed{...}` whose braces close, stripped; None if there is none. Linear in len(text)."""
     for start in reversed([match.end() for match in _OPEN.finditer(text)]):
         end = _closing_brace(text, start)
         if end is not None:
@@ -16,7 +16,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _closing_brace(text: str, start: int) -> int | None:
-    """Index of the brace that closes the one before `start`; escaped braces (`\\{`) do not count."""
+    """Index of the brace that closes the one before `start`; skips escaped braces (`\\{`)."""
     depth = 1
     for match in _BRACES.finditer(text, start):
         if match[0] == "{":

@@ -1,4 +1,4 @@
-"""A user's own function, named in the configuration."""
+"""A user's own reward function, named in the configuration."""
 
 import importlib
 import importlib.util
@@ -11,27 +11,34 @@ from typing import Any
 
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import ConfigError, RewardError
+from pacs_megatron.rewards.labels import as_reward
 
 
 class Custom:
-    """Calls `function(prompt, response)`; the reward is its number, as a float."""
+    """Calls `function(prompt, response)`; the reward is the returned number."""
 
     def __init__(self, function: str) -> None:
-        """`function` is `module:function` or `path/to/file.py:function`. Raises ConfigError when it cannot be called."""
+        """`function` is `module:function` or `path/to/file.py:function`. Raises ConfigError if it cannot be called."""
         self._name = function
         self._function = _load(function)
 
     def __call__(self, prompt: Prompt, response: str) -> float:
-        """Raises RewardError when the function raises or returns no number."""
+        """Raises RewardError if the function raises, exits or returns something else than a finite number."""
         try:
-            value = self._function(prompt, response)
-        except RewardError:
-            raise
-        except Exception as error:  # a plug-in may raise anything: it is this sample's failure, not the run's
-            raise RewardError(f"reward.function={self._name} raised {type(error).__name__}: {error}") from error
-        if not isinstance(value, int | float):
-            raise RewardError(f"reward.function={self._name} returned {type(value).__name__}, expected a float")
-        return float(value)
+            return as_reward(self._function(prompt, response))
+        except RewardError as error:
+            raise RewardError(f"reward.function={self._name}: {describe(error, named=False)}") from error
+        except (Exception, SystemExit) as error:  # a plug-in may raise anything: only this sample fails
+            raise RewardError(f"reward.function={self._name} raised {describe(error)}") from error
+
+
+def describe(error: BaseException, *, named: bool = True) -> str:
+    """One line for any exception, even if its `__str__` raises."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception as second:  # noqa: BLE001  # text of a plug-in: it may raise anything
+        text = f"no text, its __str__ raised {type(second).__name__}"
+    return f"{type(error).__name__}: {text}" if named else text
 
 
 def _load(function: str) -> Callable[[Prompt, str], Any]:
@@ -48,7 +55,7 @@ def _load(function: str) -> Callable[[Prompt, str], Any]:
         inspect.signature(found).bind("prompt", "response")
     except TypeError as error:
         raise ConfigError(
-            f"reward.function={function!r} cannot be called as f(prompt, response): {error}; give it these two arguments"
+            f"reward.function={function!r} cannot be called as f(prompt, response): {error}; it takes these two arguments"
         ) from error
     return found  # type: ignore[no-any-return]
 
@@ -56,29 +63,33 @@ def _load(function: str) -> Callable[[Prompt, str], Any]:
 def _load_module(name: str, function: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # the user's module runs here and may raise anything
+    except (Exception, SystemExit) as error:  # the user's module runs here and may raise anything
         raise ConfigError(_import_message(function, name, error)) from error
 
 
 def _load_file(path: str, function: str) -> ModuleType:
-    file = Path(path).expanduser().resolve()
-    if not file.is_file():
+    try:
+        file = Path(path).expanduser().resolve()
+        is_file = file.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, an unknown ~user, a NUL
+        raise ConfigError(f"reward.function={ascii(function)[:300]}: {describe(error)}; correct the path") from error
+    if not is_file:
         raise ConfigError(f"reward.function={function!r}: no file {file}; correct the path")
     name = f"pacs_custom_reward_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"reward.function={function!r}: {file} is no Python file")
+        raise ConfigError(f"reward.function={function!r}: {file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # as in _load_module
+    except (Exception, SystemExit) as error:  # as in _load_module
         raise ConfigError(_import_message(function, str(file), error)) from error
     return module
 
 
-def _import_message(function: str, where: str, error: Exception) -> str:
+def _import_message(function: str, where: str, error: BaseException) -> str:
     return (
-        f"reward.function={function!r}: importing {where} raised {type(error).__name__}: {error}; "
-        "it must be importable by the reward workers"
+        f"reward.function={function!r}: importing {where} raised {describe(error)}; the reward workers must be able to "
+        "import it"
     )

@@ -7,14 +7,14 @@ from pacs_megatron.errors import ConfigError
 
 
 class Format:
-    """1.0 when the whole response matches `pattern` (re.DOTALL), else 0.0; the gold answer is not read."""
+    """1.0 if the whole response matches `pattern` (re.DOTALL), else 0.0. Ignores the gold answer."""
 
     def __init__(self, pattern: str) -> None:
         try:
             self._pattern = re.compile(pattern, re.DOTALL)
         except re.error as error:
             raise ConfigError(
-                f"reward.pattern={pattern!r} is no regular expression: {error}; correct it (Python's re syntax)"
+                f"reward.pattern={pattern!r} is not a regular expression: {error}; correct it (Python's re syntax)"
             ) from error
 
     def __call__(self, prompt: Prompt, response: str) -> float:

@@ -1,18 +1,36 @@
-"""From a reward to a label, and how many unjudged samples a step may have."""
+"""Rewards as numbers, labels of rewards, and the limit of unjudged samples in a step."""
 
 import math
 from collections.abc import Collection
+from numbers import Real
+from typing import Any
+
+import numpy as np
 
 from pacs_megatron.errors import RewardError
 
 
-def label_of(reward: float, threshold: float | None) -> int:
-    """1 or 0: `reward >= threshold`; without a threshold the reward itself.
+def as_reward(value: Any) -> float:
+    """The number that a reward function returned: a Python or NumPy scalar. Raises RewardError unless it is finite."""
+    number = value.item() if isinstance(value, np.generic | np.ndarray) and value.ndim == 0 else value
+    if not isinstance(number, Real):
+        raise RewardError(f"returned {type(value).__name__}, expected a number")
+    try:
+        reward = float(number)
+    except OverflowError as error:
+        raise RewardError("returned an integer that no 64-bit float can represent, expected a finite number") from error
+    if not math.isfinite(reward):
+        raise RewardError(f"the reward is {reward}, expected a finite number")
+    return reward
 
-    Raises RewardError for NaN and infinities, and without a threshold for anything but 0 and 1.
+
+def label_of(reward: float, threshold: float | None) -> int:
+    """1 if `reward >= threshold`, else 0; without a threshold the reward itself.
+
+    Raises RewardError for NaN and infinities, and without a threshold for any value other than 0 and 1.
     """
     if not math.isfinite(reward):
-        raise RewardError(f"reward is {reward}, expected a finite number; repair the reward function")
+        raise RewardError(f"reward is {reward}, expected a finite number; correct the reward function")
     if threshold is not None:
         return int(reward >= threshold)
     if reward not in (0.0, 1.0):
@@ -21,13 +39,13 @@ def label_of(reward: float, threshold: float | None) -> int:
 
 
 def check_failures(failures: Collection[str], num_samples: int, max_failure_frac: float) -> None:
-    """Raises RewardError when more than `max_failure_frac` of a step's samples were not judged.
+    """Raises RewardError if more than `max_failure_frac` of a step's samples are unjudged.
 
-    `failures` holds one reason for each of them, `num_samples` counts judged and unjudged together.
+    `failures` has one reason for each unjudged sample; `num_samples` counts judged and unjudged samples together.
     """
     if len(failures) > max_failure_frac * num_samples:
         raise RewardError(
             f"{len(failures)} of {num_samples} samples of this step could not be judged "
             f"(share {len(failures) / num_samples:.3f}, reward.max_failure_frac={max_failure_frac}); "
-            f"first reason: {next(iter(failures))}; repair the data or reward, or raise reward.timeout_s"
+            f"first reason: {next(iter(failures))}; correct the data or the reward, or raise reward.timeout_s"
         )

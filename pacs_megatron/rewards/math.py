@@ -1,7 +1,7 @@
 r"""Mathematical equality by math-verify, on the last `\boxed{}` of a response.
 
-math-verify's own time limits need SIGALRM in the main thread and are switched off: the pool kills the worker process
-instead. Only its LaTeX grammar is used: the one for plain expressions evaluates text of the model as Python.
+math-verify's own time limits are off, because the pool limits the worker process. Only its LaTeX grammar is used: the
+grammar for plain expressions evaluates the model's text as Python.
 """
 
 import logging
@@ -17,28 +17,28 @@ from pacs_megatron.rewards.boxed import last_boxed
 
 _LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
 _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
-# "1,234,567" is one number; "1,2" and "3, 500" are lists and stay so.
+# "1,234,567" is one number; "1,2" and "3, 500" are lists.
 _THOUSANDS = re.compile(r"(?<![\d.,])(-?[1-9]\d{0,2})((?:,\d{3})+)(?![\d,])")
 _BASED = re.compile(r"(?P<digits>-?[0-9A-Za-z]+)_\{?(?:\\text\{)?(?P<base>\d+)\}{0,2}")
 
 
 class Math:
-    r"""1.0 when the last `\boxed{}` equals the gold answer mathematically, else 0.0 (no box: 0.0)."""
+    r"""1.0 if the last `\boxed{}` equals the gold answer mathematically, else 0.0 (also without a box)."""
 
     def __init__(self) -> None:
-        # Each warns once a process that its limit is off; that is intended here.
+        # Both functions warn once per process that their time limit is off.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def __call__(self, prompt: Prompt, response: str) -> float:
-        """Raises RewardError when the gold answer cannot be parsed or the comparison breaks.
+        """Raises RewardError if the gold answer cannot be parsed or the comparison fails.
 
-        The gold answer is parsed first, whatever the response: else only wrong answers to a broken problem would fail.
+        The gold answer is parsed first: otherwise a malformed one would fail only the responses that have a box.
         """
         gold = _parse_gold(prompt.answer)
         if not gold:
             raise RewardError(
-                f"reward.name=math: gold answer {prompt.answer!r} of prompt {prompt.id} is no LaTeX that math-verify "
-                "understands; repair or remove the row"
+                f"reward.name=math: gold answer {prompt.answer!r} of prompt {prompt.id} is not LaTeX that "
+                "math-verify can parse; correct or remove the row"
             )
         boxed = last_boxed(response)
         if not boxed:
@@ -48,7 +48,7 @@ class Math:
         answer = _parse(boxed)
         try:
             return float(bool(answer) and verify(gold, answer, timeout_seconds=None, raise_on_error=True))
-        except Exception as error:  # sympy raises any type; every one of them means "not judged"
+        except Exception as error:  # sympy raises many types; each of them means "not judged"
             raise RewardError(
                 f"reward.name=math: comparing {boxed[:200]!r} with gold {prompt.answer!r} of prompt {prompt.id} "
                 f"raised {type(error).__name__}"
@@ -62,14 +62,14 @@ def _parse(latex: str) -> list[Any]:
 
 
 def _other_base(gold: str, answer: str) -> bool:
-    """True for two numerals that name different bases (40_9 and 40_8): math-verify drops the subscript of numbers."""
+    """True for two numerals of different bases (40_9 and 40_8): math-verify drops the subscript of numbers."""
     left, right = _BASED.fullmatch(_clean(gold)), _BASED.fullmatch(_clean(answer))
     return left is not None and right is not None and left["base"] != right["base"]
 
 
 @lru_cache(maxsize=1024)
 def _parse_gold(answer: str) -> list[Any]:
-    """Cached: every sample of a group asks for the same one."""
+    """Cached: all samples of a group have the same gold answer."""
     boxed = last_boxed(answer)
     text = answer if boxed is None else boxed
     return _parse(text) if text.strip() else []

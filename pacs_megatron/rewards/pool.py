@@ -1,23 +1,30 @@
-"""Worker processes that judge answers under a time limit.
+"""Worker processes that judge responses under a time limit.
 
-Concurrency: `submit` and `next_finished` may be called from any thread. One background thread runs an event loop with one
-task a worker; a task takes a job, sends it over a pipe, waits for the verdict, and kills and replaces its process when
-that takes longer than the limit or the process dies. The loop's end, good or bad, unblocks every waiting caller.
+Concurrency: `submit` and `next_finished` may be called from any thread. One thread per worker takes a job, sends it over
+a socket and waits for the verdict. If that exceeds the time limit or the worker dies, the thread kills the worker with
+everything that it started, and starts another one. When the pool ends, for whatever reason, every waiting caller returns.
+
+A pool of a library (pebble) would not be shorter: it offers no separate session per worker and no memory limit, it
+waits for pipes that a grandchild may keep open, and it sends objects by pickle.
 """
 
-import asyncio
 import contextlib
 import json
 import logging
 import os
 import queue
+import signal
+import socket
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
+
+import psutil  # type: ignore[import-untyped]
 
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import ConfigError, RewardError
@@ -27,7 +34,10 @@ from pacs_megatron.rewards.worker import encode_job
 logger = logging.getLogger(__name__)
 
 _START_LIMIT_S = 120.0
-"""For importing the reward's modules; a user's may be heavy and the host busy."""
+"""For importing the reward's modules; a user's module may be large and the host busy."""
+_START_LOG_S = 10.0
+_POLL_S = 0.1
+"""Interval at which a waiting thread checks that its worker is alive: a grandchild may keep the socket of a dead one."""
 _LOGGED_CHARS = 200
 
 
@@ -45,85 +55,89 @@ class _Job(NamedTuple):
     response: str
 
 
-class _Stopped(NamedTuple):
-    """Last item of the results: the loop has ended."""
-
-
 class RewardPool:
-    """`options.workers` processes that judge what is submitted. A context manager; close it."""
+    """`options.workers` processes that judge submitted responses. A context manager; it must be closed."""
 
     def __init__(self, options: AnyReward) -> None:
-        """Starts the workers and waits until they are ready (about a second).
+        """Starts the workers and returns once they are ready (about a second).
 
-        Raises ConfigError when the reward cannot be built (its pattern or function), RewardError when a worker does
-        not start.
+        Raises ConfigError if the reward cannot be built (its pattern or function), RewardError if a worker does not
+        start.
         """
-        self._options = options
-        self._verdicts: queue.SimpleQueue[Verdict | _Stopped] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._verdicts: queue.SimpleQueue[Verdict | None] = queue.SimpleQueue()
+        """None: the pool has ended"""
         self._num_pending = 0
         self._lock = threading.Lock()
-        self._started: Future[None] = Future()
-        self._ended: Future[None] = Future()
-        self._loop = asyncio.new_event_loop()
-        self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
-        self._stop = asyncio.Event()
-        self._thread = threading.Thread(target=self._run_loop, name="reward-pool", daemon=True)
-        self._thread.start()
-        try:
-            self._started.result()
-        except (ConfigError, RewardError):
+        self._error: Exception | None = None
+        """why the pool has ended"""
+        self._workers = [_Worker(options) for _ in range(options.workers)]
+        ready: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(worker, ready), name=f"reward-{number}", daemon=True)
+            for number, worker in enumerate(self._workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+        for num_ready in range(options.workers):
+            while True:
+                try:
+                    ready.get(timeout=_START_LOG_S)
+                    break
+                except queue.Empty:
+                    logger.info("reward workers: %d of %d have started", num_ready, options.workers)
+        if self._error is not None:
             self.close()
-            raise
+            raise self._error
 
     @property
     def num_pending(self) -> int:
-        """Answers submitted whose verdict has not been taken yet."""
+        """Submitted responses whose verdict has not been taken yet."""
         with self._lock:
             return self._num_pending
 
     def submit(self, key: str, prompt: Prompt, response: str) -> None:
-        """Queues one answer and returns at once; `key` (the sample id) comes back with the verdict.
+        """Queues one response and returns at once; its verdict has the same `key` (the sample id).
 
-        Raises RewardError when the pool has ended.
+        Raises RewardError if the pool has ended.
         """
         with self._lock:
+            if self._error is not None:
+                raise self._error
             self._num_pending += 1
-        try:
-            self._loop.call_soon_threadsafe(self._jobs.put_nowait, _Job(key, prompt, response))
-        except RuntimeError:  # the loop is closed
-            self._thread.join()
-            self._raise_end()
+        self._jobs.put(_Job(key, prompt, response))
 
     def next_finished(self, timeout_s: float | None = None) -> Verdict | None:
-        """The next verdict, in order of finishing; None when none came within `timeout_s` (None: wait, 0: look).
+        """The next verdict, in order of completion; None if there is none within `timeout_s` (None: no limit).
 
-        Raises RewardError when nothing is pending and `timeout_s` is None, or when the pool has ended.
+        Raises RewardError if nothing is pending and `timeout_s` is None, or if the pool has ended.
         """
         if timeout_s is None and self.num_pending == 0:
-            raise RewardError("reward pool: waiting for a verdict, but no answer was submitted")
+            raise RewardError("reward pool: no verdict can come, because no response was submitted")
         try:
             verdict = self._verdicts.get(block=timeout_s != 0, timeout=timeout_s or None)
         except queue.Empty:
             return None
-        if isinstance(verdict, _Stopped):
-            self._verdicts.put(verdict)  # for every other caller
-            self._raise_end()
+        if verdict is None:
+            self._verdicts.put(None)  # for every other caller
+            assert self._error is not None
+            raise self._error
         with self._lock:
             self._num_pending -= 1
         return verdict
 
     def results(self) -> Iterator[Verdict]:
-        """Verdicts as they finish, until nothing is pending."""
+        """Verdicts in order of completion, until nothing is pending."""
         while self.num_pending > 0:
             verdict = self.next_finished()
             if verdict is not None:
                 yield verdict
 
     def close(self) -> None:
-        """Kills and reaps every worker; what is pending is lost. Safe to call twice."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed already
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+        """Kills every worker and the processes that it started; pending verdicts are lost. Safe to call twice."""
+        self._end(RewardError("reward pool: it is closed"))
+        for thread in self._threads:
+            thread.join()
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -133,131 +147,164 @@ class RewardPool:
     ) -> None:
         self.close()
 
-    def _raise_end(self) -> NoReturn:
-        error = self._ended.exception()
-        if error is not None:
-            raise error
-        raise RewardError("reward pool: it is closed")
+    def _end(self, error: Exception) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = error
+        self._verdicts.put(None)
+        for worker in self._workers:
+            worker.end()
+            self._jobs.put(None)
 
-    # ------------------------------------------------------------------------------------- in the background thread
-    def _run_loop(self) -> None:
-        task = self._loop.create_task(self._serve())
-        self._loop.run_until_complete(asyncio.wait([task]))
-        self._loop.close()
-        # An error is carried to the callers, who would wait for ever otherwise.
-        error = task.exception()
-        if error is None:
-            self._ended.set_result(None)
-        else:
-            self._ended.set_exception(error)
-            if not self._started.done():
-                self._started.set_exception(error)
-        self._verdicts.put(_Stopped())
-
-    async def _serve(self) -> None:
-        workers = [_Worker(self._options) for _ in range(self._options.workers)]
-        stop = asyncio.ensure_future(self._stop.wait())
-        tasks: list[asyncio.Future[Any]] = []
+    # ------------------------------------------------------------------------------------- in the thread of one worker
+    def _serve(self, worker: "_Worker", ready: "queue.SimpleQueue[None]") -> None:
         try:
-            tasks = [asyncio.ensure_future(worker.start()) for worker in workers]
-            await asyncio.gather(*tasks)
-            self._started.set_result(None)
-            tasks = [asyncio.ensure_future(self._work(worker)) for worker in workers]
-            done, _ = await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            worker.start()
+            ready.put(None)
+            while (job := self._jobs.get()) is not None:
+                self._verdicts.put(_judge(worker, job))
+                if not worker.alive:
+                    worker.start()
+        except Exception as error:  # noqa: BLE001  # carried to the callers, who would not return otherwise
+            self._end(error)
+            ready.put(None)
         finally:
-            for task in [stop, *tasks]:
-                task.cancel()
-            await asyncio.gather(stop, *tasks, return_exceptions=True)
-            await asyncio.gather(*(worker.kill() for worker in workers))
+            worker.kill()
 
-    async def _work(self, worker: "_Worker") -> None:
-        while True:
-            job = await self._jobs.get()
-            answer = await worker.judge(job)
-            verdict = Verdict(job.key, answer.get("reward"), answer.get("failure"))
-            if verdict.failure is not None:
-                logger.warning(
-                    "reward failed: prompt %s, sample %s: %s; response starts %r",
-                    job.prompt.id,
-                    job.key,
-                    verdict.failure,
-                    job.response[:_LOGGED_CHARS],
-                )
-            self._verdicts.put(verdict)
-            if not worker.alive:
-                await worker.start()
+
+def _judge(worker: "_Worker", job: _Job) -> Verdict:
+    answer = worker.judge(job)
+    verdict = Verdict(job.key, answer.get("reward"), answer.get("failure"))
+    if verdict.failure is not None:
+        logger.warning(
+            "reward failed: prompt %s, sample %s: %s; response starts %r",
+            job.prompt.id,
+            job.key,
+            verdict.failure,
+            job.response[:_LOGGED_CHARS],
+        )
+    return verdict
 
 
 class _Worker:
-    """One process and its pipes; owned by one task."""
+    """One process in a session of its own, and the socket to it. One thread owns it; `end` may be called by others."""
 
     def __init__(self, options: AnyReward) -> None:
         self._options = options
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._has_ended = False
 
     @property
     def alive(self) -> bool:
+        """False after a timeout or the death of the process, until `start`."""
         return self._process is not None
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Starts the process and waits for its `ready`. Raises ConfigError or RewardError."""
-        # -P: the working directory must not shadow installed modules before sys.path is handed over.
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-P", "-c", "from pacs_megatron.rewards.worker import main; main()", str(os.getpid())),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=_worker_env(),
-        )
+        ours, theirs = socket.socketpair()
+        with theirs, self._lock:
+            if self._has_ended:
+                ours.close()
+                raise RewardError("reward pool: it is closed")
+            self._socket = ours
+            # -P: the working directory must not hide installed modules before sys.path is set.
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-c", "from pacs_megatron.rewards.worker import main; main()"),
+                    *(str(os.getpid()), str(theirs.fileno())),
+                ],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                env=_worker_env(),
+                start_new_session=True,
+            )
         setup = {
             "options": self._options.model_dump_json(),
             "sys_path": [os.path.abspath(entry) for entry in sys.path],
             "memory_limit_bytes": int(self._options.memory_limit_gib * 2**30),
         }
-        answer = await self._exchange(json.dumps(setup).encode() + b"\n", _START_LIMIT_S)
+        answer = self._exchange(json.dumps(setup).encode() + b"\n", _START_LIMIT_S)
         if "error" in answer:
             raise ConfigError(answer["error"])
         if "failure" in answer:
-            raise RewardError(f"reward worker did not start: {answer['failure']}; its stderr says why")
+            raise RewardError(f"reward worker did not start: {answer['failure']}; its stderr has the reason")
 
-    async def judge(self, job: _Job) -> dict[str, Any]:
-        """`{"reward"}` or `{"failure"}`; after a time-out or a death the worker is no longer `alive`."""
-        return await self._exchange(encode_job(job.prompt, job.response), self._options.timeout_s)
+    def judge(self, job: _Job) -> dict[str, Any]:
+        """`{"reward"}` or `{"failure"}`."""
+        return self._exchange(encode_job(job.prompt, job.response), self._options.timeout_s)
 
-    async def _exchange(self, line: bytes, limit_s: float) -> dict[str, Any]:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
+    def _exchange(self, line: bytes, limit_s: float) -> dict[str, Any]:
         try:
-            async with asyncio.timeout(limit_s):
-                process.stdin.write(line)
-                await process.stdin.drain()
-                answer = await process.stdout.readline()
+            answer = self._answer_to(line, limit_s)
         except TimeoutError:
-            await self.kill()
+            self.kill()
             return {"failure": f"no verdict within {limit_s:g} s; the worker was killed"}
-        except (BrokenPipeError, ConnectionResetError):
+        except OSError:
             answer = b""
         if not answer.endswith(b"\n"):
-            code = await self.kill()
-            return {"failure": f"the worker died ({_describe_exit(code)})"}
+            return {"failure": f"the worker died ({_describe_exit(self.kill())})"}
         return json.loads(answer)  # type: ignore[no-any-return]
 
-    async def kill(self) -> int | None:
-        """Ends and reaps the process; returns its exit code (negative: the signal), None without a process."""
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        if process.stdout is not None and process.stdout.at_eof():
-            try:  # it is ending by itself: let its own exit code be seen
-                async with asyncio.timeout(1.0):
-                    return await process.wait()
+    def _answer_to(self, line: bytes, limit_s: float) -> bytes:
+        """One line; an incomplete one if the process has ended. Raises TimeoutError."""
+        assert self._process is not None and self._socket is not None
+        deadline = time.monotonic() + limit_s
+        self._socket.settimeout(limit_s)
+        self._socket.sendall(line)
+        answer = bytearray()
+        while not answer.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(min(left, _POLL_S))
+            try:
+                piece = self._socket.recv(1 << 16)
             except TimeoutError:
-                pass
-        if process.returncode is None:
+                if _is_running(self._process.pid):
+                    continue
+                break
+            if not piece:
+                break
+            answer += piece
+        return bytes(answer)
+
+    def end(self) -> None:
+        """Kills the process; `start` raises RewardError from now on."""
+        with self._lock:
+            self._has_ended = True
+            if self._process is not None:
+                _kill_tree(self._process.pid)
+
+    def kill(self) -> int | None:
+        """Kills and reaps the process; returns its exit code (negative: the signal), None without a process."""
+        with self._lock:
+            process, self._process = self._process, None
+            if process is None:
+                return None
+            assert self._socket is not None
+            self._socket.close()
+            _kill_tree(process.pid)
+            return process.wait()
+
+
+def _is_running(pid: int) -> bool:
+    """False for an ended child; it stays unreaped, so that its process group keeps its number."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
+def _kill_tree(pid: int) -> None:
+    """Kills the session of a worker, and those of its descendants that have sessions of their own."""
+    descendants = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        descendants = psutil.Process(pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    for process in descendants:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-        return await process.wait()
 
 
 def _worker_env() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""From `reward.name` to the function that judges."""
+"""Maps `reward.name` to the reward function."""
 
 from pacs_megatron.config.schema import ArithmeticReward, CustomReward, FormatReward, MathReward
 from pacs_megatron.contracts import RewardFn
@@ -7,8 +7,8 @@ AnyReward = MathReward | ArithmeticReward | FormatReward | CustomReward
 
 
 def build_reward(options: AnyReward) -> RewardFn:
-    """The reward that `options` names, in this process and without time limit. Raises ConfigError (pattern, function)."""
-    # Imported here: only `math` pays for sympy (0.4 s), and a user's module must not be loaded for the others.
+    """The reward of `options`, in this process and without time limit. Raises ConfigError (pattern, function)."""
+    # Imported here: only `math` needs sympy (0.4 s), and only `custom` may load a user's module.
     match options:
         case MathReward():
             from pacs_megatron.rewards.math import Math

@@ -1,13 +1,13 @@
-"""One reward worker process: `main()` with the pool's process id as the only argument, started by the pool.
+"""One reward worker process: `main()` with the pool's process id and a socket's descriptor as arguments.
 
-JSON lines come in on stdin and go out on stdout; nothing is unpickled. First `{"options", "sys_path", ...}`, answered by
-`{"ready": true}` or `{"error"}`; then one job a line, answered by one `{"reward"}` or `{"failure"}`. End of input ends it.
+JSON lines in both directions; nothing is unpickled. First `{"options", "sys_path", ...}`, answered by `{"ready": true}` or
+`{"error"}`; then one job per line, answered by one `{"reward"}` or `{"failure"}`. The process ends when the socket closes.
 """
 
 import json
-import math
 import os
 import resource
+import socket
 import sys
 from typing import Any, TextIO
 
@@ -17,6 +17,8 @@ from pydantic import TypeAdapter
 from pacs_megatron.config.schema import RewardOptions
 from pacs_megatron.contracts import Prompt, RewardFn
 from pacs_megatron.errors import ConfigError, RewardError
+from pacs_megatron.rewards.custom import describe
+from pacs_megatron.rewards.labels import as_reward
 from pacs_megatron.rewards.registry import build_reward
 from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals
 
@@ -39,23 +41,25 @@ def decode_job(line: str) -> tuple[Prompt, str]:
 
 
 def judge(reward: RewardFn, prompt: Prompt, response: str) -> dict[str, Any]:
-    """`{"reward": float}`, or `{"failure": why}` when the answer cannot be judged."""
+    """`{"reward": float}`, or `{"failure": reason}` if the verifier gives no verdict."""
     try:
-        value = reward(prompt, response)
+        return {"reward": as_reward(reward(prompt, response))}
     except RewardError as error:
-        return {"failure": str(error)[:_MAX_FAILURE_CHARS]}
+        return {"failure": describe(error, named=False)[:_MAX_FAILURE_CHARS]}
     except MemoryError:
         return {"failure": "the verifier ran out of memory (reward.memory_limit_gib)"}
-    if not math.isfinite(value):
-        return {"failure": f"the reward is {value}, expected a finite number"}
-    return {"reward": value}
+    except Exception as error:  # noqa: BLE001  # only this sample fails
+        return {"failure": f"the verifier raised {describe(error)}"[:_MAX_FAILURE_CHARS]}
 
 
 def main() -> None:
-    """Serves jobs until the pool closes the pipe."""
-    die_with_parent(parent_pid=int(sys.argv[1]))
+    """Serves jobs until the pool closes the socket."""
+    parent_pid, descriptor = map(int, sys.argv[1:])
+    die_with_parent(parent_pid=parent_pid)
     ignore_job_signals()
-    jobs, verdicts = _claim_pipes()
+    os.set_inheritable(descriptor, False)
+    connection = socket.socket(fileno=descriptor)
+    jobs, verdicts = connection.makefile("r", encoding="utf-8"), connection.makefile("w", encoding="utf-8")
     setup = json.loads(jobs.readline())
     sys.path[:] = setup["sys_path"]
     _limit_memory(setup["memory_limit_bytes"])
@@ -71,21 +75,10 @@ def main() -> None:
 
 
 def _limit_memory(limit_bytes: int) -> None:
-    """An answer that asks for more raises MemoryError here instead of waking the host's out-of-memory killer."""
+    """A larger allocation raises MemoryError in this process; the host's out-of-memory killer stays out of it."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     soft = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def _claim_pipes() -> tuple[TextIO, TextIO]:
-    """The pipes under private descriptors, so that what a user's function prints cannot mix with the verdicts."""
-    jobs = os.fdopen(os.dup(0), encoding="utf-8")
-    verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    return jobs, verdicts
 
 
 def _send(verdicts: TextIO, message: dict[str, Any]) -> None:

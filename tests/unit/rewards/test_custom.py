@@ -5,6 +5,20 @@ import pytest
 from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards.custom import Custom
 
+HEAD = """
+from fractions import Fraction
+
+import numpy as np
+
+
+class Mute(Exception):
+    def __str__(self):
+        return 1 / 0
+
+
+def judge(prompt, response):
+    """
+
 
 def write(folder, text, name="mine.py"):
     (folder / name).write_text(text)
@@ -45,15 +59,33 @@ def test_refused_early_in_one_line(tmp_path, function, message):
     assert "\n" not in str(caught.value)
 
 
+def one_line(folder, body):
+    return Custom(f"{write(folder, HEAD + body)}:judge")
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         ("raise KeyError('a')", "raised KeyError"),
         ("return None", "returned NoneType"),
-        ("return '1'", "returned str"),
+        ("return '1'", "returned str, expected a number"),
+        ("return 1j", "returned complex"),
+        ("return np.array([1.0, 2.0])", "returned ndarray"),
+        ("return np.float32('nan')", "the reward is nan"),
+        ("return 10**400", "returned an integer that no 64-bit float can represent"),
+        ("raise Mute", "raised Mute: no text, its __str__ raised ZeroDivisionError"),
+        ("raise ValueError('two\\nlines')", "raised ValueError: two lines"),
+        ("raise SystemExit(3)", "raised SystemExit: 3"),
     ],
 )
 def test_failures_are_reward_errors(make_prompt, tmp_path, body, message):
-    file = write(tmp_path, f"def judge(prompt, response):\n    {body}\n")
     with pytest.raises(RewardError, match=message):
-        Custom(f"{file}:judge")(make_prompt("5"), "x")
+        one_line(tmp_path, body)(make_prompt("5"), "x")
+
+
+@pytest.mark.parametrize(
+    "value", ["1", "True", "1.0", "np.float32(1)", "np.int64(1)", "np.bool_(True)", "np.array(1.0)", "Fraction(1)"]
+)
+def test_any_real_scalar_is_a_reward(make_prompt, tmp_path, value):
+    reward = one_line(tmp_path, f"return {value}")(make_prompt("5"), "x")
+    assert type(reward) is float and reward == 1.0

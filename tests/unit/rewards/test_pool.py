@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,10 @@ from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards import RewardPool, build_reward
 
 CUSTOM = """
-import ctypes, os, sys, time
+import ctypes, os, subprocess, sys, time
+import numpy as np
+class Mute(Exception):
+    def __str__(self): return 1 / 0
 def judge(prompt, response):
     match response:
         case "hang": time.sleep(3600)
@@ -28,6 +32,16 @@ def judge(prompt, response):
         case "raise": raise ValueError("no")
         case "nan": return float("nan")
         case "hog": return float(len(bytearray(8 << 30)))
+        case "fork" | "session" | "stopped":
+            child = subprocess.Popen(["sleep", "3600"], start_new_session=response == "session", close_fds=False)
+            if response == "stopped": os.kill(child.pid, 19)
+            time.sleep(3600)
+        case "leave":
+            if os.fork() == 0: time.sleep(3600)  # keeps the worker's socket
+            os._exit(3)
+        case "mute": raise Mute
+        case "huge": return 10**400
+        case "numpy": return np.float32(1)
         case "print": print('{"reward": 0.0}', flush=True)
         case "torch": return float("torch" in sys.modules)
         case "pid": return float(os.getpid())
@@ -62,6 +76,37 @@ def workers() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if child.pid not in _others]
 
 
+def sleepers() -> list[psutil.Process]:
+    """Processes that a reward function of this module started, orphans included."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        named = process.info["cmdline"] and process.info["cmdline"][-2:] == ["sleep", "3600"]
+        if named and (process.info["environ"] or {}).get("PYTEST_CURRENT_TEST") == os.environ["PYTEST_CURRENT_TEST"]:
+            found.append(process)
+    return found
+
+
+def test_a_pool_whose_functions_forked_closes_at_once(custom, make_prompt):
+    """Grandchildren keep the socket open and ignore signals; each limit would be an hour."""
+    pool = RewardPool(custom(timeout_s=3600.0, workers=4))
+    for number, response in enumerate(["fork", "session", "stopped", "spin"]):
+        pool.submit(str(number), make_prompt("5"), response)
+    deadline = time.monotonic() + 60
+    while len(sleepers()) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    closed = threading.Thread(target=pool.close)
+    closed.start()
+    closed.join(60)
+    assert not closed.is_alive() and workers() == [] and sleepers() == []
+
+
+def test_numpy_scalars_are_rewards(custom, make_prompt):
+    with RewardPool(custom()) as pool:
+        pool.submit("a", make_prompt("5"), "numpy")
+        assert pool.next_finished(30.0) == ("a", 1.0, None)
+
+
 def test_verdicts_equal_direct_calls(make_prompt):
     options = MathReward(name="math", workers=2)
     judge = build_reward(options)
@@ -92,11 +137,18 @@ def test_unreadable_gold_is_a_failure_not_zero(make_prompt):
         ("exit", "worker died (exit code 3)"),
         ("segfault", "worker died (signal 11)"),
         ("raise", "raised ValueError: no"),
+        ("fork", "no verdict within 1 s"),
+        ("session", "no verdict within 1 s"),
+        ("stopped", "no verdict within 1 s"),
+        ("leave", "worker died (exit code 3)"),
+        ("mute", "raised Mute: no text"),
+        ("huge", "returned an integer"),
         ("nan", "the reward is nan"),
         ("hog", "out of memory"),
     ],
 )
 def test_broken_verifiers_fail_their_sample_only(custom, make_prompt, caplog, response, reason):
+    started = time.monotonic()
     with caplog.at_level(logging.WARNING), RewardPool(custom(timeout_s=1.0)) as pool:
         pool.submit("3:train/7#1", make_prompt("5"), response)
         pool.submit("3:train/7#2", make_prompt("5"), "fine")
@@ -107,6 +159,8 @@ def test_broken_verifiers_fail_their_sample_only(custom, make_prompt, caplog, re
     else:
         assert reason in verdicts["3:train/7#1"].failure
     assert verdicts["3:train/7#2"] == ("3:train/7#2", 1.0, None)
+    assert workers() == [] and sleepers() == []
+    assert time.monotonic() - started < 60, "a process that the function started held up the verdict or the end"
     (record,) = caplog.records
     for part in ("train/7", "3:train/7#1", repr(response)):
         assert part in record.getMessage()
@@ -141,7 +195,7 @@ def test_waiting(custom, make_prompt):
         started = time.monotonic()
         assert pool.next_finished(0.2) is None
         assert 0.15 < time.monotonic() - started < 5.0
-        with pytest.raises(RewardError, match="no answer was submitted"):
+        with pytest.raises(RewardError, match="no response was submitted"):
             pool.next_finished()
 
 
