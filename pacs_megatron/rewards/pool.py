@@ -72,23 +72,24 @@ class RewardPool:
         self._error: Exception | None = None
         """why the pool has ended"""
         self._workers = [_Worker(options) for _ in range(options.workers)]
-        ready: queue.SimpleQueue[None] = queue.SimpleQueue()
+        ready: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._serve, args=(worker, ready), name=f"reward-{number}", daemon=True)
             for number, worker in enumerate(self._workers)
         ]
         for thread in self._threads:
             thread.start()
-        for num_ready in range(options.workers):
-            while True:
-                try:
-                    ready.get(timeout=_START_LOG_S)
-                    break
-                except queue.Empty:
-                    logger.info("reward workers: %d of %d have started", num_ready, options.workers)
-        if self._error is not None:
-            self.close()
-            raise self._error
+        num_ready = 0
+        while num_ready < options.workers:
+            try:
+                error = ready.get(timeout=_START_LOG_S)
+            except queue.Empty:
+                logger.info("reward workers: %d of %d have started", num_ready, options.workers)
+                continue
+            num_ready += 1
+            if error is not None:
+                self.close()
+                raise error
 
     @property
     def num_pending(self) -> int:
@@ -157,7 +158,7 @@ class RewardPool:
             self._jobs.put(None)
 
     # ------------------------------------------------------------------------------------- in the thread of one worker
-    def _serve(self, worker: "_Worker", ready: "queue.SimpleQueue[None]") -> None:
+    def _serve(self, worker: "_Worker", ready: "queue.SimpleQueue[Exception | None]") -> None:
         try:
             worker.start()
             ready.put(None)
@@ -167,7 +168,7 @@ class RewardPool:
                     worker.start()
         except Exception as error:  # noqa: BLE001  # carried to the callers, who would not return otherwise
             self._end(error)
-            ready.put(None)
+            ready.put(error)
         finally:
             worker.kill()
 

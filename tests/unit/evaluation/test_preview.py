@@ -33,7 +33,7 @@ def test_unverifiable_gold_is_reported(tmp_path, tokenizer):
     report = report_of(file, "deepscaler", ArithmeticReward(name="arithmetic"), tokenizer)
     assert (report.num_checked, report.num_verified) == (2, 1)
     assert report.unverified[0].prompt_id == "deepscaler/1"
-    assert "is no integer" in report.unverified[0].reason
+    assert "is not an integer" in report.unverified[0].reason
 
 
 def test_format_reward_judges_the_gold_response_as_written(tokenizer):
