@@ -3,22 +3,19 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-# Arguments for every pip call, e.g. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" where the
-# package index offers only CUDA builds of torch (gigabytes), or an internal mirror.
+# Arguments for every pip call, e.g. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" for a CPU build of
+# torch (saves gigabytes), or an internal mirror.
 PIP_ARGS ?=
 # An interpreter; empty: the first of python3.11 and python3.12 that works.
 PYTHON ?=
 # Extra arguments for pytest, e.g. PYTEST_ARGS="tests/unit/rollout -k greedy".
 PYTEST_ARGS ?=
-# Seconds for a whole test session.
-TEST_BUDGET_S ?= 1500
-TEST_FULL_BUDGET_S ?= 10800
 
 VENV := .venv
 PY := $(VENV)/bin/python
 export PYTHON PIP_ARGS
 
-.PHONY: help install install-dev install-sglang install-slurm quickstart test test-full lint format clean
+.PHONY: help install install-dev install-sglang install-slurm quickstart test test-full campaign test-fresh lint format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -30,7 +27,7 @@ install-dev: ## install, plus requirements/dev.lock (tests, lint)
 	@tools/install.sh base dev
 
 install-sglang: ## .venv-sglang with a real SGLang (its pins clash with Megatron's)
-	@if [ -x tools/install_sglang.sh ]; then tools/install_sglang.sh; else echo "install-sglang: tools/install_sglang.sh is missing" >&2; exit 1; fi
+	@tools/install.sh sglang
 
 install-slurm: ## Slurm and munge from Debian, when root and missing
 	@tools/install_slurm.sh
@@ -38,17 +35,25 @@ install-slurm: ## Slurm and munge from Debian, when root and missing
 quickstart: install ## tiny model -> warm start -> PACS -> Hugging Face checkpoint, on two CPU cores
 	@$(PY) -m examples.quickstart.run
 
-test: install-dev install-sglang install-slurm ## every test but the GPU's and the long ones
-	@$(PY) -m pytest -m "not gpu and not full" --session-timeout=$(TEST_BUDGET_S) $(PYTEST_ARGS)
+TEST_TOOLS := install-dev install-sglang install-slurm
 
-test-full: install-dev install-sglang install-slurm ## also kills, seeds and other long tests
-	@$(PY) -m pytest -m "not gpu" --session-timeout=$(TEST_FULL_BUDGET_S) $(PYTEST_ARGS)
+test: $(TEST_TOOLS) ## what a change needs: about 12 minutes on two idle cores
+	@$(PY) -m pytest -m "not gpu and not full and not campaign" $(PYTEST_ARGS)
+
+test-full: $(TEST_TOOLS) ## every other test, up to two hours; the same command resumes
+	@$(PY) -m pytest -m full --resume=.pytest_cache/test-full $(PYTEST_ARGS)
+
+campaign: $(TEST_TOOLS) ## once a release: seeds, kills, studies; the same command resumes
+	@$(PY) -m pytest -m campaign --resume=.pytest_cache/campaign $(PYTEST_ARGS)
+
+test-fresh: ## quickstart and test in a clone of HEAD, with an empty home and pip's defaults
+	@tools/test_fresh.sh
 
 lint: install-dev ## ruff, format check, types, shell scripts
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
-	@$(VENV)/bin/shellcheck tools/*.sh slurm/*.sbatch slurm/container/*.sh
+	@$(VENV)/bin/shellcheck .ci/run tools/*.sh slurm/*.sbatch slurm/container/*.sh
 
 format: install-dev ## let ruff fix and format
 	@$(PY) -m ruff check --fix .

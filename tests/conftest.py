@@ -28,6 +28,8 @@ import pytest
 from tests.support.ranks import free_port as _free_port
 from tests.support.tiny_models import make_tiny_qwen3
 
+pytest_plugins = ["pytester", "tests.support.sessions"]
+
 
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Brings .venv to the named locks: `tools/install.sh base [dev]`. A lock is installed only when it, the lock below it or
-# the interpreter changed since the last complete installation (stamp files), so a second call takes no time.
+# Brings an environment to its locks: `tools/install.sh base [dev]` fills .venv, `tools/install.sh sglang` fills
+# .venv-sglang. Stamp files skip a lock that did not change since its last complete installation.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=.venv
+export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 find_python() {
     local candidate
@@ -15,38 +15,86 @@ find_python() {
         fi
     done
     echo "install: no usable Python 3.11 or 3.12 with the venv module among: ${PYTHON:-python3.11 python3.12 python3}." \
-        "Install one, or say PYTHON=/path/to/python3.11." >&2
+        "Install one, or set PYTHON=/path/to/python3.11." >&2
     return 1
 }
 
-# A creation that was interrupted has no working pip yet.
-if ! $venv/bin/python -m pip --version >/dev/null 2>&1; then
+# Packages into $venv. uv (from PyPI) replaces a pip at its defaults: docs/measurements/install.md has the minutes.
+# pip runs where the user configured it (an index, a folder of wheels, PIP_ARGS), and where uv fails.
+packages() {
+    if [ -n "$uv" ]; then
+        "$uv" pip install -q --python "$py" "$@" && return
+        echo "install: uv failed; pip is used instead" >&2
+        uv=""
+    fi
+    # shellcheck disable=SC2086  # PIP_ARGS is a list of words
+    "$py" -m pip install -q ${PIP_ARGS:-} "$@"
+}
+
+find_uv() {
+    if [ -z "${PIP_ARGS:-}" ] && ! "$py" -m pip config list |
+        grep -qE '\.(index-url|extra-index-url|find-links|no-index|proxy|client-cert|trusted-host|constraint|no-binary|only-binary)='; then
+        "$py" -m pip install -q uv==0.13.9 2>/dev/null && echo "$venv/bin/uv"
+    fi
+    return 0
+}
+
+# The CPU build of torch saves gigabytes. It is chosen where there is no NVIDIA driver and the package index has it.
+torch_of() { # lock
+    local torch
+    torch=$(grep '^torch==' "$1")
+    # shellcheck disable=SC2086
+    if [ -z "$uv" ] && ! command -v nvidia-smi >/dev/null && [ ! -e /proc/driver/nvidia/version ] &&
+        "$py" -m pip install -q --dry-run --no-deps ${PIP_ARGS:-} "$torch+cpu" >/dev/null 2>&1; then
+        torch+=+cpu
+    fi
+    echo "$torch"
+}
+
+case "$*" in
+    sglang) venv=.venv-sglang ;;
+    "base" | "base dev") venv=.venv ;;
+    *) echo "usage: tools/install.sh base [dev] | sglang" >&2 && exit 2 ;;
+esac
+py=$venv/bin/python
+# A creation that was interrupted has no working pip.
+if ! "$py" -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
     echo "install: $venv with $python" >&2
-    rm -rf $venv
-    "$python" -m venv $venv
+    rm -rf "$venv"
+    "$python" -m venv "$venv"
 fi
 
-version=$($venv/bin/python -c 'import sys; print(*sys.version_info[:2], sep=".")')
+export UV_SYSTEM_CERTS=1
+version=$("$py" -c 'import sys; print(*sys.version_info[:2], sep=".")')
 below=""
 for name in "$@"; do
     lock=requirements/$name.lock
     below=$(printf '%s %s ' "$below" "$version" | cat - "$lock" | sha256sum | cut -d' ' -f1)
     stamp=$venv/.lock-$name
-    if [ "$(cat "$stamp" 2>/dev/null)" != "$below" ]; then
-        rm -f "$stamp"
-        echo "install: $lock" >&2
-        # Not --no-deps: a CUDA build of torch brings its nvidia-* wheels, which the lock does not name.
-        # shellcheck disable=SC2086  # PIP_ARGS is a list of words
-        $venv/bin/python -m pip install -q --disable-pip-version-check ${PIP_ARGS:-} -r "$lock"
-        $venv/bin/python -m pip check
-        echo "$below" >"$stamp"
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$below" ]; then continue; fi
+    rm -f "$stamp"
+    echo "install: $lock" >&2
+    : "${uv=$(find_uv)}"
+    # With dependencies: a CUDA build of torch requires nvidia-* wheels, which no lock names.
+    if grep -q '^torch==' "$lock"; then packages -c "$lock" "$(torch_of "$lock")"; fi
+    if [ "$name" = sglang ]; then
+        packages --no-deps -r "$lock"
+        # Stand-ins for two CUDA-only packages. SGLang imports them; a dense model on CPU never calls them.
+        site=$("$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        echo "$PWD/tests/support/sglang_cpu" >"$site/sglang_cpu_stubs.pth"
+        "$py" -W ignore -c 'import sgl_kernel, torchvision, sglang'
+    else
+        packages -r "$lock"
+        "$py" -m pip check
     fi
+    echo "$below" >"$stamp"
 done
+if [ "$venv" = .venv-sglang ]; then exit; fi
 
 package=$(sha256sum pyproject.toml | cut -d' ' -f1)
-if [ "$(cat $venv/.package 2>/dev/null)" != "$package $PWD" ]; then
+if [ "$(cat "$venv/.package" 2>/dev/null)" != "$package $PWD" ]; then
     # --no-build-isolation: setuptools is in the lock, so nothing else is fetched.
-    $venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
-    echo "$package $PWD" >$venv/.package
+    "$py" -m pip install -q --no-deps --no-build-isolation -e .
+    echo "$package $PWD" >"$venv/.package"
 fi
