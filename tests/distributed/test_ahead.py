@@ -58,7 +58,7 @@ def start(config: Path, world: int, *overrides: str) -> ExitCode:
 
         return int(run_rank(config, (f"run.steps={STEPS}", *overrides)))
 
-    codes = run_ranks(on_rank, world, timeout=110, init_process_group=False)
+    codes = run_ranks(on_rank, world, init_process_group=False)
     assert len(set(codes)) == 1
     return ExitCode(codes[0])
 

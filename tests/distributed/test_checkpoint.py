@@ -95,15 +95,15 @@ def loading(model: Path, folder: Path, options: dict[str, Any]) -> Callable[[int
 def test_resume_at_the_same_and_at_other_layouts(
     model: Path, tmp_path: Path, saved_with: str, world: int, options: dict[str, Any]
 ) -> None:
-    expected = run_ranks(saving(model, tmp_path, options), world, timeout=100)[0]
-    same = run_ranks(loading(model, tmp_path, options), world, timeout=100)[0]
+    expected = run_ranks(saving(model, tmp_path, options), world)[0]
+    same = run_ranks(loading(model, tmp_path, options), world)[0]
     assert same["loss"] == expected["loss"] and same["norm"] == expected["norm"]
     for name, weight in expected["weights"].items():
         np.testing.assert_array_equal(same["weights"][name], weight, err_msg=name)
     kept = {k: v for k, v in options.items() if k in ("distributed_optimizer", "dtype")}
     tolerance = 2e-2 if options.get("dtype") == "bf16" else 1e-5
     for layout in ({}, {"pp": 2}):
-        other = run_ranks(loading(model, tmp_path, kept | layout), layout.get("pp", 1), timeout=100)[0]
+        other = run_ranks(loading(model, tmp_path, kept | layout), layout.get("pp", 1))[0]
         np.testing.assert_allclose(other["loss"], expected["loss"], rtol=tolerance)
         np.testing.assert_allclose(other["norm"], expected["norm"], rtol=tolerance)
 
@@ -122,8 +122,8 @@ def test_a_checkpoint_before_the_first_update_resumes(
         save(policy, tmp_path, 0, model)
         return continued(policy)
 
-    expected = run_ranks(on_rank, 2, timeout=100)[0]
-    resumed = run_ranks(loading(model, tmp_path, options), 2, timeout=100)[0]
+    expected = run_ranks(on_rank, 2)[0]
+    resumed = run_ranks(loading(model, tmp_path, options), 2)[0]
     assert resumed["loss"] == expected["loss"] and resumed["norm"] == expected["norm"]
     for name, weight in expected["weights"].items():
         np.testing.assert_array_equal(resumed["weights"][name], weight, err_msg=name)
@@ -152,4 +152,4 @@ def test_damage_is_named_and_old_checkpoints_go(model: Path, tmp_path: Path) -> 
             run_checkpoint.verify_checkpoint(before, policy.rank)
         return kept
 
-    assert run_ranks(on_rank, 1, timeout=100)[0] == ["step_000002", "step_000003"]
+    assert run_ranks(on_rank, 1)[0] == ["step_000002", "step_000003"]

@@ -61,7 +61,7 @@ def check_loading(hf: Path, checkpoint: Path, layout: dict[str, Any], dtype: str
         found = exported(policy)
         return {name: tensor.float().numpy() for name, tensor in found.items()} if rank == 0 else {}
 
-    found = run_ranks(on_rank, layout["world"], timeout=100)[0]
+    found = run_ranks(on_rank, layout["world"])[0]
     expected = load_file(hf / "model.safetensors")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -117,7 +117,7 @@ def test_the_policy_loads_a_checkpoint_as_it_loads_a_folder(tmp_path: Path) -> N
         found = exported(policy)
         return all(torch.equal(found[name], expected[name]) for name in expected)
 
-    assert run_ranks(on_rank, 2, timeout=100) == [True, True]
+    assert run_ranks(on_rank, 2) == [True, True]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -147,7 +147,7 @@ def test_a_training_checkpoint_exports_what_the_policy_holds(dtype: str, tmp_pat
         found = {n: t.view(torch.uint8).numpy() for n, t in exported(policy).items()}
         return found if rank == 0 else {}
 
-    held = run_ranks(on_rank, 4, timeout=100)[0]
+    held = run_ranks(on_rank, 4)[0]
     options = Options(out=tmp_path / "back", verify=True, show_progress=False)
     megatron_to_hf(tmp_path / "run", options, step=2, max_shard_bytes=10**9)
     written = load_file(tmp_path / "back" / "model.safetensors")

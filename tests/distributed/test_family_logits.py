@@ -78,7 +78,7 @@ def policy_logits(checkpoint: Path, layout: dict[str, Any], dtype: str) -> torch
         found = logits(chunks, source.table.spec, fixed_prompts(source.table.spec.vocab_size))
         return None if found is None else found.numpy()
 
-    results = [r for r in run_ranks(on_rank, layout["world"], timeout=100) if r is not None]
+    results = [r for r in run_ranks(on_rank, layout["world"]) if r is not None]
     assert all((r == results[0]).all() for r in results)
     return torch.from_numpy(results[0])
 

@@ -96,7 +96,7 @@ def live_bytes(folder: Path, world: int, dtype: str, parallel: dict[str, Any]) -
             snapshot=sum(tensor.nbytes for tensor in policy.reference.tensors),
         )
 
-    return run_ranks(on_rank, world, timeout=120)
+    return run_ranks(on_rank, world)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_tokens_that_experts_see(world: int, parallel: dict[str, Any], tmp_path:
         policy.logprobs(part, "step_start")
         return sum(rows), batch.input_ids.shape[1]
 
-    found = run_ranks(on_rank, world, timeout=100)
+    found = run_ranks(on_rank, world)
     copies = memory.expert_copies(run_config("fp32", parallel), load_spec(folder))
     assert sum(rows for rows, _ in found) == sum(copies * tokens for _, tokens in found)
 
@@ -182,7 +182,7 @@ def test_parameter_count_is_megatrons_own(family: str, tmp_path: Path) -> None:
         policy = make_policy(folder, size)
         return sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
 
-    (held,) = run_ranks(on_rank, 1, timeout=60)
+    (held,) = run_ranks(on_rank, 1)
     config = run_config("fp32", {})
     padded = memory.rank_parameters(spec, layout_of(config, 1), 0).total
     assert held == padded
@@ -201,7 +201,7 @@ def test_a_mini_batch_on_the_device(tmp_path: Path) -> None:
         by_token = sum(t.nbytes for b in batches for t in (b.input_ids, b.position_ids, b.labels))
         return by_token, sum(b.sample_of_token.nbytes for b in batches)
 
-    ((by_token, by_response),) = run_ranks(on_rank, 1, timeout=60)
+    ((by_token, by_response),) = run_ranks(on_rank, 1)
     # As in `minibatch_bytes`, whose 16 other bytes of a response token are four fp32 results.
     fed, responses = int((facts.lens - 1).sum()), int(facts.response_lens.sum())
     assert (by_token, by_response) == (24 * fed, 8 * responses)

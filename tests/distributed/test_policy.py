@@ -56,7 +56,7 @@ def run(folder: Path, case: dict[str, Any], budget: int, dtype: str = "fp32") ->
             "score_passes": policy.num_score_passes,
         }
 
-    results = run_ranks(on_rank, case["world"], timeout=120)
+    results = run_ranks(on_rank, case["world"])
     merged = dict(results[0])
     for key in ("before", "after"):
         merged[key] = {row: value for result in results for row, value in result[key].items()}

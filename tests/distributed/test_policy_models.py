@@ -104,7 +104,7 @@ def test_three_updates_equal_transformers(expected_of: Any, name: str) -> None:
         numbers = [(r.metrics["objective/loss"], r.grad_norm) for r in reports]
         return before, numbers, exported if rank == 0 else None
 
-    results = run_ranks(on_rank, world, timeout=110)
+    results = run_ranks(on_rank, world)
     before = {row: value for result in results for row, value in result[0].items()}
     assert len(before) == STEPS[0][0].num_samples
     for row, logprobs in enumerate(expected.logprobs):

@@ -61,7 +61,7 @@ def test_three_grpo_updates_equal_the_plain_loop(tiny_qwen3: Path, layout: str, 
         kls = [r.metrics.get("grpo/kl") for r in reports]
         return [(r.metrics["objective/loss"], r.grad_norm) for r in reports], weights_of(policy), kls
 
-    results = run_ranks(on_rank, world, timeout=100)
+    results = run_ranks(on_rank, world)
     assert_equal_runs(results, expected, trainer)
     if kl_coef:
         assert results[0][2][0] == 0.0 and results[0][2][2] > 0.0
@@ -98,7 +98,7 @@ def test_later_grpo_updates_use_the_clipped_ratio(tiny_qwen3: Path, layout: str)
                 clipped.append(report.metrics["grpo/clip_frac"])
         return numbers, weights_of(policy), clipped
 
-    results = run_ranks(on_rank, world, timeout=100)
+    results = run_ranks(on_rank, world)
     assert max(results[0][2]) > 0.05, "the clip never bound"
     assert_equal_runs(results, expected, trainer)
 
@@ -148,7 +148,7 @@ def test_three_updates_on_stale_samples_equal_the_plain_loop(tiny_qwen3: Path, n
         cut = [r.metrics.get("pacs/importance_capped_frac", r.metrics.get("grpo/importance_cut_frac")) for r in reports]
         return [(r.metrics["objective/loss"], r.grad_norm) for r in reports], weights_of(policy), cut
 
-    results = run_ranks(on_rank, world, timeout=100)
+    results = run_ranks(on_rank, world)
     assert all(0.05 < share < 0.95 for share in results[0][2]), results[0][2]
     assert_equal_runs(results, expected, trainer)
 
@@ -178,7 +178,7 @@ def test_three_sft_updates_at_another_temperature_equal_the_plain_loop(tiny_qwen
             [-r.metrics["policy/logprob_mean"] for r in reports],
         )
 
-    results = run_ranks(on_rank, world, timeout=100)
+    results = run_ranks(on_rank, world)
     assert_equal_runs(results, expected, trainer)
     np.testing.assert_allclose(results[0][2], entropies, rtol=1e-5)
     np.testing.assert_allclose(results[0][3], [e[0] for e in expected], rtol=1e-5)
@@ -234,7 +234,7 @@ def test_bf16_follows_fp32_and_keeps_fp32_master_weights(tiny_qwen3: Path, layou
         )
         return logprobs, [r.grad_norm for r in reports], weights_of(policy), small_moves_are_kept
 
-    results = run_ranks(on_rank, world, timeout=100)
+    results = run_ranks(on_rank, world)
     assert all(result[3] for result in results)
     logprobs = {row: value for result in results for row, value in result[0].items()}
     errors = np.concatenate([logprobs[row] - value.numpy() for row, value in enumerate(before)])

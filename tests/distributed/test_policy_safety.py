@@ -63,7 +63,7 @@ def test_the_global_norm_is_clipped_alike_at_every_layout(tiny_qwen3_tied: Path,
         reports = train(policy, build_objective(PACS, updates_per_step=1), STEPS, tokens_per_microbatch=BUDGET)
         return [r.grad_norm for r in reports], {k: v.numpy() for k, v in weights_of(policy).items()}
 
-    norms, weights = run_ranks(on_rank, world, timeout=100)[0]
+    norms, weights = run_ranks(on_rank, world)[0]
     assert min(norms) > 0.1, "the norm before clipping is reported"
     np.testing.assert_allclose(norms, [e[1] for e in expected], rtol=5e-5)
     wrong = other.weights()
@@ -105,7 +105,7 @@ def test_a_non_finite_gradient_reaches_no_weight_on_any_rank(tiny_qwen3: Path, l
         (report,) = train(policy, objective, STEPS[1:2], tokens_per_microbatch=BUDGET)
         return same, policy.version - version, policy.optimizer.num_updates - updates, report.grad_norm
 
-    for same, versions, updates, norm in run_ranks(on_rank, world, timeout=100):
+    for same, versions, updates, norm in run_ranks(on_rank, world):
         assert same
         assert (versions, updates) == (1, 1), "only the good update counts"
         assert np.isfinite(norm)
@@ -125,7 +125,7 @@ def test_an_infinite_weight_stops_update_and_score_pass_on_all_ranks(tiny_qwen3:
         with pytest.raises(NonFiniteError, match="score of sample"):
             policy.scores(make_part(*STEPS[0], policy, BUDGET), mean)
 
-    run_ranks(on_rank, world, timeout=100)
+    run_ranks(on_rank, world)
 
 
 def test_a_non_finite_coefficient_is_refused_before_any_pass(tiny_qwen3: Path) -> None:
@@ -179,7 +179,7 @@ def test_leaving_samples_without_gradient_out_changes_nothing(tmp_path: Path, la
         whole = policy.update(minibatch, replace(prepared, zero_gradient=None), objective, None)
         return num_short, sum(forwarded), short, whole, after_short, weights_of(policy)
 
-    results = run_ranks(on_rank, world, timeout=100)
+    results = run_ranks(on_rank, world)
     replicas = 2 if layout in ("dp2", "ep2") else 1
     per_replica = results if replicas == 2 else results[:1]
     assert sum(r[0] for r in per_replica) == 2 and sum(r[1] for r in per_replica) == 8
@@ -205,6 +205,6 @@ def test_an_update_whose_samples_all_lack_a_gradient_still_ends(tmp_path: Path, 
         )
         return report, all(torch.equal(before[name], t) for name, t in policy.export_weights())
 
-    for report, same in run_ranks(on_rank, world, timeout=100):
+    for report, same in run_ranks(on_rank, world):
         assert report.grad_norm == 0.0 and same
         assert report.metrics["pacs/one_class_group_frac"] == 1.0

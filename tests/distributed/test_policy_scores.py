@@ -81,7 +81,7 @@ def test_scores_at_unchanged_weights_are_zero_bit_for_bit(folders: dict[str, Pat
         again = policy.scores(minibatches[0], frozen)
         return found | {"drifts": drifts, "moved": moved, "moved_frozen": again}
 
-    results = run_ranks(on_rank, world, timeout=100)
+    results = run_ranks(on_rank, world)
     for result in results:
         for scores in result["start"] + result["frozen"]:
             assert scores.dtype == torch.float64 and len(scores) == facts.num_samples // 2
@@ -155,7 +155,7 @@ def test_two_updates_a_step_equal_the_plain_loop(folders: dict[str, Path], layou
         weights = {name: tensor.clone().numpy() for name, tensor in policy.export_weights()}
         return [(r.metrics["objective/loss"], r.grad_norm) for r in reports], policy.num_score_passes, weights
 
-    numbers, passes, weights = run_ranks(on_rank, world, timeout=100)[0]
+    numbers, passes, weights = run_ranks(on_rank, world)[0]
     assert passes == 2, "only the second update of a step needs scores"
     assert abs(numbers[1][0] - np.log(2)) > 1e-3, "psi is not zero at the second update"
     np.testing.assert_allclose(numbers, expected, rtol=2e-5)
@@ -209,7 +209,7 @@ def test_a_frozen_reference_and_its_hard_reset(folders: dict[str, Path], layout:
         weights = {name: tensor.float().numpy() for name, tensor in policy.export_weights()}
         return [(r.metrics["objective/loss"], r.grad_norm) for r in reports], zeros, weights
 
-    numbers, zeros, weights = run_ranks(on_rank, world, timeout=100)[0]
+    numbers, zeros, weights = run_ranks(on_rank, world)[0]
     assert zeros and set(zeros) == {0.0}
     if dtype == "bf16":
         # Stated tolerance: a log-ratio has an error of about 0.01 a token, summed over up to 13 tokens.

@@ -30,7 +30,7 @@ def run(folder: Path, model: Path, world: int, *overrides: str) -> Path:
 
         return int(run_rank(config, overrides))
 
-    assert run_ranks(on_rank, world, timeout=110, init_process_group=False) == [ExitCode.OK] * world
+    assert run_ranks(on_rank, world, init_process_group=False) == [ExitCode.OK] * world
     return folder / "runs" / "tiny"
 
 
@@ -93,6 +93,7 @@ def test_results_do_not_depend_on_the_data_parallel_size(tmp_path: Path, model: 
     assert reproducible_bytes(again) == reproducible_bytes(two)
 
 
+@pytest.mark.full
 def test_mismatch_is_reported_and_the_breaker_saves_and_stops(tmp_path: Path, model: Path) -> None:
     run_dir = run(tmp_path / "healthy", model, 2, "mismatch.max_abs_mean=1e-3", "mismatch.threshold=1e-3")
     for row in read_metrics(run_dir):
@@ -111,7 +112,7 @@ def test_mismatch_is_reported_and_the_breaker_saves_and_stops(tmp_path: Path, mo
             run_rank(config, overrides)
         return str(caught.value)
 
-    messages = run_ranks(on_rank, 2, timeout=110, init_process_group=False)
+    messages = run_ranks(on_rank, 2, init_process_group=False)
     assert messages[0] == messages[1]
     assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step_000001" / "manifest.json").is_file()
 

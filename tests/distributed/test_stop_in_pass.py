@@ -114,7 +114,7 @@ def test_every_rank_leaves_the_pass(folders: dict[str, Path], tmp_path: Path, la
             "again_is_expected": torch.equal(policy.scores(minibatch, objective), expected),
         }
 
-    found = run_ranks(on_rank, world, timeout=100)
+    found = run_ranks(on_rank, world)
     lag = options.get("pp", 1) + 1
     for rank in found:
         assert rank["planned"] > SIGNAL_AT + lag + 3
@@ -163,7 +163,7 @@ def run_signalled(folder: Path, model: Path, overrides: tuple[str, ...], signal_
         EmbeddedEngine._decode = watched("decode", EmbeddedEngine._decode)  # type: ignore[method-assign]
         return int(run_rank(config, overrides))
 
-    return run_ranks(on_rank, 2, timeout=110, init_process_group=False)
+    return run_ranks(on_rank, 2, init_process_group=False)
 
 
 UPDATES = 3
@@ -172,8 +172,7 @@ PACS_FROZEN = ("objective.reference=frozen", "objective.importance_cap=2.0")
 GRPO_KL = ("objective.name=grpo", "objective.kl_coef=0.1")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "objective", "signals", "checkpoints"),
     [
@@ -225,8 +224,7 @@ def test_a_run_signalled_in_a_step_goes_on_to_the_same_bits(
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step_000002", "step_000003"]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.full
 def test_a_signal_in_a_chunk_of_the_embedded_engine_keeps_the_whole_ones(tmp_path: Path) -> None:
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=2, vocab_size=262)
     overrides = (
@@ -251,7 +249,6 @@ def test_a_signal_in_a_chunk_of_the_embedded_engine_keeps_the_whole_ones(tmp_pat
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
 def test_a_step_goes_on_in_another_layout(tmp_path: Path) -> None:
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=2, vocab_size=262)
     batch = (f"batch.updates_per_step={UPDATES}", "batch.tokens_per_microbatch=140", "batch.prompts_per_step=6")

@@ -38,7 +38,7 @@ def export(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, tensor.to(device="cuda", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("way", ["ipc", "disk"])
+@pytest.mark.parametrize("transport", ["ipc", "disk"])
 def test_colocated_steps(python: str, tmp_path: Path, transport: str) -> None:
     from transformers import Qwen3ForCausalLM
 

@@ -133,7 +133,7 @@ def synchronous(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return folder / "runs" / "tiny"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.full
 def test_a_stop_in_the_middle_of_generation_loses_no_finished_sample(
     synchronous: Path, tmp_path: Path, model: Path, server: ReplaySglang
 ) -> None:
@@ -164,7 +164,6 @@ def test_a_stop_in_the_middle_of_generation_loses_no_finished_sample(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(500)
 def test_evaluations_in_between_have_exactly_the_weights_of_their_step(
     tmp_path: Path, model: Path, server: ReplaySglang
 ) -> None:
@@ -190,7 +189,7 @@ def test_evaluations_in_between_have_exactly_the_weights_of_their_step(
     assert max(first_eval) < 12 + 2 * 8
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.full
 def test_without_servers_the_last_boundary_is_saved_with_the_reason(
     synchronous: Path, tmp_path: Path, model: Path, server: ReplaySglang
 ) -> None:
@@ -211,7 +210,6 @@ def test_without_servers_the_last_boundary_is_saved_with_the_reason(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(500)
 def test_more_is_asked_for_than_is_trained_and_the_rest_ends_early(
     tmp_path: Path, model: Path, server: ReplaySglang
 ) -> None:
@@ -240,7 +238,6 @@ def test_more_is_asked_for_than_is_trained_and_the_rest_ends_early(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_stop_between_two_updates_goes_on_with_the_next_one(
     synchronous: Path, tmp_path: Path, model: Path, server: ReplaySglang, max_staleness: int

@@ -29,8 +29,6 @@ def run(script: str, *arguments: str) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_gpu_measurement_runs_dry_on_a_cpu(tmp_path: Path) -> None:
     printed = run("train_step.py", "--dry-run-cpu", "--cases", "bf16", "fp8-tensorwise", "--out", str(tmp_path))
     result = json.loads((tmp_path / "result.json").read_text())
@@ -47,7 +45,6 @@ def test_the_gpu_measurement_runs_dry_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_laptop_prints_the_ratio_to_a_plain_loop() -> None:
     printed = run("laptop.py", "--steps", "2")
     for line in ("with generation", "without generation", "CPU, with generation"):
@@ -58,7 +55,6 @@ def test_laptop_prints_the_ratio_to_a_plain_loop() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_step_overhead_prints_the_share(tmp_path: Path) -> None:
     printed = run("step_overhead.py", "--steps", "2", "--updates", "2")
     found = re.search(r"^  overhead +([\d.]+)%", printed, re.MULTILINE)
@@ -66,8 +62,7 @@ def test_step_overhead_prints_the_share(tmp_path: Path) -> None:
     assert 0 < float(found[1]) < 100
 
 
-@pytest.mark.full
-@pytest.mark.timeout(400)
+@pytest.mark.campaign
 def test_overlap_shows_that_steps_ahead_hide_the_rollout() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "overlap.py"), "--steps", "6", "--prompts", "8"],

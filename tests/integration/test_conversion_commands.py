@@ -23,13 +23,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     if check and done.returncode:
         pytest.fail(f"{command} exited with {done.returncode}:\n{done.stderr}")
     return done
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_example_converts_both_ways_and_compares_logits(tmp_path: Path) -> None:
     hf = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=4)
     done = subprocess.run(
@@ -37,7 +37,6 @@ def test_the_example_converts_both_ways_and_compares_logits(tmp_path: Path) -> N
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
         cwd=tmp_path,  # from anywhere
         env=os.environ | {"PYTHON": sys.executable},
     )
@@ -51,7 +50,6 @@ def test_the_example_converts_both_ways_and_compares_logits(tmp_path: Path) -> N
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_logits_find_a_wrong_architecture(tmp_path: Path) -> None:
     """Tensors all equal, but a config that computes something else: only the logits can tell."""
     hf = make_tiny_qwen3(tmp_path / "model")
@@ -80,6 +78,7 @@ def test_the_same_as_verbs_of_the_command_line(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "ckpt", "model"]
 
 
+@pytest.mark.full
 def test_a_hub_id_is_downloaded_and_what_is_no_id_is_refused(tmp_path: Path) -> None:
     """By the hub's real client, from a loopback hub; no pickled weights and no code come along."""
     hf = make_tiny_qwen3(tmp_path / "model")
@@ -94,7 +93,6 @@ def test_a_hub_id_is_downloaded_and_what_is_no_id_is_refused(tmp_path: Path) -> 
                 capture_output=True,
                 text=True,
                 check=False,
-                timeout=110,
                 cwd=tmp_path,
                 env=environment,
             )
@@ -116,7 +114,7 @@ def test_a_hub_id_is_downloaded_and_what_is_no_id_is_refused(tmp_path: Path) -> 
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """Ten times the layers, the same peak of anonymous memory, both ways, with little allowed in flight."""
     code = (

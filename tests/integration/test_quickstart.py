@@ -33,7 +33,7 @@ def pass_at_1(run_dir: Path) -> list[float]:
     return [float(row["eval/test/pass@1"] or 0.0) for row in read_metrics(run_dir) if "eval/test/pass@1" in row]
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.full
 def test_a_short_quickstart_leaves_a_run_and_an_identical_export(tmp_path: Path) -> None:
     out = quickstart(tmp_path, "--short", timeout_s=270)
     checked = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
@@ -50,7 +50,7 @@ def test_a_short_quickstart_leaves_a_run_and_an_identical_export(tmp_path: Path)
     assert (run_dir / "checkpoints" / "step_000003" / "manifest.json").is_file()
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_every_seed_learns(tmp_path: Path, seed: int) -> None:
@@ -60,7 +60,7 @@ def test_every_seed_learns(tmp_path: Path, seed: int) -> None:
     assert curve[-1] >= 0.90
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 @pytest.mark.timeout(1500)
 def test_control_with_shuffled_labels_does_not_learn(tmp_path: Path) -> None:
     print(quickstart(tmp_path, "--shuffle-labels", timeout_s=1400))

@@ -90,7 +90,7 @@ def assert_same_run(got: Path, expected: Path) -> None:
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.full
 def test_the_same_seed_gives_the_same_bits_through_a_signal_and_a_kill(
     undisturbed: Path, tmp_path: Path, model: Path
 ) -> None:
@@ -111,8 +111,7 @@ def test_the_same_seed_gives_the_same_bits_through_a_signal_and_a_kill(
     assert_same_run(run_dir, undisturbed)
 
 
-@pytest.mark.full
-@pytest.mark.timeout(900)
+@pytest.mark.campaign
 def test_five_kills_at_random_moments(undisturbed: Path, tmp_path: Path, model: Path) -> None:
     config = write_tiny_run(tmp_path, model, delay_s=0.02)
     run_dir = tmp_path / "runs" / "tiny"
@@ -128,7 +127,6 @@ def test_five_kills_at_random_moments(undisturbed: Path, tmp_path: Path, model: 
 
 
 @pytest.mark.full
-@pytest.mark.timeout(700)
 def test_a_kill_with_steps_ahead(tmp_path: Path, model: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
@@ -190,7 +188,7 @@ def missing_column(config: Path, model: Path) -> None:
 @pytest.mark.parametrize(
     ("break_it", "names"),
     [
-        (truncate_weights, ("model.safetensors",)),
+        pytest.param(truncate_weights, ("model.safetensors",), marks=pytest.mark.full),
         pytest.param(remove_weights, ("model",), marks=pytest.mark.full),
         pytest.param(remove_template, ("chat template",), marks=pytest.mark.full),
         pytest.param(unsupported_family, ("gpt2",), marks=pytest.mark.full),
@@ -220,7 +218,6 @@ def test_an_error_of_another_rank_than_0_is_told_too(broken: tuple[Path, Path]) 
         env=os.environ | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
         check=False,
     )
     assert done.returncode == ExitCode.FAILED
@@ -229,7 +226,6 @@ def test_an_error_of_another_rank_than_0_is_told_too(broken: tuple[Path, Path]) 
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_a_stopped_rank_is_found_and_the_run_ends_with_its_own_code(tmp_path: Path, model: Path) -> None:
     config = write_tiny_run(tmp_path, model, delay_s=0.01)
     run_dir = tmp_path / "runs" / "tiny"

@@ -46,7 +46,7 @@ def free_port() -> int:
 
 
 def run_ranks(
-    fn: Callable[[int, int], T], world_size: int, timeout: float = 60.0, *, init_process_group: bool = True
+    fn: Callable[[int, int], T], world_size: int, timeout: float = 600.0, *, init_process_group: bool = True
 ) -> list[T]:
     """Runs `fn(rank, world_size)` in `world_size` forked processes and returns their results by rank.
 

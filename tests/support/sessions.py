@@ -101,7 +101,9 @@ class _Sessions:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Prints how much of the selection ran."""
         if self._file is not None:
-            terminalreporter.line(f"{self._passed_before} tests passed in an earlier session on this code: {self._file}")
+            terminalreporter.line(
+                f"{self._passed_before} tests passed in an earlier session on this code: {self._file}"
+            )
         if self._budget_s is not None:
             started = self._selected - len(self._not_started)
             line = f"{started} of {self._selected} selected tests ran within {self._budget_s:.0f} s"

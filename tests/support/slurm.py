@@ -38,9 +38,7 @@ class Slurm:
 
     def run(self, *command: str, check: bool = True, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
         """stdout of a Slurm command."""
-        done = subprocess.run(
-            command, env=self.env | (env or {}), capture_output=True, text=True, timeout=60, check=False, cwd=cwd
-        )
+        done = subprocess.run(command, env=self.env | (env or {}), capture_output=True, text=True, check=False, cwd=cwd)
         if check and done.returncode:
             raise AssertionError(f"{' '.join(command)}: {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout.strip()

@@ -169,7 +169,7 @@ def lab(lab_folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> It
 
 def _greedy(url: str, prompt: list[int]) -> list[int]:
     sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
-    answer = requests.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling}, timeout=60)
+    answer = requests.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling}, timeout=600)
     tokens: list[int] = answer.json()["output_ids"]
     return tokens
 

@@ -18,7 +18,7 @@ STEPS = 4
 TOKENS = 160
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "pause",
     [pytest.param("abort", marks=pytest.mark.full), "retract", pytest.param("in_place", marks=pytest.mark.full)],
@@ -41,7 +41,7 @@ def test_the_next_step_is_sampled_while_this_one_trains(lab: Lab, tmp_path: Path
 
         return int(run_rank(config, overrides))
 
-    assert run_ranks(on_rank, 1, timeout=280, init_process_group=False) == [ExitCode.OK]
+    assert run_ranks(on_rank, 1, init_process_group=False) == [ExitCode.OK]
     run_dir = tmp_path / "runs" / "tiny"
     rows = read_metrics(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.integration.sglang.conftest import FIRST_PROMPTS, Lab
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.sglang]
 
 
 def test_a_converted_folder_starts_a_server_with_the_right_weights(lab: Lab) -> None:

@@ -16,7 +16,7 @@ from pacs_megatron.training.push import push
 from tests.integration.sglang.conftest import PYTHON, START_S, own_options
 from tests.support.tiny_models import make_tiny_qwen3
 
-pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.full]
 
 
 def tied(folder: Path, seed: int) -> Path:

@@ -23,7 +23,7 @@ from tests.integration.sglang.conftest import START_S, Lab, num_running, own_opt
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fleet_run import FleetRun
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang]
 
 
 def until(condition: Callable[[], bool], within_s: float) -> bool:
@@ -63,7 +63,7 @@ def test_a_stopped_server_loses_its_work_to_another_and_comes_back(lab: Lab) -> 
             assert sorted(s.id for s in engine.stream(again)) == sorted(r.id for r in again)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.full
 def test_a_training_run_sends_its_weights_again_when_its_only_server_has_lost_them(lab: Lab, tmp_path: Path) -> None:
     """In the middle of generation the server says what one says that was just started: nothing more is sampled from it
     until the trainer, which waits for these very samples, has sent the weights once more."""
@@ -86,7 +86,6 @@ def test_a_training_run_sends_its_weights_again_when_its_only_server_has_lost_th
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_an_owned_server_killed_while_it_generates_is_replaced(
     lab_folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

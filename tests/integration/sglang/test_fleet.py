@@ -26,7 +26,7 @@ from tests.support.fault_proxy import FaultProxy
 from tests.support.fleet_run import FleetRun
 from tests.support.tiny_models import make_tiny_qwen3
 
-pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.timeout(1800)]
 SYNC = {"transport": "broadcast", "verify": "full", "bucket_mib": 1, "timeout_s": 60.0}
 
 

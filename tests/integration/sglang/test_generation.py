@@ -23,7 +23,7 @@ from tests.integration.sglang.conftest import Lab, num_running, sample_requests,
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fault_proxy import FaultProxy, Spoil
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang]
 BF16_NATS = 0.15
 """Largest log-prob difference of any token between the bf16 server and fp32 arithmetic on these models; other weights
 differ by several nats."""

@@ -21,7 +21,7 @@ from tests.integration.sglang.conftest import PYTHON, START_S
 from tests.support.fleet_run import FleetRun
 from tests.support.tiny_models import make_tiny_qwen3
 
-pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.timeout(3000)]
 KEY = "sesame-of-the-test"
 
 

@@ -28,7 +28,6 @@ def test_a_running_server_is_asked(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
 @pytest.mark.skipif(not PYTHON.exists(), reason=".venv-sglang is missing; `make install-sglang` sets it up")
 def test_the_configured_server_is_started_and_ended(lab_folders: list[Path], tmp_path: Path) -> None:
     servers = f"servers: {{python: [{PYTHON}], device: cpu, max_total_tokens: 4096}}, sync: {{transport: disk}}"

@@ -14,7 +14,7 @@ from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
 from tests.integration.sglang.conftest import PYTHON, ROOT
 
-pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.slow]
+pytestmark = [pytest.mark.sglang, pytest.mark.campaign]
 
 
 def train(config: str, *overrides: str, timeout_s: float) -> None:

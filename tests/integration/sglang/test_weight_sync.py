@@ -18,7 +18,7 @@ from pacs_megatron.sglang.weights.bucket import Bucket
 from pacs_megatron.training.push import push
 from tests.integration.sglang.conftest import Lab, sample_requests
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.sglang]
 BF16_NATS = 0.15
 SMALL_BUCKET = {"bucket_mib": 1}
 
@@ -31,7 +31,7 @@ def worst(lab: Lab, weights: int, sample: Sample, start: int = 0, end: int | Non
     return float(np.abs(sample.sampler_logprobs - got)[start:end].max())
 
 
-@pytest.mark.parametrize("way", ["disk", "broadcast", "ipc"])
+@pytest.mark.parametrize("transport", ["disk", "broadcast", "ipc"])
 def test_every_way_brings_all_weights(lab: Lab, transport: str) -> None:
     """After each update, log-probs are the new weights' and the server's checksums equal the export's."""
     with lab.opened(weights=None, sync={"transport": transport}):
@@ -98,7 +98,7 @@ def test_damage_on_the_way_is_found_and_never_sampled(lab: Lab, what: str) -> No
         assert worst(lab, 1, sample) < BF16_NATS
 
 
-@pytest.mark.parametrize("way", ["broadcast", "ipc"])
+@pytest.mark.parametrize("transport", ["broadcast", "ipc"])
 def test_a_sync_that_dies_half_way_leaves_nothing_to_sample_from(lab: Lab, transport: str) -> None:
     """The trainer breaks off after half the weights; the server is unusable until the next push, which mends it."""
     with lab.opened(weights=0, sync={"transport": transport}):

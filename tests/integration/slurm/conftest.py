@@ -63,7 +63,7 @@ def run_command(slurm: Slurm, folder: Path, *words: str) -> subprocess.Completed
     """`pacs-megatron <words>` in `folder`, with this Slurm."""
     env = slurm.env | job_environment(ROOT) | {"NEMORUN_HOME": str(folder / "nemo")}
     command = [sys.executable, "-m", "pacs_megatron", *words]
-    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def submit_by_nemo_run(slurm: Slurm, config: Path, *arguments: str, site: str = "") -> dict[str, str]:

@@ -28,7 +28,6 @@ def metrics_of_evaluation(run_dir: Path) -> dict[str, float]:
     return found
 
 
-@pytest.mark.timeout(500)
 def test_convert_train_evaluate_by_nemo_run_and_again(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     run_dir = tmp_path / "runs" / "tiny"
@@ -50,7 +49,6 @@ def test_convert_train_evaluate_by_nemo_run_and_again(nemo_run: None, slurm: Slu
     assert [(row["begin_step"], row["end_step"]) for row in read_attempts(run_dir)] == [(-1, 2), (2, 3)]
 
 
-@pytest.mark.timeout(300)
 def test_convert_train_evaluate_by_sbatch(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     run_dir, converted = tmp_path / "runs" / "tiny", tmp_path / "converted"
@@ -80,7 +78,6 @@ def test_convert_train_evaluate_by_sbatch(slurm: Slurm, repo: Path, tmp_path: Pa
     assert by_hand == metrics_of_evaluation(run_dir)
 
 
-@pytest.mark.timeout(300)
 def test_a_failed_job_ends_the_chain_with_its_code(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     (tmp_path / "reward.py").write_text("def reward(prompt, response):\n    raise ValueError('broken verifier')\n")
@@ -99,7 +96,6 @@ def test_a_failed_job_ends_the_chain_with_its_code(nemo_run: None, slurm: Slurm,
     assert "2 attempts in a row without a new checkpoint (resources.max_attempts=2)" in logs
 
 
-@pytest.mark.timeout(200)
 def test_preflight_as_a_job(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     script, out = str(repo / "slurm" / "preflight.sbatch"), tmp_path / "preflight.log"

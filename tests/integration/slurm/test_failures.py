@@ -54,7 +54,6 @@ def assert_nothing_runs(word: str, within_s: float = 30.0) -> None:
     assert not left
 
 
-@pytest.mark.timeout(300)
 def test_a_lost_node_requeues_the_job_and_it_goes_on(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.05)
     run_dir = tmp_path / "runs" / "tiny"
@@ -81,7 +80,6 @@ def test_a_lost_node_requeues_the_job_and_it_goes_on(slurm: Slurm, repo: Path, t
     assert_nothing_runs(str(tmp_path))
 
 
-@pytest.mark.timeout(480)
 def test_the_time_limit_is_survived(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     """Slurm's own signal, not ours: `--signal` may come up to a minute early, and limits are whole minutes."""
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.4)
@@ -98,7 +96,6 @@ def test_the_time_limit_is_survived(slurm: Slurm, repo: Path, tmp_path: Path) ->
     assert steps(run_dir) == list(range(1, 17))
 
 
-@pytest.mark.timeout(240)
 def test_more_signals_do_not_cut_the_save_short(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.05)
     run_dir = tmp_path / "runs" / "tiny"
@@ -116,7 +113,6 @@ def test_more_signals_do_not_cut_the_save_short(slurm: Slurm, repo: Path, tmp_pa
     assert steps(run_dir) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.timeout(300)
 def test_status_logs_and_cancel_of_real_jobs(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.3)
     run_dir = tmp_path / "runs" / "tiny"
@@ -171,7 +167,6 @@ def test_status_logs_and_cancel_of_real_jobs(nemo_run: None, slurm: Slurm, tmp_p
     assert "give a run's folder" in refused("cancel", str(nowhere))
 
 
-@pytest.mark.timeout(120)
 def test_what_sbatch_refuses_is_one_line(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     cluster = tmp_path / "cluster.yaml"

@@ -15,7 +15,6 @@ from tests.support.tiny_models import make_tiny_qwen3
 pytestmark = pytest.mark.slurm
 
 
-@pytest.mark.timeout(120)
 def test_conversion_as_a_job(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     model, out = make_tiny_qwen3(tmp_path / "model"), tmp_path / "job.log"
     words = ["to-megatron", "--hf", str(model), "--out", str(tmp_path / "converted"), "--verify"]
@@ -29,7 +28,6 @@ def test_conversion_as_a_job(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.sglang
-@pytest.mark.timeout(1200)
 def test_the_selftest_on_cpu(slurm: Slurm, repo: Path, tmp_path: Path, require: Callable[[bool, str], None]) -> None:
     interpreter = repo / ".venv-sglang" / "bin" / "python"
     require(interpreter.exists(), "make install-sglang")

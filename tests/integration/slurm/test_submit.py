@@ -41,7 +41,6 @@ def make_request(config: Path, cluster: str = "local", **changes: object) -> Req
     return Request(**(options | changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.timeout(300)
 def test_every_shipped_config_dry_runs(nemo_run: None, tmp_path: Path) -> None:
     for index, path in enumerate(RUNS):
         cluster = ("example-bare", "example-pyxis", "example-apptainer")[index % 3]
@@ -60,7 +59,6 @@ def test_every_shipped_config_dry_runs(nemo_run: None, tmp_path: Path) -> None:
     assert not (tmp_path / RUNS[0].stem).exists()  # a dry run leaves no run folder
 
 
-@pytest.mark.timeout(120)
 def test_the_quickstart_dry_runs_before_it_ran(nemo_run: None, tmp_path: Path) -> None:
     for path in sorted((ROOT / "configs" / "runs").glob("quickstart*.yaml")):
         texts = list(submit(make_request(path, overrides=(f"run.dir={tmp_path}",)), dry_run=True))
@@ -68,7 +66,6 @@ def test_the_quickstart_dry_runs_before_it_ran(nemo_run: None, tmp_path: Path) -
         assert "launch.job end --requeue" in "\n".join(texts)
 
 
-@pytest.mark.timeout(120)
 def test_dry_run_is_quick(nemo_run: None, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pacs_megatron", "submit", str(RUNS[0]), f"run.dir={tmp_path}", "--dry-run"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -138,7 +135,6 @@ def test_nothing_is_submitted_where_it_cannot_run(tmp_path: Path, monkeypatch: p
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.timeout(120)
 def test_what_does_not_fit_is_said(nemo_run: None, tmp_path: Path) -> None:
     big = ROOT / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml"
     overrides = (f"run.dir={tmp_path}", "batch.tokens_per_microbatch=1000000")
@@ -146,7 +142,6 @@ def test_what_does_not_fit_is_said(nemo_run: None, tmp_path: Path) -> None:
     assert texts[0].startswith(f"# warning: {big.stem} does not fit on a GPU as planned")
 
 
-@pytest.mark.timeout(120)
 def test_a_sweep_converts_each_model_once(nemo_run: None, tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     shutil.copytree(tmp_path / "model", tmp_path / "other")
@@ -165,7 +160,6 @@ def test_a_sweep_converts_each_model_once(nemo_run: None, tmp_path: Path) -> Non
 
 @pytest.mark.slurm
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_the_runs_of_a_sweep_wait_for_one_conversion(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     cluster = tmp_path / "cluster.yaml"
@@ -197,7 +191,6 @@ def test_without_nemo_run_the_message_says_what_to_do(tmp_path: Path, monkeypatc
 
 @pytest.mark.slurm
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_a_sweep_is_a_job_for_each_value(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     cluster = tmp_path / "cluster.yaml"
@@ -216,7 +209,6 @@ def test_a_sweep_is_a_job_for_each_value(nemo_run: None, slurm: Slurm, tmp_path:
 
 @pytest.mark.slurm
 @pytest.mark.full
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_two_nodes_signal_requeue_and_evaluation(nemo_run: None, slurm: Slurm, tmp_path: Path, launcher: str) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.05)
@@ -243,7 +235,6 @@ def test_two_nodes_signal_requeue_and_evaluation(nemo_run: None, slurm: Slurm, t
 @pytest.mark.slurm
 @pytest.mark.sglang
 @pytest.mark.full
-@pytest.mark.timeout(900)
 def test_a_heterogeneous_job_with_a_real_sglang_server_is_requeued(
     nemo_run: None, slurm: Slurm, tmp_path: Path, require: Callable[[bool, str], None]
 ) -> None:
@@ -278,7 +269,6 @@ def test_a_heterogeneous_job_with_a_real_sglang_server_is_requeued(
 @pytest.mark.slurm
 @pytest.mark.sglang
 @pytest.mark.full
-@pytest.mark.timeout(900)
 def test_colocated_servers_on_two_nodes(
     nemo_run: None, slurm: Slurm, tmp_path: Path, require: Callable[[bool, str], None]
 ) -> None:

@@ -61,7 +61,7 @@ def test_neither_torch_nor_tensorflow_is_imported() -> None:
         "bad = {'torch', 'tensorflow', 'megatron', 'transformers'} & set(sys.modules)\n"
         "sys.exit(str(bad) if bad else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -119,7 +119,7 @@ def test_another_version_and_a_server_that_is_none(tmp_path: Path, model: Path) 
 # --------------------------------------------------------------------------------------------------------------- ranks
 def test_ranks_agree_and_measure(tmp_path: Path, model: Path) -> None:
     config = write_tiny_run(tmp_path, model)
-    found = run_ranks(lambda _rank, _world: run_everywhere(config, []), 2, timeout=100, init_process_group=False)
+    found = run_ranks(lambda _rank, _world: run_everywhere(config, []), 2, init_process_group=False)
     assert found[1] == []
     assert not [str(check) for check in found[0] if check.level == "fail"]
     levels = {check.key: check.level for check in found[0]}
@@ -128,6 +128,7 @@ def test_ranks_agree_and_measure(tmp_path: Path, model: Path) -> None:
     assert not list(tmp_path.glob(".pacs-preflight-*"))
 
 
+@pytest.mark.full
 def test_ranks_on_hosts_that_differ(tmp_path: Path, model: Path) -> None:
     """Each rank in a folder of its own stands for a node that shares nothing with the other."""
 
@@ -142,7 +143,7 @@ def test_ranks_on_hosts_that_differ(tmp_path: Path, model: Path) -> None:
         config.write_text(config.read_text().replace(str(host), "."))
         return [str(check) for check in run_rank_checks(config, []) if check.level == "fail"]
 
-    found = run_ranks(on_rank, 2, timeout=100, init_process_group=False)
+    found = run_ranks(on_rank, 2, init_process_group=False)
     assert [line.split(":")[0] for line in found[0]] == ["fail  model.path", "fail  run.dir"]
     assert "differs on ranks [1]" in found[0][0] and "not seen by ranks [1]" in found[0][1]
     assert found[1] == []
@@ -150,7 +151,7 @@ def test_ranks_on_hosts_that_differ(tmp_path: Path, model: Path) -> None:
 
 def test_a_layout_that_does_not_fit_the_ranks_is_one_line(tmp_path: Path, model: Path) -> None:
     config = write_tiny_run(tmp_path, model)
-    found = run_ranks(lambda *_: run_rank_checks(config, []), 1, timeout=100, init_process_group=False)
+    found = run_ranks(lambda *_: run_rank_checks(config, []), 1, init_process_group=False)
     assert [check.level for check in found[0]] == ["fail"] and "not a multiple of" in found[0][0].message
 
 

@@ -85,7 +85,7 @@ def evaluate(rank: int, world: int, stale_answers: int) -> tuple[list[int], Any,
 
 @pytest.mark.parametrize("stale_answers", [0, 1, MOST_RESENDS, MOST_RESENDS + 1])
 def test_weights_are_sent_again_a_bounded_number_of_times(stale_answers: int) -> None:
-    results = run_ranks(lambda rank, world: evaluate(rank, world, stale_answers), 2, timeout=60)
+    results = run_ranks(lambda rank, world: evaluate(rank, world, stale_answers), 2)
     for rank, (sent, result, questions) in enumerate(results):
         assert sent == [7] * min(stale_answers, MOST_RESENDS)
         if stale_answers > MOST_RESENDS:

@@ -38,4 +38,4 @@ def test_giving_up_a_broken_group_does_not_wait_for_its_time_limit() -> None:
         del group, work
         return time.monotonic() - began
 
-    assert run_ranks(on_rank, 2, timeout=60, init_process_group=False)[0] < 1.0
+    assert run_ranks(on_rank, 2, init_process_group=False)[0] < 1.0

@@ -186,7 +186,6 @@ for num in map(int, sys.argv[1:]):
 
 
 @pytest.mark.sglang
-@pytest.mark.timeout(200)
 def test_the_word_hash_is_sglangs_own() -> None:
     """SGLang's Triton kernel itself, interpreted on CPU: what a CUDA server will report."""
     python = Path(__file__).parents[3] / ".venv-sglang" / "bin" / "python"
@@ -194,7 +193,7 @@ def test_the_word_hash_is_sglangs_own() -> None:
         pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
     sizes = [1, 5, 4097, 16391, 8192 * 12]
     command = [str(python), "-c", SGLANG_HASH, *map(str, sizes)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     ours = [word_hash((torch.arange(num) % 251).to(torch.bfloat16)) for num in sizes]
     assert done.stdout.split() == ours

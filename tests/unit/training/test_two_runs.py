@@ -21,7 +21,6 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path) -> None:
             [sys.executable, "-m", "pacs_megatron.training.main", str(config)],
             capture_output=True,
             text=True,
-            timeout=110,
             check=False,
         )
         assert done.returncode == ExitCode.MISCONFIGURED, done.stderr

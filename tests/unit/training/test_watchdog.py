@@ -32,9 +32,7 @@ def test_a_hang_is_reported_with_stack_phase_and_every_rank(tmp_path: Path) -> N
     other.parent.mkdir()
     other.write_text(json.dumps({"rank": 1, "phase": "sync", "silent_s": 3.0}))
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", HANGS, str(tmp_path)], capture_output=True, text=True, timeout=50, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == ExitCode.HANG and time.monotonic() - began < 40
     assert "phase 'update'" in done.stderr and "hang_timeout_s=0.5" in done.stderr
     assert "rank 1: phase 'sync' for 3 s" in done.stderr
