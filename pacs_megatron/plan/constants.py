@@ -1,4 +1,4 @@
-"""Numbers that `plan` cannot derive: each with its source, a measurement file of this repository or "assumed"."""
+"""Numbers that `plan` cannot derive, each with its source: a measurement file of this repository, or "assumed"."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number and where it comes from."""
+    """A number with its source."""
 
     value: float
     source: str
-    """`docs/measurements/...` where this project measured it, else a text that begins with `assumed`."""
+    """`docs/measurements/...` if this project measured it, else a text that starts with `assumed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU model; figures of its vendor's data sheet (dense, without sparsity), taken on trust."""
+    """One GPU model; unverified figures of its vendor's data sheet (dense, without sparsity)."""
 
     name: str
     memory_gib: float
-    """What a process can allocate, less than the printed size."""
+    """Memory that a process can allocate, less than the nominal size."""
     bf16_tflops: float
     fp8_tflops: float | None
     """None: no FP8 matrix units."""
@@ -44,7 +44,6 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
         )
     }
 )
-GPU_SOURCE = "assumed: vendor's data sheet"
 
 CUDA_CONTEXT_BYTES = Constant(0.8 * GIB, "assumed: CUDA context and loaded kernels of one process")
 NCCL_BYTES_PER_GROUP = Constant(0.35 * GIB, "assumed: NCCL buffers of one process group")
@@ -72,7 +71,7 @@ FP8_WEIGHT_COPIES_BYTES = Constant(
 )
 FP8_ACTIVATION_FRAC = Constant(0.75, "assumed: saved activations in FP8 against bf16 (inputs of matrix products)")
 EXPERT_IMBALANCE = Constant(1.3, "assumed: tokens of the fullest expert-parallel rank over the mean")
-FREE_DISK_FACTOR = Constant(1.2, "assumed: room beside the files themselves")
+FREE_DISK_FACTOR = Constant(1.2, "assumed: free space to keep, as a factor on the size of the files")
 
 MEASURABLE = (
     CUDA_CONTEXT_BYTES,

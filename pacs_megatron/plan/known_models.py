@@ -92,14 +92,14 @@ QUICKSTART_MODEL: Mapping[str, Any] = MappingProxyType(
         "torch_dtype": "float32",
     }
 )
-"""What examples/quickstart writes, so that its configurations can be planned before it ran (a test compares the two)."""
+"""Architecture of examples/quickstart's model, for `plan` before the quickstart ran (a test compares the two)."""
 _QUICKSTART_FOLDERS = ("quickstart-inputs/model", "quickstart-warmstart/hf")
 
 
 def find_spec(model_path: str) -> ModelSpec | None:
-    """The architecture of a local folder, a converted checkpoint, a known hub id or the quickstart; None for any other.
+    """The architecture of a local folder, a converted checkpoint, a known hub id or the quickstart; else None.
 
-    Raises ConversionError where a folder's config.json cannot be used.
+    Raises ConversionError if a folder's config.json cannot be used.
     """
     path = Path(model_path).expanduser()
     for folder in (path, path / "hf"):
@@ -111,18 +111,18 @@ def find_spec(model_path: str) -> ModelSpec | None:
 
 
 def need_spec(model_path: str, where: str) -> ModelSpec:
-    """`find_spec`, or ConfigError: `plan` needs to know the architecture."""
+    """`find_spec`; raises ConfigError for an unknown architecture."""
     spec = find_spec(model_path)
     if spec is None:
         raise ConfigError(
-            f"model.path={model_path}: no such folder with a config.json, and not one of {', '.join(KNOWN_MODELS)}; run "
+            f"model.path={model_path}: no folder with a config.json, and none of {', '.join(KNOWN_MODELS)}; run "
             f"`pacs-megatron fetch` on a machine with network first ({where})"
         )
     return spec
 
 
 def known_name(model_path: str) -> str:
-    """The hub id that a path stands for: itself, or the last two parts of a folder such as `models/Qwen/Qwen3-14B`."""
+    """The hub id of a path: the path itself, or the last two parts of a folder such as `models/Qwen/Qwen3-14B`."""
     if model_path in KNOWN_MODELS:
         return model_path
     return "/".join(Path(model_path).parts[-2:])

@@ -1,7 +1,7 @@
-"""Bytes on one GPU, by pipeline stage and phase: what `plan` prints. No torch.
+"""Bytes on one GPU, by pipeline stage and phase, as printed by `plan`. No torch.
 
-Parameters, gradients and optimizer state are counted from the weight table and are exact (a test compares them with the
-tensors of a live Megatron model); activations follow the layers' saved tensors; the rest are constants with a source.
+Parameters, gradients and optimizer state come from the weight table and are exact (a test compares them with the tensors
+of a live Megatron model). Activations follow the layers' saved tensors. All other numbers are constants with a source.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ LOGITS_PER_CHUNK = 1 << 26
 
 
 _tables: dict[str, WeightTable] = {}
-"""By the architecture's text: a table with experts takes a second to build, and `--search` asks for it hundreds of times."""
+"""By the architecture's text: a table with experts takes a second to build, and `--search` needs it hundreds of times."""
 
 
 def table_of(spec: ModelSpec) -> WeightTable:
-    """`weight_table(spec)`, built once."""
+    """`weight_table(spec)`, cached."""
     key = repr(spec)
     if key not in _tables:
         _tables[key] = weight_table(spec)
@@ -48,7 +48,7 @@ def _num_parameters(key: str) -> int:
 
 
 def megatron_elements(spec: ModelSpec) -> int:
-    """Elements of the whole model as Megatron holds and saves it, padded vocabulary included."""
+    """Elements of the whole model in Megatron's form, padded vocabulary included."""
     return sum(math.prod(entry.megatron_shape) for entry in table_of(spec).entries)
 
 
@@ -59,7 +59,7 @@ class Item:
     name: str
     num_bytes: float
     source: str
-    """`exact`, `computed` (from shapes), or the source of the constants in it."""
+    """`exact`, `computed` (from shapes), or the source of its constants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,12 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class RankParameters:
-    """Elements of one rank's tensors on one pipeline stage; experts are sharded and reduced apart."""
+    """Elements of one rank's tensors on one pipeline stage; experts have separate shards and reductions."""
 
     dense: tuple[int, ...]
     experts: tuple[int, ...]
     shared_embedding: int = 0
-    """Elements of a tied embedding that also stands on another stage: it gets a bucket of its own."""
+    """Elements of a tied embedding that is also on another stage: it gets a separate bucket."""
 
     @property
     def total(self) -> int:
@@ -101,7 +101,7 @@ def layers_of_stage(num_layers: int, layout: Layout, stage: int) -> list[int]:
 
 
 def rank_parameters(spec: ModelSpec, layout: Layout, stage: int) -> RankParameters:
-    """Sizes of every tensor that one rank of `stage` holds."""
+    """Sizes of all tensors of one rank of `stage`."""
     table_of(spec)
     return _rank_parameters(repr(spec), layout, stage)
 
@@ -153,12 +153,12 @@ def buffer_elements(parameters: RankParameters, layout: Layout, *, distributed_o
 
 
 def expert_replicas(layout: Layout) -> int:
-    """Ranks that hold the same experts of a stage."""
+    """Number of ranks with the same experts of a stage."""
     return layout.world_size // (layout.pp * layout.expert_tp * layout.ep)
 
 
 def _pad_bucket(sizes: Sequence[int], num_ranks: int) -> int:
-    # Megatron starts each parameter on 64 elements and ends a bucket on lcm(ranks, 128).
+    # Megatron aligns the start of each parameter to 64 elements and the end of a bucket to lcm(ranks, 128).
     if not sizes:
         return 0
     return _pad(sum(_pad(size, 64) for size in sizes), math.lcm(num_ranks, 128))
@@ -169,12 +169,12 @@ def _pad(number: int, multiple: int) -> int:
 
 
 def state_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) -> list[Item]:
-    """Parameters, gradients and optimizer state of one rank: what stays for the whole run."""
+    """Parameters, gradients and optimizer state of one rank, which stay for the whole run."""
     parameters = rank_parameters(spec, layout, stage)
     distributed = config.parallel.distributed_optimizer
     dense, experts = buffer_elements(parameters, layout, distributed_optimizer=distributed)
     is_bf16 = config.precision.dtype == "bf16"
-    # With the distributed optimizer the parameters live in buffers of the gradients' shape.
+    # With the distributed optimizer the parameters are views of buffers with the gradients' shape.
     held = dense + experts if distributed else parameters.total
     shares = (layout.dp * layout.cp, expert_replicas(layout)) if distributed else (1, 1)
     owned = dense // shares[0] + experts // shares[1]
@@ -193,9 +193,9 @@ def state_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) 
 
 # ---------------------------------------------------------------------------------------------------------- activations
 def layer_activation_bytes(config: RunConfig, spec: ModelSpec) -> float:
-    """Bytes that one layer saves for the backward pass, for each token of the micro-batch on this rank, no recompute.
+    """Bytes that one layer saves for the backward pass, per token of the micro-batch on this rank, without recompute.
 
-    The saved tensors of Transformer Engine's layer: inputs of both norms and of the linear layers behind them; queries
+    The saved tensors of Transformer Engine's layer: inputs of both norms and of the following linear layers; queries
     and keys before their norm and after the rotation; values, attention output and its log-sum-exp; both halves of the
     gated MLP and their product.
     """
@@ -220,10 +220,10 @@ def layer_activation_bytes(config: RunConfig, spec: ModelSpec) -> float:
 
 
 def expert_copies(config: RunConfig, spec: ModelSpec) -> float:
-    """Copies of tokens that a rank's experts see, for each token of the micro-batch, on average over the ranks.
+    """Copies of tokens that a rank's experts process, per token of the micro-batch, on average over the ranks.
 
-    Whole experts (ep > 1): every token of this rank's part of the sequence goes to top_k of them, wherever they are, and
-    as many come back. Experts cut by tensor parallelism: every rank of the group works on all tokens.
+    Whole experts (ep > 1): every token of this rank's part of the sequence goes to top_k experts on any rank, and as many
+    arrive. Experts sharded by tensor parallelism: every rank of the group processes all tokens.
     """
     assert spec.moe is not None
     parallel = config.parallel
@@ -269,10 +269,10 @@ def activation_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: 
 
 
 def minibatch_bytes(config: RunConfig, layout: Layout) -> float:
-    """What a rank's share of a mini-batch holds on the device during a pass, if every response reaches the limit.
+    """Device bytes of a rank's share of a mini-batch during a pass, if every response reaches the limit.
 
-    Ids, positions and labels (int64, divided by cp) and, for each response token, its row (int64), log-prob, entropy and
-    two log-probs of other weights (fp32).
+    Ids, positions and labels (int64, divided by cp) and, per response token, its row (int64), log-prob, entropy and two
+    log-probs of other weights (fp32).
     """
     batch = config.batch
     samples = batch.prompts_per_step * batch.samples_per_prompt / batch.updates_per_step / layout.dp
@@ -281,9 +281,9 @@ def minibatch_bytes(config: RunConfig, layout: Layout) -> float:
 
 
 def host_step_bytes(config: RunConfig) -> float:
-    """Host memory of the samples on rank 0, if every response reaches the limit; the driver holds as much again.
+    """Host memory of the samples on rank 0, if every response reaches the limit; the driver needs the same amount.
 
-    Ids (int32) and the sampler's log-probs (fp32) of this step and of those that are sampled ahead.
+    Ids (int32) and the sampler's log-probs (fp32) of this step and of the steps sampled ahead.
     """
     rollout = config.rollout
     steps = 1 if isinstance(rollout, DemonstrationRollout) else 1 + rollout.max_staleness
@@ -305,7 +305,7 @@ def _head_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, tokens: floa
 
 
 def microbatches_in_flight(layout: Layout, stage: int) -> float:
-    """How many micro-batches' activations a stage holds under 1F1B, in units of the stage's whole layers."""
+    """Number of micro-batches whose activations a stage keeps under 1F1B, in units of the stage's whole layers."""
     if layout.pp == 1:
         return 1.0
     if layout.vpp is None:
@@ -324,7 +324,7 @@ def needs_reference_snapshot(config: RunConfig) -> bool:
 
 
 def train_memory(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) -> StageMemory:
-    """One GPU of a pipeline stage while it trains, at its peak."""
+    """One GPU of a pipeline stage at the peak of training."""
     items = [*state_items(config, spec, layout, stage), *activation_items(config, spec, layout, stage)]
     peak = sum(item.num_bytes for item in items)
     items.append(Item("allocator fragmentation", peak * constants.FRAGMENTATION.value, constants.FRAGMENTATION.source))
@@ -354,7 +354,7 @@ def sync_bytes(config: RunConfig, spec: ModelSpec) -> float:
 
 
 def kv_bytes_per_token(spec: ModelSpec, tp: int, width: int = 2) -> float:
-    """Key-value cache of one token on one GPU of a server; a KV head is not split further."""
+    """Key-value cache of one token on one GPU of a server; a KV head is never split."""
     heads = max(1, math.ceil(spec.num_kv_heads / tp))
     return 2 * heads * spec.head_dim * width * spec.num_layers
 
@@ -365,7 +365,7 @@ def kv_cache_bytes(rollout: StageMemory) -> float:
 
 
 def sampler_weight_bytes(rollout: SglangRollout, spec: ModelSpec) -> float:
-    """Weights of one SGLang server. FP8: the layers' matrices, with an fp32 scale for each block of 128 x 128."""
+    """Weights of one SGLang server. FP8: the layers' matrices, with an fp32 scale per block of 128 x 128."""
     width = 2 if rollout.dtype == "bf16" else 4
     shapes = [(entry.place, shape) for entry in table_of(spec).entries for shape in entry.hf_shapes]
     if rollout.sync.quantize == "none":
@@ -379,7 +379,7 @@ def sampler_weight_bytes(rollout: SglangRollout, spec: ModelSpec) -> float:
 
 
 def rollout_memory(config: RunConfig, spec: ModelSpec, layout: Layout, gpu_bytes: float) -> StageMemory | None:
-    """One GPU while it samples; None where nothing is sampled on GPUs of this plan (attached or no servers)."""
+    """One GPU during sampling; None if this plan's GPUs sample nothing (external servers or no servers)."""
     rollout = config.rollout
     table = table_of(spec)
     if isinstance(rollout, EmbeddedRollout):

@@ -29,13 +29,13 @@ from pacs_megatron.plan.known_models import need_spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a run needs and how long a step takes."""
+    """Memory, time and disk space of a run."""
 
     config: RunConfig
     spec: ModelSpec
     layout: Layout
     gpu: Gpu | None
-    """None on CPU: memory is counted, nothing is timed and nothing has to fit."""
+    """None on CPU: memory is counted, but no times and no limits."""
     lengths: timing.Lengths
     stages: tuple[memory.StageMemory, ...]
     rollout: memory.StageMemory | None
@@ -43,13 +43,13 @@ class Plan:
 
     @property
     def is_ahead(self) -> bool:
-        """Servers sample later steps while this one trains."""
+        """Whether servers sample later steps during training."""
         return isinstance(self.config.rollout, SglangRollout) and self.config.rollout.max_staleness > 0
 
     @property
     def step_s(self) -> float:
-        """Seconds of one step: all phases in turn, or the longer of what servers and trainer do (both take part in the
-        sync)."""
+        """Seconds of one step: the sum of all phases; ahead of training, the longer of the servers' and the trainer's
+        phases (the sync belongs to both)."""
         total = sum(phase.seconds for phase in self.phases)
         if not self.is_ahead:
             return total
@@ -61,23 +61,23 @@ class Plan:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the trainer and of servers on nodes of their own."""
+        """GPUs of the trainer and of rollout nodes."""
         resources = self.config.resources
         return (resources.nodes + resources.rollout_nodes) * resources.gpus_per_node
 
     @property
     def peak(self) -> memory.StageMemory:
-        """The stage or phase that needs the most."""
+        """The stage or phase with the highest total."""
         return max((*self.stages, *filter(None, [self.rollout])), key=lambda stage: stage.total)
 
     @property
     def fits(self) -> bool:
-        """Memory of every stage and phase is there, and a server's cache holds a sample."""
+        """Whether every stage and phase fits, and a server's cache fits one sample."""
         return self.gpu is None or (self.peak.total <= self.gpu.memory_gib * GIB and self.small_cache is None)
 
     @property
     def small_cache(self) -> str | None:
-        """What to change where a server's KV cache cannot hold one sample of the greatest length; else None."""
+        """The key to change if one sample of the greatest length exceeds a server's KV cache; else None."""
         rollout = self.config.rollout
         if (
             self.gpu is None
@@ -97,23 +97,23 @@ class Plan:
         need = memory.sampler_weight_bytes(rollout, self.spec) / rollout.servers.tp + per_token * longest
         share = math.ceil(100 * need / (self.gpu.memory_gib * GIB)) / 100
         least = f"rollout.servers.mem_fraction (at least {share:.2f}) or " if share < 0.95 else ""
-        return f"{least}rollout.servers.tp (higher): weights and cache have room for {holds} of {longest} tokens"
+        return f"{least}rollout.servers.tp (higher): beside the weights, {holds} of {longest} tokens fit"
 
     @property
     def checkpoint_bytes(self) -> float:
-        """One checkpoint: weights, fp32 master weights, two moments, and the frozen reference where there is one."""
+        """One checkpoint: weights, fp32 master weights, two moments, and the frozen reference, if any."""
         is_bf16 = self.config.precision.dtype == "bf16"
         reference = (2 if is_bf16 else 4) if memory.needs_reference_snapshot(self.config) else 0
         return memory.megatron_elements(self.spec) * ((14 if is_bf16 else 12) + reference)
 
     @property
     def num_checkpoints(self) -> int:
-        """At their most: one is written beside the kept ones, and there may be one in the middle of a step."""
+        """Maximum: the kept ones, the one being written, and possibly one in the middle of a step."""
         return self.config.checkpoint.keep_last + 1 + (self.config.batch.updates_per_step > 1)
 
     @property
     def disk_bytes(self) -> float:
-        """All checkpoints at their most and the exported model."""
+        """The maximum number of checkpoints and the exported model."""
         return (
             self.checkpoint_bytes * self.num_checkpoints + memory.num_parameters(self.spec) * 2
         ) * constants.FREE_DISK_FACTOR.value
@@ -129,7 +129,7 @@ class Plan:
 
 
 def make_plan(loaded: LoadedConfig, response_tokens: float | None = None) -> Plan:
-    """The plan of a loaded configuration. Raises ConfigError where the layout cannot work."""
+    """The plan of a loaded configuration. Raises ConfigError for an invalid layout."""
     config = loaded.config
     spec = need_spec(config.model.path, loaded.where("model.path"))
     world_size = ranks_to_start(config)
@@ -140,7 +140,7 @@ def make_plan(loaded: LoadedConfig, response_tokens: float | None = None) -> Pla
 
 
 def plan_of(config: RunConfig, spec: ModelSpec, response_tokens: float | None = None) -> Plan:
-    """The plan of a configuration whose layout is known to work."""
+    """The plan of a configuration with a valid layout."""
     layout = layout_of(config, ranks_to_start(config))
     gpu = constants.GPUS[config.resources.gpu] if config.resources.gpu is not None else None
     lengths = timing.mean_lengths(config, response_tokens)
@@ -163,7 +163,7 @@ def plan_of(config: RunConfig, spec: ModelSpec, response_tokens: float | None = 
 def run_plan(
     path: Path, overrides: Sequence[str], *, search: bool, as_json: bool, response_tokens: float | None
 ) -> tuple[str, bool]:
-    """(text to print, whether it fits)."""
+    """(text to print, whether the run fits)."""
     loaded = load_config(path, overrides)
     limit = max_response_tokens(loaded.config)
     if response_tokens is not None and not 0 < response_tokens <= limit:
@@ -179,7 +179,7 @@ def run_plan(
 
 # ---------------------------------------------------------------------------------------------------------------- search
 def search_layouts(plan: Plan, response_tokens: float | None = None) -> list[Plan]:
-    """Plans of every layout of the same GPUs that works for the model, those that fit first, then by step time.
+    """Plans of all valid layouts on the same GPUs: first those that fit, then by step time.
 
     Raises ConfigError without GPUs.
     """
@@ -253,12 +253,12 @@ def _headline(plan: Plan) -> str:
 
 def _verdict(plan: Plan) -> list[str]:
     if plan.gpu is None:
-        return ["no GPU is named: nothing has to fit"]
+        return ["no GPU is configured: no limit to check"]
     limit = plan.gpu.memory_gib * GIB
     peak = plan.peak
     share = peak.total / limit
     if peak.total <= limit and plan.small_cache is not None:
-        return ["DOES NOT FIT: a server's KV cache cannot hold one sample", f"  change {plan.small_cache}"]
+        return ["DOES NOT FIT: one sample exceeds a server's KV cache", f"  change {plan.small_cache}"]
     where = f"stage {peak.stage}" if peak.phase == "train" else "the rollout phase"
     if plan.fits:
         return [f"FITS: at most {_gib(peak.total)} of {_gib(limit)} ({share:.0%}) of a {plan.gpu.name}, in {where}"]
@@ -318,7 +318,7 @@ def _disk_lines(plan: Plan) -> list[str]:
 
 
 def render_search(plans: Sequence[Plan], current: Plan) -> str:
-    """The ten best layouts, and where the configured one stands."""
+    """The ten best layouts and the configured one."""
     lines = ["  tp  pp  ep   dp  recompute   memory  fits    step s"]
     for plan in plans[:10]:
         lines.append(_search_row(plan))
@@ -335,7 +335,7 @@ def render_search(plans: Sequence[Plan], current: Plan) -> str:
 
 
 def search_json(plans: Sequence[Plan], current: Plan) -> str:
-    """All layouts, the best first, and the configured one: bytes and seconds."""
+    """All layouts, best first, and the configured one: bytes and seconds."""
     return json.dumps(
         {"configured": _search_entry(current), "layouts": [_search_entry(plan) for plan in plans]}, indent=2
     )

@@ -1,7 +1,7 @@
 """FLOPs and expected seconds of a step's phases: rollout, score pass, update, sync. No torch.
 
-FLOPs follow Megatron's formula: two a multiply-add, attention scores counted in full rows but halved for causality.
-Seconds come from the FLOPs and the constants' assumed efficiencies; they are estimates until measured.
+FLOPs follow Megatron's formula: two per multiply-add, attention scores counted in full rows but halved for causality.
+Seconds come from the FLOPs and the constants' assumed efficiencies; they are estimates, not measurements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pacs_megatron.plan.memory import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Mean lengths in tokens that the estimate assumes."""
+    """Assumed mean lengths in tokens."""
 
     prompt: float
     response: float
@@ -43,12 +43,12 @@ class Phase:
     name: str
     seconds: float
     flops: float
-    """Model FLOPs of the whole job; 0 where the phase moves bytes."""
+    """Model FLOPs of the whole job; 0 for a phase that only moves bytes."""
     note: str = ""
 
 
 def mean_lengths(config: RunConfig, response: float | None = None) -> Lengths:
-    """The lengths to plan with; `response` overrides the assumed share of the limit."""
+    """Mean lengths for the plan; `response` overrides the assumed share of the limit."""
     assumed = max_response_tokens(config) * constants.MEAN_RESPONSE_FRAC.value
     return Lengths(
         prompt=config.data.max_prompt_tokens * constants.MEAN_PROMPT_FRAC.value,
@@ -57,7 +57,7 @@ def mean_lengths(config: RunConfig, response: float | None = None) -> Lengths:
 
 
 def active_matrix_parameters(spec: ModelSpec) -> int:
-    """Elements of the layers' matrices that one token passes through (experts: top_k of them), without embeddings."""
+    """Elements of the layers' matrices that one token uses (top_k experts), without embeddings."""
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = spec.hidden_size * (2 * queries + 2 * keys)
     if spec.moe is None:
@@ -71,14 +71,14 @@ def active_matrix_parameters(spec: ModelSpec) -> int:
 def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float, num_outputs: float) -> float:
     """FLOPs of one forward pass over `num_tokens` in sequences of `mean_length`, with `num_outputs` log-probs."""
     matrices = 2 * active_matrix_parameters(spec) * num_tokens
-    # Scores and their product with the values: 2 * 2 * s * heads * head_dim a token, half of it masked.
+    # Scores and their product with the values: 2 * 2 * s * heads * head_dim per token, half of it masked.
     attention = 2 * mean_length * spec.num_heads * spec.head_dim * spec.num_layers * num_tokens
     head = 2 * spec.hidden_size * spec.vocab_size * num_outputs
     return matrices + attention + head
 
 
 def num_forward_passes(config: RunConfig) -> int:
-    """Forward-only passes over a part of the batch (score and log-prob passes), summed over a step's updates."""
+    """Forward-only passes over a mini-batch (score and log-prob passes), summed over a step's updates."""
     updates, objective = config.batch.updates_per_step, config.objective
     sources = 0
     if isinstance(objective, PacsOptions):
@@ -96,7 +96,7 @@ def num_forward_passes(config: RunConfig) -> int:
 def train_seconds(
     config: RunConfig, layout: Layout, gpu: Gpu, flops: float, *, lengths: Lengths, forward_only: bool
 ) -> float:
-    """Seconds of the whole job's GPUs for `flops` model FLOPs, with pipeline bubble, TP and CP losses, recompute."""
+    """Seconds that all GPUs need for `flops` model FLOPs, with pipeline bubble, TP and CP losses, recompute."""
     efficiency = (constants.FORWARD_MFU if forward_only else constants.TRAIN_MFU).value
     for ways, loss in ((layout.tp, constants.TP_LOSS), (layout.cp, constants.CP_LOSS)):
         efficiency *= (1 - loss.value) ** (ways.bit_length() - 1)
@@ -148,9 +148,9 @@ def step_phases(
 def _rollout(
     config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu, sampling: StageMemory | None, lengths: Lengths
 ) -> Phase:
-    """Decoding is bound by reading weights and cache: a step of B sequences takes max(bytes / bandwidth, FLOPs / peak).
+    """Decoding is bound by reads of weights and cache: a step of B sequences takes max(bytes / bandwidth, FLOPs / peak).
 
-    Samples arrive in rounds of as many as the cache holds; the last round drags on to the response limit at low
+    Samples run in rounds of as many as fit into the cache; the last round continues to the response limit at low
     concurrency.
     """
     samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
@@ -184,7 +184,7 @@ def _rollout(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Server:
-    """What decoding reads on each GPU of one server."""
+    """Bytes that decoding reads on each GPU of one server."""
 
     tp: int
     weight_bytes: float

@@ -1,4 +1,4 @@
-"""One line of `preflight`."""
+"""One result line of `preflight`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line."""
+    """One result line."""
 
     level: Level
     key: str
-    """The configuration key to change, or what was looked at."""
+    """The configuration key to change, or the subject of the check."""
     message: str
     fix: str = ""
 
@@ -27,9 +27,9 @@ class Check:
 
 
 def attempt(key: str, action: Callable[[], str], fix: str = "") -> Check:
-    """`ok` with what `action` returns, or `fail` with its named error, which brings its own fix.
+    """`ok` with the text that `action` returns, or `fail` with its PacsError, which contains the fix.
 
-    A file or folder that the system does not let us read is a failure too.
+    An unreadable file or folder is also a failure.
     """
     try:
         return Check("ok", key, action())
@@ -41,12 +41,12 @@ def attempt(key: str, action: Callable[[], str], fix: str = "") -> Check:
 
 
 def existing_parent(folder: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
+    """The folder itself, or its nearest existing parent."""
     return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
 
 
-def is_there(path: str) -> bool:
-    """Whether there is such a file or folder that we may see."""
+def path_exists(path: str) -> bool:
+    """Whether the file or folder exists and is visible to this user."""
     try:
         return Path(path).expanduser().exists()
     except OSError:

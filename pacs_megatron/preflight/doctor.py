@@ -1,4 +1,4 @@
-"""`doctor`: what works on this machine, and what to install for the rest. Never fails: it reports."""
+"""`doctor`: reports what works on this machine and what to install for the rest. It never fails."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Finding:
 
 
 REQUIRED = ("torch", "megatron-core", "transformers", "datasets", "math-verify", "pydantic", "safetensors")
-# Megatron-Core 0.16.1 asks for this range of Transformer Engine.
+# Megatron-Core 0.16.1 requires this range of Transformer Engine.
 TE_RANGE = (Version("2.9"), Version("2.12"))
 SGLANG_PYTHON = Path(".venv-sglang/bin/python")
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 IB_DEVICES = Path("/sys/class/infiniband")
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (its size is looked at)
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (only its size is read)
 MIN_SHARED_BYTES = 1 << 30
 MIN_OPEN_FILES = 4096
 _TIMEOUT_S = 30.0
@@ -49,7 +49,7 @@ def installed(package: str) -> str | None:
 
 
 def findings() -> list[Finding]:
-    """Everything that was looked at, in the order of the report."""
+    """All findings in the order of the report."""
     checks: tuple[Callable[[], list[Finding]], ...] = (
         _python, _limits, _packages, _cuda, _transformer_engine, _apex, _sglang, _slurm, _nemo_run, _containers
     )  # fmt: skip
@@ -57,7 +57,7 @@ def findings() -> list[Finding]:
 
 
 def report() -> str:
-    """The findings as a table, and what this machine can do."""
+    """The findings as a table, and a summary of what this machine can do."""
     rows = findings()
     width = max(len(row.name) for row in rows)
     lines = [f"{row.state:<4}  {row.name:<{width}}  {row.detail}{f' -> {row.fix}' if row.fix else ''}" for row in rows]
@@ -93,11 +93,11 @@ def _python() -> list[Finding]:
 
 
 def _limits() -> list[Finding]:
-    """Limits that end a job with a message about something else."""
+    """Limits whose violation causes unrelated error messages."""
     rows = []
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < MIN_OPEN_FILES:
-        fix = f"ulimit -n {MIN_OPEN_FILES} or more: a socket for each request in flight and each rank"
+        fix = f"ulimit -n {MIN_OPEN_FILES} or more: each request in flight and each rank needs a socket"
         rows.append(Finding("open files", "bad", f"at most {files}", fix))
     if SHARED_MEMORY.is_dir():
         size = shutil.disk_usage(SHARED_MEMORY).total
@@ -147,7 +147,7 @@ def _cuda() -> list[Finding]:
 
 
 def _driver() -> str | None:
-    """The NVIDIA driver's version, None where there is none."""
+    """The NVIDIA driver's version, or None without a driver."""
     if not DRIVER_FILE.is_file():
         return None
     words = DRIVER_FILE.read_text(encoding="utf-8").split("\n", 1)[0].split()
@@ -155,7 +155,7 @@ def _driver() -> str | None:
 
 
 def _output(command: list[str]) -> tuple[int, str, str]:
-    """(status, output, the reason in one line) of a program; it may hang or be broken: `doctor` goes on."""
+    """(status, stdout, stderr in one line) of a program; status 1 if it hangs or does not start."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -180,9 +180,9 @@ def _transformer_engine() -> list[Finding]:
 
 
 def _apex() -> list[Finding]:
-    """NVIDIA Apex brings `amp_C`; PyPI's `apex` is an abandoned web toolkit that only shares the name."""
+    """NVIDIA Apex contains `amp_C`; PyPI's `apex` is an abandoned web toolkit of the same name."""
     if find_spec("amp_C") is not None:
-        return [Finding("NVIDIA Apex", "ok", "fused optimizer kernels are there")]
+        return [Finding("NVIDIA Apex", "ok", "fused optimizer kernels are installed")]
     found = installed("apex")
     if found is not None:
         detail = f"`apex` {found} is installed, but without NVIDIA's kernels: PyPI's apex is another package"
@@ -213,7 +213,7 @@ def _slurm() -> list[Finding]:
     _, found, _ = _output(["sinfo", "--version"])
     status, _, reason = _output(["sinfo", "-h"])
     if status:
-        return [Finding("Slurm", "none", found, f"no controller answers: {reason}")]
+        return [Finding("Slurm", "none", found, f"no controller responds: {reason}")]
     return [Finding("Slurm", "ok", found)]
 
 
@@ -224,7 +224,7 @@ def _nemo_run() -> list[Finding]:
             Finding("nemo-run", "none", "not installed", "pip install nemo-run==0.11.1 leptonai==0.27.0; or sbatch")
         ]
     if lepton != "0.27.0":
-        fix = "pip install leptonai==0.27.0: nemo-run's import breaks with newer ones"
+        fix = "pip install leptonai==0.27.0: nemo-run's import fails with newer ones"
         return [Finding("nemo-run", "bad", f"{found} with leptonai {lepton}", fix)]
     return [Finding("nemo-run", "ok", found)]
 

@@ -1,4 +1,4 @@
-"""The part of `preflight` that looks at this host: software, GPUs, folders, room, ports, network interfaces, cluster file."""
+"""Checks of this host: software, GPUs, folders, free space, ports, network interfaces, cluster file."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 FILES_A_CHECKPOINT = 64
-"""Files of a checkpoint and its share of logs, beside one or two a rank."""
+"""Files of a checkpoint and its share of logs, in addition to one or two per rank."""
 MIN_SCRATCH_BYTES = 1 * GIB
 """Sockets, compiled kernels and caches of a job."""
 TINY_SCRATCH_BYTES = 16 * 2**20
-"""Below it even the reward's processes cannot start."""
+"""Below this size even the reward's processes cannot start."""
 
 
 def check_software(loaded: LoadedConfig) -> Iterator[Check]:
-    """Versions against this package's own requirements, and what `doctor` calls harmful."""
+    """Compares versions with this package's requirements and reports the `bad` findings of `doctor`."""
     wanted = {"Python", "torch", "megatron-core", "transformers", "datasets", "math-verify", "NVIDIA Apex"}
     broken = list(version_problems())
     yield from broken
@@ -67,7 +67,7 @@ def check_software(loaded: LoadedConfig) -> Iterator[Check]:
 
 
 def version_problems(package: str = "pacs-megatron") -> Iterator[Check]:
-    """A failure for each required distribution that is missing or outside the range that this package asks for."""
+    """One failure per required distribution that is missing or outside this package's range."""
     try:
         lines = requires(package) or []
     except PackageNotFoundError:
@@ -85,22 +85,22 @@ def version_problems(package: str = "pacs-megatron") -> Iterator[Check]:
 
 
 def needs_gpus(loaded: LoadedConfig) -> bool:
-    """Whether the configuration asks for GPUs."""
+    """Whether the configuration uses GPUs."""
     return loaded.config.resources.gpus_per_node > 0
 
 
 def in_a_job() -> bool:
-    """Whether this is a compute node: what is missing here will be missing in the run."""
+    """Whether this is a compute node, so that a problem here is a problem of the run."""
     return "SLURM_JOB_ID" in os.environ or "RANK" in os.environ
 
 
 def severity() -> Level:
-    """Of something that is wrong on a compute node and may be right on a login node."""
+    """Level of a problem that counts on compute nodes only: a login node may differ."""
     return "fail" if in_a_job() else "warn"
 
 
 def check_gpus(loaded: LoadedConfig) -> Iterator[Check]:
-    """Number, memory, driver; FP8 and Transformer Engine as the policy itself looks at them."""
+    """Number, memory and driver of the GPUs; FP8 and Transformer Engine with the policy's own checks."""
     config = loaded.config
     wanted = config.resources.gpus_per_node
     if not wanted:
@@ -116,12 +116,12 @@ def check_gpus(loaded: LoadedConfig) -> Iterator[Check]:
     name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / GIB
     planned = constants.GPUS[config.resources.gpu].memory_gib if config.resources.gpu is not None else 0.0
     same = abs(memory - planned) < 0.05 * planned
-    fix = "" if same else "name the GPU that is there, or `plan` counts with another one's memory"
+    fix = "" if same else "set the installed GPU; otherwise `plan` uses the memory of another one"
     yield Check("ok" if same else "warn", "resources.gpu", f"{name}, {memory:.1f} GiB, planned with {planned} GiB", fix)
     free, total = torch.cuda.mem_get_info(0)
     if free < 0.9 * total:
-        message = f"{(total - free) / GIB:.1f} GiB of GPU 0 are in use already"
-        yield Check("warn", "resources.gpu", message, "end what runs there: nvidia-smi names the processes")
+        message = f"{(total - free) / GIB:.1f} GiB of GPU 0 are already in use"
+        yield Check("warn", "resources.gpu", message, "end the processes that nvidia-smi lists")
     from pacs_megatron.policy import precision
 
     def fits() -> str:
@@ -133,26 +133,26 @@ def check_gpus(loaded: LoadedConfig) -> Iterator[Check]:
 
 
 def _no_gpu(wanted: int, built_for: str | None) -> Check:
-    """Why torch sees no GPU: none there, a CPU build of torch, hidden ones, or a driver that is too old."""
+    """The reason why torch sees no GPU: none installed, a CPU build of torch, hidden GPUs, or a driver that is too old."""
     key = "resources.gpus_per_node"
     if not any(path.exists() for path in DRIVER_FILES):
         if in_a_job():
-            return Check("fail", key, f"{wanted} wanted, but this node has none", "ask Slurm for GPUs, or set 0")
+            return Check("fail", key, f"{wanted} wanted, but this node has none", "request GPUs from Slurm, or set 0")
         return Check("warn", key, "no GPU here (a login node?)", "run preflight inside the job too")
     if built_for is None:
         fix = "install torch for your CUDA: README.md, Install"
-        return Check("fail", "torch", "there is an NVIDIA driver, but torch is a CPU build", fix)
+        return Check("fail", "torch", "this host has an NVIDIA driver, but torch is a CPU build", fix)
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return Check("fail", key, "CUDA_VISIBLE_DEVICES hides every GPU", "unset CUDA_VISIBLE_DEVICES")
-    message = f"there is an NVIDIA driver, but torch for CUDA {built_for} finds no GPU"
+    message = f"this host has an NVIDIA driver, but torch for CUDA {built_for} finds no GPU"
     return Check(
         "fail", "driver", message, "compare nvidia-smi's CUDA version; update the driver or use an older torch"
     )
 
 
-# ---------------------------------------------------------------------------------------------------- folders and room
+# ---------------------------------------------------------------------------------------------- folders and free space
 def check_folders(loaded: LoadedConfig) -> Iterator[Check]:
-    """That the run's folder and the scratch folder take files, by writing one."""
+    """Writes a test file to the run's folder and to the scratch folder."""
     run_dir = Path(loaded.config.run.dir)
     named = run_dir / loaded.config.run.name
     for key, folder in (("run.dir", named if named.exists() else run_dir), ("TMPDIR", scratch_folder())):
@@ -161,7 +161,7 @@ def check_folders(loaded: LoadedConfig) -> Iterator[Check]:
             yield Check("fail", key, f"{existing} is a file", "name a folder")
             continue
         if key == "TMPDIR" and existing != folder.absolute():
-            fix = "make it, or set TMPDIR (cluster file: scratch) to one that is there"
+            fix = "create it, or set TMPDIR (cluster file: scratch) to an existing folder"
             yield Check("fail", key, f"{folder}: no such folder", fix)
             continue
         reason = _write_problem(existing)
@@ -173,11 +173,11 @@ def check_folders(loaded: LoadedConfig) -> Iterator[Check]:
     if free < MIN_SCRATCH_BYTES:
         message = f"{free / GIB:.2f} GiB free in {scratch_folder()}"
         level: Level = "fail" if free < TINY_SCRATCH_BYTES else "warn"
-        yield Check(level, "TMPDIR", message, "set TMPDIR (cluster file: scratch) to a folder with more room")
+        yield Check(level, "TMPDIR", message, "set TMPDIR (cluster file: scratch) to a folder with more free space")
 
 
 def scratch_folder() -> Path:
-    """Where programs put temporary files. The variable is read anew: `tempfile` remembers its first answer."""
+    """The folder of temporary files. Reads TMPDIR on each call, because `tempfile` caches its first result."""
     return Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
 
 
@@ -192,21 +192,23 @@ def _write_problem(folder: Path) -> str | None:
     return None
 
 
-def check_room(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
+def check_free_space(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
     """Free space, quota and files for the checkpoints and the export that `plan` counts."""
     folder = existing_parent(Path(loaded.config.run.dir))
     if not folder.is_dir():
-        return  # named by check_folders
+        return  # check_folders reports it
     need = plan.disk_bytes
     need_files = plan.num_checkpoints * (FILES_A_CHECKPOINT + 2 * plan.layout.world_size)
     found, unknown = quota.free_space(folder)
-    for room in found:
-        text = f"{room.num_bytes / GIB:.1f} GiB left at {folder} ({room.source}), {need / GIB:.1f} GiB for checkpoints"
-        fix = "lower it, make room, or choose another run.dir"
-        if room.num_bytes < need:
+    for space in found:
+        text = (
+            f"{space.num_bytes / GIB:.1f} GiB left at {folder} ({space.source}), {need / GIB:.1f} GiB for checkpoints"
+        )
+        fix = "lower it, free some space, or choose another run.dir"
+        if space.num_bytes < need:
             yield Check("fail", "checkpoint.keep_last", f"{text} and export", fix)
-        elif room.num_files < need_files:
-            message = f"{room.num_files:.0f} files left at {folder} ({room.source}), about {need_files} needed"
+        elif space.num_files < need_files:
+            message = f"{space.num_files:.0f} files left at {folder} ({space.source}), about {need_files} needed"
             yield Check("fail", "checkpoint.keep_last", message, fix)
         else:
             yield Check("ok", "checkpoint.keep_last", f"{text} and export")
@@ -215,7 +217,7 @@ def check_room(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
 
 
 def check_memory(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
-    """This host's memory against what `plan` puts there; not on a login node of a run on GPUs, whose memory says nothing."""
+    """Compares this host's memory with the plan's host memory. Skipped on a login node of a run on GPUs."""
     if needs_gpus(loaded) and not in_a_job():
         return
     ranks = plan.layout.world_size // loaded.config.resources.nodes
@@ -226,14 +228,14 @@ def check_memory(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
             for s in range(plan.layout.pp)
         )
         need += ranks * max(stages)
-    there = min(psutil.virtual_memory().available, _cgroup_limit())
-    text = f"{there / GIB:.1f} GiB of host memory, at least {need / GIB:.1f} GiB for what `plan` puts there"
-    fix = "ask for more (cluster file: mem: '0' for all of the node), or lower batch.prompts_per_step"
-    yield Check("fail" if there < need else "ok", "memory", text, fix if there < need else "")
+    available = min(psutil.virtual_memory().available, _cgroup_limit())
+    text = f"{available / GIB:.1f} GiB of host memory, `plan` needs at least {need / GIB:.1f} GiB"
+    fix = "request more (cluster file: mem: '0' for all of the node), or lower batch.prompts_per_step"
+    yield Check("fail" if available < need else "ok", "memory", text, fix if available < need else "")
 
 
 def _cgroup_limit() -> float:
-    """Bytes that this process's control group allows, as Slurm and containers set them; infinite where none does."""
+    """Memory limit of this process's control group in bytes, set by Slurm or a container; infinite without a limit."""
     limits = [float("inf")]
     for path in CGROUP_LIMITS:
         if path.is_file() and (text := path.read_text(encoding="utf-8").strip()).isdecimal():
@@ -243,17 +245,17 @@ def _cgroup_limit() -> float:
 
 # ------------------------------------------------------------------------------------------------------------- network
 def check_ports(loaded: LoadedConfig) -> Iterator[Check]:
-    """The port where ranks meet is free, and the addresses that the configuration names belong to this host."""
+    """Checks that the rendezvous port is free and that the configured addresses belong to this host."""
     rollout = loaded.config.rollout
     if isinstance(rollout, SglangRollout) and rollout.sync.transport == "broadcast" and rollout.servers is not None:
         reason = _bind_problem(rollout.sync.host, 0)
         if reason is not None:
             level: Level = "fail" if rollout.sync.host.startswith("127.") else severity()
             message = f"{rollout.sync.host} is no address of this host ({reason})"
-            fix = "name the trainer's address: `ip addr` on its first node"
+            fix = "set the trainer's address: `ip addr` on its first node lists it"
             yield Check(level, "rollout.sync.host", message, fix)
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
-        return  # the ranks meet at it below, which is the better test
+        return  # the rendezvous of the rank checks uses the port, which is the better test
     given = os.environ.get("MASTER_PORT")
     if given is None and "SLURM_JOB_ID" in os.environ:
         given = str(job_port(os.environ["SLURM_JOB_ID"]))
@@ -263,36 +265,37 @@ def check_ports(loaded: LoadedConfig) -> Iterator[Check]:
     port = int(given or 0)
     reason = _bind_problem("", port)
     if reason is None:
-        yield Check("ok", "ports", f"port {port} is free" if port else "a free port can be had")
+        yield Check("ok", "ports", f"port {port} is free" if port else "a free port is available")
     else:
-        yield Check("fail", "MASTER_PORT", f"port {port}: {reason}", "export another MASTER_PORT, or end what holds it")
+        yield Check("fail", "MASTER_PORT", f"port {port}: {reason}", "export another MASTER_PORT, or end its process")
 
 
 def _bind_problem(host: str, port: int) -> str | None:
     with socket.socket() as probe:
-        # As servers do: a port that is only waiting out its last connections counts as free.
+        # As in servers: a port whose connections are all in TIME_WAIT counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except socket.gaierror as error:
-            return f"cannot be resolved: {error.strerror}"
+            return f"name resolution failed: {error.strerror}"
         except OSError as error:
             return errno.errorcode.get(error.errno or 0, "") + f": {error.strerror}"
     return None
 
 
 def check_network_settings(loaded: LoadedConfig) -> Iterator[Check]:
-    """Interfaces and adapters that gloo and NCCL are told to use exist here, and no setting slows them silently."""
+    """Checks that the configured interfaces and adapters of gloo and NCCL exist, and that no setting slows them down."""
     nodes = loaded.config.resources.nodes
-    there = _names(NET_DEVICES)
+    interfaces = _names(NET_DEVICES)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable)
         if not value:
             if nodes > 1 and in_a_job():
-                message = f"not set, {nodes} nodes: the first interface that is found may not reach the other nodes"
-                yield Check("warn", variable, message, f"set it (cluster file: network_interface) to one of {there}")
+                message = f"not set, {nodes} nodes: the default interface may not reach the other nodes"
+                fix = f"set it (cluster file: network_interface) to one of {interfaces}"
+                yield Check("warn", variable, message, fix)
             continue
-        yield _interface(variable, value, there, nodes)
+        yield _interface(variable, value, interfaces, nodes)
     adapters = _names(IB_DEVICES)
     chosen = os.environ.get("NCCL_IB_HCA")
     if chosen and not _matches(re.sub(r":\d+", "", chosen), adapters):
@@ -304,13 +307,13 @@ def check_network_settings(loaded: LoadedConfig) -> Iterator[Check]:
             yield Check("warn", variable, f"{slow} is switched off: collectives will be slow", f"unset {variable}")
 
 
-def _interface(variable: str, value: str, there: list[str], nodes: int) -> Check:
+def _interface(variable: str, value: str, interfaces: list[str], nodes: int) -> Check:
     level = severity()
     exact = variable.startswith("GLOO")
-    matching = [name for name in there if name in value.split(",")] if exact else _matches(value, there)
+    matching = [name for name in interfaces if name in value.split(",")] if exact else _matches(value, interfaces)
     if not matching:
-        message = f"{value} matches no interface here ({', '.join(there)})"
-        return Check(level, variable, message, "set the cluster file's network_interface; `ip link` names them")
+        message = f"{value} matches no interface here ({', '.join(interfaces)})"
+        return Check(level, variable, message, "set the cluster file's network_interface; `ip link` lists them")
     if nodes > 1 and matching == ["lo"]:
         message = f"{value} is loopback, but resources.nodes={nodes}"
         return Check("fail", variable, message, "name the interface that reaches the other nodes")
@@ -332,7 +335,7 @@ def _is_down(name: str) -> bool:
 
 
 def _matches(value: str, names: list[str]) -> list[str]:
-    """NCCL's own syntax: prefixes with commas between them; `=` asks for whole names, `^` for all others."""
+    """NCCL's syntax: prefixes separated by commas; `=` requires whole names, `^` selects all others."""
     excluded = value.startswith("^")
     exact = value.lstrip("^").startswith("=")
     wanted = [part for part in value.lstrip("^=").split(",") if part]
@@ -342,17 +345,17 @@ def _matches(value: str, names: list[str]) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------------------- cluster
 def check_cluster(cluster: ClusterConfig) -> Iterator[Check]:
-    """The site's file: folders, image and interface that it names. A login node may lack what compute nodes have."""
+    """Folders, image and interface of the site's file. On a login node a missing one is a warning."""
     level = severity()
     if cluster.scratch is not None and "$" not in cluster.scratch:
         reason = _write_problem(Path(cluster.scratch)) if Path(cluster.scratch).is_dir() else "no such folder here"
         if reason is not None:
-            yield Check(level, "scratch", f"{cluster.scratch}: {reason}", "name a folder that every compute node has")
+            yield Check(level, "scratch", f"{cluster.scratch}: {reason}", "set a folder that every compute node has")
         else:
             yield Check("ok", "scratch", f"{cluster.scratch} is writable")
     if cluster.network_interface is not None and cluster.network_interface not in _names(NET_DEVICES):
         message = f"{cluster.network_interface} is no interface of this host ({', '.join(_names(NET_DEVICES))})"
-        yield Check(level, "network_interface", message, "`ip link` on a compute node names them")
+        yield Check(level, "network_interface", message, "`ip link` on a compute node lists them")
     container = cluster.container
     if container is not None:
         if container.image.startswith("/") and not Path(container.image).exists():
@@ -369,7 +372,7 @@ def check_cluster(cluster: ClusterConfig) -> Iterator[Check]:
 
 
 def load_cluster_checks(path: Path) -> list[Check]:
-    """`check_cluster` of a file, or the one line that says why it does not load."""
+    """`check_cluster` of a file, or one failure if it does not load."""
     from pacs_megatron.config.cluster import load_cluster
 
     try:

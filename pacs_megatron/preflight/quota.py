@@ -1,6 +1,6 @@
-"""Room left on a file system for this user: free blocks and files, and quotas as the site's own tools tell them.
+"""Free space for this user on a file system: free blocks and files, and quotas from the site's tools.
 
-`statvfs` knows nothing of a user's quota on Lustre and NFS, so `lfs quota` and `quota` are asked where they are there.
+`statvfs` does not include a user's quota on Lustre and NFS, so this module also runs `lfs quota` and `quota` if installed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _NETWORK_TYPES = ("lustre", "nfs", "nfs4", "gpfs", "beegfs", "ceph", "panfs", "w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeSpace:
-    """What may still be written."""
+    """Bytes and files that may still be written."""
 
     num_bytes: float
     num_files: float
-    """infinite where the file system does not count files"""
+    """infinite if the file system does not count files"""
     source: str
-    """who says so: `free space`, `lfs quota -u`, ..."""
+    """`free space`, `lfs quota -u`, ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Mount:
 
 
 def find_mount(folder: Path) -> Mount | None:
-    """The mount that holds `folder`: the longest mount point above it."""
+    """The mount of `folder`: the longest mount point above it."""
     best: Mount | None = None
     for line in MOUNTS.read_text(encoding="utf-8").splitlines() if MOUNTS.is_file() else []:
         device, point, kind = line.split()[:3]
@@ -49,7 +49,7 @@ def find_mount(folder: Path) -> Mount | None:
 
 
 def free_space(folder: Path) -> tuple[list[FreeSpace], str | None]:
-    """(free space and every quota that binds, why a quota could not be asked for or None), for an existing folder."""
+    """(free space and all quotas, reason why a quota is unknown or None), for an existing folder."""
     stats = os.statvfs(folder)
     files = float(stats.f_favail) if stats.f_files else float("inf")
     found = [FreeSpace(num_bytes=float(stats.f_bavail) * stats.f_frsize, num_files=files, source="free space")]
@@ -64,11 +64,11 @@ def free_space(folder: Path) -> tuple[list[FreeSpace], str | None]:
     if shutil.which("quota"):
         return found + _parse(_run(["quota", "-w", "-p", "-u"]), mount.device, "quota -u"), None
     unknown = mount.kind in _NETWORK_TYPES
-    return found, f"no tool here tells the quota of {mount.point} ({mount.kind})" if unknown else None
+    return found, f"no installed tool reads the quota of {mount.point} ({mount.kind})" if unknown else None
 
 
 def _run(command: list[str]) -> str:
-    """Its standard output; `quota` exits with 1 when a limit is passed, so the status says nothing."""
+    """Standard output of the command. Ignores the status: `quota` exits with 1 when a limit is exceeded."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -76,7 +76,7 @@ def _run(command: list[str]) -> str:
 
 
 def _parse(text: str, name: str, source: str) -> list[FreeSpace]:
-    """Both tools print: name, KiB used, soft, hard, grace, files used, soft, hard, grace; 0 is no limit, `*` is over it."""
+    """Both tools print: name, KiB used, soft, hard, grace, files used, soft, hard, grace. 0: no limit, `*`: exceeded."""
     found = []
     for line in text.splitlines():
         fields = line.split()
@@ -89,8 +89,8 @@ def _parse(text: str, name: str, source: str) -> list[FreeSpace]:
         used, soft, hard, files, soft_files, hard_files = map(float, counts)
         limit, limit_files = _tighter(soft, hard), _tighter(soft_files, hard_files)
         if limit < float("inf") or limit_files < float("inf"):
-            room, room_files = max(0.0, limit - used) * _KIB, max(0.0, limit_files - files)
-            found.append(FreeSpace(num_bytes=room, num_files=room_files, source=source))
+            num_bytes, num_files = max(0.0, limit - used) * _KIB, max(0.0, limit_files - files)
+            found.append(FreeSpace(num_bytes=num_bytes, num_files=num_files, source=source))
     return found
 
 

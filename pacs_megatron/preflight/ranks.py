@@ -1,4 +1,4 @@
-"""The part of `preflight` that needs all ranks: what must be equal on every node, and the network between them."""
+"""Checks that need all ranks: equality between nodes, and the network between them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ MAX_SKEW_S = 5.0
 ALL_REDUCE_BYTES = 64 * 2**20
 ALL_REDUCE_TRIES = 5
 SLOW_FRAC = 0.25
-"""Of the bandwidth that `plan` counts with; below it the network is named."""
+"""Share of the plan's bandwidth below which the network gets a warning."""
 PROBE_S = 10.0
-"""A shared file system may show a new file on another node only after a while."""
+"""Timeout: a shared file system may show a new file on other nodes with a delay."""
 WEIGHT_SAMPLE_BYTES = 1 << 20
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "pydantic", "transformer-engine")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -37,9 +37,9 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 def run_everywhere(
     path: Path, overrides: Sequence[str], *, cluster: Path | None = None, start_servers: bool = True
 ) -> list[Check]:
-    """What this process has to say: all checks when it is alone or rank 0; failures only elsewhere.
+    """All checks on rank 0 or outside a job; failures only on other ranks.
 
-    Collective under torchrun or srun: one rank of each node looks at its host, then all of them compare.
+    Collective under torchrun or srun: one rank of each node checks its host, then all ranks compare.
     """
     place = find_rank(os.environ)
     checks = []
@@ -47,7 +47,7 @@ def run_everywhere(
         with stdout_for_the_report():
             checks = run_preflight(path, overrides, cluster=cluster, start_servers=start_servers)
         if place is not None and place.rank:
-            checks = [check for check in checks if check.level == "fail"]  # every node looks, one speaks
+            checks = [check for check in checks if check.level == "fail"]  # rank 0 alone reports the rest
     return checks + run_rank_checks(path, overrides)
 
 
@@ -59,7 +59,7 @@ def run_rank_checks(path: Path, overrides: Sequence[str]) -> list[Check]:
     try:
         loaded = load_config(path, overrides)
     except PacsError:
-        return []  # the other part says why, on every rank alike
+        return []  # `run_preflight` reports the reason on every rank
     os.environ.update(place.variables())
     from pacs_megatron.parallel import groups
 
@@ -76,12 +76,12 @@ def run_rank_checks(path: Path, overrides: Sequence[str]) -> list[Check]:
 
 _FIXES = {
     "model.path": "put it on a file system that all nodes share, or run `fetch` on each",
-    "GPUs": "ask for nodes of one kind (cluster file: constraint), and have drivers updated together",
+    "GPUs": "request nodes of one kind (cluster file: constraint), with one driver version",
 }
 
 
 def _equal(loaded: LoadedConfig, rank: Any) -> list[Check]:
-    """Configuration, software, GPUs, model and tokenizer, as hashes gathered from every rank."""
+    """Compares hashes of configuration, software, GPUs, model and tokenizer over all ranks."""
     values = {
         "configuration": loaded.to_yaml(),
         "versions": " ".join(f"{name}={installed(name)}" for name in PACKAGES),
@@ -112,7 +112,7 @@ def _gpu(rank: Any) -> str:
 
 
 def _model_digest(path: str) -> str:
-    """Small files whole, of the weights names, sizes, headers and both ends: tells two downloads apart in a second."""
+    """Small files completely; of weight files name, size, header and both ends: separates two downloads in a second."""
     try:
         folder = local_model(path)
     except PacsError as error:
@@ -133,7 +133,7 @@ def _model_digest(path: str) -> str:
 
 
 def _shared_folder(loaded: LoadedConfig, rank: Any) -> list[Check]:
-    """run.dir is one folder on every node: all see a file that rank 0 wrote."""
+    """Checks that run.dir is the same folder on every node: all ranks must see a file that rank 0 writes."""
     import torch.distributed as dist
 
     key = "run.dir"
@@ -147,7 +147,7 @@ def _shared_folder(loaded: LoadedConfig, rank: Any) -> list[Check]:
         except OSError:
             written = False
     if not _gather(rank, int(written))[0]:
-        return []  # rank 0's own check of the folder says why
+        return []  # rank 0's check of the folder reports the reason
     try:
         found = _gather(rank, int(_appears(probe)))
     finally:
@@ -156,7 +156,7 @@ def _shared_folder(loaded: LoadedConfig, rank: Any) -> list[Check]:
             probe.unlink()
     blind = [index for index, seen in enumerate(found) if not seen]
     if blind:
-        message = f"{folder}: what rank 0 writes is not seen by ranks {blind[:8]}"
+        message = f"{folder}: ranks {blind[:8]} do not see a file that rank 0 wrote"
         return [Check("fail", key, message, "choose a folder on a file system that all nodes share")]
     return [Check("ok", key, f"{folder} is the same folder on {len(found)} ranks")]
 
@@ -164,7 +164,7 @@ def _shared_folder(loaded: LoadedConfig, rank: Any) -> list[Check]:
 def _appears(path: Path) -> bool:
     deadline = time.monotonic() + PROBE_S
     while time.monotonic() < deadline:
-        if path.name in os.listdir(path.parent):  # a listing refreshes a network file system's cache, `stat` may not
+        if path.name in os.listdir(path.parent):  # a listing refreshes a network file system's cache; `stat` may not
             return True
         time.sleep(0.2)
     return False
@@ -194,7 +194,7 @@ def _skew(rank: Any) -> list[Check]:
 
 
 def _all_reduce(loaded: LoadedConfig, rank: Any) -> list[Check]:
-    """A sum over all ranks: right, and how fast. Over NCCL on GPUs, gloo on CPU."""
+    """Result and bandwidth of a sum over all ranks, over NCCL on GPUs and gloo on CPU."""
     import torch
     import torch.distributed as dist
 
@@ -210,18 +210,18 @@ def _all_reduce(loaded: LoadedConfig, rank: Any) -> list[Check]:
         start = _now(tensor)
         dist.all_reduce(tensor)
         seconds.append(_now(tensor) - start)
-    # The slowest rank's best try; every rank reaches the collective, so no later call depends on this number.
+    # The slowest rank's best attempt. The number is for the report only, so ranks cannot diverge by it.
     rate = 2 * (world - 1) / world * ALL_REDUCE_BYTES / max(_gather(rank, min(seconds))) / 1e9
     text = f"all-reduce over {world} ranks: {rate:.1f} GB/s bus bandwidth ({dist.get_backend()})"
     expected = _expected_gb_s(loaded, rank)
     if expected is not None and rate < SLOW_FRAC * expected:
-        fix = "look at NCCL_DEBUG=INFO for the transport; NCCL_SOCKET_IFNAME, NCCL_IB_HCA, GPUDirect"
-        return [Check("warn", "network", f"{text}, `plan` counts with {expected:.0f}", fix)]
+        fix = "check the transport with NCCL_DEBUG=INFO; NCCL_SOCKET_IFNAME, NCCL_IB_HCA, GPUDirect"
+        return [Check("warn", "network", f"{text}, `plan` assumes {expected:.0f}", fix)]
     return [Check("ok", "network", text)]
 
 
 def _expected_gb_s(loaded: LoadedConfig, rank: Any) -> float | None:
-    """Bandwidth that `plan` counts with, on GPUs: the network's between nodes, NVLink's inside one."""
+    """Bandwidth that `plan` assumes on GPUs: the network's between nodes, NVLink's within one."""
     resources = loaded.config.resources
     if rank.device.type != "cuda" or resources.gpu is None:
         return None

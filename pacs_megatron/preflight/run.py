@@ -1,7 +1,7 @@
-"""`preflight`: everything that can be found out before a run waits in a queue; each line ok, warn or fail, key and fix.
+"""`preflight`: checks before a run is queued; each result line is ok, warn or fail, with key and fix.
 
-On a login node it looks at the configuration, the files and the software. Inside a job (`srun pacs-megatron preflight`)
-every rank takes part, and what has to be equal or connected between nodes is looked at too.
+On a login node it checks the configuration, the files and the software. Inside a job (`srun pacs-megatron preflight`)
+every rank takes part, and it also checks equality and connections between nodes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pacs_megatron.plan import constants
 from pacs_megatron.plan.constants import GIB
 from pacs_megatron.plan.known_models import find_spec
 from pacs_megatron.plan.plan import Plan, make_plan
-from pacs_megatron.preflight.check import Check, attempt, is_there
+from pacs_megatron.preflight.check import Check, attempt, path_exists
 from pacs_megatron.preflight.host import (
     check_folders,
+    check_free_space,
     check_gpus,
     check_memory,
     check_network_settings,
     check_ports,
-    check_room,
     check_software,
     in_a_job,
     load_cluster_checks,
@@ -42,13 +42,13 @@ from pacs_megatron.runtime.rows import read_rows
 from pacs_megatron.runtime.run_folder import run_folder
 
 NUM_GOLD = 32
-"""Gold answers that are sent through the reward."""
+"""Number of gold answers that the reward must verify."""
 
 
 def run_preflight(
     path: Path, overrides: Sequence[str] = (), *, cluster: Path | None = None, start_servers: bool = True
 ) -> list[Check]:
-    """Every check in order; a configuration that does not load ends it after the first line."""
+    """All checks in order; only one result if the configuration does not load."""
     try:
         loaded = load_config(path, overrides)
     except PacsError as error:
@@ -70,15 +70,15 @@ def run_preflight(
         if readable:
             checks.extend([*_tokenizer(loaded), *_data(loaded), *_reward(loaded)])
         else:
-            checks.append(Check("warn", "data, reward", "not looked at: they need the model's tokenizer"))
+            checks.append(Check("warn", "data, reward", "not checked: they need the model's tokenizer"))
     checks.extend([*check_folders(loaded), *check_ports(loaded), *check_network_settings(loaded)])
     if cluster is not None:
         checks.extend(load_cluster_checks(cluster))
     checks.extend(_resume(loaded))
     if plan is not None:
-        checks.extend([*check_room(loaded, plan), *check_memory(loaded, plan), *_signal(loaded, plan)])
+        checks.extend([*check_free_space(loaded, plan), *check_memory(loaded, plan), *_signal(loaded, plan)])
     model_dir = local_model(loaded.config.model.path) if readable else None
-    # Last, because it takes the longest, and not beside a failure that a person has to mend first.
+    # Last, because it takes the longest; no server is started if another check failed.
     failed = any(check.level == "fail" for check in checks)
     checks.extend(check_servers(loaded, None if failed else model_dir, start=start_servers))
     return checks
@@ -86,7 +86,7 @@ def run_preflight(
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Without this logger's warnings: what they say becomes one line of the report."""
+    """Suppresses this logger's warnings: the report has one line for all of them."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -98,7 +98,7 @@ def _quiet(name: str) -> Iterator[None]:
 
 @contextmanager
 def stdout_for_the_report() -> Iterator[None]:
-    """Inside, what plug-ins and their processes print goes to stderr: stdout is for the report, which may be JSON."""
+    """Redirects output of plug-ins and their processes to stderr: stdout is for the report, which may be JSON."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -112,7 +112,7 @@ def stdout_for_the_report() -> Iterator[None]:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Inside, the Hugging Face libraries read their caches and ask no network, as the jobs will."""
+    """Makes the Hugging Face libraries read their caches without network access, as in the jobs."""
     import datasets
     from huggingface_hub import constants as hub
 
@@ -125,7 +125,7 @@ def offline() -> Iterator[None]:
 
 
 def render(checks: Sequence[Check], *, as_json: bool) -> str:
-    """One line a check and the count, or JSON."""
+    """One line per check and the counts, or JSON."""
     if as_json:
         return json.dumps([asdict(check) for check in checks], indent=2)
     counts = {level: sum(check.level == level for check in checks) for level in ("ok", "warn", "fail")}
@@ -134,7 +134,7 @@ def render(checks: Sequence[Check], *, as_json: bool) -> str:
 
 
 def find_spec_or_none(loaded: LoadedConfig) -> object | None:
-    """The model's architecture, None where it cannot be had (`_model` says why)."""
+    """The model's architecture, or None if it cannot be read (`_model` reports the reason)."""
     try:
         return find_spec(loaded.config.model.path)
     except (PacsError, OSError):
@@ -148,7 +148,7 @@ def _plan(plan: Plan) -> Iterator[Check]:
     share = plan.peak.total / (plan.gpu.memory_gib * GIB)
     text = f"{plan.peak.total / GIB:.1f} GiB of {plan.gpu.memory_gib} GiB on a {plan.gpu.name} ({share:.0%}), planned"
     if not plan.fits:
-        yield Check("fail", "resources.gpu", f"does not fit: {text}", "`pacs-megatron plan` says what to change")
+        yield Check("fail", "resources.gpu", f"does not fit: {text}", "`pacs-megatron plan` lists what to change")
     else:
         yield Check("warn" if share > 0.95 else "ok", "resources.gpu", text)
     fp8 = plan.config.precision.fp8
@@ -158,14 +158,15 @@ def _plan(plan: Plan) -> Iterator[Check]:
 
 
 def _network(loaded: LoadedConfig) -> Iterator[Check]:
-    """What a job would ask a network for."""
+    """Warns about data that a job would request from a network."""
     config = loaded.config
     datasets = (config.data.train, *config.evaluation.benchmarks)
-    from_hub = [path for path in (config.model.path, *(d.path for d in datasets)) if not is_there(path)]
+    from_hub = [path for path in (config.model.path, *(d.path for d in datasets)) if not path_exists(path)]
     names = [path for path in from_hub if not Path(path).suffix]
     if names and in_a_job() and os.environ.get("HF_HUB_OFFLINE") not in ("1", "true", "True", "ON", "YES"):
         message = (
-            f"{', '.join(sorted(set(names)))} come from the hub's cache, but HF_HUB_OFFLINE is not set: a job asks it"
+            f"{', '.join(sorted(set(names)))} come from the hub's cache, but HF_HUB_OFFLINE is not set: a job contacts "
+            "the hub"
         )
         yield Check("warn", "HF_HUB_OFFLINE", message, "export HF_HUB_OFFLINE=1 (submit and slurm/train.sbatch do)")
     has_key = os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").is_file()
@@ -214,14 +215,14 @@ def _model(loaded: LoadedConfig) -> Iterator[Check]:
 
 
 def is_converted(path: str) -> bool:
-    """Whether it is a converted Megatron checkpoint, which has digests of its own and Hugging Face's files in `hf`."""
+    """Whether it is a converted Megatron checkpoint, which has its own digests and Hugging Face's files in `hf`."""
     return (Path(path).expanduser() / "manifest.json").is_file()
 
 
 def local_model(path: str) -> Path:
-    """The folder with configuration and tokenizer, here or in the local cache: nothing is fetched.
+    """The folder with configuration and tokenizer: local, or in the hub's cache. No download.
 
-    Raises PacsError for neither.
+    Raises PacsError if neither exists.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -254,13 +255,13 @@ def _tokenizer(loaded: LoadedConfig) -> Iterator[Check]:
             )
         stops = stop_token_ids(tokenizer, str(folder))
         rows = load_spec(folder).vocab_size
-        # Some models are padded by a token of no row of theirs; nothing ever looks it up.
+        # Some models' padding token has no row in the embedding; it is never looked up.
         ids = {id for id in tokenizer.get_vocab().values() if id != tokenizer.pad_token_id}
         largest = max(max(ids), max(stops))
         if largest >= rows:
             raise PacsError(
                 f"{folder}: the tokenizer or generation_config.json has token id {largest}, but config.json has "
-                f"vocab_size={rows}; take the tokenizer that belongs to the model"
+                f"vocab_size={rows}; use the model's own tokenizer"
             )
         return f"chat template, stops at {', '.join(map(str, stops))}"
 
@@ -276,8 +277,8 @@ def _data(loaded: LoadedConfig) -> Iterator[Check]:
         def loads(key: str = key, dataset: DatasetOptions = dataset) -> str:
             return _read_set(loaded, key, dataset)
 
-        is_local = Path(dataset.path).suffix or is_there(dataset.path)
-        fix = "" if is_local else "`pacs-megatron fetch` where there is a network brings it into the cache (HF_HOME)"
+        is_local = Path(dataset.path).suffix or path_exists(dataset.path)
+        fix = "" if is_local else "`pacs-megatron fetch` on a machine with network fills the cache (HF_HOME)"
         yield attempt(f"{key}.path", loads, fix)
 
 
@@ -293,7 +294,7 @@ def _read_set(loaded: LoadedConfig, key: str, dataset: DatasetOptions) -> str:
         )
     if not all(len(prompt.token_ids) for prompt in prompts):
         raise PacsError(
-            f"{dataset.path}: the chat template makes empty prompts; repair chat_template.jinja of the model"
+            f"{dataset.path}: the chat template creates empty prompts; correct chat_template.jinja of the model"
         )
     if key == "data.train" and len(prompts) < config.batch.prompts_per_step:
         raise PacsError(
@@ -320,7 +321,7 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
         if failed and reward.name == "custom":
             raise PacsError(
                 f"reward.name={reward.name} fails on {len(failed)} of {report.num_checked} gold answers, such as "
-                f"{failed[0].answer!r}: {failed[0].reason}; mend it: such samples count for nothing"
+                f"{failed[0].answer!r}: {failed[0].reason}; correct it: such samples are not counted"
             )
         if report.num_checked and not report.num_verified and reward.name in ("math", "arithmetic"):
             worst = report.unverified[0]
@@ -333,7 +334,7 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
     check = attempt("reward", judges)
     counts = re.search(r" accepts (\d+) of (\d+) ", check.message)
     if check.level == "ok" and counts is not None and 2 * int(counts[1]) < int(counts[2]):
-        check = Check("warn", check.key, check.message, "look at `pacs-megatron data preview`: is it meant to?")
+        check = Check("warn", check.key, check.message, "check with `pacs-megatron data preview` that this is intended")
     yield check
 
 
@@ -344,7 +345,7 @@ def _resume(loaded: LoadedConfig) -> Iterator[Check]:
         from pacs_megatron.runtime.run_folder import changed_since
 
         changed = changed_since(loaded, folder)
-        return f"{folder} goes on" + (f" with another {', '.join(changed)}" if changed else "")
+        return f"{folder} resumes" + (f" with changed {', '.join(changed)}" if changed else "")
 
     if folder.exists():
         yield attempt("run.name", is_the_same_run)
@@ -353,7 +354,7 @@ def _resume(loaded: LoadedConfig) -> Iterator[Check]:
         return
     whole = whole_checkpoints(folder)
     if not whole:
-        yield Check("ok", "checkpoint", f"{folder} has no whole checkpoint: the run starts")
+        yield Check("ok", "checkpoint", f"{folder} has no complete checkpoint: the run starts from the model")
         return
     position, newest = whole[-1]
 
@@ -367,16 +368,16 @@ def _resume(loaded: LoadedConfig) -> Iterator[Check]:
 
 
 def _signal(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
-    """The signal must come early enough to finish an update and to save: as measured, else as planned."""
+    """Checks that the signal leaves time to finish an update and to save, by measured or else planned times."""
     lead = loaded.config.resources.signal_lead_s
     measured = _measured_seconds(run_folder(loaded) / "metrics.jsonl", loaded.config.batch.updates_per_step)
     if measured is not None:
-        need, word = measured, "measured in this run"
+        need, source = measured, "measured in this run"
     elif plan.phases:
-        need, word = planned_ending_s(plan), "planned"
+        need, source = planned_ending_s(plan), "planned"
     else:
         return
-    text = f"{lead} s before the time limit; an update, a weight sync and a save take {need:.0f} s ({word})"
+    text = f"{lead} s before the time limit; an update, a weight sync and a save take {need:.0f} s ({source})"
     if lead < need:
         yield Check("fail", "resources.signal_lead_s", text, f"use at least {2 * need:.0f}")
     else:
@@ -384,15 +385,15 @@ def _signal(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
     limit = seconds_of(loaded.config.resources.time_limit)
     if limit <= lead:
         message = f"{loaded.config.resources.time_limit} is not longer than resources.signal_lead_s={lead}"
-        yield Check("fail", "resources.time_limit", message, "raise it: the signal would come at the start")
+        yield Check("fail", "resources.time_limit", message, "raise it: the signal would arrive at the start")
 
 
 ENDING_SPANS = ("time/sync_s", "time/checkpoint_s")
-"""What is still done, beside the update, when a signal comes right after the start of a step's last update."""
+"""Spans that follow the update if a signal arrives right after the start of a step's last update."""
 
 
 def planned_ending_s(plan: Plan) -> float:
-    """The same seconds from the plan: one update, the sync, and one checkpoint at the assumed speed of the disk."""
+    """The planned seconds: one update, the sync, and one checkpoint at the assumed disk speed."""
     updates = sum(phase.seconds for phase in plan.phases if phase.name == "updates")
     sync = sum(phase.seconds for phase in plan.phases if phase.name.startswith("weight sync"))
     save = plan.checkpoint_bytes / (constants.DISK_GB_S.value * 1e9)

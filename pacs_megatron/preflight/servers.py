@@ -1,4 +1,4 @@
-"""The part of `preflight` that looks at SGLang: the options, its version, and whether a server really starts and answers."""
+"""Checks of SGLang: options, version, and whether a server starts and responds."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pacs_megatron.preflight.check import Check, attempt
 
 TESTED_VERSION = "0.5.23"
 _VERSION_CODE = "from importlib.metadata import version; print(version('sglang'))"
-_FIRST_ANSWER_S = 300.0
+_FIRST_RESPONSE_S = 300.0
 """The first request compiles kernels on a GPU."""
 
 
 def check_servers(loaded: LoadedConfig, model_dir: Path | None, *, start: bool) -> Iterator[Check]:
-    """Options, interpreter, and with `start` a real start of the first configured server or a request to each url.
+    """Options and interpreter; with `start` also starts the first configured server, or sends a request to each url.
 
-    `model_dir` is the model's local folder; None where it cannot be read, and then nothing is started.
+    `model_dir` is the model's local folder; if it is None, no server is started.
     """
     rollout = loaded.config.rollout
     if not isinstance(rollout, SglangRollout):
@@ -35,10 +35,10 @@ def check_servers(loaded: LoadedConfig, model_dir: Path | None, *, start: bool) 
         return
     key = "rollout.urls" if rollout.servers is None else "rollout.servers"
     if not start:
-        yield Check("warn", key, "no server was started or asked (--skip-servers)", "run preflight without it once")
+        yield Check("warn", key, "no server was tested (--skip-servers)", "run preflight without it once")
     elif rollout.servers is None:
         for url in rollout.urls:
-            yield attempt("rollout.urls", lambda url=url: _ask(rollout, url), "start it, or correct the address")  # type: ignore[misc]
+            yield attempt("rollout.urls", lambda url=url: _request(rollout, url), "start it, or correct the address")  # type: ignore[misc]
     else:
         yield _start(loaded, rollout, rollout.servers, model_dir)
 
@@ -67,34 +67,34 @@ def _version(servers: SglangServers) -> Check:
             [*servers.python, "-c", _VERSION_CODE], capture_output=True, text=True, timeout=120, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Check("fail", key, f"{program}: {error}", "name an existing interpreter")
+        return Check("fail", key, f"{program}: {error}", "set an existing interpreter")
     found = done.stdout.strip()
     if done.returncode or not found:
-        fix = "install sglang there (make install-sglang), or name the interpreter that has it"
+        fix = "install sglang there (make install-sglang), or set the interpreter that has it"
         return Check("fail", key, f"{program} has no sglang", fix)
     if found != TESTED_VERSION:
         return Check("warn", key, f"sglang {found}; tested: {TESTED_VERSION}", f"pip install sglang=={TESTED_VERSION}")
     return Check("ok", key, f"sglang {found}")
 
 
-def _ask(rollout: SglangRollout, url: str) -> str:
-    """One token from a running server. Raises RolloutError or ConfigError."""
+def _request(rollout: SglangRollout, url: str) -> str:
+    """Samples one token from a running server. Raises RolloutError or ConfigError."""
     from pacs_megatron.sglang.build import server_apis
 
     (api,) = server_apis(rollout, (url,))
     begin = time.monotonic()
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-    api.ask("/generate", lambda answer: answer["meta_info"], body, _FIRST_ANSWER_S)
-    return f"{url} answers in {time.monotonic() - begin:.1f} s, weight version {api.weight_version()}"
+    api.query("/generate", lambda response: response["meta_info"], body, _FIRST_RESPONSE_S)
+    return f"{url} responds in {time.monotonic() - begin:.1f} s, weight version {api.weight_version()}"
 
 
 def _start(loaded: LoadedConfig, rollout: SglangRollout, servers: SglangServers, model_dir: Path | None) -> Check:
-    """Start the first configured server, sample one token, end it."""
+    """Starts the first configured server, samples one token, ends the server."""
     key = "rollout.servers"
     if model_dir is None:
-        return Check("warn", key, "not started: the model cannot be read", "mend model.path first")
+        return Check("warn", key, "not started: the model cannot be read", "correct model.path first")
     if not list(model_dir.glob("*.safetensors")):
-        return Check("warn", key, f"not started: {model_dir} has no Hugging Face weights to start it with")
+        return Check("warn", key, f"not started: {model_dir} has no Hugging Face weights")
     if servers.device == "cuda" and not _has_gpu():
         return Check("warn", key, "not started: no GPU here", "run preflight inside the job too")
     from pacs_megatron.sglang.build import server_specs, start_servers
@@ -106,11 +106,11 @@ def _start(loaded: LoadedConfig, rollout: SglangRollout, servers: SglangServers,
             (server,) = start_servers(server_specs(rollout, servers, model, Path(folder))[:1], servers.start_timeout_s)
             try:
                 ready_s = time.monotonic() - begin
-                return f"started in {ready_s:.0f} s and {_ask(rollout, server.url)}; ended"
+                return f"started in {ready_s:.0f} s and {_request(rollout, server.url)}; ended"
             finally:
                 server.close()
 
-    fix = "look at rollout.servers.extra_args, mem_fraction, tp and start_timeout_s"
+    fix = "check rollout.servers.extra_args, mem_fraction, tp and start_timeout_s"
     try:
         return Check("ok", key, starts())
     except PacsError as error:

@@ -1,6 +1,6 @@
 """SGLang's control endpoints (version 0.5.23; sessions are probed for older ones), one blocking call each.
 
-Generation is in `sglang_client`. Every call opens its own connection, so an instance may be used by several threads.
+Generation is in `sglang/client.py`. Every call opens its own connection, so threads may share an instance.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from urllib.parse import urlsplit
 from pacs_megatron.errors import ConfigError, RolloutError
 
 PauseMode = Literal["abort", "in_place", "retract"]
-"""`abort`: running requests return what they have. `retract`: they wait, and their KV cache is computed anew by the
-new weights. `in_place`: they wait and go on with the old KV cache."""
+"""`abort`: running requests return their partial output. `retract`: they pause, and their KV cache is recomputed with
+the new weights. `in_place`: they pause and continue with the old KV cache."""
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 T = TypeVar("T")
 FRESH_VERSION = "default"
-"""The `weight_version` of a server that was just started."""
+"""The `weight_version` of a newly started server."""
 
 
 class ServerUnreachableError(RolloutError):
-    """No answer: connection refused or broken, or the time limit passed."""
+    """No response: connection refused or broken, or timeout."""
 
 
-class BadControlAnswerError(RolloutError):
-    """An answer of status 200 that is not what SGLang answers."""
+class BadControlResponseError(RolloutError):
+    """A response of status 200 that SGLang does not send."""
 
 
 class ServerRefusedError(RolloutError):
-    """An answer other than 200; `status` is the HTTP status."""
+    """A response other than 200; `status` is the HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -44,18 +44,18 @@ class ServerRefusedError(RolloutError):
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """What a server says it holds: `version` counts from 0, `digest` is `WeightDigest`'s of that export."""
+    """Weights as a server reports them: `version` counts from 0, `digest` is that export's `WeightDigest`."""
 
     version: int
     digest: str
 
     def __str__(self) -> str:
-        """The `weight_version` that a server is given and that comes back with every token span."""
+        """The server's `weight_version`, which also comes back with every token span."""
         return f"{self.version}:{self.digest}"
 
     @classmethod
     def parse(cls, text: str) -> WeightVersion | None:
-        """None for anything that is not ours: a fresh server's `default`, or an update under way."""
+        """None for any other text: a fresh server's `default`, or the mark of an update in progress."""
         number, _, digest = text.partition(":")
         if not number.isdecimal() or not digest or digest == UPDATING:
             return None
@@ -63,7 +63,7 @@ class WeightVersion:
 
     @staticmethod
     def is_fresh(text: str) -> bool:
-        """Whether it is the version of a server that nothing was pushed to since its start."""
+        """Whether no weights were pushed to the server since its start."""
         return text == FRESH_VERSION
 
 
@@ -71,7 +71,7 @@ UPDATING = "updating"
 
 
 def updating_version(version: int) -> str:
-    """The `weight_version` of a server whose weights are mixed; `WeightVersion.parse` refuses it."""
+    """The `weight_version` during an update, when weights are mixed; `WeightVersion.parse` returns None for it."""
     return f"{version}:{UPDATING}"
 
 
@@ -82,26 +82,26 @@ def check_url(url: str) -> str:
         has_port = bool(parts.port)
     except ValueError:  # no number, or beyond 65535
         has_port = False
-    if "@" in parts.netloc:  # not repeated: it is a secret
+    if "@" in parts.netloc:  # not printed: it contains a secret
         raise ConfigError("rollout.urls: an address with a user or password; name the key by rollout.api_key_env")
     if parts.scheme != "http" or not parts.hostname or not has_port or parts.path not in ("", "/"):
         raise ConfigError(f"rollout.urls: got {url!r}, expected http://<host>:<port>")
     if parts.query or parts.fragment:
-        raise ConfigError(f"rollout.urls: got {url!r}, expected http://<host>:<port> and nothing behind it")
+        raise ConfigError(f"rollout.urls: got {url!r}, expected http://<host>:<port> without query or fragment")
     return f"http://{parts.netloc.lower()}"
 
 
 def hint(status: int) -> str:
-    """What to do about an HTTP status, as the end of a message; empty where it says nothing by itself."""
+    """Advice about an HTTP status, as the end of a message; empty for a status without a known cause."""
     if status in (401, 403):
-        return "; the server wants another key: see rollout.api_key_env"
+        return "; the server expects another key: see rollout.api_key_env"
     if 300 <= status < 400:
         return "; redirects are not followed: name the server's own address"
     return ""
 
 
 def excerpt(data: bytes) -> str:
-    """The begin of an answer as one line."""
+    """The first 300 bytes of a response as one line."""
     return " ".join(data[:300].decode(errors="replace").split())
 
 
@@ -120,9 +120,9 @@ class SglangApi:
         return headers
 
     def call(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> bytes:
-        """The body of the answer: GET without `body`, else POST. Raises ServerUnreachableError, ServerRefusedError.
+        """The response body: GET without `body`, else POST. Raises ServerUnreachableError, ServerRefusedError.
 
-        The time limit is of the whole call, also where a server sends a byte now and then.
+        The timeout bounds the whole call, also if the server sends a byte now and then.
         """
         parts = urlsplit(self.url)
         limit = self.timeout_s if timeout_s is None else timeout_s
@@ -136,46 +136,47 @@ class SglangApi:
             timer.start()
             method, payload = ("GET", None) if body is None else ("POST", json.dumps(body))
             connection.request(method, path, payload, self.headers())
-            answer = connection.getresponse()
-            data = answer.read()
+            response = connection.getresponse()
+            data = response.read()
         except (OSError, http.client.HTTPException) as error:
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
             is_late = overdue.is_set() or isinstance(error, TimeoutError)
-            what = f"no answer within {limit:g} s" if is_late else "no answer"
-            raise ServerUnreachableError(f"{self.url}{path}: {what} ({reason})") from error
+            problem = f"no response within {limit:g} s" if is_late else "no response"
+            raise ServerUnreachableError(f"{self.url}{path}: {problem} ({reason})") from error
         finally:
             if timer is not None:
                 timer.cancel()
             connection.close()
-        if overdue.is_set():  # without a length, what came before the end looks whole
-            raise ServerUnreachableError(f"{self.url}{path}: no whole answer within {limit:g} s")
-        if answer.status != 200:
-            message = f"{self.url}{path}: HTTP {answer.status}, expected 200: {excerpt(data)}{hint(answer.status)}"
-            raise ServerRefusedError(message, answer.status)
+        if overdue.is_set():  # without a content length a truncated response looks complete
+            raise ServerUnreachableError(f"{self.url}{path}: no complete response within {limit:g} s")
+        if response.status != 200:
+            message = f"{self.url}{path}: HTTP {response.status}, expected 200: {excerpt(data)}{hint(response.status)}"
+            raise ServerRefusedError(message, response.status)
         return data
 
-    def order(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> None:
-        """A call that changes something. Raises ServerRefusedError also for a status of 200 with `success: false`."""
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> None:
+        """A call that changes state. Also raises ServerRefusedError for status 200 with `success: false`."""
         data = self.call(path, body, timeout_s)
-        with contextlib.suppress(ValueError):  # some answer in words
-            answer = json.loads(data)
-            if isinstance(answer, dict) and answer.get("success") is False:
+        with contextlib.suppress(ValueError):  # some responses are plain text
+            response = json.loads(data)
+            if isinstance(response, dict) and response.get("success") is False:
                 raise ServerRefusedError(f"{self.url}{path}: HTTP 200, but no success: {excerpt(data)}", 200)
 
-    def ask(
+    def query(
         self, path: str, read: Callable[[Any], T], body: Mapping[str, Any] | None = None, timeout_s: float | None = None
     ) -> T:
-        """What `read` takes from the answer's JSON. Raises BadControlAnswerError where that is not there."""
+        """Applies `read` to the response's JSON. Raises BadControlResponseError if that fails."""
         data = self.call(path, body, timeout_s)
         try:
             return read(json.loads(data))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-            raise BadControlAnswerError(
-                f"{self.url}{path}: unexpected answer ({type(error).__name__}: {error}): {excerpt(data)}; is it SGLang?"
+            raise BadControlResponseError(
+                f"{self.url}{path}: unexpected response ({type(error).__name__}: {error}): {excerpt(data)}; "
+                "is it SGLang?"
             ) from error
 
     def ready(self, timeout_s: float = 2.0) -> bool:
-        """Whether it takes requests. Cheap; `/health` sleeps a second by design."""
+        """Whether it accepts requests. Cheap; `/health` sleeps a second by design."""
         try:
             self.call("/ready", timeout_s=timeout_s)
         except (ServerUnreachableError, ServerRefusedError):
@@ -183,72 +184,72 @@ class SglangApi:
         return True
 
     def server_info(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Arguments and state; its scheduler has to answer, so a stuck one is noticed."""
-        return self.ask("/server_info", dict, timeout_s=timeout_s)
+        """Arguments and state. The scheduler has to respond, so this detects a stuck one."""
+        return self.query("/server_info", dict, timeout_s=timeout_s)
 
     def placement(self, timeout_s: float | None = None) -> tuple[int, str]:
-        """(tensor-parallel size, device); its scheduler has to answer."""
-        return self.ask("/server_info", lambda info: (int(info["tp_size"]), str(info["device"])), timeout_s=timeout_s)
+        """(tensor-parallel size, device); the scheduler has to respond."""
+        return self.query("/server_info", lambda info: (int(info["tp_size"]), str(info["device"])), timeout_s=timeout_s)
 
     def weight_version(self, timeout_s: float | None = None) -> str:
-        return self.ask("/model_info", lambda info: str(info["weight_version"]), timeout_s=timeout_s)
+        return self.query("/model_info", lambda info: str(info["weight_version"]), timeout_s=timeout_s)
 
     def set_weight_version(self, text: str) -> None:
-        self.order("/update_weight_version", {"new_version": text, "abort_all_requests": False})
+        self.post("/update_weight_version", {"new_version": text, "abort_all_requests": False})
 
     def pause(self, mode: PauseMode, timeout_s: float | None = None) -> None:
-        self.order("/pause_generation", {"mode": mode}, timeout_s)
+        self.post("/pause_generation", {"mode": mode}, timeout_s)
 
     def resume(self) -> None:
-        self.order("/continue_generation", {})
+        self.post("/continue_generation", {})
 
     def abort(self, rid: str | None = None) -> None:
-        """Ends one request, or all of them; each returns what it has."""
+        """Ends one request, or all of them; each returns its partial output."""
         self.call("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
     def flush_cache(self) -> None:
-        """Drops the KV cache. Refused (400) while requests run."""
-        self.order("/flush_cache", {})
+        """Drops the KV cache. The server refuses (400) while requests run."""
+        self.post("/flush_cache", {})
 
     def begin_weight_update(self) -> bool:
-        """Opens a session; False when this server knows none (<= 0.5.20). One left open is closed first."""
+        """Opens a session and closes one left open. False if the server has no sessions (<= 0.5.20)."""
         try:
-            self.order("/begin_weight_update", {})
+            self.post("/begin_weight_update", {})
         except ServerRefusedError as refused:
             if refused.status == 404:
                 return False
             if "already open" not in str(refused):
                 raise
             self.end_weight_update()
-            self.order("/begin_weight_update", {})
+            self.post("/begin_weight_update", {})
         return True
 
     def end_weight_update(self, timeout_s: float | None = None) -> None:
-        self.order("/end_weight_update", {}, timeout_s)
+        self.post("/end_weight_update", {}, timeout_s)
 
     def checksums(self, skip: Sequence[str] = (), timeout_s: float | None = None) -> list[dict[str, str]]:
-        """Hash by parameter name of SGLang's own (fused) module tree, one mapping a tensor-parallel rank.
+        """Hashes by parameter name of SGLang's own (fused) module tree, one mapping per tensor-parallel rank.
 
-        `skip` names parameters to leave out, so that a sample costs what a sample should.
+        The server does not hash the parameters in `skip`, which keeps `verify: sample` cheap.
         """
         body = {"action": "checksum", "skip_tensor_list": list(skip)}
-        return self.ask(
+        return self.query(
             "/weights_checker",
-            lambda answer: [{str(k): str(v) for k, v in rank["checksums"].items()} for rank in answer["ranks"]],
+            lambda response: [{str(k): str(v) for k, v in rank["checksums"].items()} for rank in response["ranks"]],
             body,
             timeout_s,
         )
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Gives GPU memory back to the trainer (colocated). The server must be idle or paused."""
-        self.order("/release_memory_occupation", {"tags": list(tags)})
+        """Frees the server's GPU memory for the trainer (colocated). The server must be idle or paused."""
+        self.post("/release_memory_occupation", {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        self.order("/resume_memory_occupation", {"tags": list(tags)})
+        self.post("/resume_memory_occupation", {"tags": list(tags)})
 
 
 def _break_off(sock: socket.socket, overdue: threading.Event) -> None:
-    """Ends whatever a call waits for."""
+    """Interrupts a blocked call."""
     overdue.set()
-    with contextlib.suppress(OSError):  # it has just ended
+    with contextlib.suppress(OSError):  # already closed
         sock.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""The SGLang engine of a run: attach to servers, or start and own them."""
+"""The SGLang engine of a run: attaches to external servers, or starts managed ones."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ POLL_S = 0.25
 
 
 def api_key(options: SglangRollout) -> str | None:
-    """The servers' key from the environment. Raises ConfigError when the named variable is not set, or holds something
-    that no HTTP header can carry (a trailing newline, as files have them)."""
+    """The servers' key from the environment. Raises ConfigError if the variable is not set, or contains a character
+    that is not allowed in an HTTP header (such as a file's trailing newline)."""
     if options.api_key_env is None:
         return None
     key = os.environ.get(options.api_key_env)
@@ -35,15 +35,15 @@ def api_key(options: SglangRollout) -> str | None:
         raise ConfigError(f"rollout.api_key_env={options.api_key_env}: this environment variable is not set")
     if not all("!" <= character <= "~" for character in key):
         raise ConfigError(
-            f"rollout.api_key_env={options.api_key_env}: the key holds a space, a newline or another character that an HTTP "
-            "header cannot carry; export it without"
+            f"rollout.api_key_env={options.api_key_env}: the key contains a space, a newline or another character that "
+            "is not allowed in an HTTP header; export it without"
         )
     return key
 
 
 def server_apis(options: SglangRollout, urls: tuple[str, ...]) -> tuple[SglangApi, ...]:
-    """Control access to these servers, for the process that pushes weights. Raises ConfigError for an address that is
-    none or comes twice: one server would get double load and two updates at a time."""
+    """Control access to these servers, for the process that pushes weights. Raises ConfigError for an invalid or
+    repeated address: that server would get double load and two concurrent updates."""
     key = api_key(options)
     checked = [check_url(url) for url in urls]
     if len(set(checked)) < len(checked):
@@ -53,7 +53,7 @@ def server_apis(options: SglangRollout, urls: tuple[str, ...]) -> tuple[SglangAp
 
 
 def server_specs(options: SglangRollout, servers: SglangServers, model: ModelOptions, folder: Path) -> list[ServerSpec]:
-    """One for each server that the run owns; logs and pid files go to `folder`."""
+    """One per managed server; logs and pid files go to `folder`."""
     key = api_key(options)
     quantized = FP8_BLOCKWISE_ARGS if options.sync.quantize == "fp8_blockwise" else ()
     return [
@@ -82,10 +82,10 @@ def server_specs(options: SglangRollout, servers: SglangServers, model: ModelOpt
 def start_servers(
     specs: list[ServerSpec], timeout_s: float, is_over: Callable[[], bool] = lambda: False
 ) -> list[ManagedServer]:
-    """Starts them together and returns when all are ready; ends them all at once when one does not become ready, or
-    `is_over` says that nobody wants them any more. Raises RolloutError then.
+    """Starts all servers in parallel and returns when all are ready. If one fails, or `is_over` becomes true, ends all
+    and raises RolloutError.
 
-    What an earlier, killed run left in the folder is ended first.
+    First ends leftover servers of an earlier, killed run in the same folder.
     """
     for folder in {spec.folder for spec in specs}:
         reap(folder)
@@ -95,30 +95,30 @@ def start_servers(
         for server in servers:
             server.start()
         _await({pool.submit(server.wait_ready, timeout_s) for server in servers}, is_over)
-    except BaseException:  # Ctrl-C too must not leave servers behind
+    except BaseException:  # also on Ctrl-C, no server may be left behind
         for server in servers:
             server.close()
         raise
     finally:
-        pool.shutdown()  # not before: it waits for those that wait for a server
+        pool.shutdown()  # only here: it blocks until all `wait_ready` calls end
     return servers
 
 
 def _await(waiting: set[Future[None]], is_over: Callable[[], bool]) -> None:
-    """Returns when all are done. Raises the error of one as soon as it has it, RolloutError when `is_over`."""
+    """Returns when all are done. Raises the first error at once, and RolloutError when `is_over` becomes true."""
     while waiting:
         done, waiting = wait(waiting, POLL_S, FIRST_COMPLETED)
         for one in done:
             one.result()
         if is_over():
-            raise RolloutError("told to end while the rollout servers were starting")
+            raise RolloutError("stop request while the rollout servers were starting")
 
 
 def open_engine(options: SglangRollout, model: ModelOptions, folder: Path) -> SglangEngine:
-    """The engine, with all servers up and STALE: push weights, then `set_current`.
+    """The engine, with all servers running and STALE: push weights, then call `set_current`.
 
-    Raises RolloutError when an own server does not start, ConfigError for a bad url or key, ConversionError for a
-    model folder that cannot be read.
+    Raises RolloutError if a managed server does not start, ConfigError for a bad url or key, ConversionError for an
+    unreadable model folder.
     """
     vocab_size = load_spec(model.path).vocab_size
     if options.servers is None:
@@ -160,7 +160,7 @@ def _engine(options: SglangRollout, servers: list[Server], vocab_size: int) -> S
 
 
 def _command(python: tuple[str, ...]) -> tuple[str, ...]:
-    """The interpreter's command; a path with a slash is checked before anything starts."""
+    """The interpreter's command. Raises ConfigError if it is a path to a missing file."""
     program = Path(python[0])
     if "/" in python[0] and not program.exists():
         raise ConfigError(

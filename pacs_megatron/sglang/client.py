@@ -1,12 +1,12 @@
-"""Samples from SGLang servers: thousands of requests in flight, every answer checked, no sample lost or doubled.
+"""Samples from SGLang servers: thousands of requests in flight, every response checked, no sample lost or duplicated.
 
 Threads and processes:
-    caller   `stream` hands requests to the loop and yields samples as they finish; `cancel`; several streams at a time
-    loop     one thread with an asyncio event loop: HTTP, routing, retries, fleet health. It decodes short answers only
-    workers  processes that decode long answers (`sglang_decode`)
+    caller   `stream` submits requests to the loop and yields samples as they finish; `cancel`; concurrent streams work
+    loop     one thread with an asyncio event loop: HTTP, routing, retries, fleet health. Decodes short responses only
+    workers  processes that decode long responses (`sglang/decode.py`)
 
-A request is one job with one result: a retry starts only after the try before it was given up and its connection
-closed, and the first checked answer ends the job, so that nothing can be counted twice.
+Each request is one job with one result. A retry starts only after the previous attempt ended and its connection was
+closed. The first valid response ends the job, so no sample is counted twice.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ import orjson
 from pacs_megatron.contracts.samples import Sample, SampleRequest, Span, Stop
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.sglang.api import WeightVersion, excerpt, hint
-from pacs_megatron.sglang.decode import Answer, BadResponseError, decode, init_worker
+from pacs_megatron.sglang.decode import BadResponseError, Response, decode, init_worker
 from pacs_megatron.sglang.fleet import Fleet, FleetLimits, Health, Server, ServerStatus
 from pacs_megatron.sglang.request import allow_connections, check_request, request_body
 
 logger = logging.getLogger(__name__)
 
 INLINE_BYTES = 16 * 1024
-"""Answers up to this size (about 500 tokens, 0.1 ms) are decoded on the loop: sending them elsewhere costs more."""
+"""The loop itself decodes responses up to this size (about 500 tokens, 0.1 ms); a worker process would cost more."""
 KEEPALIVE_S = 2.0
-"""Below the server's 5 s, so that no request goes out on a connection that the server is just closing."""
+"""Below the server's 5 s, so that no request uses a connection that the server is closing."""
 MONITOR_S = 0.5
 ALIVE_S = 1.0
-"""Callers that wait for the loop look so often whether it still runs."""
-ANSWER_BYTES, TOKEN_BYTES = 1 << 20, 1024
-"""An answer is given up beyond the first and the second for each token; a token takes about 30 bytes."""
+"""Interval in which blocked callers check that the loop still runs."""
+RESPONSE_BYTES, TOKEN_BYTES = 1 << 20, 1024
+"""Size limit of a response: the first, plus the second per requested token. A token takes about 30 bytes."""
 T = TypeVar("T")
 
 
-NO_ANSWER = (aiohttp.ClientError, OSError)
-"""What a connection fails with; aiohttp wraps most of it, but not all."""
+CONNECTION_ERRORS = (aiohttp.ClientError, OSError)
+"""Errors of a failed connection; aiohttp wraps most of them, but not all."""
 
 
 class RequestRefusedError(RolloutError):
-    """The server will not serve this request, and neither will another (HTTP 400): wrong length or parameters."""
+    """HTTP 400: the request is invalid (length or parameters), so no server will accept it."""
 
 
 class _ServerFaultError(RolloutError):
-    """A failed try that another server, or the same one later, may do better."""
+    """A failed attempt that may succeed on another server, or later on the same one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLimits:
-    """Of the schema's options with the same names."""
+    """The schema's options of the same names."""
 
     request_timeout_s: float
     retries: int
@@ -78,7 +78,7 @@ class _Stream:
     def __init__(self, ids: set[str]) -> None:
         self.queue: queue.SimpleQueue[Sample | BaseException | None] = queue.SimpleQueue()
         self.left = ids
-        """ids of which neither a sample nor a cancellation has come; touched by the loop only"""
+        """ids without a sample or a cancellation so far; used by the loop only"""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,20 +87,20 @@ class _Job:
     stream: _Stream
     body: bytes = b""
     tries: int = 0
-    """failed tries that count"""
+    """failed attempts that count towards `retries`"""
     sent: int = 0
-    """tries at all; makes request ids on the server unique"""
+    """all attempts; makes request ids unique on the server"""
     avoid: frozenset[str] = frozenset()
     errors: list[str] = field(default_factory=list)
     server: Server | None = None
     task: asyncio.Task[None] | None = None
     epoch: int = 0
-    least_version: int = 0
-    """version that was current when it was sent: no token may come from an older one"""
+    min_version: int = 0
+    """weight version at dispatch: no token may come from an older one"""
 
 
 class SglangEngine:
-    """A `RolloutEngine` over a fleet of servers. `close` ends its thread, worker processes and own servers."""
+    """A `RolloutEngine` over a fleet of servers. `close` ends its thread, worker processes and managed servers."""
 
     def __init__(
         self, servers: Sequence[Server], fleet_limits: FleetLimits, limits: ClientLimits, *, vocab_size: int
@@ -120,17 +120,17 @@ class SglangEngine:
 
     # ----------------------------------------------------------------------------------------- called by other threads
     def stream(self, requests: Sequence[SampleRequest], *, urgent: bool = False) -> Generator[Sample, None, None]:
-        """Samples as they finish, one for each request that is not cancelled. Leaving it early cancels the rest.
-        `urgent` requests are sent before all others that wait.
+        """Yields samples as they finish, one per request that is not cancelled. Closing the generator cancels the rest.
+        `urgent` requests are dispatched before all pending ones.
 
-        Raises RolloutError when a request must not be sent (`check_request`; then none of them is), failed for good, or
-        no server was usable for `all_down_after_s`.
+        Raises RolloutError if a request is invalid (`check_request`; none is sent then), if a request failed
+        permanently, or if no server was usable for `all_down_after_s`.
         """
         for request in requests:
             check_request(request, self._vocab_size)
         ids = {request.id for request in requests}
         if len(ids) != len(requests):
-            raise ValueError("two requests of one stream bear the same id")
+            raise ValueError("two requests of one stream have the same id")
         stream = _Stream(ids)
         left = len(ids)
         if left:
@@ -148,19 +148,19 @@ class SglangEngine:
                 self._run(self._cancel(tuple(ids)))
 
     def cancel(self, ids: Sequence[str]) -> None:
-        """No samples will come for these requests; those that already came stay. Unknown ids are ignored."""
+        """Cancels these requests; samples already yielded stay. Ignores unknown ids."""
         self._run(self._cancel(tuple(ids)))
 
     def begin_update(self) -> None:
-        """Call before new weights are pushed: nothing new is asked until `set_current`."""
+        """Call before new weights are pushed: no request is dispatched until `set_current`."""
         self._run(self._call(lambda: self._fleet.begin_update()))
 
     def set_current(self, version: int, digest: str) -> None:
-        """The servers' current weights; call after every push, also one that failed for some servers."""
+        """Sets the weights that servers must report. Call after every push, also if it failed for some servers."""
         self._run(self._fleet.set_current(WeightVersion(version, digest)))
 
     def needs_weights(self) -> bool:
-        """Whether no server can be asked until the current weights are pushed once more (`Fleet.needs_weights`)."""
+        """Whether no server is usable until the current weights are pushed again (`Fleet.needs_weights`)."""
         return bool(self._run(self._call(lambda: self._fleet.needs_weights())))
 
     def status(self) -> tuple[ServerStatus, ...]:
@@ -168,7 +168,7 @@ class SglangEngine:
         return status
 
     def close(self) -> None:
-        """Ends everything; streams still open raise RolloutError."""
+        """Ends everything; open streams raise RolloutError."""
         if self._closed:
             return
         self._closed = True
@@ -184,7 +184,7 @@ class SglangEngine:
         self.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns, run on the loop. Raises RolloutError when the loop has ended or ends meanwhile."""
+        """Runs `work` on the loop and returns its result. Raises RolloutError if the loop has ended."""
         if not self._thread.is_alive():
             work.close()
             raise RolloutError("the rollout engine was closed")
@@ -217,12 +217,12 @@ class SglangEngine:
             connector=connector,
             trust_env=False,
             read_bufsize=1 << 20,
-            # Nothing is to be compressed: a few bytes could become gigabytes.
+            # No compression: a few bytes could expand to gigabytes.
             auto_decompress=False,
             skip_auto_headers=("Accept-Encoding",),
         )
         self._pool = self._new_pool()
-        self._fleet = Fleet(servers, limits, self._ask, self._dispatch, self._on_lost)
+        self._fleet = Fleet(servers, limits, self._query_version, self._dispatch, self._on_lost)
         self._fleet.start()
         self._monitor_task = asyncio.create_task(self._monitor())
 
@@ -244,7 +244,7 @@ class SglangEngine:
         await asyncio.gather(*(asyncio.to_thread(own.close) for own in owned))
 
     async def _monitor(self) -> None:
-        """Gives up when nothing can be asked for too long."""
+        """Fails all requests when no server has been usable for `all_down_after_s`."""
         while True:
             await asyncio.sleep(MONITOR_S)
             self._dispatch()
@@ -270,20 +270,20 @@ class SglangEngine:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Starts as many waiting jobs as servers have room for. Called whenever that may have changed."""
+        """Starts as many pending jobs as servers have capacity for. Called whenever that may have changed."""
         waiting: list[_Job] = []
-        while self._pending and self._fleet.current is not None and self._fleet.has_room():
+        while self._pending and self._fleet.current is not None and self._fleet.has_capacity():
             job = self._pending.popleft()
             if self._jobs.get(job.request.id) is not job:
-                continue  # cancelled while it waited
+                continue  # cancelled while pending
             server = self._fleet.pick(self._home.get(job.request.prompt_id), job.avoid)
             if server is None:
-                waiting.append(job)  # there is room only where it failed; others may have that
+                waiting.append(job)  # only the server where it failed has capacity; other jobs may use it
                 continue
-            # A group's prompt is computed once where its samples share a server; when that died, they move together.
+            # Samples of a group share a server, so its prompt is computed once. If the server dies, they move together.
             self._home[job.request.prompt_id] = server
             server.in_flight += 1
-            job.server, job.epoch, job.least_version = server, self._fleet.epoch, self._fleet.current.version
+            job.server, job.epoch, job.min_version = server, self._fleet.epoch, self._fleet.current.version
             job.sent += 1
             job.task = asyncio.create_task(self._try(job, server, self._rid(job)))
             job.task.add_done_callback(functools.partial(self._check, job))
@@ -292,8 +292,8 @@ class SglangEngine:
             self._home.clear()
 
     def _rid(self, job: _Job) -> str:
-        """The id of a job's newest try. A server refuses one that it is at work on, also for a client that was killed a
-        moment ago and whose run goes on: ids of two clients differ."""
+        """The id of a job's latest attempt. A server refuses an id that is in work, also one of a client that was just
+        killed and whose run was resumed: the tag makes ids of two clients differ."""
         return f"{job.request.id}/{job.sent}-{self._tag}"
 
     async def _try(self, job: _Job, server: Server, rid: str) -> None:
@@ -304,11 +304,11 @@ class SglangEngine:
             failure = error
         except (_ServerFaultError, BadResponseError) as error:
             failure = error
-            job.task = job.server = None  # `failed` may end the server, and `_on_lost` must not start this job over too
-            if job.epoch == self._fleet.epoch:  # an update may abort requests; that is nobody's fault
+            job.task = job.server = None  # `failed` may end the server; `_on_lost` must not retry this job as well
+            if job.epoch == self._fleet.epoch:  # an update may abort requests; that is no fault of the server
                 self._fleet.failed(server, str(error))
         else:
-            self._fleet.answered(server)
+            self._fleet.succeeded(server)
             self._finish(job, sample)
             return
         finally:
@@ -317,7 +317,7 @@ class SglangEngine:
         self._retry(job, server, failure)
 
     def _check(self, job: _Job, task: asyncio.Task[None]) -> None:
-        """Hands an error that nobody foresaw to the caller; a job must not vanish with its task."""
+        """Passes an unexpected error to the caller, so that a job is never lost with its task."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._fail_stream(job.stream, error)
@@ -328,7 +328,7 @@ class SglangEngine:
             job.tries += 1
             job.avoid |= {server.url}
         if isinstance(failure, RequestRefusedError) or job.tries > self._limits.retries:
-            # The first one is often the cause of all that follow.
+            # The first error is often the cause of the later ones.
             reasons = "; ".join(job.errors if len(job.errors) <= 3 else [job.errors[0], *job.errors[-2:]])
             self._fail_stream(
                 job.stream, RolloutError(f"request {job.request.id} failed {len(job.errors)} times: {reasons}")
@@ -338,47 +338,47 @@ class SglangEngine:
             self._pending.appendleft(job)
 
     async def _generate(self, job: _Job, server: Server, rid: str) -> Sample:
-        limit = ANSWER_BYTES + TOKEN_BYTES * job.request.params.max_tokens
+        limit = RESPONSE_BYTES + TOKEN_BYTES * job.request.params.max_tokens
         timeout_s = self._limits.request_timeout_s
         try:
             status, data = await self._exchange(server, "/generate", timeout_s, request_body(job.request, rid), limit)
         except TimeoutError as error:
-            raise _ServerFaultError(f"no answer within {timeout_s:g} s") from error
-        except NO_ANSWER as error:
+            raise _ServerFaultError(f"no response within {timeout_s:g} s") from error
+        except CONNECTION_ERRORS as error:
             raise _ServerFaultError(f"{type(error).__name__}: {error}") from error
         if status == 400:
             raise RequestRefusedError(f"HTTP 400: {excerpt(data)}")
         if status != 200:
             raise _ServerFaultError(f"HTTP {status}: {excerpt(data)}{hint(status)}")
-        answer = await self._decode(data, rid, job.request.params.max_tokens)
+        response = await self._decode(data, rid, job.request.params.max_tokens)
         try:
-            await self._fleet.told((version for version, _, _ in answer.spans), timeout_s)
+            await self._fleet.wait_for_versions((version for version, _, _ in response.spans), timeout_s)
         except TimeoutError as error:
             raise BadResponseError(f"weights of an update that did not end within {timeout_s:g} s") from error
-        return self._sample(job, answer)
+        return self._sample(job, response)
 
     async def _exchange(
-        self, server: Server, path: str, timeout_s: float, body: bytes | None, limit: int = ANSWER_BYTES
+        self, server: Server, path: str, timeout_s: float, body: bytes | None, limit: int = RESPONSE_BYTES
     ) -> tuple[int, bytes]:
-        """(HTTP status, answer); GET without `body`, else POST. Raises TimeoutError or one of NO_ANSWER."""
+        """(HTTP status, response); GET without `body`, else POST. Raises TimeoutError or one of CONNECTION_ERRORS."""
         async with self._http.request(
             "GET" if body is None else "POST",
             server.url + path,
             data=body,
             headers=server.api.headers(),
             timeout=aiohttp.ClientTimeout(total=timeout_s),
-            allow_redirects=False,  # whoever is sent somewhere else takes prompts and key there
-        ) as answer:
-            if answer.content_length is not None and answer.content_length <= limit:
-                return answer.status, await answer.read()
+            allow_redirects=False,  # a redirect would send prompts and key to another address
+        ) as response:
+            if response.content_length is not None and response.content_length <= limit:
+                return response.status, await response.read()
             data = bytearray()
-            async for chunk in answer.content.iter_any():
+            async for chunk in response.content.iter_any():
                 data += chunk
                 if len(data) > limit:
-                    raise aiohttp.ClientPayloadError(f"more than {limit} bytes of answer")
-            return answer.status, bytes(data)
+                    raise aiohttp.ClientPayloadError(f"response longer than {limit} bytes")
+            return response.status, bytes(data)
 
-    async def _decode(self, data: bytes, rid: str, max_tokens: int) -> Answer:
+    async def _decode(self, data: bytes, rid: str, max_tokens: int) -> Response:
         if len(data) <= INLINE_BYTES:
             return decode(data, rid, max_tokens)
         pool = self._pool
@@ -390,32 +390,32 @@ class SglangEngine:
                 self._pool = self._new_pool()
             return await self._loop.run_in_executor(self._pool, decode, data, rid, max_tokens)
 
-    def _sample(self, job: _Job, answer: Answer) -> Sample:
-        if answer.stop is Stop.ABORTED:
+    def _sample(self, job: _Job, response: Response) -> Sample:
+        if response.stop is Stop.ABORTED:
             raise _ServerFaultError("the server aborted the request")
-        if answer.token_ids.max() >= self._vocab_size:
-            raise BadResponseError(f"token id {answer.token_ids.max()}, expected 0 to {self._vocab_size - 1}")
-        spans = tuple(self._span(job, *span) for span in answer.spans if span[2] > span[1])
+        if response.token_ids.max() >= self._vocab_size:
+            raise BadResponseError(f"token id {response.token_ids.max()}, expected 0 to {self._vocab_size - 1}")
+        spans = tuple(self._span(job, *span) for span in response.spans if span[2] > span[1])
         request = job.request
         return Sample(
             id=request.id,
             prompt_id=request.prompt_id,
-            token_ids=np.concatenate([request.token_ids.astype(np.int32, copy=False), answer.token_ids]),
+            token_ids=np.concatenate([request.token_ids.astype(np.int32, copy=False), response.token_ids]),
             prompt_len=len(request.token_ids),
-            sampler_logprobs=answer.logprobs,
+            sampler_logprobs=response.logprobs,
             spans=spans,
-            stop=answer.stop,
+            stop=response.stop,
         )
 
     def _span(self, job: _Job, version: str, start: int, end: int) -> Span:
-        held = WeightVersion.parse(version)
-        if held is None or version not in self._fleet.known:
+        weights = WeightVersion.parse(version)
+        if weights is None or version not in self._fleet.known:
             raise BadResponseError(f"tokens {start} to {end} come from unknown weights {version!r}")
-        if held.version < job.least_version:
+        if weights.version < job.min_version:
             raise BadResponseError(
-                f"tokens {start} to {end} come from weights {version!r}, older than when it was sent"
+                f"tokens {start} to {end} come from weights {version!r}, older than those at the request's dispatch"
             )
-        return Span(version=held.version, digest=held.digest, start=start, end=end)
+        return Span(version=weights.version, digest=weights.digest, start=start, end=end)
 
     # ------------------------------------------------------------------------------------------------ on the loop: ends
     def _finish(self, job: _Job, sample: Sample | None) -> None:
@@ -425,7 +425,7 @@ class SglangEngine:
             job.stream.queue.put(sample)
 
     def _drop(self, job: _Job) -> None:
-        """Ends a job without a result, on the server too."""
+        """Ends a job without a result and aborts it on the server."""
         self._jobs.pop(job.request.id, None)
         job.stream.left.discard(job.request.id)
         if job.task is not None:
@@ -448,14 +448,14 @@ class SglangEngine:
             self._fail_stream(stream, error)
 
     def _on_lost(self, server: Server) -> None:
-        """Sends elsewhere what a server worked on that died, or that holds no whole weights and so cannot go on."""
+        """Retries on other servers the requests of a server that died or that has no complete weights."""
         orphans = [job for job in self._jobs.values() if job.server is server and job.task is not None]
         if orphans:
-            logger.warning("%d requests of %s start over elsewhere", len(orphans), server.url)
+            logger.warning("%d requests of %s are retried on other servers", len(orphans), server.url)
         for job in orphans:
             assert job.task is not None
             job.task.cancel()
-            if server.health is not Health.DEAD:  # paused by an update that failed, but it listens
+            if server.health is not Health.DEAD:  # left paused by a failed update, but it accepts requests
                 self._in_background(self._abort(server, self._rid(job)))
             job.task = job.server = None
             self._pending.appendleft(job)
@@ -467,23 +467,23 @@ class SglangEngine:
         task.add_done_callback(self._background.discard)
 
     async def _abort(self, server: Server, rid: str) -> None:
-        """Best effort: the closed connection tells the server too."""
+        """Best effort: the server also aborts when the connection closes."""
         try:
             await self._exchange(server, "/abort_request", 5.0, orjson.dumps({"rid": rid}))
-        except (*NO_ANSWER, TimeoutError) as error:
+        except (*CONNECTION_ERRORS, TimeoutError) as error:
             logger.debug("abort of %s at %s: %s", rid, server.url, error)
 
-    async def _ask(self, server: Server, timeout_s: float) -> str:
-        """A server's weight version. `/server_info` makes its scheduler answer, `/model_info` says what it holds now
-        (in the former the version is the one of its start)."""
+    async def _query_version(self, server: Server, timeout_s: float) -> str:
+        """A server's current weight version. `/server_info` needs a working scheduler; `/model_info` returns the
+        current version (`/server_info` returns the one of the start)."""
         data = b""
         try:
             for path in ("/server_info", "/model_info"):
                 status, data = await self._exchange(server, path, timeout_s, None)
                 if status != 200:
-                    raise RolloutError(f"probe: {path} answered HTTP {status}{hint(status)}")
+                    raise RolloutError(f"probe: {path} returned HTTP {status}{hint(status)}")
             return str(orjson.loads(data)["weight_version"])
         except TimeoutError as error:
-            raise RolloutError(f"probe: no answer within {timeout_s:g} s") from error
-        except (*NO_ANSWER, ValueError, KeyError, TypeError) as error:
+            raise RolloutError(f"probe: no response within {timeout_s:g} s") from error
+        except (*CONNECTION_ERRORS, ValueError, KeyError, TypeError) as error:
             raise RolloutError(f"probe: {type(error).__name__}: {error}; is it SGLang?") from error

@@ -1,15 +1,15 @@
-"""Which servers may be asked, and bringing back those that may not.
+"""Health states of the servers, routing, and restarts.
 
-Runs on the client's event loop; nothing here is called from another thread. One task a server probes it:
+Runs on the client's event loop; no other thread calls it. One task per server probes it:
 
-    STALE    answers, but holds other weights than the current ones; asked nothing until a probe shows the current ones
-    HEALTHY  answered its last probe with the current weights; the only state that is asked anything
-    SUSPECT  failed a request or a probe; asked nothing new until a probe succeeds, what it works on may still come
-    DEAD     silent for `dead_after_s`, gone, or failing again and again; its requests go elsewhere at once.
-             Own servers are restarted (and come back STALE); others are probed on and come back when they answer.
+    STALE    responds, but with other weights than the current ones; gets no requests until a probe shows the current ones
+    HEALTHY  responded to its last probe with the current weights; only HEALTHY servers get requests
+    SUSPECT  failed a request or a probe; gets no new requests until a probe succeeds, running ones may still finish
+    DEAD     no response for `dead_after_s`, exited, or failed repeatedly; its requests are retried on other servers.
+             Managed servers are restarted (and become STALE); external servers are probed until they respond.
 
-Truth about weights is what a server says itself: `weight_version` is set to a version only after all weights arrived
-and were verified, so a server that missed an update, was restarted or got half of it can never pass for current.
+The `weight_version` that a server reports decides. It is set to a version only after all weights arrived and were
+verified, so a server that missed an update, was restarted or received part of it is never treated as current.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 STALE_PROBES = 2
-"""Probe intervals without a usable server after which the weights are asked for again."""
+"""Probe intervals without a usable server after which `needs_weights` becomes true."""
 
 
 class Health(StrEnum):
@@ -42,7 +42,7 @@ class Health(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """One server as the fleet sees it."""
+    """State of one server in the fleet."""
 
     api: SglangApi
     own: ManagedServer | None = None
@@ -50,11 +50,11 @@ class Server:
     reason: str = "not probed yet"
     in_flight: int = 0
     failures: int = 0
-    """times it went from HEALTHY to SUSPECT since its last good answer"""
+    """transitions from HEALTHY to SUSPECT since its last valid response"""
     restarts: int = 0
     restarting: bool = False
     last_ok: float = field(default_factory=time.monotonic)
-    """monotonic time of the last answered probe"""
+    """monotonic time of the last successful probe"""
 
     @property
     def url(self) -> str:
@@ -63,7 +63,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetLimits:
-    """Of the schema's options with the same names."""
+    """The schema's options of the same names."""
 
     max_in_flight: int
     probe_s: float
@@ -84,22 +84,22 @@ class ServerStatus:
     in_flight: int
     restarts: int
     returning: bool
-    """dead, but it is being started anew, or will be, or may be (servers of others)"""
+    """DEAD, but it is being restarted, will be restarted, or is external and may be restarted by its owner"""
 
 
-Ask = Callable[[Server, float], Awaitable[str]]
-"""The `weight_version` of a server whose scheduler answers, within so many seconds; raises RolloutError."""
+QueryVersion = Callable[[Server, float], Awaitable[str]]
+"""(server, timeout in seconds) -> `weight_version` of a server whose scheduler responds; raises RolloutError."""
 
 
 class Fleet:
-    """States of the servers. `on_change` is called when one may be asked again, `on_lost` when what one works on will
-    not come: it died, or missed an update and holds no whole weights."""
+    """States of the servers. Calls `on_change` when a server becomes usable, and `on_lost` when a server's running
+    requests are lost: it died, or it missed an update and has no complete weights."""
 
     def __init__(
         self,
         servers: Iterable[Server],
         limits: FleetLimits,
-        ask: Ask,
+        query_version: QueryVersion,
         on_change: Callable[[], None],
         on_lost: Callable[[Server], None],
     ) -> None:
@@ -109,20 +109,20 @@ class Fleet:
         self.known: set[str] = set()
         """every `weight_version` that was current at some time"""
         self.epoch = 0
-        """counts updates: what was asked before an update is told from what came after"""
+        """increases with every update: separates requests sent before it from later ones"""
         self.broken: BaseException | None = None
-        """what ended a watch, if anything did"""
-        self._told = asyncio.Event()
+        """the error that ended a watch task, if any"""
+        self._has_current = asyncio.Event()
         """set while there are current weights"""
         self._settling = False
-        self._ask = ask
+        self._query_version = query_version
         self._on_change = on_change
         self._on_lost = on_lost
         self._wake = {server: asyncio.Event() for server in self.servers}
         self._tasks: list[asyncio.Task[None]] = []
         self._last_usable = time.monotonic()
         self._unprobed_since: float | None = time.monotonic()
-        """begin of the time without current weights, in which no living server is probed"""
+        """start of the period without current weights, in which only DEAD servers are probed"""
 
     # ------------------------------------------------------------------------------------------------------- lifetime
     def start(self) -> None:
@@ -136,37 +136,37 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _watch_ended(self, task: asyncio.Task[None]) -> None:
-        """A bug: without its watch a server would stay in its state for ever."""
+        """Records an internal error: without its watch task a server would keep its state."""
         if not task.cancelled() and task.exception() is not None:
             self.broken = task.exception()
 
     # -------------------------------------------------------------------------------------------------------- weights
     def begin_update(self) -> None:
-        """Nothing new is asked of any server until `set_current`."""
+        """Stops the dispatch of requests until `set_current`."""
         self.epoch += 1
         if self.current is not None:
             self._unprobed_since = time.monotonic()
         self.current = None
-        self._told.clear()
+        self._has_current.clear()
         for server in self.servers:
             self._notice_exit(server)
             if server.health in (Health.HEALTHY, Health.STALE):
-                self._set(server, Health.STALE, "weight update under way")
+                self._set(server, Health.STALE, "weight update in progress")
 
     async def set_current(self, version: WeightVersion) -> None:
-        """From now on this is what a server must hold. Returns when all were probed, or `probe_timeout_s` passed.
+        """Sets the weights that servers must report. Returns when all were probed, or after `probe_timeout_s`.
 
-        Nothing is asked before that: the server that answers its probe first would get everything that waits.
+        No request is dispatched earlier: the server with the fastest probe would get all pending requests.
         """
         self.epoch += 1
         self.current = version
         self.known.add(str(version))
-        self._told.set()
+        self._has_current.set()
         self._last_usable = now = time.monotonic()
         for server in self.servers:
             if server.health is Health.HEALTHY:
-                self._set(server, Health.STALE, "to be probed for the new weights")
-            if self._unprobed_since is not None:  # a server that was silent before the update stays so by its silence
+                self._set(server, Health.STALE, "not probed since the update")
+            if self._unprobed_since is not None:  # the update's duration does not count as silence
                 server.last_ok = min(now, server.last_ok + now - self._unprobed_since)
         self._unprobed_since = None
         self._settling = True
@@ -176,18 +176,17 @@ class Fleet:
             self._settling = False
         self._on_change()
 
-    async def told(self, versions: Iterable[str], timeout_s: float) -> None:
-        """Servers go on before the trainer has said that an update is over: whoever has an answer with weights that are
-        not known yet waits here for that word. No wait for known weights, nor where no update is under way.
+    async def wait_for_versions(self, versions: Iterable[str], timeout_s: float) -> None:
+        """Blocks responses with an unknown weight version until `set_current` is called: servers resume before it.
 
-        Raises TimeoutError."""
+        Returns at once for known versions, and when no update is in progress. Raises TimeoutError."""
         if not self.known.issuperset(versions):
-            await asyncio.wait_for(self._told.wait(), timeout_s)
+            await asyncio.wait_for(self._has_current.wait(), timeout_s)
 
     # -------------------------------------------------------------------------------------------------------- routing
     def pick(self, prefer: Server | None, avoid: frozenset[str]) -> Server | None:
-        """A HEALTHY server with room: `prefer`, else the least loaded. One whose url is in `avoid` only when no other is
-        HEALTHY: to wait for room costs less than another of the few tries."""
+        """A HEALTHY server with capacity: `prefer`, else the least loaded. Uses a server in `avoid` only if no other is
+        HEALTHY: waiting for capacity costs less than one of the few retries."""
         if self.current is None or self._settling:
             return None
         healthy = [s for s in self.servers if s.health is Health.HEALTHY]
@@ -197,16 +196,16 @@ class Fleet:
             return prefer
         return min(usable, key=lambda s: s.in_flight, default=None)
 
-    def has_room(self) -> bool:
-        """Whether some server can be asked now."""
+    def has_capacity(self) -> bool:
+        """Whether some server can take a request now."""
         return self.pick(None, frozenset()) is not None
 
-    def answered(self, server: Server) -> None:
-        """A good answer came from it."""
+    def succeeded(self, server: Server) -> None:
+        """Records a valid response."""
         server.failures = 0
 
     def failed(self, server: Server, reason: str) -> None:
-        """A request to it failed in a way that may be the server's fault."""
+        """Records a failed request that may be the server's fault."""
         if server.health is not Health.HEALTHY:
             return
         server.failures += 1
@@ -217,7 +216,7 @@ class Fleet:
 
     # --------------------------------------------------------------------------------------------------------- status
     def down_s(self) -> float:
-        """Seconds since a server was last usable; 0.0 while one is, or while an update is under way."""
+        """Seconds since a server was last usable; 0.0 while one is, and during an update."""
         if self.current is None or any(s.health is Health.HEALTHY for s in self.servers):
             self._last_usable = time.monotonic()
         return time.monotonic() - self._last_usable
@@ -236,8 +235,8 @@ class Fleet:
         )
 
     def needs_weights(self) -> bool:
-        """Whether nothing can be asked, nothing will come back by itself, and new weights would help: all that answer
-        are STALE, restarted while the trainer waits for them."""
+        """Whether only a new push makes a server usable: no server is HEALTHY or SUSPECT, and some are STALE, for
+        example because they were restarted while the trainer waits for samples."""
         if self.current is None or self._settling or self.down_s() < STALE_PROBES * self.limits.probe_s:
             return False
         states = {server.health for server in self.servers}
@@ -246,7 +245,7 @@ class Fleet:
     def _is_returning(self, server: Server) -> bool:
         if server.health is not Health.DEAD:
             return False
-        # A server of others may be started anew by those: `all_down_after_s` says how long that is waited for.
+        # The owner of an external server may restart it: `all_down_after_s` bounds that wait.
         return server.own is None or server.restarting or server.restarts < self.limits.max_restarts
 
     def why_down(self) -> str:
@@ -265,7 +264,7 @@ class Fleet:
             if self.current is not None:
                 await self._probe(server)
             elif server.health is Health.DEAD and server.own is None:
-                await self._look_for(server)
+                await self._probe_dead(server)
 
     def _notice_exit(self, server: Server) -> None:
         if server.own is not None and server.own.exit_code() is not None and server.health is not Health.DEAD:
@@ -274,17 +273,17 @@ class Fleet:
     async def _probe(self, server: Server) -> None:
         epoch = self.epoch
         try:
-            held = await self._ask(server, self.limits.probe_timeout_s)
+            reported = await self._query_version(server, self.limits.probe_timeout_s)
         except RolloutError as error:
             self._probe_failed(server, str(error))
             return
         if epoch != self.epoch:
-            return  # an update began or ended meanwhile; what it said may be of before
+            return  # an update began or ended meanwhile: the response may be outdated
         server.last_ok = time.monotonic()
-        if held != str(self.current):
-            self._set(server, Health.STALE, f"holds weights {held!r}, current are {str(self.current)!r}")
-            if server.in_flight and WeightVersion.parse(held) is None:
-                # An update left it paused, or it was started anew: what it worked on will not come.
+        if reported != str(self.current):
+            self._set(server, Health.STALE, f"has weights {reported!r}, current are {str(self.current)!r}")
+            if server.in_flight and WeightVersion.parse(reported) is None:
+                # An update left it paused, or it was restarted: its running requests are lost.
                 self._on_lost(server)
         elif server.health is not Health.HEALTHY:
             if server.health is Health.DEAD:
@@ -292,21 +291,21 @@ class Fleet:
             self._set(server, Health.HEALTHY, "")
             self._on_change()
 
-    async def _look_for(self, server: Server) -> None:
-        """During an update, which takes the servers that are not DEAD: whether this one is back."""
+    async def _probe_dead(self, server: Server) -> None:
+        """During an update, which leaves out DEAD servers: marks the server STALE if it responds again."""
         with contextlib.suppress(RolloutError):
-            await self._ask(server, self.limits.probe_timeout_s)
+            await self._query_version(server, self.limits.probe_timeout_s)
             server.failures = 0
             server.last_ok = time.monotonic()
-            if self.current is None:  # else the next probe says more
-                self._set(server, Health.STALE, "answers again")
+            if self.current is None:  # otherwise the next probe also compares the version
+                self._set(server, Health.STALE, "responds again")
 
     def _probe_failed(self, server: Server, reason: str) -> None:
         silent_s = time.monotonic() - server.last_ok
         if server.health is Health.DEAD:
             return
         if silent_s > self.limits.dead_after_s:
-            self._die(server, f"silent for {silent_s:.0f} s: {reason}")
+            self._die(server, f"no response for {silent_s:.0f} s: {reason}")
         else:
             self._set(server, Health.SUSPECT, reason)
 
@@ -336,7 +335,7 @@ class Fleet:
         server.api = own.api
         server.failures = 0
         server.last_ok = time.monotonic()
-        self._set(server, Health.STALE, "restarted, holds the weights of its model path")
+        self._set(server, Health.STALE, "restarted with the weights of its model path")
 
     def _set(self, server: Server, health: Health, reason: str) -> None:
         if health is not server.health:

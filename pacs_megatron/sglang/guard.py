@@ -1,15 +1,14 @@
-"""Holds one SGLang server: ends it, with every child, when the launcher ends, however that happens.
+"""Parent process of one SGLang server: ends the server and all its children when the launcher ends for any reason.
 
-Run as a script by its path, standard library only:
-`python -I sglang_guard.py <pid file> <grace seconds> <store file> <command> ...`, standard input a pipe whose other end
-only the launcher holds. Pipe closed, launcher gone, SIGTERM, or the server's own end: the whole process group and all
-descendants are ended, pid file, store file (where the server's ranks met) and the shared memory that they left are
-removed, and the guard exits with the
-server's exit status (128 + signal).
+Run as a script by its path:
+`python -I guard.py <pid file> <grace seconds> <store file> <command> ...`, with a pipe from the launcher as standard
+input. When the pipe closes, the launcher ends, SIGTERM arrives or the server exits, the guard ends the process group
+and all descendants. It removes the pid file, the store file (rendezvous of the server's ranks) and leftover shared
+memory, and exits with the server's exit status (128 + signal).
 
-Why a process of its own: SGLang's launcher orphans its scheduler and detokenizer when it is killed, and nothing in a
-launcher that gets SIGKILL can clean up. What remains when the guard itself is killed, the next start removes by the
-pid file (`sglang_server.reap`).
+A separate process is needed because SGLang's launcher orphans its scheduler and detokenizer when it is killed, and a
+launcher that gets SIGKILL cannot clean up. If the guard itself is killed, the next start cleans up by the pid file
+(`server.reap`).
 """
 
 import contextlib
@@ -27,15 +26,16 @@ from pacs_megatron.runtime.processes import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.2
-SHARED = "/dev/shm/"  # noqa: S108  # looked at, and cleaned of what our own servers left
+SHARED = "/dev/shm/"  # noqa: S108  # listed, and cleaned of our own servers' files
 SHARED_FAMILIES = ("sglang_", "sgl_shm_", "multi_tokenizer_args_", "sem.mp-", "psm_", "nccl-", "cuda.shm.")
-"""Shared memory that a server and its libraries leave behind when they are killed. A trainer's buckets are not among it."""
-LOOK_S = 10.0
-"""Interval in which the guard notes what shared memory its server uses."""
+"""Name prefixes of shared memory that a killed server and its libraries leave behind; a trainer's buckets differ."""
+SCAN_S = 10.0
+"""Interval in which the guard records the shared memory of its server."""
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start time of a live process in clock ticks since boot: with the pid, its identity. None: none, or a zombie."""
+    """Start time of a live process in clock ticks since boot; with the pid it identifies the process. None for a zombie
+    or a missing process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -45,7 +45,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def group_and_parent(pid: int) -> tuple[int, int] | None:
-    """(process group, parent) of a live process; None for a zombie or none."""
+    """(process group, parent) of a live process; None for a zombie or a missing process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -71,8 +71,8 @@ def members(group: int, ancestor: int | None = None) -> list[int]:
 
 
 def shared_inodes(pids: list[int]) -> set[int]:
-    """Inodes of the shared-memory files that these processes have mapped. Names would not do: glibc maps a semaphore
-    before it gives it its name."""
+    """Inodes of the shared-memory files that these processes have mapped. Names are not enough: glibc maps a semaphore
+    before it names it."""
     found: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -84,7 +84,7 @@ def shared_inodes(pids: list[int]) -> set[int]:
 
 
 def remove_shared(inodes: set[int]) -> None:
-    """Unlinks those of them that belong to SHARED_FAMILIES. A file system in memory uses no inode twice."""
+    """Unlinks those of them whose name is in SHARED_FAMILIES. tmpfs does not reuse inodes."""
     with contextlib.suppress(OSError), os.scandir(SHARED) as entries:
         for entry in entries:
             if entry.name.startswith(SHARED_FAMILIES) and entry.inode() in inodes:
@@ -92,14 +92,14 @@ def remove_shared(inodes: set[int]) -> None:
 
 
 def end_all(server: subprocess.Popen[bytes], grace_s: float) -> None:
-    """SIGTERM, `grace_s`, SIGKILL to the server's process group and all descendants; returns when none is left."""
+    """SIGTERM, `grace_s`, SIGKILL to the server's process group and all descendants. Returns when none is left."""
     group, guard = server.pid, os.getpid()
     for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
         deadline = time.monotonic() + wait_s
         for pid in members(group, guard):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-                os.kill(pid, signal.SIGCONT)  # a stopped process acts on nothing but SIGKILL
+                os.kill(pid, signal.SIGCONT)  # a stopped process handles SIGKILL only
         while time.monotonic() < deadline:
             reap_orphans(server)
             if not members(group, guard):
@@ -108,7 +108,7 @@ def end_all(server: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def reap_orphans(server: subprocess.Popen[bytes]) -> None:
-    """Collects finished children (the guard adopts orphans), so that they do not stay as zombies."""
+    """Reaps finished children (the guard adopts orphans), so that no zombies remain."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid == server.pid:
@@ -142,13 +142,13 @@ def main(argv: list[str]) -> int:
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
     shared: set[int] = set()
     write_pid_file(pid_file, server.pid, store, shared)
-    look_at = time.monotonic() + LOOK_S
-    # A forked sibling of the launcher may hold the pipe open; the parent's pid tells the launcher's end all the same.
+    scan_at = time.monotonic() + SCAN_S
+    # A forked sibling of the launcher may keep the pipe open; the changed parent pid still shows the launcher's end.
     while not stop and server.poll() is None and os.getppid() == launcher:
         if select.select([sys.stdin], [], [], POLL_S)[0]:
             break
-        if time.monotonic() > look_at:
-            look_at = time.monotonic() + LOOK_S
+        if time.monotonic() > scan_at:
+            scan_at = time.monotonic() + SCAN_S
             known, shared = shared, shared | shared_inodes(members(server.pid, os.getpid()))
             if shared != known:
                 write_pid_file(pid_file, server.pid, store, shared)
@@ -158,7 +158,7 @@ def main(argv: list[str]) -> int:
     store.unlink(missing_ok=True)
     pid_file.unlink(missing_ok=True)
     status = server.wait()
-    return status if status >= 0 else 128 - status  # as a shell says it: 137 for SIGKILL
+    return status if status >= 0 else 128 - status  # the shell's convention: 137 for SIGKILL
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is asked of a server for one sample, and room for as many connections."""
+"""The request for one sample, its checks, and the limit of open connections."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pacs_megatron.errors import RolloutError
 logger = logging.getLogger(__name__)
 OTHER_FILES = 256
 """Open files besides the connections: logs, workers, data."""
-MOST_FILES = 1 << 20
+MAX_FILES = 1 << 20
 
 
 def allow_connections(num: int) -> None:
-    """Raises this process's limit of open files as far as the host allows; a warning where that is not enough for `num`
-    connections: those beyond it would fail as if the servers were to blame."""
+    """Raises this process's limit of open files to the host's maximum; warns if that is not enough for `num`
+    connections, because further connections would fail and look like server faults."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    highest = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < highest:
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
     if num + OTHER_FILES > max(soft, highest) and soft != resource.RLIM_INFINITY:
@@ -36,8 +36,8 @@ def allow_connections(num: int) -> None:
 
 
 def check_request(request: SampleRequest, vocab_size: int) -> None:
-    """Raises RolloutError for what would end the whole server (a token id outside the vocabulary does), or would be
-    refused by every server."""
+    """Raises RolloutError for a request that would crash a server (a token id outside the vocabulary does) or that
+    every server would refuse."""
     ids = request.token_ids
     if not len(ids):
         raise RolloutError(f"request {request.id}: the prompt has no tokens")

@@ -1,4 +1,4 @@
-"""One SGLang server of our own: its command line, its start, and its certain end."""
+"""A managed SGLang server: its command line, start and shutdown."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from pacs_megatron.sglang.api import SglangApi
 logger = logging.getLogger(__name__)
 
 GRACE_S = 1.5
-"""Between SIGTERM and SIGKILL. A server holds nothing worth saving."""
+"""Between SIGTERM and SIGKILL. A server has no state to save."""
 POLL_S = 0.25
 START_ATTEMPTS = 3
-"""Another process may take a port between our choosing it and the server's binding it."""
+"""Another process may take the chosen port before the server binds it."""
 PORT_TAKEN = ("address already in use", "Address already in use", "EADDRINUSE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSpec:
-    """How to start one server."""
+    """Start parameters of one server."""
 
     name: str
-    """Names its log and pid file: `<name>.log`, `<name>.pid`."""
+    """Name of its log and pid file: `<name>.log`, `<name>.pid`."""
     folder: Path
     model_path: str
     python: tuple[str, ...]
-    """Interpreter that has sglang, as a command (a container command may stand before it)."""
+    """Interpreter that has sglang, as a command (a container command may precede it)."""
     host: str = "127.0.0.1"
     device: Literal["cpu", "cuda"]
     visible_devices: str | None = None
@@ -52,15 +52,15 @@ class ServerSpec:
     max_total_tokens: int | None = None
     context_length: int | None = None
     memory_saver: bool = False
-    """Weights and KV cache can be released while the trainer steps (colocated)."""
+    """Weights and KV cache can be released during a training step (colocated)."""
     deterministic: bool = False
-    """Kernels whose result does not depend on the batch; `sampling_seed` has an effect only with it."""
+    """Batch-invariant kernels; `sampling_seed` has an effect only with them."""
     api_key: str | None = field(default=None, repr=False)
     trust_remote_code: bool = False
     extra_args: tuple[str, ...] = ()
 
     def command(self, port: int, nccl_port: int) -> list[str]:
-        """The key is not in it: a command line can be read by every user of the host."""
+        """The command without the API key: every user of the host can read a command line."""
         args = [*self.python, "-m", "sglang.launch_server", "--model-path", self.model_path]
         args += ["--host", self.host, "--port", str(port), "--nccl-port", str(nccl_port), "--device", self.device]
         args += ["--tp-size", str(self.tp), "--skip-server-warmup", "--log-level", "warning"]
@@ -79,14 +79,15 @@ class ServerSpec:
         args += [flag for flag, wanted in flags.items() if wanted]
         if self.device == "cpu":
             args += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-            # An idle scheduler would spin on a core that the trainer shares.
+            # Otherwise an idle scheduler spins on a core that the trainer shares.
             args += ["--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"]
         return [*args, *self.extra_args]
 
     def environment(self, inherited: Mapping[str, str], store: Path, nccl_port: int) -> dict[str, str]:
-        """The trainer's environment less what describes the trainer's own process group.
+        """The trainer's environment without the variables of its own process group.
 
-        The server's ranks meet in the file `store`: torch's TCP store, their default, listens on all interfaces.
+        The server's ranks use the file `store` for rendezvous: torch's TCP store, the default, listens on all
+        interfaces.
         """
         drop = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
         env = {k: v for k, v in inherited.items() if k not in drop and not k.startswith("TORCHELASTIC_")}
@@ -94,7 +95,7 @@ class ServerSpec:
             env["GLOO_SOCKET_IFNAME"] = "lo"
         if "--dist-init-addr" not in self.extra_args:  # a server over several hosts needs the TCP store
             env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{store}"
-            # On CPU with AMX, SGLang names shared-memory segments after these.
+            # SGLang derives names of shared-memory segments from these on CPUs with AMX.
             env |= {"MASTER_ADDR": self.host, "MASTER_PORT": str(nccl_port)}
         if self.visible_devices is not None:
             env["CUDA_VISIBLE_DEVICES"] = self.visible_devices
@@ -105,7 +106,7 @@ class ServerSpec:
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on right now."""
+    """A port without a listener at the moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -121,9 +122,9 @@ def tail(path: Path, num_lines: int = 8) -> str:
 
 
 def reap(folder: Path) -> list[int]:
-    """Ends what servers of an earlier, killed launcher left behind in `folder`'s pid files; returns their pids.
+    """Ends leftover processes of an earlier, killed launcher, named by `folder`'s pid files; returns their pids.
 
-    Call before the first start in a folder, and only there: one launcher owns a folder.
+    Call it only before the first start in a folder: one launcher owns a folder.
     """
     ended: list[int] = []
     for path in sorted(folder.glob("*.pid")):
@@ -131,7 +132,7 @@ def reap(folder: Path) -> list[int]:
             ended += _reap_one(json.loads(path.read_text()))
         path.unlink(missing_ok=True)
     if ended:
-        logger.warning("ended %d processes of servers that an earlier run left behind: %s", len(ended), ended)
+        logger.warning("ended %d leftover server processes of an earlier run: %s", len(ended), ended)
     return ended
 
 
@@ -146,8 +147,8 @@ def _reap_one(record: Mapping[str, Any]) -> list[int]:
     Path(str(record["store"])).unlink(missing_ok=True)
     group, started = int(record["server"]), int(record["server_start"])
     leader_started = sglang_guard.start_ticks(group)
-    # The kernel gives no new process a number that a living group still bears, so with the leader gone the group's
-    # members are ours unless the number was used again by somebody who also left orphans: their start times tell.
+    # The kernel does not reuse the number of a live group for a new process. If the leader is gone, the members are
+    # ours unless the number was reused by a group that also left orphans: the start times separate the two.
     shared = set(record["shared"])
     if leader_started is not None and leader_started != started:
         sglang_guard.remove_shared(shared)
@@ -162,7 +163,7 @@ def _reap_one(record: Mapping[str, Any]) -> list[int]:
 
 
 class ManagedServer:
-    """Starts, watches and ends one server. `close` may be called from any thread, while it starts too."""
+    """Starts, watches and ends one server. Any thread may call `close`, also during the start."""
 
     def __init__(self, spec: ServerSpec) -> None:
         self.spec = spec
@@ -183,7 +184,7 @@ class ManagedServer:
         return SglangApi(url=self.url, api_key=self.spec.api_key)
 
     def start(self) -> None:
-        """Begins to start it on a free port; returns at once. A restart keeps its port when it is still free."""
+        """Starts the process on a free port and returns at once. A restart keeps its port if that is still free."""
         with self._lock:
             if self._closed:
                 raise RolloutError(f"rollout server {self.spec.name} was closed")
@@ -199,8 +200,8 @@ class ManagedServer:
         if self._port == 0 or not _is_free(self.spec.host, self._port):
             self._port = free_port(self.spec.host)
         nccl_port = free_port(self.spec.host)
-        # In memory: file locks do not work on every cluster file system, and a container has this folder too.
-        store = Path(f"/dev/shm/pacs-server-{uuid.uuid4().hex}")  # noqa: S108  # nobody can guess the name
+        # In memory: file locks do not work on every cluster file system, and containers have this folder as well.
+        store = Path(f"/dev/shm/pacs-server-{uuid.uuid4().hex}")  # noqa: S108  # the name cannot be guessed
         command = self.spec.command(self._port, nccl_port)
         if self.spec.api_key is not None:
             command = _with_key_from_environment(command)
@@ -215,19 +216,19 @@ class ManagedServer:
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches the launcher only, which ends servers in its own order
+                start_new_session=True,  # Ctrl-C reaches the launcher only, which then ends its servers
             )
         except OSError as error:
             raise ConfigError(f"rollout.servers.python: cannot start {command[0]!r} ({error})") from error
         logger.info("starting rollout server %s at %s, log %s", self.spec.name, self.url, self.log_path)
 
     def exit_code(self) -> int | None:
-        """None while it runs (or was never started)."""
+        """None while it runs (or before the first start)."""
         guard = self._guard
         return None if guard is None else guard.poll()
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Returns when it takes requests. Raises RolloutError, and ends it, when it exits or time is over."""
+        """Returns when the server accepts requests. If it exits or the timeout expires, ends it and raises RolloutError."""
         deadline = time.monotonic() + timeout_s
         attempts = 1
         while not self.api.ready():
@@ -251,12 +252,12 @@ class ManagedServer:
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Ends the server and all its children; returns when they are gone."""
+        """Ends the server and all its children; returns when they have ended."""
         with self._lock:
             self._stop()
 
     def close(self) -> None:
-        """`stop`, for good: it cannot be started again."""
+        """`stop`; afterwards `start` raises RolloutError."""
         with self._lock:
             self._closed = True
             self._stop()
@@ -270,10 +271,10 @@ class ManagedServer:
         try:
             guard.wait(GRACE_S + 15.0)
         except subprocess.TimeoutExpired:
-            logger.warning("guard of rollout server %s does not answer; ending its group", self.spec.name)
+            logger.warning("guard of rollout server %s does not end; killing its group", self.spec.name)
             guard.kill()
             guard.wait()
-        if self.pid_file.exists():  # the guard was killed before it could tidy up
+        if self.pid_file.exists():  # the guard was killed before it could clean up
             reap_file(self.pid_file)
         if self._log is not None:
             self._log.close()
@@ -298,7 +299,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def _with_key_from_environment(command: list[str]) -> list[str]:
-    """The same command, with the API key read from the environment by a line of Python inside the server's process."""
+    """The same command; a line of Python in the server's process reads the API key from the environment."""
     at = command.index("-m")
     body = (
         "import os, runpy, sys; "

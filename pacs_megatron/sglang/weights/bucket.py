@@ -1,4 +1,4 @@
-"""Tensors packed back to back into one flat byte buffer of bounded size: what is sent at a time."""
+"""Tensors packed back to back into one flat byte buffer of bounded size, which is sent as a unit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Item:
 
 
 class Bucket:
-    """Holds up to `capacity` bytes, or one tensor that is larger. Reused after `clear`; `data` keeps its memory."""
+    """Up to `capacity` bytes, or one larger tensor. `clear` keeps the memory for reuse."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -29,14 +29,14 @@ class Bucket:
         self.num_bytes = 0
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether `add` may be called. A view in the tensor's dtype has to begin at a multiple of its item size."""
+        """Whether `add` may be called. A view in the tensor's dtype must start at a multiple of its item size."""
         if not self.items:
             return True
         aligned = self.num_bytes % tensor.element_size() == 0
         return aligned and tensor.device == self._buffer.device and self.num_bytes + tensor.nbytes <= self._capacity
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies the tensor's bytes in."""
+        """Copies the tensor's bytes into the buffer."""
         if not self.items:
             self._reserve(tensor)
         end = self.num_bytes + tensor.nbytes
@@ -64,5 +64,5 @@ class Bucket:
     def _reserve(self, tensor: torch.Tensor) -> None:
         size = max(self._capacity, tensor.nbytes)
         if self._buffer.device != tensor.device or self._buffer.numel() < tensor.nbytes or self._buffer.numel() > size:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one is freed before the new one is there
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new one is allocated
             self._buffer = torch.empty(size, dtype=torch.uint8, device=tensor.device)

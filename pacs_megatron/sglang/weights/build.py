@@ -1,4 +1,4 @@
-"""The weight sync that a run's configuration asks for."""
+"""Builds the weight sync of a run's configuration."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MIB = 1 << 20
 
 
 def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> ServerSync:
-    """A `WeightReceiver` for the run's servers; name them with `set_targets` before each push.
+    """A `WeightReceiver` for the run's servers; call `set_targets` before each push.
 
-    `folder`, one of this run's own, takes the weights of `transport: disk` unless the configuration names another; there the
-    run has a folder of its own too, or two runs would read each other's versions.
+    `transport: disk` writes to `folder`, which belongs to this run, or to a subfolder of `sync.folder`. The subfolder's
+    name contains a hash of the run's path, so that two runs never read each other's versions.
     """
     sync = options.sync
     settings = SyncSettings(

@@ -1,9 +1,9 @@
-"""What a server's own checksums must be, computed from what was exported.
+"""Expected checksums of a server's parameters, computed from the exported tensors.
 
-SGLang hashes its parameters as it holds them: fused (q, k, v; gate, up; the experts of a layer), sharded over
-tensor-parallel ranks, vocabulary padded. The expected hash is computed here from the exported Hugging Face tensors by
-the same rules, written anew, so that a tensor that was lost, mixed up, cast or sliced wrongly anywhere on the way (or by
-the server's loader) shows. Hashes as in SGLang 0.5.23: SHA-256 on CPU, a 64-bit word hash on CUDA.
+SGLang hashes its parameters in their server-side form: fused (q, k, v; gate, up; the experts of a layer), sharded over
+tensor-parallel ranks, vocabulary padded. This module computes the expected hashes from the exported Hugging Face tensors
+with an independent implementation of the same rules, so a tensor that was lost, swapped, cast or sliced wrongly in the
+transfer or by the server's loader is detected. Hashes as in SGLang 0.5.23: SHA-256 on CPU, a 64-bit word hash on CUDA.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MODULE = re.compile(r"(?P<prefix>.*\.)(?P<module>\w+)\.(?P<what>weight|bias)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDims:
-    """What the rules need to know of the model."""
+    """Model sizes that the rules need."""
 
     num_kv_heads: int
     num_experts: int = 0
@@ -43,12 +43,13 @@ class _Fused:
 
 
 class ExpectedChecksums:
-    """Takes an export tensor by tensor; holds back no more than the parts of a fused parameter."""
+    """Processes an export tensor by tensor; keeps only the parts of incomplete fused parameters."""
 
     def __init__(self, dims: ModelDims, tp: int, hash_tensor: Callable[[torch.Tensor], str]) -> None:
         if tp > 1 and dims.num_kv_heads % tp and tp % dims.num_kv_heads:
             raise SyncError(
-                f"sync.verify: tp={tp} and {dims.num_kv_heads} key-value heads do not divide; use verify=off"
+                f"sync.verify: neither of tp={tp} and {dims.num_kv_heads} key-value heads divides the other; "
+                "use verify=off"
             )
         self._dims = dims
         self._tp = tp
@@ -58,7 +59,7 @@ class ExpectedChecksums:
         """server's parameter name -> hash of each tensor-parallel rank's part"""
 
     def add(self, name: str, tensor: torch.Tensor, only: frozenset[str] | None = None) -> None:
-        """One exported tensor, in the dtype that is sent; `only` restricts to some of the server's parameters."""
+        """Adds one exported tensor in the dtype that is sent; `only` restricts the hashes to some server parameters."""
         target, part, num_parts = self.place(name)
         if only is not None and target not in only:
             return
@@ -70,7 +71,7 @@ class ExpectedChecksums:
             self.by_name[target] = [self._hash(shard) for shard in shards]
 
     def place(self, name: str) -> tuple[str, int, int]:
-        """(server's parameter, which part of it, number of parts)"""
+        """(server's parameter, index of the part, number of parts)"""
         expert = _EXPERT.fullmatch(name)
         if expert is not None:
             number, what = int(expert["expert"]), expert["what"]
@@ -84,7 +85,7 @@ class ExpectedChecksums:
         return name, 0, 1
 
     def check_complete(self) -> None:
-        """Raises SyncError when a fused parameter misses parts: the export was not whole."""
+        """Raises SyncError if a fused parameter lacks parts: the export was incomplete."""
         for name, fused in self._waiting.items():
             raise SyncError(f"sync.verify: {name} got {len(fused.parts)} of its {fused.num_parts} parts in this export")
 
@@ -115,16 +116,16 @@ class ExpectedChecksums:
 
 
 def compare(url: str, expected: Mapping[str, list[str]], got: list[dict[str, str]], complete: bool) -> int:
-    """Number of compared hashes. Raises SyncError naming the first parameters that differ.
+    """Number of compared hashes. Raises SyncError with the first parameters that differ.
 
-    With `complete` the server must hold no other parameter than the expected ones.
+    With `complete` the server must have no parameter beyond the expected ones.
     """
     wrong: list[str] = []
     num_ranks = {len(hashes) for hashes in expected.values()}
     if num_ranks != {len(got)}:
         raise SyncError(
             f"{url}: checksums of {len(got)} ranks, expected {sorted(num_ranks) or 'some parameters'}; "
-            "sync.verify knows servers with tensor parallelism only, use verify=off with others"
+            "sync.verify supports servers with tensor parallelism only, use verify=off with others"
         )
     for rank, held in enumerate(got):
         for name, hashes in expected.items():
@@ -144,12 +145,12 @@ def compare(url: str, expected: Mapping[str, list[str]], got: list[dict[str, str
 
 
 def hash_for(device: str) -> Callable[[torch.Tensor], str]:
-    """The hash that a server on `device` (of its `/server_info`) uses. Raises SyncError for one we do not know."""
+    """The hash that a server on `device` (of its `/server_info`) uses. Raises SyncError for an unknown device."""
     if device == "cpu":
         return sha_hash
     if device == "cuda":
         return word_hash
-    raise SyncError(f"sync.verify: servers on device {device!r} use a hash that is not known here; use verify=off")
+    raise SyncError(f"sync.verify: the hash of servers on device {device!r} is not supported; use verify=off")
 
 
 def sha_hash(tensor: torch.Tensor) -> str:
@@ -162,7 +163,7 @@ _MASK = 0xFFFFFFFF
 _TILE = 8192
 _SEED = 0x243F6A88
 _CHUNK_TILES = 2048
-"""Tiles hashed together: bounds the int64 temporaries to a few hundred MB."""
+"""Tiles hashed at a time: bounds the int64 temporaries to a few hundred MB."""
 
 
 def word_hash(tensor: torch.Tensor) -> str:

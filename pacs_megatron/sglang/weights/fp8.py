@@ -1,5 +1,5 @@
-"""Blockwise FP8 of linear weights: e4m3 values and one scale for each block of 128 x 128, as FP8 checkpoints of Hugging
-Face have them (`quantization_config: {quant_method: fp8, weight_block_size: [128, 128]}`)."""
+"""Blockwise FP8 of linear weights: e4m3 values and one scale per block of 128 x 128, the format of Hugging Face FP8
+checkpoints (`quantization_config: {quant_method: fp8, weight_block_size: [128, 128]}`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def quantize_blockwise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     """
     rows, columns = weight.shape
     pad_rows, pad_columns = -rows % BLOCK, -columns % BLOCK
-    padded = weight.detach().to(torch.float32, copy=True)  # the one fp32 copy; what follows works in it
+    padded = weight.detach().to(torch.float32, copy=True)  # the only fp32 copy; later operations are in place
     if pad_rows or pad_columns:
         padded = torch.nn.functional.pad(padded, (0, pad_columns, 0, pad_rows))
     blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
@@ -32,7 +32,7 @@ def quantize_blockwise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def is_quantized(name: str) -> bool:
-    """Linear layers of attention and MLP; embeddings, norms, router and lm_head stay as they are."""
+    """True for linear layers of attention and MLP; embeddings, norms, router and lm_head are not quantized."""
     return _LINEAR.fullmatch(name) is not None
 
 

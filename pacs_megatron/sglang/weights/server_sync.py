@@ -1,16 +1,17 @@
-"""New weights into SGLang servers: a `WeightReceiver` for all servers together.
+"""Weight updates of SGLang servers: one `WeightReceiver` for all servers.
 
-The order on each server, and why nothing is ever sampled from mixed or unverified weights:
+The order on each server, which rules out samples of mixed or unverified weights:
 
     pause        no token is sampled from here on
-    mark         its `weight_version` becomes one that no client accepts
+    mark         `weight_version` becomes a text that no client accepts
     load         bucket by bucket
-    verify       its own checksums against the export
-    version      only now it bears the new version, and the fleet's probes find it current
+    verify       the server's checksums against the export
+    version      only now the server reports the new version, and the fleet's probes find it current
     resume
 
-A server that fails anywhere stays paused and marked: the fleet calls it STALE. The next update starts it over, and a
-restart (own servers) brings it back too. The update goes on with the others; it is a SyncError when none is left.
+A server that fails in any step stays paused and marked, so the fleet sets it to STALE. The next update repeats all steps
+for it; a restart (managed servers) also recovers it. The update continues with the other servers and raises SyncError if
+none is left.
 """
 
 from __future__ import annotations
@@ -43,31 +44,31 @@ from pacs_megatron.sglang.weights.transports import Transport
 logger = logging.getLogger(__name__)
 
 SAMPLE_SIZE = 8
-"""Parameters that `verify: sample` looks at in an update (the first one after a server's start looks at all)."""
+"""Parameters that `verify: sample` compares in an update (the first one after a server's start compares all)."""
 FLUSH_TRIES = 20
 FLUSH_WAIT_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncSettings:
-    """Of the schema's options with the same names, and of the model."""
+    """The schema's options of the same names, and properties of the model."""
 
     dtype: torch.dtype
-    """of the servers' weights: floating tensors are cast to it on the way"""
+    """of the servers' weights: floating-point tensors are cast to it before they are sent"""
     bucket_bytes: int
     pause: PauseMode
     verify: Literal["off", "sample", "full"]
     timeout_s: float
     probe_timeout_s: float
-    """A server whose scheduler does not answer for so long takes no part in an update: it would cost `timeout_s`"""
+    """An update skips a server whose scheduler does not respond within this time: it would cost `timeout_s`"""
     dims: ModelDims
     fp8: bool = False
-    """Linear weights go as FP8 blocks; they are then left out of `verify`"""
+    """Linear weights are sent as FP8 blocks; `verify` then leaves them out"""
 
 
 @dataclass(slots=True, kw_only=True)
 class SyncReport:
-    """What one update did. Seconds are wall-clock, from begin_update to end_update."""
+    """Result of one update. Seconds are wall-clock, from begin_update to end_update."""
 
     version: int
     digest: str = ""
@@ -78,7 +79,7 @@ class SyncReport:
     verified: int = 0
     """checksums compared, over all servers"""
     updated: tuple[str, ...] = ()
-    """urls that hold the new weights"""
+    """urls of servers with the new weights"""
     failed: dict[str, str] = field(default_factory=dict)
     """url -> reason"""
 
@@ -88,11 +89,11 @@ class _Target:
     api: SglangApi
     expected: ExpectedChecksums | None = None
     is_verified: bool = False
-    """all of its parameters were looked at once since its start"""
+    """all of its parameters were compared once since its start"""
 
 
 class ServerSync:
-    """A `WeightReceiver` that feeds every server of `targets`; `report` tells what the last update did."""
+    """A `WeightReceiver` that updates every server of `set_targets`; `report` is the last update's result."""
 
     def __init__(self, transport: Transport, settings: SyncSettings) -> None:
         self._transport = transport
@@ -107,17 +108,17 @@ class ServerSync:
         """by (tensor-parallel size, device): servers of one kind share the hashing"""
         self._lock = threading.Lock()
         self._released: dict[str, set[MemoryTag]] = {}
-        """url -> what the server gave back to the trainer"""
+        """url -> memory that the server has released to the trainer"""
         self._began = 0.0
         self.report = SyncReport(version=-1)
 
     def set_targets(self, apis: Sequence[SglangApi]) -> None:
-        """The servers of the next update: all of the fleet that are not dead, or only those that missed one."""
+        """Sets the servers of the next update: all that are not DEAD, or only those that missed an update."""
         self._targets = {api.url: self._targets.get(api.url, _Target(api)) for api in apis}
 
     # ------------------------------------------------------------------------------------------------- WeightReceiver
     def begin_update(self, version: int) -> None:
-        """Pauses and marks all targets. Raises SyncError when none is left."""
+        """Pauses and marks all targets. Raises SyncError if no server is left."""
         self._began = time.monotonic()
         self.report = SyncReport(version=version)
         self._bucket.clear()
@@ -128,7 +129,7 @@ class ServerSync:
         self._sample = self._choose_sample(version)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """One weight under its Hugging Face name. Sends a bucket when it is full. Raises SyncError when no server is left."""
+        """Adds one weight under its Hugging Face name; sends the bucket when full. Raises SyncError if no server is left."""
         if self._settings.fp8 and is_quantized(name):
             values, scale_inv = quantize_blockwise(tensor)
             self._pack(name, values)
@@ -148,7 +149,7 @@ class ServerSync:
         self.report.num_tensors += 1
 
     def end_update(self, digest: str) -> None:
-        """Verifies and releases the servers. Raises SyncError when none holds the new weights."""
+        """Verifies and resumes the servers. Raises SyncError if none has the new weights."""
         self._flush()
         self._transport.commit()
         self._each(lambda target: self._close(target, digest))
@@ -171,9 +172,9 @@ class ServerSync:
 
     # -------------------------------------------------------------------------------------------------- colocated memory
     def release_memory(self) -> None:
-        """Before a training step (colocated): the servers give weights and KV cache back; the next update takes them.
+        """Before a training step (colocated): servers release weights and KV cache; the next update restores both.
 
-        Marked like an update under way: a server without weights is not current.
+        Marks the servers as during an update: a server without weights is not current.
         """
         self._live = dict(self._targets)
         self._each(lambda target: self._release(target.api))
@@ -181,7 +182,7 @@ class ServerSync:
     def _release(self, api: SglangApi) -> None:
         api.pause("abort", self._settings.timeout_s)
         api.set_weight_version(updating_version(self.report.version))
-        # Refused while a cancelled request is still in work: released under it, the server would end.
+        # The server refuses this while a cancelled request still runs; releasing memory then would crash it.
         _flush_cache(api, required=True)
         api.release_memory(("kv_cache", "weights"))
         self._released[api.url] = {"kv_cache", "weights"}
@@ -196,7 +197,7 @@ class ServerSync:
         api, settings = target.api, self._settings
         kind = api.placement(settings.probe_timeout_s)
         if WeightVersion.is_fresh(api.weight_version()):
-            # (Re)started: it has its memory, and knows no group of an earlier life.
+            # (Re)started: its memory is allocated, and earlier process groups no longer exist.
             self._released.pop(api.url, None)
             self._transport.forget(api)
             target.is_verified = False
@@ -222,7 +223,7 @@ class ServerSync:
         try:
             api.resume()
         except RolloutError:
-            # It would pass for current, and never answer a request.
+            # Otherwise the fleet treats it as current, although it is paused.
             api.set_weight_version(updating_version(self.report.version))
             raise
 
@@ -253,7 +254,7 @@ class ServerSync:
             self._bucket.clear()
 
     def _each(self, action: Callable[[_Target], None]) -> None:
-        """Runs it for all live servers at the same time; those that fail are out of this update."""
+        """Runs `action` for all live servers concurrently; servers that fail leave this update."""
         if self._live:
             with ThreadPoolExecutor(len(self._live), "weight-sync") as pool:
                 waiting = {url: pool.submit(action, target) for url, target in self._live.items()}
@@ -264,7 +265,7 @@ class ServerSync:
                 elif error is not None:
                     raise error
         if not self._live:
-            reasons = "; ".join(self.report.failed.values()) or "there is no server to update"
+            reasons = "; ".join(self.report.failed.values()) or "no server to update"
             raise SyncError(f"weights {self.report.version} reached no rollout server: {reasons}")
 
     def _give_up(self, url: str, error: PacsError) -> None:
@@ -275,19 +276,19 @@ class ServerSync:
 
 
 def _check_mark(api: SglangApi, version: int) -> None:
-    """Raises RolloutError when the server was started anew, or updated by somebody else, since this update began."""
-    held = api.weight_version()
-    if held != updating_version(version):
+    """Raises RolloutError if the server was restarted or updated by another process since this update began."""
+    reported = api.weight_version()
+    if reported != updating_version(version):
         raise RolloutError(
-            f"{api.url} says that it holds weights {held!r} at the end of the update to {version}: it was started anew "
-            "meanwhile, or another run sends it weights"
+            f"{api.url} reports weights {reported!r} at the end of the update to {version}: it was restarted meanwhile, "
+            "or another run updates it"
         )
 
 
 def _flush_cache(api: SglangApi, required: bool) -> None:
-    """Drops KV cache of the old weights; a request that is just ending may delay it.
+    """Drops KV cache of the old weights; a request that is about to end may delay it.
 
-    Not `required`: the server refuses while requests that were paused in place need it, and then keeps all of it.
+    Not `required`: the server refuses while requests that are paused in place need the cache, and then keeps all of it.
     """
     tries = FLUSH_TRIES if required else 1
     for attempt in range(tries):

@@ -1,7 +1,7 @@
-"""The ways weights travel to SGLang servers. A transport knows how; `server_sync.ServerSync` knows when and to whom.
+"""Transports of weights to SGLang servers: disk, broadcast, IPC. `server_sync.ServerSync` decides the order of calls.
 
-Methods that take `api` may run for several servers at the same time, in threads; `prepare` and `close` never do.
-Every wait has a limit. An exception of `join`, `send` or `finish` concerns that one server only.
+Methods that take `api` may run concurrently for several servers, in threads; `prepare` and `close` do not.
+Every wait has a timeout. An exception of `join`, `send` or `finish` concerns that one server only.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from pacs_megatron.sglang.weights.bucket import Bucket
 T = TypeVar("T")
 Kind = Literal["nccl", "gloo"]
 CUDA_ARG_DEVICE = 6
-"""Position of the device among the arguments of torch's `rebuild_cuda_tensor`; SGLang takes a GPU's UUID there."""
+"""Position of the device in the arguments of torch's `rebuild_cuda_tensor`; SGLang expects a GPU's UUID there."""
 
 
 class Transport(Protocol):
-    """One way of sending."""
+    """One method of sending buckets to servers."""
 
     def start(self, version: int) -> None:
-        """Before anything else of an update."""
+        """Called first in an update."""
         ...
 
     def join(self, api: SglangApi) -> None:
-        """Makes one server ready to receive."""
+        """Prepares one server to receive."""
         ...
 
     def prepare(self, bucket: Bucket) -> None:
-        """Once a bucket, before it is sent to anybody."""
+        """Called once per bucket, before the first `send`."""
         ...
 
     def send(self, api: SglangApi, bucket: Bucket) -> None:
@@ -61,25 +61,25 @@ class Transport(Protocol):
         ...
 
     def commit(self) -> None:
-        """Once, after the last bucket."""
+        """Called once, after the last bucket."""
         ...
 
     def finish(self, api: SglangApi) -> None:
-        """The server's last step; afterwards it holds all weights."""
+        """The server's last step; afterwards it has all weights."""
         ...
 
     def forget(self, api: SglangApi) -> None:
-        """Drops what is kept for a server that failed."""
+        """Drops the state of a server that failed."""
         ...
 
     def close(self) -> None: ...
 
 
 class DiskTransport:
-    """A safetensors folder `v<version>` that every server can read; the one before is kept until the next is there.
+    """A safetensors folder `v<version>` that every server can read; the previous version stays until it is complete.
 
-    The folder appears under its name only when it is complete, so a server (or a restarted one) never reads half. Nothing
-    but this transport may write to `folder`; what an earlier attempt left there is removed.
+    The folder gets its name only when it is complete, so a server never reads a partial one. Only this transport writes
+    to `folder`; it removes leftovers of an earlier attempt.
     """
 
     def __init__(self, folder: Path, timeout_s: float) -> None:
@@ -97,7 +97,7 @@ class DiskTransport:
             self._partial.mkdir(parents=True)
 
     def join(self, api: SglangApi) -> None:
-        """Nothing: a server reads when everything is there."""
+        """Nothing: a server reads after `commit`."""
 
     def prepare(self, bucket: Bucket) -> None:
         name = f"model-{len(set(self._shards.values())) + 1:05d}.safetensors"
@@ -118,7 +118,7 @@ class DiskTransport:
         self._remove_others({self.path.name})
 
     def _remove_others(self, kept: set[str]) -> None:
-        """Versions and parts of versions, also those of an attempt that had come further before it was killed."""
+        """Removes versions and partial versions, also later ones of an attempt that was killed."""
         for old in self._folder.glob("v*"):
             if re.fullmatch(r"v\d+(\.partial)?", old.name) and old.name not in kept:
                 shutil.rmtree(old, ignore_errors=True)
@@ -126,22 +126,22 @@ class DiskTransport:
     def finish(self, api: SglangApi) -> None:
         body = {
             "model_path": str(self.path),
-            "load_format": "auto",  # else the one of the server's start, which is `dummy` where the first update brings all
+            "load_format": "auto",  # the server's start may have set `dummy`
             "flush_cache": False,
             "abort_all_requests": False,
         }
-        api.order("/update_weights_from_disk", body, self._timeout_s)
+        api.post("/update_weights_from_disk", body, self._timeout_s)
 
     def forget(self, api: SglangApi) -> None:
-        """Nothing is kept for a server."""
+        """Nothing: there is no state per server."""
 
     def close(self) -> None:
-        """Servers hold the weights themselves, and a restarted one begins with those of its model path."""
+        """Removes all versions: servers have loaded them, and a restarted one loads its model path."""
         self._remove_others(set())
 
     @property
     def path(self) -> Path:
-        """The folder of the version at hand."""
+        """The folder of the current version."""
         return self._folder / f"v{self._version}"
 
     @property
@@ -151,7 +151,7 @@ class DiskTransport:
 
 @contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """A full or missing disk becomes a SyncError that names the folder; what was written goes, as others need the room."""
+    """Turns a full or missing disk into a SyncError that names the folder, and removes the partial version."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -160,13 +160,13 @@ def _disk_errors(path: Path) -> Iterator[None]:
 
 
 def _in_thread(action: Callable[[], T]) -> Future[T]:
-    """Its result to come. A daemon thread: one that hangs holds up nothing, not even the end of the process."""
+    """Runs `action` in a daemon thread, so that a blocked call does not delay the end of the process."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(action())
-        except BaseException as error:  # noqa: BLE001  # whoever asks for the result gets it
+        except BaseException as error:  # noqa: BLE001  # `result` raises it
             future.set_exception(error)
 
     threading.Thread(target=run, name="weight-sync", daemon=True).start()
@@ -175,7 +175,7 @@ def _in_thread(action: Callable[[], T]) -> Future[T]:
 
 @dataclass(slots=True)
 class _Group:
-    """A process group of this process (rank 0) and the tensor-parallel ranks of one server."""
+    """A process group of this process (rank 0 of the group) and the tensor-parallel ranks of one server."""
 
     name: str
     backend: Any
@@ -183,7 +183,7 @@ class _Group:
     store: TCPStore | None
 
     def end(self) -> None:
-        """Gives the group up without waiting: a gloo group's destructor waits until its broken broadcast times out."""
+        """Aborts the group in a thread: a gloo group's destructor blocks until its broken broadcast times out."""
         backend, store = self.backend, self.store
         self.backend = self.store = None
         held = [backend, store]
@@ -197,12 +197,12 @@ class _Group:
 
 
 class BroadcastTransport:
-    """One broadcast a bucket in a process group of its own for each server: NCCL, or gloo on CPU.
+    """One broadcast per bucket in a separate process group for each server: NCCL, or gloo on CPU.
 
-    A group for each server, not one for all: a server that dies takes no other's update with it, and the next update
-    needs no new groups for the rest. Buckets go out to all servers at the same time.
-    The trainer's default process group is not touched: the backends are built directly on a store that listens on
-    `host` only (torch's own would listen on all interfaces).
+    With one group per server, a server that dies does not interrupt the others' update, and the next update needs no
+    new groups for them. Buckets are sent to all servers concurrently.
+    The trainer's default process group is not involved: the backends use a store that listens on `host` only (torch's
+    own store listens on all interfaces).
     """
 
     def __init__(self, host: str, timeout_s: float) -> None:
@@ -221,7 +221,7 @@ class BroadcastTransport:
 
     def prepare(self, bucket: Bucket) -> None:
         if bucket.data.is_cuda:
-            torch.cuda.current_stream().synchronize()  # the copies into the bucket, before other threads read it
+            torch.cuda.current_stream().synchronize()  # completes the bucket before other threads read it
 
     def send(self, api: SglangApi, bucket: Bucket) -> None:
         group = self._groups[api.url]
@@ -234,16 +234,16 @@ class BroadcastTransport:
             "flush_cache": False,
             "abort_all_requests": False,
         }
-        call = _in_thread(lambda: api.order("/update_weights_from_distributed", body, self._timeout_s))
+        call = _in_thread(lambda: api.post("/update_weights_from_distributed", body, self._timeout_s))
         sent = _in_thread(lambda: self._broadcast(group.backend, bucket.data))
-        call.result()  # a server that refuses never joins the broadcast, so its answer is awaited first
+        call.result()  # first: a server that refuses the request never joins the broadcast
         try:
             sent.result(self._timeout_s)
         except (RuntimeError, TimeoutError) as error:
-            raise SyncError(f"{api.url}: broadcast failed: {error or 'not over in time'}") from error
+            raise SyncError(f"{api.url}: broadcast failed: {error or 'timeout'}") from error
 
     def _broadcast(self, backend: Any, data: torch.Tensor) -> None:
-        """NCCL meets its peers inside the first call, without a limit of its own: call it where nobody waits for it."""
+        """NCCL connects to its peers inside the first call, without a timeout: call it in a daemon thread."""
         backend.broadcast([data], dist.BroadcastOptions()).wait(timedelta(seconds=self._timeout_s))
 
     def commit(self) -> None:
@@ -267,7 +267,7 @@ class BroadcastTransport:
         tp, device = api.placement()
         num_ranks = 1 + tp
         kind: Kind = "gloo" if device == "cpu" else "nccl"
-        name = f"pacs-{uuid.uuid4().hex[:12]}"  # a name is used once: the server may still hold a broken group
+        name = f"pacs-{uuid.uuid4().hex[:12]}"  # unique: the server may still have a broken group
         listener = self._listen()
         port = listener.getsockname()[1]
         limit = timedelta(seconds=self._timeout_s)
@@ -285,9 +285,9 @@ class BroadcastTransport:
             "group_name": name,
             "backend": kind,
         }
-        call = _in_thread(lambda: api.order("/init_weights_update_group", body, self._timeout_s))
+        call = _in_thread(lambda: api.post("/init_weights_update_group", body, self._timeout_s))
         backend = _in_thread(lambda: self._new_backend(kind, name, num_ranks, store))
-        call.result()  # a server that refuses never comes to the meeting, which would be waited for to its limit
+        call.result()  # first: a server that refuses the request never joins the rendezvous
         try:
             return _Group(name, backend.result(self._timeout_s), store)
         except (RuntimeError, TimeoutError) as error:
@@ -300,7 +300,7 @@ class BroadcastTransport:
         except OSError as error:
             listener.close()
             raise SyncError(
-                f"rollout.sync.host={self._host}: not an address of this host ({error}); name the one that the servers reach"
+                f"rollout.sync.host={self._host}: not an address of this host ({error}); set one that servers can reach"
             ) from error
         listener.listen(128)
         return listener
@@ -321,9 +321,9 @@ class BroadcastTransport:
 
 
 class IpcTransport:
-    """Shared memory of this host: CUDA IPC handles from GPU tensors, shared-memory files from CPU tensors.
+    """Shared memory of this host: CUDA IPC handles of GPU tensors, shared-memory files of CPU tensors.
 
-    The server copies out of the bucket, which is kept until every server has answered.
+    Servers copy from the bucket, which is kept until every server has responded.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -354,10 +354,10 @@ class IpcTransport:
             ) from error
 
     def send(self, api: SglangApi, bucket: Bucket) -> None:
-        # Every tensor-parallel rank opens the same full tensors and takes its part.
+        # Every tensor-parallel rank opens the same full tensors and copies its part.
         payloads = [self._payload] * self._tp[api.url]
         body = {"serialized_named_tensors": payloads, "flush_cache": False, "abort_all_requests": False}
-        api.order("/update_weights_from_tensor", body, self._timeout_s)
+        api.post("/update_weights_from_tensor", body, self._timeout_s)
 
     def commit(self) -> None:
         self._shared, self._payload = [], ""
@@ -374,9 +374,9 @@ class IpcTransport:
 
 
 def shared_memory_payload(tensors: list[tuple[str, torch.Tensor]]) -> str:
-    """Base64 of what `/update_weights_from_tensor` takes: handles of the memory, not the data.
+    """Base64 payload of `/update_weights_from_tensor`: handles of the memory, not the data.
 
-    The format is a pickle, written here and read by the server's restricted unpickler; nothing is ever read back.
+    The format is a pickle for the server's restricted unpickler; the trainer never unpickles anything.
     """
     buffer = io.BytesIO()
     with _shared_files():
@@ -385,7 +385,7 @@ def shared_memory_payload(tensors: list[tuple[str, torch.Tensor]]) -> str:
 
 
 class _HandlePickler(ForkingPickler):
-    """torch's own reductions; a GPU is named by its UUID, as its number differs between processes."""
+    """torch's own reductions, with a GPU's UUID instead of its number, which differs between processes."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not (isinstance(obj, torch.Tensor) and obj.is_cuda):
@@ -397,7 +397,7 @@ class _HandlePickler(ForkingPickler):
 
 @contextmanager
 def _shared_files() -> Iterator[None]:
-    """CPU memory is shared by name: file descriptors could be passed to children only."""
+    """Shares CPU memory by file name: file descriptors can be passed to child processes only."""
     before = torch_mp.get_sharing_strategy()  # type: ignore[no-untyped-call]
     torch_mp.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     try:

@@ -22,7 +22,7 @@ def checks_of(folder: Path, model: Path, rollout: str) -> dict[str, Check]:
     return {check.key: check for check in found}
 
 
-def test_a_running_server_is_asked(lab: Lab, tmp_path: Path) -> None:
+def test_a_running_server_gets_a_request(lab: Lab, tmp_path: Path) -> None:
     found = checks_of(tmp_path, lab.folders[0], f"urls: ['{lab.url}'], sync: {{transport: disk}}")
     assert found["rollout.urls"].level == "ok" and f"{lab.url} answers in" in found["rollout.urls"].message
 

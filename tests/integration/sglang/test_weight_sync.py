@@ -118,7 +118,7 @@ def test_a_sync_that_dies_half_way_leaves_nothing_to_sample_from(lab: Lab, trans
         assert worst(lab, 1, sample) < BF16_NATS
 
 
-def test_a_broken_group_is_made_anew(lab: Lab) -> None:
+def test_a_broken_group_is_rebuilt(lab: Lab) -> None:
     """The connection breaks between two buckets: this update fails within its time limit, the next one works."""
     with lab.opened(weights=0, sync={"timeout_s": 5.0}):
         api = SglangApi(url=lab.url)
@@ -133,7 +133,7 @@ def test_a_broken_group_is_made_anew(lab: Lab) -> None:
         assert worst(lab, 1, sample) < BF16_NATS
 
 
-def test_a_restarted_server_is_joined_anew(lab: Lab) -> None:
+def test_a_restarted_server_joins_again(lab: Lab) -> None:
     """It says `default` and knows no group: the first push has to reach it."""
     with lab.opened(weights=0):
         api = SglangApi(url=lab.url)

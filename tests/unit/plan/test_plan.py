@@ -98,7 +98,7 @@ def test_the_command_is_quick_and_needs_no_torch() -> None:
     assert "FITS: at most" in done.stdout
 
 
-def test_what_does_not_fit_says_what_to_change() -> None:
+def test_a_plan_that_does_not_fit_names_what_to_change() -> None:
     text, fits = run_plan(
         BIG,
         ["parallel.tp=1", "parallel.sequence_parallel=false", "parallel.distributed_optimizer=false"],
@@ -123,7 +123,7 @@ def test_what_does_not_fit_says_what_to_change() -> None:
         (
             "pacs-qwen3-32b-4n8g-tp8",
             ["rollout.servers.tp=1", "rollout.servers.mem_fraction=0.5"],
-            "rollout.servers.mem_fraction (at least 0.80) or rollout.servers.tp (higher): weights and cache have room for 0",
+            "rollout.servers.mem_fraction (at least 0.80) or rollout.servers.tp (higher): beside the weights, 0 of",
         ),
         (
             "pacs-qwen3-14b-2n8g-tp4",
@@ -162,7 +162,7 @@ def test_search_as_json_lists_every_layout() -> None:
     assert run_plan(BIG, huge, search=True, as_json=False, response_tokens=None)[1] is False
 
 
-def test_the_pipelines_bubble_is_of_the_lengths_that_were_asked_for() -> None:
+def test_the_pipeline_bubble_uses_the_given_lengths() -> None:
     loaded = load_config(BIG, ["parallel.pp=2", "parallel.tp=4"])
     for response in (500, 8000):
         plan = make_plan(loaded, response)

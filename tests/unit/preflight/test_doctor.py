@@ -67,10 +67,10 @@ def test_a_controller_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(doctor, "_TIMEOUT_S", 0.5)
     (found,) = doctor._slurm()
-    assert found.state == "none" and "no controller answers" in found.fix
+    assert found.state == "none" and "no controller responds" in found.fix
 
 
-def test_the_report_says_what_this_machine_can_do() -> None:
+def test_the_report_lists_what_this_machine_can_do() -> None:
     text = doctor.report()
     assert "train on CPU (gloo): yes" in text
     assert all(line.startswith(("ok", "none", "bad")) for line in text.split("\n\n")[0].splitlines())

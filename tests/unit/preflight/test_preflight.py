@@ -93,7 +93,7 @@ def with_server(folder: Path, model: Path, *, version: str = "0.5.23", answer: s
     return write_tiny_run(folder, model), overrides
 
 
-def test_a_server_is_started_asked_and_ended(tmp_path: Path, model: Path) -> None:
+def test_a_server_is_started_used_and_ended(tmp_path: Path, model: Path) -> None:
     config, overrides = with_server(tmp_path, model)
     checks = run_preflight(config, overrides)
     assert not [str(check) for check in checks if check.level == "fail"]
@@ -145,7 +145,7 @@ def test_ranks_on_hosts_that_differ(tmp_path: Path, model: Path) -> None:
 
     found = run_ranks(on_rank, 2, init_process_group=False)
     assert [line.split(":")[0] for line in found[0]] == ["fail  model.path", "fail  run.dir"]
-    assert "differs on ranks [1]" in found[0][0] and "not seen by ranks [1]" in found[0][1]
+    assert "differs on ranks [1]" in found[0][0] and "ranks [1] do not see" in found[0][1]
     assert found[1] == []
 
 
@@ -246,7 +246,7 @@ def test_quotas_of_lustre_and_of_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     (tmp_path / "quota").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "no tool here tells the quota" in str(quota.free_space(folder)[1])
+    assert "no installed tool reads the quota" in str(quota.free_space(folder)[1])
 
 
 def test_what_a_cluster_file_names(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_compare_names_what_differs() -> None:
 def test_the_hash_goes_by_the_servers_device() -> None:
     assert hash_for("cpu") is sha_hash
     assert hash_for("cuda") is word_hash
-    with pytest.raises(SyncError, match="'npu' use a hash that is not known"):
+    with pytest.raises(SyncError, match="'npu' is not supported"):
         hash_for("npu")
 
 

@@ -111,7 +111,7 @@ def test_every_request_comes_back_once_and_groups_stay_together(fakes: Callable[
     assert min(len(home) for home in homes) >= 40  # of 100 groups
 
 
-def test_the_request_carries_what_was_asked_for(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_the_request_contains_all_sampling_parameters(fakes: Callable[..., list[FakeSglang]]) -> None:
     [server] = fakes(1)
     params = SamplingParams(temperature=0.7, top_p=0.9, top_k=20, max_tokens=5, stop=("\n\n",))
     asked = SampleRequest(id="a", prompt_id="p", token_ids=np.array([5, 6], np.int32), seed=2**62 + 1, params=params)
@@ -181,7 +181,7 @@ def test_servers_that_keep_failing_are_dead_and_then_all_are_down(fakes: Callabl
     servers = fakes(2)
     for server in servers:
         server.fault = "hang"
-    match = r"no rollout server was usable for .* s: http.* dead: silent for .*; http"
+    match = r"no rollout server was usable for .* s: http.* dead: no response for .*; http"
     with engine(servers, all_down_after_s=3.0) as client, pytest.raises(RolloutError, match=match):
         list(client.stream(requests(4)))
 
@@ -221,7 +221,7 @@ def test_refused_connections_for_a_while(fakes: Callable[..., list[FakeSglang]])
         check_all_there(samples, asked)
 
 
-def test_a_server_with_other_weights_is_asked_nothing(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_a_server_with_other_weights_gets_no_requests(fakes: Callable[..., list[FakeSglang]]) -> None:
     stale, good = fakes(2)
     stale.weight_version = "0:zz"
     asked = requests(40)
@@ -230,12 +230,12 @@ def test_a_server_with_other_weights_is_asked_nothing(fakes: Callable[..., list[
         assert sum(stale.asked.values()) == 0
         status = client.status()[0]
         assert status.health is Health.STALE
-        assert "holds weights '0:zz', current are '1:aa'" in status.reason
+        assert "has weights '0:zz', current are '1:aa'" in status.reason
         stale.weight_version = VERSION
         assert until(lambda: client.status()[0].health is Health.HEALTHY)
 
 
-def test_weights_are_asked_for_when_every_server_that_answers_has_lost_them(
+def test_needs_weights_when_every_responding_server_is_stale(
     fakes: Callable[..., list[FakeSglang]],
 ) -> None:
     first, second = fakes(2)
@@ -257,7 +257,7 @@ def test_weights_are_asked_for_when_every_server_that_answers_has_lost_them(
         second.accept()
 
 
-def test_a_server_that_may_come_back_by_itself_is_waited_for(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_no_push_while_a_server_may_recover_by_itself(fakes: Callable[..., list[FakeSglang]]) -> None:
     silent, stale = fakes(2)
     with engine([silent, stale], dead_after_s=1.5, probe_timeout_s=0.3) as client:
         silent.fault, stale.weight_version = "hang", "default"
@@ -267,7 +267,7 @@ def test_a_server_that_may_come_back_by_itself_is_waited_for(fakes: Callable[...
         assert client.status()[0].health is Health.DEAD
 
 
-def test_nothing_is_asked_during_an_update(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_no_request_is_sent_during_an_update(fakes: Callable[..., list[FakeSglang]]) -> None:
     [server] = fakes(1)
     with engine([server]) as client:
         list(client.stream(requests(4)))
@@ -284,7 +284,7 @@ def test_nothing_is_asked_during_an_update(fakes: Callable[..., list[FakeSglang]
         assert len(done) == 8
 
 
-def test_an_answer_that_comes_before_the_word_that_the_update_is_over_is_taken(
+def test_a_response_before_set_current_is_accepted_afterwards(
     fakes: Callable[..., list[FakeSglang]],
 ) -> None:
     """A server that goes on by itself (`retract`, `in_place`) may finish a request before the trainer has told."""
@@ -336,7 +336,7 @@ def test_weights_that_change_behind_our_back_are_noticed(fakes: Callable[..., li
         client.set_current(1, "aa")
         list(client.stream(requests(1)))
         server.fault = "old_version"
-        with pytest.raises(RolloutError, match=r"older than when it was sent|failed 4 times"):
+        with pytest.raises(RolloutError, match=r"older than those at|failed 4 times"):
             list(client.stream(requests(1, tag="2")))
 
 
@@ -496,13 +496,13 @@ def test_decode_of_a_good_answer_with_two_versions() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"id": "r/2"}, "answers request 'r/2' instead of 'r/1'"),
+        ({"id": "r/2"}, "response to request 'r/2', expected 'r/1'"),
         ({"output_ids": [7, 8], "finish_reason": {"type": "stop"}}, "2 tokens but log-probs of 3"),
         ({"output_ids": [7, 8, 1]}, "or of other tokens"),
-        ({"output_token_logprobs": [[-0.5, 7, None], [float("inf"), 8, None], [-1.0, 9, None]]}, "malformed answer"),
+        ({"output_token_logprobs": [[-0.5, 7, None], [float("inf"), 8, None], [-1.0, 9, None]]}, "malformed response"),
         ({"output_token_logprobs": [[-0.5, 7, None], [0.7, 8, None], [-1.0, 9, None]]}, "log-prob 0.69.* at token 1"),
         ({"output_token_logprobs": [[None, 7, None], [-0.7, 8, None], [-1.0, 9, None]]}, "log-prob nan at token 0"),
-        ({"output_token_logprobs": None}, "malformed answer"),
+        ({"output_token_logprobs": None}, "malformed response"),
         ({"weight_versions": [{"version": "1:a", "start": 0, "end": 2}]}, "spans end at 2 of 3"),
         ({"weight_versions": [{"version": "1:a", "start": 1, "end": 3}]}, "expected them contiguous"),
         ({"weight_versions": [{"version": "", "start": 0, "end": 3}]}, "without a weight version"),
@@ -518,5 +518,5 @@ def test_decode_refuses(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_decode_refuses_half_an_answer() -> None:
-    with pytest.raises(BadResponseError, match="malformed answer of 100 bytes"):
+    with pytest.raises(BadResponseError, match="malformed response of 100 bytes"):
         decode(answer()[:100], "r/1", 3)

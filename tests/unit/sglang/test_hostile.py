@@ -18,7 +18,7 @@ from pacs_megatron.contracts import Sample
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.sglang import client as sglang_client
 from pacs_megatron.sglang.api import (
-    BadControlAnswerError,
+    BadControlResponseError,
     ServerRefusedError,
     ServerUnreachableError,
     SglangApi,
@@ -54,15 +54,15 @@ def http(body: bytes, *headers: str, status: str = "200 OK", length: int | None 
 
 HTML = b"<html><body><h1>502 Bad Gateway</h1>\n<hr>nginx</body></html>"
 RAW = {
-    "html": (http(HTML), "malformed answer .*<html><body><h1>502 Bad Gateway</h1> <hr>nginx"),
+    "html": (http(HTML), "malformed response .*<html><body><h1>502 Bad Gateway</h1> <hr>nginx"),
     "html 502": (http(HTML, status="502 Bad Gateway"), "HTTP 502: <html>"),
-    "empty": (http(b""), "malformed answer of 0 bytes"),
-    "null": (http(b"null"), "malformed answer of 4 bytes"),
-    "a list": (http(b"[]"), "malformed answer of 2 bytes"),
-    "no JSON": (http(b"{" * 5000), "malformed answer of 5000 bytes"),
+    "empty": (http(b""), "malformed response of 0 bytes"),
+    "null": (http(b"null"), "malformed response of 4 bytes"),
+    "a list": (http(b"[]"), "malformed response of 2 bytes"),
+    "no JSON": (http(b"{" * 5000), "malformed response of 5000 bytes"),
     "forbidden": (
         http(b"no", status="403 Forbidden"),
-        "HTTP 403: no; the server wants another key: see rollout.api_key_env",
+        "HTTP 403: no; the server expects another key: see rollout.api_key_env",
     ),
     "closed at once": (b"", "Server disconnected|Connection reset|Broken pipe"),
     "closed in the head": (
@@ -72,12 +72,12 @@ RAW = {
     "closed in the body": (http(answer()[:50], length=5000), "ClientPayloadError"),
     "no HTTP": (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "Bad status line|Expected HTTP"),
     "huge head": (http(b"", "X-Filler: " + "x" * 200_000), "[Gg]ot more than|too long|exceeds"),
-    "not compressed": (http(b"\x1f\x8bnonsense", "Content-Encoding: gzip"), "malformed answer of 10 bytes"),
+    "not compressed": (http(b"\x1f\x8bnonsense", "Content-Encoding: gzip"), "malformed response of 10 bytes"),
 }
 
 
 @pytest.mark.parametrize("what", RAW)
-def test_an_answer_that_is_none_is_told_as_it_came(fake: FakeSglang, what: str) -> None:
+def test_a_malformed_response_is_quoted_in_the_error(fake: FakeSglang, what: str) -> None:
     raw, reason = RAW[what]
     fake.raw["/generate"] = raw
     with engine([fake], retries=1, max_failures=100) as client:
@@ -98,10 +98,10 @@ def test_a_redirect_is_not_followed(fake: FakeSglang, other: FakeSglang, status:
     assert not other.asked
 
 
-def test_an_endless_answer_is_given_up(fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_client, "ANSWER_BYTES", 10_000)
+def test_an_endless_response_is_cut_off(fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_client, "RESPONSE_BYTES", 10_000)
     fake.raw["/generate"] = http(b" " * 100_000)
-    with engine([fake], retries=0) as client, pytest.raises(RolloutError, match="more than 18192 bytes of answer"):
+    with engine([fake], retries=0) as client, pytest.raises(RolloutError, match="response longer than 18192 bytes"):
         list(client.stream(requests(1)))
 
 
@@ -116,12 +116,10 @@ def test_a_probe_that_is_answered_with_nonsense_makes_no_server_usable(fake: Fak
         assert until(lambda: client.status()[0].health is Health.HEALTHY)
 
 
-def test_a_bug_in_the_fleet_ends_the_streams_and_is_not_waited_for(
-    fake: FakeSglang, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_in_the_fleet_ends_the_streams_at_once(fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine([fake], request_timeout_s=60.0) as client:
         fake.fault = "hang"
-        threading.Timer(0.3, setattr, (client._fleet, "_ask", None)).start()
+        threading.Timer(0.3, setattr, (client._fleet, "_query_version", None)).start()
         with pytest.raises(TypeError, match="not callable"):
             list(client.stream(requests(2)))
 
@@ -170,7 +168,7 @@ def test_whatever_is_wrong_with_an_answer_it_is_a_bad_answer(body: bytes) -> Non
         decode(body, "r/1", 3)
 
 
-def test_an_answer_cut_by_the_servers_own_limits_says_which() -> None:
+def test_a_response_cut_by_a_server_limit_names_the_limit() -> None:
     with pytest.raises(BadResponseError, match=r"3 tokens with finish reason length, expected 9.*context_length"):
         decode(answer(), "r/1", 9)
 
@@ -265,7 +263,7 @@ def test_requests_on_a_server_that_missed_an_update_start_over_elsewhere(fake: F
         assert until(lambda: len(fake.aborted) == 4)  # it listens still
 
 
-def test_what_a_server_with_whole_older_weights_works_on_is_waited_for(fake: FakeSglang, other: FakeSglang) -> None:
+def test_requests_on_a_server_with_complete_older_weights_may_finish(fake: FakeSglang, other: FakeSglang) -> None:
     """It did not take part in the update and is not paused."""
     fake.latency_s = other.latency_s = lambda _: 1.0
     with engine([fake, other], max_in_flight=4) as client:
@@ -296,7 +294,7 @@ def test_a_silent_server_is_dead_although_updates_come_more_often_than_that(
         assert client.status()[1].health is Health.HEALTHY
 
 
-def test_silence_during_an_update_kills_nobody(fake: FakeSglang) -> None:
+def test_silence_during_an_update_marks_no_server_dead(fake: FakeSglang) -> None:
     """Nobody probes then, and a server that loads weights answers nothing."""
     with engine([fake], dead_after_s=1.0, probe_timeout_s=0.3) as client:
         client.begin_update()
@@ -320,7 +318,7 @@ def test_a_dead_server_of_others_that_comes_back_is_found_during_an_update(fake:
         fake.weight_version = "default"
         fake.accept()
         assert until(lambda: client.status()[0].health is Health.STALE)
-        assert client.status()[0].reason == "answers again"
+        assert client.status()[0].reason == "responds again"
         fake.weight_version = "2:bb"
         client.set_current(2, "bb")
         assert client.status()[0].health is Health.HEALTHY
@@ -340,7 +338,7 @@ def test_two_clients_of_one_run_ask_under_different_ids(fake: FakeSglang) -> Non
     assert len(got) == 8 and len({body["rid"] for body in fake.bodies}) == 16
 
 
-def test_whoever_comes_after_the_end_is_told(fake: FakeSglang) -> None:
+def test_calls_after_close_raise(fake: FakeSglang) -> None:
     with engine([fake]) as client:
         pass
     with pytest.raises(RolloutError, match="was closed"):
@@ -360,7 +358,7 @@ def test_control_answers_that_are_none_are_named_errors(fake: FakeSglang, body: 
     }
     for path, call in calls.items():
         fake.raw[path] = http(body)
-        with pytest.raises(BadControlAnswerError, match=rf"{path}: unexpected answer .*; is it SGLang\?"):
+        with pytest.raises(BadControlResponseError, match=rf"{path}: unexpected response .*; is it SGLang\?"):
             call()
 
 
@@ -384,7 +382,7 @@ def test_a_control_call_ends_in_time_though_the_server_sends_a_byte_now_and_then
     thread = threading.Thread(target=trickle, daemon=True)
     thread.start()
     began = time.monotonic()
-    with pytest.raises(ServerUnreachableError, match=r"answer within 0\.5 s"):
+    with pytest.raises(ServerUnreachableError, match=r"response within 0\.5 s"):
         SglangApi(url=f"http://127.0.0.1:{listener.getsockname()[1]}").call("/x", timeout_s=0.5)
     assert time.monotonic() - began < 3
     thread.join(5)
@@ -420,7 +418,7 @@ def test_an_address_that_is_none(url: str) -> None:
         check_url(url)
 
 
-def test_an_address_with_a_password_is_not_repeated() -> None:
+def test_an_address_with_a_password_is_not_printed() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.urls: an address with a user") as caught:
         check_url("http://me:hunter2@host:1")
     assert "hunter2" not in str(caught.value)

@@ -131,7 +131,7 @@ def test_an_exit_is_noticed_when_an_update_begins_and_the_server_comes_back(tmp_
         assert (status.health, status.restarts, status.returning) == (Health.STALE, 1, False)
 
 
-def test_a_server_that_fails_to_start_says_why(tmp_path: Path) -> None:
+def test_a_failed_start_quotes_the_log(tmp_path: Path) -> None:
     server = ManagedServer(spec(tmp_path, "--dummy-exit", "3"))
     server.start()
     with pytest.raises(RolloutError, match=r"exited with 3 while starting: .*told to fail"):
@@ -247,7 +247,7 @@ def options(**changes: object) -> SglangRollout:
 @pytest.mark.parametrize("key", ["sesame\n", "open sesame", "sésame", "sesame\x00"])
 def test_a_key_that_no_header_can_carry_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     monkeypatch.setattr(os, "environ", {"ROLLOUT_KEY": key})
-    with pytest.raises(ConfigError, match=r"rollout\.api_key_env=ROLLOUT_KEY: the key holds a space") as caught:
+    with pytest.raises(ConfigError, match=r"rollout\.api_key_env=ROLLOUT_KEY: the key contains a space") as caught:
         sglang.api_key(options(api_key_env="ROLLOUT_KEY"))
     assert "same" not in str(caught.value)
 
@@ -269,16 +269,16 @@ def test_a_server_named_twice_is_refused(second: str) -> None:
         (("--tp-size", "2"), r"say rollout\.servers\.tp"),
     ],
 )
-def test_what_other_options_say_is_not_for_extra_args(extra: tuple[str, ...], reason: str) -> None:
+def test_extra_args_may_not_repeat_other_options(extra: tuple[str, ...], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         SglangServers(python=("python",), extra_args=extra)
 
 
-def test_a_start_that_nobody_wants_any_more_ends_at_once(tmp_path: Path) -> None:
+def test_a_stop_request_ends_a_start_at_once(tmp_path: Path) -> None:
     """Or a node's GPUs would stay taken until servers that take minutes to start are ready."""
     slow = [spec(tmp_path, "--dummy-never-ready", name=name) for name in ("server0", "server1")]
     began = time.monotonic()
-    with pytest.raises(RolloutError, match="told to end while the rollout servers were starting"):
+    with pytest.raises(RolloutError, match="stop request while the rollout servers were starting"):
         sglang.start_servers(slow, 300.0, lambda: time.monotonic() - began > 1.0)
     assert time.monotonic() - began < 20
     assert list(tmp_path.glob("*.pid")) == []
@@ -304,15 +304,15 @@ def shared_files(tag: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["close", "crash", "guard killed"])
-def test_shared_memory_of_an_ended_server_goes_and_nobody_elses(
+def test_only_shared_memory_of_the_ended_server_is_removed(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang leaves it when it is killed; enough of it fills /dev/shm, and the next scheduler dies of SIGBUS."""
     tag = f"pacstest{os.getpid()}{how[0]}"
     guard = (tmp_path / "guard.py").resolve()
     source = Path(sglang_guard.__file__).read_text()
-    assert "LOOK_S = 10.0" in source
-    guard.write_text(source.replace("LOOK_S = 10.0", "LOOK_S = 0.2"))
+    assert "SCAN_S = 10.0" in source
+    guard.write_text(source.replace("SCAN_S = 10.0", "SCAN_S = 0.2"))
     monkeypatch.setattr(sglang_guard, "__file__", str(guard))
     server = ManagedServer(spec(tmp_path, "--dummy-shared", tag))
     server.start()

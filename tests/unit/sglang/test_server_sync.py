@@ -47,7 +47,7 @@ def made(servers: list[WeightServer], transport: Transport | None = None, **chan
         "pause": "retract",
         "verify": "full",
         "timeout_s": 5.0,
-        "answer_s": 2.0,
+        "probe_timeout_s": 2.0,
         "dims": ModelDims(num_kv_heads=2),
     }
     by_url = {server.url: server for server in servers}
@@ -112,7 +112,7 @@ EVERY_STEP = [
 
 
 @pytest.mark.parametrize("path", EVERY_STEP)
-def test_a_failure_at_any_step_leaves_a_server_that_is_not_asked_and_that_the_next_update_mends(
+def test_a_server_that_fails_at_any_step_gets_no_requests_until_the_next_update(
     server: WeightServer, second: WeightServer, path: str
 ) -> None:
     sync = made([server, second])
@@ -154,7 +154,7 @@ def test_a_cache_that_is_not_flushed_is_no_current_server(
         ("/flush_cache", False),
     ],
 )
-def test_a_server_started_anew_in_the_middle_is_not_current(
+def test_a_server_restarted_during_an_update_is_not_current(
     server: WeightServer, second: WeightServer, path: str, sessions: bool, verify: str
 ) -> None:
     """Without sessions (SGLang <= 0.5.20) and checksums nothing else would tell: half of its weights are of its folder."""
@@ -172,7 +172,7 @@ def test_a_server_started_anew_in_the_middle_is_not_current(
 def test_another_run_on_the_same_server_is_noticed(server: WeightServer) -> None:
     sync = made([server], verify="off")
     server.before["/flush_cache"] = lambda: setattr(server, "weight_version", "7:updating")
-    with pytest.raises(SyncError, match=r"holds weights '7:updating' .* another run sends it weights"):
+    with pytest.raises(SyncError, match=r"reports weights '7:updating' .* another run updates it"):
         push(1, weights(1).items(), [sync])
 
 
@@ -192,7 +192,7 @@ def test_one_flipped_bit_on_the_server_is_found(server: WeightServer, verify: st
     assert not is_current(server)
 
 
-def test_a_sample_comes_round_and_a_fresh_server_is_looked_at_whole(server: WeightServer, second: WeightServer) -> None:
+def test_samples_rotate_and_a_fresh_server_is_verified_completely(server: WeightServer, second: WeightServer) -> None:
     sync = made([server, second], verify="sample")
     counts = []
     for version in range(1, 6):
@@ -210,12 +210,12 @@ def test_a_sample_comes_round_and_a_fresh_server_is_looked_at_whole(server: Weig
         (lambda a: {"ranks": a["ranks"] * 2}, "checksums of 2 ranks, expected"),
         (lambda a: {"ranks": [{"checksums": {}}]}, r"13 of 13 parameters differ.*\(not on the server\)"),
         (lambda a: {"ranks": [{"checksums": a["ranks"][0]["checksums"] | {"extra": "0"}}]}, r"extra \(never sent\)"),
-        (lambda a: {"ranks": [{"checksums": None}]}, "unexpected answer"),
-        (lambda a: {"success": True}, "unexpected answer"),
-        (lambda a: [], "unexpected answer"),
+        (lambda a: {"ranks": [{"checksums": None}]}, "unexpected response"),
+        (lambda a: {"success": True}, "unexpected response"),
+        (lambda a: [], "unexpected response"),
     ],
 )
-def test_checksums_that_say_nothing_verify_nothing(server: WeightServer, spoiled: Any, reason: str) -> None:
+def test_useless_checksums_fail_the_verification(server: WeightServer, spoiled: Any, reason: str) -> None:
     server.spoil = spoiled
     with pytest.raises(SyncError, match=reason):
         push(1, weights(1).items(), [made([server])])
@@ -238,7 +238,7 @@ def test_a_server_that_answers_nothing_costs_its_limit_once(server: WeightServer
     began = time.monotonic()
     push(1, weights(1).items(), [sync])
     assert time.monotonic() - began < 3.0
-    assert "no answer within 0.5 s" in sync.report.failed[server.url]
+    assert "no response within 0.5 s" in sync.report.failed[server.url]
 
 
 def test_memory_is_released_by_an_idle_server_only(server: WeightServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,9 @@ def test_a_refusal_with_a_status_of_200_is_one(server: WeightServer, tmp_path: P
     assert not is_current(server)
 
 
-def test_a_full_disk_is_left_with_room(server: WeightServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_no_partial_version(
+    server: WeightServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The checkpoint that is saved after this error needs it. The server has the old weights, and is not asked."""
     sync = made([server], DiskTransport(tmp_path / "w", 5.0))
     push(1, weights(1).items(), [sync])
@@ -351,7 +353,7 @@ def test_shared_memory_that_is_full_is_named_and_the_export_goes_on(
 
 
 # ------------------------------------------------------------------------------------------------------------ broadcast
-def test_a_group_that_the_server_refuses_is_not_waited_for(server: WeightServer) -> None:
+def test_a_refused_group_fails_at_once(server: WeightServer) -> None:
     sync = made([server], BroadcastTransport("127.0.0.1", 60.0), timeout_s=60.0)
     began = time.monotonic()
     with pytest.raises(SyncError, match=r"init_weights_update_group: HTTP 400, expected 200: .*no such backend"):
