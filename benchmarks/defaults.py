@@ -1,0 +1,151 @@
+"""Measures settings of each objective on the quickstart's task, as the reason for the defaults.
+
+    python benchmarks/defaults.py pacs grpo sft --seeds 2 --log defaults.jsonl
+
+Every run starts from the seed's warm start (one for all settings), takes 25 steps of 16 prompts x 8 samples on one rank
+with one thread, and ends with an evaluation: 96 held-out problems, 8 draws each. `sft` repeats the warm start itself.
+One line of JSON a run goes to the log; runs that the log has are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from examples.quickstart.run import make_inputs
+from pacs_megatron.observability.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+Setting = dict[str, Any]
+
+PACS: Setting = {"clip": 0.0, "lr": 2e-4, "beta": 1.0, "weighting": "question", "updates": 2}
+GRPO: Setting = {"clip": 1.0, "lr": 2e-4, "updates": 2}
+SFT: Setting = {"clip": 1.0, "lr": 2e-3}
+KEYS = {
+    "clip": "optimizer.clip_grad",
+    "lr": "optimizer.lr",
+    "beta": "objective.beta",
+    "weighting": "objective.weighting",
+    "reference": "objective.reference",
+    "score": "objective.score",
+    "loss_mean": "objective.loss_mean",
+    "updates": "batch.updates_per_step",
+}
+
+
+def settings(objective: str) -> Iterator[Setting]:
+    """The grid: clip, rate and updates a step in full, the rest one at a time."""
+    if objective == "sft":
+        yield from (SFT | {"clip": clip, "lr": lr} for lr in (2e-3, 1e-3, 4e-3) for clip in (1.0, 0.0))
+        return
+    base = PACS if objective == "pacs" else GRPO
+    rates = (2e-4, 1e-4, 4e-4)
+    yield from (
+        base | {"clip": clip, "lr": lr, "updates": updates}
+        for updates in (2, 1, 4)
+        for lr in rates
+        for clip in (0.0, 1.0)
+    )
+    if objective == "pacs":
+        yield from (base | {"beta": beta} for beta in (0.3, 3.0))
+        yield from (base | {"weighting": weighting} for weighting in ("none", "only_positive", "only_negative"))
+        yield base | {"reference": "frozen", "updates": 1}
+        yield base | {"clip": 10.0}
+        yield base | {"lr": 5e-5}
+        yield base | {"lr": 8e-4}
+    else:
+        yield base | {"loss_mean": "sequence"}
+
+
+def overrides(objective: str, setting: Setting) -> list[str]:
+    return [f"objective.name={objective}", *(f"{KEYS[name]}={value}" for name, value in setting.items())]
+
+
+def train(name: str, folder: Path, config: str, *changes: str) -> Path:
+    """Runs one rank to its end and returns its folder."""
+    command = [sys.executable, "-m", "pacs_megatron.training.main", str(ROOT / "configs" / "runs" / config)]
+    common = (f"run.dir={folder}/runs", f"run.name={name}", "parallel.tp=1", "logging.tensorboard=false")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([*command, *common, *changes], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{name}: {done.stderr[-2000:]}")
+    return folder / "runs" / name
+
+
+def warm_start(seed: int, folder: Path, name: str, *changes: str) -> Path:
+    inputs = folder / f"inputs-{seed}"
+    make_inputs(inputs, seed)
+    data = f"data.train.path={inputs}/data/demonstrations.json"
+    return train(
+        name, folder, "quickstart-warmstart.yaml", f"run.seed={seed}", f"model.path={inputs}/model", data, *changes
+    )
+
+
+def measure(objective: str, setting: Setting, seed: int, folder: Path) -> dict[str, Any]:
+    name = "-".join([objective, *(f"{key}{value}" for key, value in setting.items()), f"seed{seed}"])
+    begin = time.monotonic()
+    found: dict[str, Any] = {}
+    if objective == "sft":
+        run_dir = warm_start(seed, folder, name, *overrides(objective, setting))
+        rows = read_metrics(run_dir)
+        found["loss"] = statistics.mean(float(row["objective/loss"] or 0) for row in rows[-20:])
+    else:
+        data = folder / f"inputs-{seed}" / "data"
+        run_dir = train(
+            name,
+            folder,
+            "quickstart.yaml",
+            *(f"run.seed={seed}", f"model.path={folder}/runs/warm-{seed}/hf", "run.steps=25"),
+            *(f"data.train.path={data}/train.json", f"evaluation.benchmarks.0.path={data}/test.json"),
+            *("evaluation.every=null", "checkpoint.every=null", "logging.save_rollouts=false"),
+            *overrides(objective, setting),
+        )
+        rows = read_metrics(run_dir)
+        found["pass@1"] = rows[-1]["eval/test/pass@1"]
+        found["lowest_reward"] = min(float(row["reward/mean"] or 0) for row in rows[1:])
+    norms = sorted(float(row["optimizer/grad_norm"] or 0) for row in rows if "optimizer/grad_norm" in row)
+    found["norm"] = [norms[0], statistics.median(norms), norms[-1]]
+    return {"objective": objective, **setting, "seed": seed, **found, "seconds": round(time.monotonic() - begin)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("objectives", nargs="+", choices=["pacs", "grpo", "sft"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, help="keep warm starts and runs here")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", type=json.loads, nargs="+", help="these settings, as JSON, instead of the grid")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.workers) as pool:
+        folder = (options.folder or Path(name)).resolve()
+        if options.objectives != ["sft"]:
+            list(pool.map(lambda seed: warm_start(seed, folder, f"warm-{seed}"), options.seeds))
+        known = [json.loads(line) for line in options.log.read_text().splitlines()] if options.log.exists() else []
+        jobs = [
+            (objective, setting, seed)
+            for objective in options.objectives
+            for setting in options.only or settings(objective)
+            for seed in options.seeds
+            if not any({"objective": objective, **setting, "seed": seed}.items() <= row.items() for row in known)
+        ]
+        with options.log.open("a") as log:
+            for row in pool.map(lambda job: measure(*job, folder), jobs):
+                log.write(json.dumps(row) + "\n")
+                log.flush()
+                print(row, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

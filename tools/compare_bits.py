@@ -1,0 +1,319 @@
+"""Compares runs of two checkouts bit for bit: `record` in the old one, `compare` in the new one.
+
+    tools/compare_bits.py record FOLDER --checkout OLD --samples RUN --model MODEL
+    tools/compare_bits.py compare FOLDER
+
+Four cases: the quickstart of 0.1 (shortened), a run that is stopped and resumed, a conversion both ways, and a run that
+receives recorded samples of SGLang (`--samples`: a run folder with `logging.save_tokens`, `--model`: its model). Weights,
+rollouts and every metric but times are compared. The maps below name everything that was renamed between the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+CONFIG_KEYS = {
+    "rollout.max_lag": "rollout.max_staleness",
+    "rollout.sync.way": "rollout.sync.transport",
+}
+"""configuration: old key -> new key"""
+METRIC_KEYS = {"lag/": "staleness/"}
+"""metrics: old prefix -> new prefix"""
+NEW_METRICS = ("optimizer/clipped_frac",)
+"""metrics that the old code did not write"""
+STOPPED, LIMIT_S = 75, 900.0
+
+Facts = dict[str, Any]
+
+# The shipped configuration of 0.1, with every default that has changed since written out.
+COMMON = {
+    "run.seed": 0,
+    "precision.dtype": "fp32",
+    "parallel.tp": 2,
+    "data.train.preset": "deepscaler",
+    "data.prompt_suffix": r"Answer in \boxed{}.",
+    "data.max_prompt_tokens": 48,
+    "optimizer.schedule": "linear",
+    "optimizer.clip_grad": 1.0,
+}
+WARM_START = COMMON | {
+    "run.name": "warm",
+    "run.steps": 100,
+    "objective.name": "sft",
+    "batch.prompts_per_step": 32,
+    "batch.samples_per_prompt": 1,
+    "batch.updates_per_step": 1,
+    "batch.tokens_per_microbatch": 4096,
+    "rollout.engine": "demonstrations",
+    "rollout.max_response_tokens": 48,
+    "optimizer.lr": 2e-3,
+    "optimizer.warmup_updates": 20,
+}
+PACS = COMMON | {
+    "run.name": "pacs",
+    "run.steps": 20,
+    "objective.name": "pacs",
+    "objective.beta": 1.0,
+    "objective.weighting": "question",
+    "batch.prompts_per_step": 16,
+    "batch.samples_per_prompt": 8,
+    "batch.updates_per_step": 1,
+    "batch.tokens_per_microbatch": 16384,
+    "rollout.engine": "embedded",
+    "rollout.sampling.max_response_tokens": 48,
+    "rollout.batch_sequences": 64,
+    "reward.name": "arithmetic",
+    "optimizer.lr": 2e-4,
+    "optimizer.min_lr": 2e-5,
+    "optimizer.warmup_updates": 10,
+    "evaluation.every": 10,
+    "evaluation.samples_per_prompt": 8,
+    "evaluation.k": [1, 8],
+    "evaluation.sampling.max_response_tokens": 48,
+    "logging.save_tokens": True,
+}
+RESUMED = PACS | {
+    "run.name": "resumed",
+    "run.steps": 8,
+    "batch.updates_per_step": 2,
+    "rollout.max_lag": 1,
+    "objective.importance_cap": 2.0,
+    "evaluation.every": 3,
+    "checkpoint.every": 4,
+}
+SGLANG = {
+    "run.name": "sglang",
+    "run.steps": 5,
+    "run.seed": 5,
+    "precision.dtype": "fp32",
+    "objective.name": "grpo",
+    "objective.importance": "truncate",
+    "batch.prompts_per_step": 8,
+    "batch.samples_per_prompt": 4,
+    "batch.updates_per_step": 1,
+    "batch.tokens_per_microbatch": 1024,
+    "rollout.engine": "sglang",
+    "rollout.dtype": "bf16",
+    "rollout.max_lag": 2,
+    "rollout.probe_s": 0.3,
+    "rollout.sampling.max_response_tokens": 480,
+    "rollout.sampling.stop": ["a", "b"],
+    "rollout.sync.way": "disk",
+    "rollout.sync.verify": "off",
+    "rollout.sync.pause": "in_place",
+    "reward.name": "custom",
+    "data.prompt_suffix": "",
+    "data.max_prompt_tokens": 128,
+    "data.train.columns": {"problem": "problem", "answer": "answer"},
+    "optimizer.lr": 1e-3,
+    "optimizer.clip_grad": 1.0,
+    "evaluation.every": 2,
+    "evaluation.samples_per_prompt": 1,
+    "evaluation.sampling.max_response_tokens": 8,
+    "logging.save_tokens": True,
+    "logging.tensorboard": False,
+}
+REWARD = "def reward(prompt, response):\n    return float(sum(response.encode()) % 2)\n"
+
+
+class Checkout:
+    """Commands of one checkout, in one folder."""
+
+    def __init__(self, root: Path, inputs: Path, work: Path) -> None:
+        self.root, self.inputs, self.work = root, inputs, work
+        schema = root / "pacs_megatron" / "config" / "schema.py"
+        self.is_old = "max_staleness" not in schema.read_text()
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "pacs_megatron", *arguments]
+
+    def start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        log = (self.work / "log.txt").open("ab")
+        return subprocess.Popen(command, cwd=self.work, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def run(self, *arguments: str, expected: int = 0) -> None:
+        self.finish(self.start(self.command(*arguments)), expected)
+
+    def finish(self, process: subprocess.Popen[bytes], expected: int = 0) -> None:
+        code = process.wait(timeout=LIMIT_S)
+        if code != expected:
+            log = (self.work / "log.txt").read_text(errors="replace")
+            sys.exit(f"{process.args} in {self.root}: exit code {code}, expected {expected}\n{log[-3000:]}")
+
+    def config(self, options: Mapping[str, Any]) -> str:
+        """Path of a file with these options, under the names that this checkout knows."""
+        tree: dict[str, Any] = {}
+        for old, value in (options | {"run.dir": str(self.work)}).items():
+            *parents, last = (old if self.is_old else CONFIG_KEYS.get(old, old)).split(".")
+            node = tree
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[last] = value
+        path = self.work / f"{options['run.name']}.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        return str(path)
+
+    def facts(self, name: str) -> Facts:
+        """What a run leaves: metrics without times, digests of weights and of rollouts; old names."""
+        folder = self.work / name
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return {
+            "metrics": [{self._old(key): row[key] for key in row if self._is_compared(key)} for row in rows],
+            "weights": digests(folder / "hf", "*.safetensors"),
+            "rollouts": digests(folder / "rollouts", "*"),
+        }
+
+    def _is_compared(self, key: str) -> bool:
+        return not key.startswith("time/") and "per_s" not in key and key not in NEW_METRICS
+
+    def _old(self, key: str) -> str:
+        for old, new in METRIC_KEYS.items():
+            if key.startswith(new):
+                return old + key.removeprefix(new)
+        return key
+
+
+def digests(folder: Path, pattern: str) -> dict[str, str]:
+    paths = sorted(path for path in folder.rglob(pattern) if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def with_data(checkout: Checkout, options: Mapping[str, Any], model: Path) -> dict[str, Any]:
+    data = checkout.inputs / "data"
+    benchmark = {"path": str(data / "test.json"), "preset": "deepscaler", "name": "test"}
+    benchmarks = {"evaluation.benchmarks": [benchmark]} if "evaluation.every" in options else {}
+    train = data / ("train.json" if benchmarks else "demonstrations.json")
+    return {**options, **benchmarks, "model.path": str(model), "data.train.path": str(train)}
+
+
+def quickstart(checkout: Checkout) -> Facts:
+    checkout.run("train", checkout.config(with_data(checkout, WARM_START, checkout.inputs / "model")))
+    checkout.run("train", checkout.config(with_data(checkout, PACS, checkout.work / "warm" / "hf")))
+    return {"warm": checkout.facts("warm"), "pacs": checkout.facts("pacs")}
+
+
+def resumed(checkout: Checkout) -> Facts:
+    """Two updates a step, one step ahead; stopped by a STOP file after three rows."""
+    path = checkout.config(with_data(checkout, RESUMED, checkout.work / "warm" / "hf"))
+    folder = checkout.work / "resumed"
+    process = checkout.start(checkout.command("train", path))
+    metrics = folder / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+        if process.poll() is not None:
+            checkout.finish(process)
+            sys.exit("the run ended before it was stopped")
+        time.sleep(0.05)
+    (folder / "STOP").touch()
+    checkout.finish(process, STOPPED)
+    (folder / "STOP").unlink(missing_ok=True)
+    checkout.run("train", path)
+    return checkout.facts("resumed")
+
+
+def conversion(checkout: Checkout) -> Facts:
+    source, there, back = (checkout.work / name for name in ("warm/hf", "converted", "back"))
+    checkout.run("convert", "to-megatron", "--hf", str(source), "--out", str(there))
+    checkout.run("convert", "to-hf", "--checkpoint", str(there), "--out", str(back))
+    return {"megatron": digests(there, "*.distcp"), "hf": digests(back, "*.safetensors")}
+
+
+def sglang(checkout: Checkout) -> Facts:
+    from tests.support.recorded_sglang import RecordedSglang
+
+    work = checkout.work
+    (work / "reward.py").write_text(REWARD)
+    rows = {
+        "train": [{"problem": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(4) for b in range(4)],
+        "test": [{"problem": f"{a} + 1 = ?", "answer": str(a + 1)} for a in range(4)],
+    }
+    for name, records in rows.items():
+        (work / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    columns = {"problem": "problem", "answer": "answer"}
+    with RecordedSglang(checkout.inputs / "samples") as server:
+        options = SGLANG | {
+            "model.path": str(checkout.inputs / "sglang_model"),
+            "rollout.urls": [server.url],
+            "reward.function": f"{work}/reward.py:reward",
+            "data.train.path": str(work / "train.jsonl"),
+            "evaluation.benchmarks": [{"path": str(work / "test.jsonl"), "name": "test", "columns": columns}],
+        }
+        checkout.run("train", checkout.config(options))
+    return checkout.facts("sglang")
+
+
+CASES = {"quickstart": quickstart, "resumed": resumed, "conversion": conversion, "sglang": sglang}
+
+
+def collect(root: Path, inputs: Path) -> dict[str, Facts]:
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="compare-bits-") as work:
+        checkout = Checkout(root.resolve(), inputs.resolve(), Path(work))
+        for name, case in CASES.items():
+            begin = time.monotonic()
+            found[name] = case(checkout)
+            print(f"{name}: ran in {time.monotonic() - begin:.0f} s", flush=True)
+    return found
+
+
+def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            yield from differences(old.get(key, "(missing)"), new.get(key, "(missing)"), f"{where}/{key}")
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, pair in enumerate(zip(old, new, strict=True)):
+            yield from differences(*pair, f"{where}/{index}")
+    elif old != new:
+        yield f"{where}: {old!r:.80} -> {new!r:.80}"
+
+
+def make_inputs(folder: Path, options: argparse.Namespace) -> None:
+    from examples.quickstart.model import build_model
+    from examples.quickstart.problems import write_problems
+
+    build_model(folder / "model", seed=0)
+    write_problems(folder / "data", seed=0)
+    shutil.copytree(options.samples / "rollouts", folder / "samples" / "rollouts")
+    shutil.copytree(options.model, folder / "sglang_model")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compare the bits of two checkouts.")
+    parser.add_argument("verb", choices=["record", "compare"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--checkout", type=Path, default=REPO)
+    parser.add_argument("--samples", type=Path, help="record: run folder of a run over SGLang")
+    parser.add_argument("--model", type=Path, help="record: Hugging Face folder that this run began with")
+    options = parser.parse_args()
+    path = options.folder / "facts.json"
+    if options.verb == "record":
+        make_inputs(options.folder / "inputs", options)
+        path.write_text(json.dumps(collect(options.checkout, options.folder / "inputs"), indent=1))
+        return 0
+    old = json.loads(path.read_text())
+    new = json.loads(json.dumps(collect(options.checkout, options.folder / "inputs")))
+    found = list(differences(old, new))
+    for name in CASES:
+        mine = [line for line in found if line.startswith(f"/{name}/")]
+        print(f"{name}: {'equal' if not mine else f'{len(mine)} differences'}", *mine[:20], sep="\n  ")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
