@@ -5,7 +5,7 @@
 
 Four cases: the quickstart of 0.1 (shortened), a run that is stopped and resumed, a conversion both ways, and a run that
 receives recorded samples of SGLang (`--samples`: a run folder with `logging.save_tokens`, `--model`: its model). Weights,
-rollouts and every metric but times are compared. The maps below name everything that was renamed between the two.
+rollouts and every metric but times are compared. `RENAMED_KEYS` and METRIC_KEYS name what was renamed between the two.
 """
 
 from __future__ import annotations
@@ -28,11 +28,8 @@ import yaml
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-CONFIG_KEYS = {
-    "rollout.max_lag": "rollout.max_staleness",
-    "rollout.sync.way": "rollout.sync.transport",
-}
-"""configuration: old key -> new key"""
+from pacs_megatron.config.messages import RENAMED_KEYS  # noqa: E402
+
 METRIC_KEYS = {"lag/": "staleness/"}
 """metrics: old prefix -> new prefix"""
 NEW_METRICS = ("optimizer/clipped_frac",)
@@ -161,7 +158,7 @@ class Checkout:
         """Path of a file with these options, under the names that this checkout knows."""
         tree: dict[str, Any] = {}
         for old, value in (options | {"run.dir": str(self.work)}).items():
-            *parents, last = (old if self.is_old else CONFIG_KEYS.get(old, old)).split(".")
+            *parents, last = (old if self.is_old else RENAMED_KEYS.get(old, old)).split(".")
             node = tree
             for parent in parents:
                 node = node.setdefault(parent, {})
@@ -206,7 +203,11 @@ def with_data(checkout: Checkout, options: Mapping[str, Any], model: Path) -> di
 def quickstart(checkout: Checkout) -> Facts:
     checkout.run("train", checkout.config(with_data(checkout, WARM_START, checkout.inputs / "model")))
     checkout.run("train", checkout.config(with_data(checkout, PACS, checkout.work / "warm" / "hf")))
-    return {"warm": checkout.facts("warm"), "pacs": checkout.facts("pacs")}
+    warm = checkout.facts("warm")
+    for row in warm["metrics"]:  # a run without rewards had reward/mean 1.0
+        row.pop("reward/mean", None)
+        row.pop("reward/label_mean", None)
+    return {"warm": warm, "pacs": checkout.facts("pacs")}
 
 
 def resumed(checkout: Checkout) -> Facts:
@@ -231,7 +232,10 @@ def conversion(checkout: Checkout) -> Facts:
     source, there, back = (checkout.work / name for name in ("warm/hf", "converted", "back"))
     checkout.run("convert", "to-megatron", "--hf", str(source), "--out", str(there))
     checkout.run("convert", "to-hf", "--checkpoint", str(there), "--out", str(back))
-    return {"megatron": digests(there, "*.distcp"), "hf": digests(back, "*.safetensors")}
+    # Files of the Megatron side hold random ids, so its tensors are compared: the certificate has their digests.
+    certificate = json.loads((there / "certificate.json").read_text())
+    tensors = {tensor["name"]: tensor["xxh3_128"] for tensor in certificate["megatron"]["tensors"]}
+    return {"megatron": tensors, "hf": digests(back, "*.safetensors")}
 
 
 def sglang(checkout: Checkout) -> Facts:
@@ -261,13 +265,13 @@ def sglang(checkout: Checkout) -> Facts:
 CASES = {"quickstart": quickstart, "resumed": resumed, "conversion": conversion, "sglang": sglang}
 
 
-def collect(root: Path, inputs: Path) -> dict[str, Facts]:
+def collect(root: Path, inputs: Path, cases: list[str]) -> dict[str, Facts]:
     found = {}
     with tempfile.TemporaryDirectory(prefix="compare-bits-") as work:
         checkout = Checkout(root.resolve(), inputs.resolve(), Path(work))
-        for name, case in CASES.items():
+        for name in cases:
             begin = time.monotonic()
-            found[name] = case(checkout)
+            found[name] = CASES[name](checkout)
             print(f"{name}: ran in {time.monotonic() - begin:.0f} s", flush=True)
     return found
 
@@ -297,6 +301,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compare the bits of two checkouts.")
     parser.add_argument("verb", choices=["record", "compare"])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="the quickstart comes first")
     parser.add_argument("--checkout", type=Path, default=REPO)
     parser.add_argument("--samples", type=Path, help="record: run folder of a run over SGLang")
     parser.add_argument("--model", type=Path, help="record: Hugging Face folder that this run began with")
@@ -304,12 +309,12 @@ def main() -> int:
     path = options.folder / "facts.json"
     if options.verb == "record":
         make_inputs(options.folder / "inputs", options)
-        path.write_text(json.dumps(collect(options.checkout, options.folder / "inputs"), indent=1))
+        path.write_text(json.dumps(collect(options.checkout, options.folder / "inputs", options.cases), indent=1))
         return 0
-    old = json.loads(path.read_text())
-    new = json.loads(json.dumps(collect(options.checkout, options.folder / "inputs")))
-    found = list(differences(old, new))
-    for name in CASES:
+    recorded = json.loads(path.read_text())
+    old = {name: recorded[name] for name in options.cases}
+    found = list(differences(old, collect(options.checkout, options.folder / "inputs", options.cases)))
+    for name in options.cases:
         mine = [line for line in found if line.startswith(f"/{name}/")]
         print(f"{name}: {'equal' if not mine else f'{len(mine)} differences'}", *mine[:20], sep="\n  ")
     return 1 if found else 0

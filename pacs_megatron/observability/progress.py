@@ -165,11 +165,12 @@ def _columns(stream: TextIO) -> int:
 
 
 def training_fields(row: Mapping[str, MetricValue]) -> dict[str, float]:
-    """What a person wants beside the bar, from a row of metrics: reward, pass@1, tokens/s (those it has)."""
+    """Returns reward (loss in a run without rewards), pass@1 and tokens/s of a row of metrics, where it has them."""
     fields: dict[str, float] = {}
-    reward = row.get("reward/mean")
-    if reward is not None:
-        fields["reward"] = reward
+    name, key = ("reward", "reward/mean") if "reward/mean" in row else ("loss", "objective/loss")
+    value = row.get(key)
+    if value is not None:
+        fields[name] = value
     passed = [v for k, v in row.items() if k.startswith("eval/") and k.endswith("/pass@1") and v is not None]
     if passed:
         fields["pass@1"] = sum(passed) / len(passed)  # the mean over benchmarks

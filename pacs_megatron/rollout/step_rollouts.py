@@ -159,7 +159,8 @@ def rollouts_from_message(
         for sample, reward, label in verdicts[start : start + saved["samples"]]:
             if label >= 0:
                 rollouts.judged.add(sample.id)
-                rollouts.sampled[sample.id] = replace(sample, reward=reward, label=label)
+                known = None if math.isnan(reward) else reward  # a demonstration has a label and no reward
+                rollouts.sampled[sample.id] = replace(sample, reward=known, label=label)
             else:
                 rollouts.sampled[sample.id] = sample
         start += saved["samples"]
@@ -168,8 +169,8 @@ def rollouts_from_message(
 
 
 def rollout_metrics(samples: Sequence[Sample], dropped: Mapping[str, int]) -> dict[str, float]:
-    """Means over the judged samples of the step (before admission), lengths over all of them."""
-    judged = [s for s in samples if s.failure is None]
+    """Means of rewards and labels over the samples that have a reward, before admission; lengths over all samples."""
+    rewarded = [s for s in samples if s.reward is not None]
     lens = np.array([s.response_len for s in samples], dtype=np.float64)
     metrics = {
         "response/len_mean": float(lens.mean()),
@@ -177,7 +178,7 @@ def rollout_metrics(samples: Sequence[Sample], dropped: Mapping[str, int]) -> di
         "response/truncated_frac": float(np.mean([s.stop is Stop.LENGTH for s in samples])),
         "response/tokens": float(lens.sum()),
     }
-    if judged:
-        metrics["reward/mean"] = float(np.mean([s.reward for s in judged]))
-        metrics["reward/label_mean"] = float(np.mean([s.label for s in judged]))
+    if rewarded:
+        metrics["reward/mean"] = float(np.mean([s.reward for s in rewarded]))
+        metrics["reward/label_mean"] = float(np.mean([s.label for s in rewarded]))
     return metrics | {f"admission/dropped_{name}": float(count) for name, count in dropped.items()}

@@ -115,7 +115,6 @@ class TrainData:
                     sampler_logprobs=np.zeros(len(response), dtype=np.float32),
                     spans=(Span(version=0, digest="demonstration", start=0, end=len(response)),),
                     stop=Stop.EOS,
-                    reward=1.0,
                     label=1,
                 )
             )

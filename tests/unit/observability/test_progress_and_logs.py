@@ -156,6 +156,7 @@ def test_training_fields() -> None:
     row = {
         "step": 1,
         "reward/mean": 0.5,
+        "objective/loss": 0.7,
         "eval/a/pass@1": 0.2,
         "eval/b/pass@1": 0.4,
         "eval/b/pass@16": 1.0,
@@ -163,6 +164,7 @@ def test_training_fields() -> None:
     }
     assert training_fields(row) == {"reward": 0.5, "pass@1": pytest.approx(0.3)}
     assert training_fields({"step": 1, "reward/mean": None, "tokens_per_s": 7.0}) == {"tokens/s": 7.0}
+    assert training_fields({"step": 1, "objective/loss": 0.7}) == {"loss": 0.7}
 
 
 @pytest.mark.parametrize(
