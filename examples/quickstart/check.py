@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from pacs_megatron.config import load_config
 from pacs_megatron.data import load_prompts
 from pacs_megatron.observability.logs import setup_logging
-from pacs_megatron.training import context, loop
 from pacs_megatron.training.signals import StopFlag
 
 MAX_TOKENS = 48
@@ -37,6 +37,9 @@ def exported_answers(folder: Path, prompts: list[np.ndarray], end: int) -> list[
 
 def policy_answers(run_dir: Path, prompts: list[np.ndarray], end: int) -> list[list[int]]:
     """Greedy responses of the Megatron policy of the run's last checkpoint, on one rank."""
+    # After setup_logging: a CUDA build of torch warns at this import on a host without a GPU.
+    from pacs_megatron.training import context, loop
+
     config = load_config(run_dir / "config.yaml", ["parallel.tp=1"]).config
     rank, channel = context.join(config)
     joined = context.RankSetup(rank=rank, channel=channel, driver=None, stop=StopFlag(run_dir))
@@ -76,6 +79,7 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=32)
     args = parser.parse_args()
     setup_logging(None, 0)
+    disable_progress_bar()
     config = load_config(args.run_dir / "config.yaml").config
     tokenizer = AutoTokenizer.from_pretrained(args.run_dir / "hf")
     benchmark = load_prompts(config.evaluation.benchmarks[0], config.data, tokenizer)

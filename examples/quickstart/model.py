@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 VOCAB_SIZE = 384
 MAX_POSITIONS = 256
@@ -92,6 +93,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 
 def build_model(out_dir: Path, seed: int) -> None:
     """Writes config, float32 weights drawn from `seed`, tokenizer and generation settings to `out_dir`."""
+    disable_progress_bar()
     tokenizer = build_tokenizer()
     config = build_config(tokenizer)
     with torch.random.fork_rng(devices=[]):

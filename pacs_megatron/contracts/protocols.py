@@ -97,6 +97,7 @@ class UpdateReport:
 
     grad_norm: float
     """before clipping"""
+    is_clipped: bool
     lr: float
     metrics: Mapping[str, float]
 

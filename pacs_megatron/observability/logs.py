@@ -76,6 +76,8 @@ def setup_logging(log_dir: Path | None, rank: int, *, stream: TextIO | None = No
     # Others' INFO chatter stays out; ours is wanted.
     root.setLevel(logging.WARNING)
     logging.getLogger("pacs_megatron").setLevel(logging.INFO)
+    # A CUDA build of torch warns here on every host without a GPU; nothing that we run builds an extension.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 class _RankFile(logging.FileHandler):

@@ -224,7 +224,7 @@ class MegatronPolicy:
             metrics[f"{objective.name}/score_drift_max"] = float(difference.abs().max())
         norm, lr = self.optimizer.step()
         self.version += 1
-        return UpdateReport(grad_norm=norm, lr=lr, metrics=metrics)
+        return UpdateReport(grad_norm=norm, is_clipped=self.optimizer.clips(norm), lr=lr, metrics=metrics)
 
     def _without_zero_gradient(self, minibatch: MiniBatch, prepared: Prepared, scores: Tensor | None) -> MiniBatch:
         """Leave samples out whose gradient is exactly zero, where no earlier pass fixed the plan.

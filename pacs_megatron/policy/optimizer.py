@@ -119,10 +119,14 @@ class Optimizer:
                 "rows of metrics.jsonl (score drift, lengths), lower optimizer.lr, or train in fp32 to find the cause"
             )
         self.schedule.step(increment=1)
-        if 0 < self._clip_grad < norm:
+        if self.clips(norm):
             self._scale_gradients(self._clip_grad / (norm + 1e-6))
         self.megatron.step_with_ready_grads()
         return norm, float(self.schedule.get_lr(self.megatron.param_groups[0]))
+
+    def clips(self, norm: float) -> bool:
+        """Whether an update whose gradient has this global norm is scaled down."""
+        return 0 < self._clip_grad < norm
 
     def _scale_gradients(self, factor: float) -> None:
         for part in self.optimizers():

@@ -23,6 +23,7 @@ from pacs_megatron.parallel.transfer import broadcast_arrays
 from pacs_megatron.policy import state as policy_state
 from pacs_megatron.rollout.collect import DriverState
 from pacs_megatron.training.begun import Begun, StoppedInStep
+from pacs_megatron.training.clipping import ClippingWarning
 from pacs_megatron.training.context import RunContext, array_of
 from pacs_megatron.training.export import export_hf
 from pacs_megatron.training.step import train_step
@@ -70,6 +71,7 @@ class Outputs:
         self.progress = stack.enter_context(
             Progress(run.config.run.name, run.config.run.steps, done=max(first_step, 0))
         )
+        self._clipping = ClippingWarning()
         run.timer.on_change(self.progress.phase)
         assert run.driver is not None
         run.driver.on_progress = lambda done, total: self.progress.samples(run.timer.phase, done, total)
@@ -81,6 +83,7 @@ class Outputs:
         self._metrics.append(row)
         self._sinks.write(row)
         self.progress.advance(int(row["step"]), training_fields(row))
+        self._clipping.add(row)
 
     def report(self) -> None:
         if self._on:

@@ -67,7 +67,8 @@ def update(run: RunContext, index: int, minibatch: MiniBatch, step_inputs: Any, 
     # Only the first update computes with the weights that sampled.
     comparable = {k: v for k, v in report.metrics.items() if index == 0 or not k.startswith("mismatch/")}
     sums.add_means(comparable, minibatch.facts.num_samples)
-    sums.add_means({"optimizer/grad_norm": report.grad_norm, "optimizer/lr": report.lr}, 1)
+    optimizer = {"grad_norm": report.grad_norm, "clipped_frac": float(report.is_clipped), "lr": report.lr}
+    sums.add_means({f"optimizer/{name}": value for name, value in optimizer.items()}, 1)
 
 
 def with_logprobs(run: RunContext, minibatches: list[MiniBatch], begun: Begun | None) -> list[MiniBatch]:

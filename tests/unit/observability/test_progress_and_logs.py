@@ -216,3 +216,16 @@ def test_sampling_is_rarely_a_log_line_where_there_is_no_bar(caplog: pytest.LogC
             progress.samples(("rollout",), 10 * second, 1000)
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [f"run 0/4 rollout {done}/1000" for done in (300, 600, 900)]
+
+
+def test_torch_does_not_warn_of_a_cuda_home_without_a_gpu(tmp_path: Path) -> None:
+    code = (
+        "import torch; torch.cuda.is_available = lambda: False\n"
+        "from pacs_megatron.observability.logs import setup_logging\n"
+        "setup_logging(None, 0)\n"
+        "from torch.utils import cpp_extension\n"
+        "assert cpp_extension._find_cuda_home() == '/nowhere'\n"
+    )
+    environment = {**os.environ, "CUDA_HOME": "/nowhere"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
