@@ -144,6 +144,7 @@ def build_policy(setup: Setup) -> Any:
         parallel=ParallelOptions(),
         precision_options=options,
         optimizer=OptimizerOptions(lr=1e-6),
+        clip_grad=1.0,
         total_updates=1000,
         tokens_per_microbatch=setup.tokens_per_microbatch,
     )

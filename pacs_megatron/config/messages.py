@@ -13,7 +13,11 @@ from pacs_megatron.config.yaml_tree import Node
 Detail = Mapping[str, Any]
 """One entry of `pydantic.ValidationError.errors()`."""
 
-RENAMED_KEYS = {"rollout.max_lag": "rollout.max_staleness", "rollout.sync.way": "rollout.sync.transport"}
+RENAMED_KEYS = {
+    "rollout.max_lag": "rollout.max_staleness",
+    "rollout.sync.way": "rollout.sync.transport",
+    "optimizer.clip_grad": "objective.clip_grad",
+}
 """Old key -> new key. An old key is refused with the new name."""
 
 

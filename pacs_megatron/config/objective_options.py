@@ -30,8 +30,19 @@ def _default_advantage_eps(given: dict[str, Any]) -> float | None:
     return 1e-6 if given["advantage"] == "grpo" else None
 
 
-class PacsOptions(Options):
+class _TrainedOptions(Options):
+    """Options of every objective."""
+
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Limit of the gradient's global norm; 0: no clipping. The default is the objective's own
+    (docs/measurements/defaults.md)."""
+
+
+class PacsOptions(_TrainedOptions):
     name: Literal["pacs"]
+    clip_grad: float = Field(default=0.0, ge=0)
+    """Limit of the gradient's global norm; 0: no clipping. PACS's norms are 10 to 100 times GRPO's, so a limit of 1.0
+    gives nearly every update one length."""
     beta: float = Field(default=1.0, gt=0)
     """Scale of the reward proxy (7)."""
     reward_proxy: Literal["sum_log_ratio", "mean_log_prob"] = "sum_log_ratio"
@@ -96,7 +107,7 @@ class PacsOptions(Options):
             )
 
 
-class GrpoOptions(Options):
+class GrpoOptions(_TrainedOptions):
     name: Literal["grpo"]
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """`grpo`: (R - mean)/std of the group; `dr_grpo`: R - mean; `rloo`: leave one out."""
@@ -161,7 +172,7 @@ class GrpoOptions(Options):
         return self
 
 
-class SftOptions(Options):
+class SftOptions(_TrainedOptions):
     name: Literal["sft"]
     loss_mean: Literal["token", "sequence"] = "token"
     """`token`: over all response tokens of the mini-batch; `sequence`: mean of the responses' means."""

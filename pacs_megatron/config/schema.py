@@ -354,8 +354,6 @@ class OptimizerOptions(Options):
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_eps: float = Field(default=1e-8, gt=0)
-    clip_grad: float = Field(default=1.0, ge=0)
-    """Global norm limit; 0 switches clipping off."""
 
 
 class EvaluationOptions(Options):

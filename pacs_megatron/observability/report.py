@@ -25,14 +25,17 @@ _REST = "Other metrics"
 
 _SUMMARY = (
     ("model", ("model.path",)),
-    ("objective", ("objective.name", "objective.score", "objective.reward_proxy", "objective.reference")),
+    (
+        "objective",
+        ("objective.name", "objective.score", "objective.reward_proxy", "objective.reference", "objective.clip_grad"),
+    ),
     ("reward", ("reward.name",)),
     ("data", ("data.train.preset", "data.train.path")),
     ("batch", ("batch.prompts_per_step", "batch.samples_per_prompt", "batch.updates_per_step")),
     ("rollout", ("rollout.engine", "rollout.sampling.temperature", "rollout.sampling.max_response_tokens")),
     ("layout", ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep")),
     ("precision", ("precision.dtype", "precision.fp8.recipe")),
-    ("optimizer", ("optimizer.lr", "optimizer.schedule", "optimizer.clip_grad")),
+    ("optimizer", ("optimizer.lr", "optimizer.schedule")),
     ("seed", ("run.seed",)),
 )
 

@@ -42,6 +42,7 @@ class MegatronPolicy:
         parallel: ParallelOptions,
         precision_options: PrecisionOptions,
         optimizer: OptimizerOptions,
+        clip_grad: float,
         total_updates: int,
         tokens_per_microbatch: int,
         temperature: float = 1.0,
@@ -72,6 +73,7 @@ class MegatronPolicy:
             optimizer,
             self.chunks,
             self.config,
+            clip_grad=clip_grad,
             total_updates=total_updates,
             distributed=parallel.distributed_optimizer,
         )

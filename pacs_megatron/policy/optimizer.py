@@ -25,6 +25,7 @@ class Optimizer:
         chunks: list[DistributedDataParallel],
         config: TransformerConfig,
         *,
+        clip_grad: float,
         total_updates: int,
         distributed: bool,
     ) -> None:
@@ -36,7 +37,7 @@ class Optimizer:
             adam_beta1=options.adam_beta1,
             adam_beta2=options.adam_beta2,
             adam_eps=options.adam_eps,
-            clip_grad=options.clip_grad,
+            clip_grad=clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=distributed,
@@ -45,7 +46,7 @@ class Optimizer:
             self.megatron: MegatronOptimizer = get_megatron_optimizer(
                 megatron_options, chunks, use_gloo_process_groups=torch.cuda.is_available()
             )
-        self._clip_grad = options.clip_grad
+        self._clip_grad = clip_grad
         self._create_state()
         warmup = min(options.warmup_updates, max(total_updates - 1, 0))
         self.schedule = OptimizerParamScheduler(

@@ -27,7 +27,7 @@ class ClippingWarning:
         if self._steps >= MIN_STEPS and self._clipped > self._steps / 2 and not self._is_given:
             self._is_given = True
             logger.warning(
-                "step %d: %.0f %% of the updates so far were clipped to a gradient norm of optimizer.clip_grad, so large "
+                "step %d: %.0f %% of the updates so far were clipped to a gradient norm of objective.clip_grad, so large "
                 "and small gradients give updates of one length; raise clip_grad, set it to 0, or lower optimizer.lr",
                 row["step"],
                 100 * self._clipped / self._steps,

@@ -119,6 +119,7 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) 
         parallel=config.parallel,
         precision_options=config.precision,
         optimizer=config.optimizer,
+        clip_grad=config.objective.clip_grad,
         total_updates=config.run.steps * config.batch.updates_per_step,
         tokens_per_microbatch=config.batch.tokens_per_microbatch,
         temperature=temperature,

@@ -57,9 +57,7 @@ def test_the_global_norm_is_clipped_alike_at_every_layout(tiny_qwen3_tied: Path,
         other.update(*step, pacs_loss(other.logprobs(*step), step[0]))
 
     def on_rank(_rank: int, world: int) -> Any:
-        policy = make_policy(
-            tiny_qwen3_tied, world, tokens_per_microbatch=BUDGET, optimizer={"clip_grad": clip}, **options
-        )
+        policy = make_policy(tiny_qwen3_tied, world, tokens_per_microbatch=BUDGET, clip_grad=clip, **options)
         reports = train(policy, build_objective(PACS, updates_per_step=1), STEPS, tokens_per_microbatch=BUDGET)
         return [r.grad_norm for r in reports], {k: v.numpy() for k, v in weights_of(policy).items()}
 

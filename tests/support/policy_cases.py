@@ -16,7 +16,8 @@ from pacs_megatron.contracts import Layout, MiniBatch, SampleFacts, TokenBuffers
 
 # adam_eps is large so that the update is a smooth function of the gradient: at 1e-8 Adam turns rounding noise of a zero
 # gradient into a full step, and no two implementations agree.
-OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-3, "clip_grad": 1.0}
+OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-3}
+CLIP_GRAD = 1.0
 
 
 def make_policy(
@@ -28,6 +29,7 @@ def make_policy(
     optimizer: dict[str, Any] | None = None,
     total_updates: int = 100,
     temperature: float = 1.0,
+    clip_grad: float = CLIP_GRAD,
     **parallel: Any,
 ) -> Any:
     """MegatronPolicy on the calling ranks, loaded from the Hugging Face folder. Call it inside `run_ranks`."""
@@ -55,6 +57,7 @@ def make_policy(
         parallel=options,
         precision_options=PrecisionOptions(dtype=dtype),
         optimizer=OptimizerOptions(**(OPTIMIZER | (optimizer or {}))),
+        clip_grad=clip_grad,
         total_updates=total_updates,
         tokens_per_microbatch=tokens_per_microbatch,
         temperature=temperature,
@@ -177,6 +180,6 @@ class ReferenceTrainer:
         logps = reference_logprobs(self.model, facts, tokens)
         loss = reference_pacs_loss(logps, [p.detach() for p in logps], facts)
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER["clip_grad"])
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_GRAD)
         self.optimizer.step()
         return float(loss.detach()), float(norm)

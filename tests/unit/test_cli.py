@@ -25,7 +25,7 @@ def test_config_show(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         [next(line for line in lines if line.startswith("run.steps")).split("  #")[0], " override"]
     ]
     assert any(line.startswith("objective.beta = 2.0 ") and line.endswith("# run.yaml:8") for line in lines)
-    assert any(line.startswith("optimizer.clip_grad = 1.0 ") and line.endswith("# default") for line in lines)
+    assert any(line.startswith("objective.clip_grad = 0.0 ") and line.endswith("# default") for line in lines)
 
 
 def test_overrides_may_follow_options(config: str, capsys: pytest.CaptureFixture[str]) -> None:

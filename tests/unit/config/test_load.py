@@ -1,11 +1,13 @@
 """Composition, overrides and messages of the configuration loader."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from pacs_megatron.config import load_config
-from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
+from pacs_megatron.config.objective_options import GrpoOptions, ObjectiveOptions, PacsOptions
 from pacs_megatron.errors import ConfigError
 
 BASE = """\
@@ -103,6 +105,12 @@ def test_an_override_can_change_the_strategy(base: Path) -> None:
     assert loaded.config.objective == GrpoOptions(name="grpo", clip_low=0.1)
 
 
+@pytest.mark.parametrize(("objective", "limit"), [("pacs", 0.0), ("grpo", 1.0), ("sft", 1.0)])
+def test_each_objective_has_its_own_default_of_clip_grad(objective: str, limit: float) -> None:
+    options: TypeAdapter[Any] = TypeAdapter(ObjectiveOptions)
+    assert options.validate_python({"name": objective}).clip_grad == limit
+
+
 def test_overriding_an_element_of_a_list(base: Path, tmp_path: Path) -> None:
     text = "include: base.yaml\nevaluation:\n  sampling: {max_response_tokens: 9}\n  benchmarks:\n"
     run = write(
@@ -124,6 +132,7 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
     ("overrides", "expected"),
     [
         (["optimizer.lrr=1"], "unknown key `optimizer.lrr`; did you mean `optimizer.lr`? (override)"),
+        (["optimizer.clip_grad=1"], "unknown key `optimizer.clip_grad`; this key is now called `objective.clip_grad`"),
         (["lr=4"], "unknown key `lr`; did you mean `optimizer.lr`? (override)"),
         (["optimiser.lr=1"], "unknown key `optimiser`; did you mean `optimizer`? (override)"),
         (

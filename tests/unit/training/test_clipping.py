@@ -17,7 +17,7 @@ def warnings_of(shares: list[float], caplog: pytest.LogCaptureFixture) -> list[s
 
 def test_the_warning_is_given_once(caplog: pytest.LogCaptureFixture) -> None:
     [line] = warnings_of([1.0, 0.5] * MIN_STEPS, caplog)
-    assert f"step {MIN_STEPS}: 75 % of the updates" in line and "optimizer.clip_grad" in line
+    assert f"step {MIN_STEPS}: 75 % of the updates" in line and "objective.clip_grad" in line
 
 
 @pytest.mark.parametrize("shares", [[1.0] * (MIN_STEPS - 1), [0.0, 1.0] * MIN_STEPS, [0.5] * MIN_STEPS])
