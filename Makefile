@@ -15,7 +15,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 export PYTHON PIP_ARGS
 
-.PHONY: help install install-dev install-sglang install-slurm quickstart test test-full campaign test-fresh lint format clean
+.PHONY: help install install-dev install-sglang install-slurm quickstart test test-full campaign test-fresh lint docs format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -55,10 +55,15 @@ lint: install-dev ## ruff, format check, types, shell scripts
 	@$(PY) -m mypy
 	@$(VENV)/bin/shellcheck .ci/run tools/*.sh slurm/*.sbatch slurm/container/*.sh
 
+docs: ## the documentation site in build/docs; a warning or a broken internal link is an error
+	@tools/install.sh docs
+	@.venv-docs/bin/python -m sphinx -q -W --keep-going -E -c docs -d build/doctrees . build/docs
+	@echo "open build/docs/index.html"
+
 format: install-dev ## let ruff fix and format
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
 clean: ## environments, caches and build output; runs/ stays
-	rm -rf $(VENV) .venv-sglang .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .venv-sglang .venv-docs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Brings an environment to its locks: `tools/install.sh base [dev]` fills .venv, `tools/install.sh sglang` fills
-# .venv-sglang. Stamp files skip a lock that did not change since its last complete installation.
+# Brings an environment to its locks: `tools/install.sh base [dev]` fills .venv, `tools/install.sh sglang` and `docs` fill
+# .venv-sglang and .venv-docs. Stamp files skip a lock that did not change since its last complete installation.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -52,9 +52,9 @@ torch_of() { # lock
 }
 
 case "$*" in
-    sglang) venv=.venv-sglang ;;
+    sglang | docs) venv=.venv-$1 ;;
     "base" | "base dev") venv=.venv ;;
-    *) echo "usage: tools/install.sh base [dev] | sglang" >&2 && exit 2 ;;
+    *) echo "usage: tools/install.sh base [dev] | sglang | docs" >&2 && exit 2 ;;
 esac
 py=$venv/bin/python
 # A creation that was interrupted has no working pip.
@@ -90,7 +90,7 @@ for name in "$@"; do
     fi
     echo "$below" >"$stamp"
 done
-if [ "$venv" = .venv-sglang ]; then exit; fi
+if [ "$venv" != .venv ]; then exit; fi
 
 package=$(sha256sum pyproject.toml | cut -d' ' -f1)
 if [ "$(cat "$venv/.package" 2>/dev/null)" != "$package $PWD" ]; then
