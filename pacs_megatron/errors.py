@@ -3,6 +3,7 @@
 A message finishes the reader's job: what, where, got, expected, fix.
 """
 
+from collections.abc import Iterator
 from enum import IntEnum
 
 
@@ -18,7 +19,7 @@ class ExitCode(IntEnum):
 
 
 class PacsError(Exception):
-    """Base of every error that a user can cause or cure."""
+    """Base of every error that a user can cause or fix."""
 
     exit_code: ExitCode = ExitCode.FAILED
 
@@ -57,3 +58,19 @@ class ConversionError(PacsError):
 
 class NonFiniteError(PacsError):
     """NaN or Inf in a loss or gradient; raised before any weight changes."""
+
+
+def named_error(name: str, message: str) -> PacsError:
+    """The PacsError of that class name, as received from another process.
+
+    A class that another module derives becomes its base in this module, which every process knows.
+    """
+    found = next((kind for kind in _kinds(PacsError) if kind.__name__ == name), PacsError)
+    public: type[PacsError] = next(kind for kind in found.__mro__ if kind.__module__ == __name__)
+    return public(message)
+
+
+def _kinds(kind: type[PacsError]) -> Iterator[type[PacsError]]:
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _kinds(derived)

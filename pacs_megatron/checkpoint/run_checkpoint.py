@@ -40,7 +40,7 @@ from pacs_megatron.runtime.files import sync_folder, write_atomically
 
 logger = logging.getLogger(__name__)
 _PARTIAL = ".partial"
-_BUFFER, _BEGUN = "buffer", "begun"
+_BUFFER, _OPEN_STEP = "buffer", "open_step"
 Record = tuple[Mapping[str, Any], Mapping[str, np.ndarray]]
 """Plain JSON values and flat arrays: `<name>.json` and `<name>.safetensors`."""
 
@@ -61,8 +61,8 @@ class Contents:
     """of the weights"""
     buffer: Record | None
     """on rank 0: finished samples of later steps; None: there are none"""
-    begun: Record | None = None
-    """on rank 0: what the rest of a step needs that is in the middle of its updates; None: between two steps"""
+    open_step: Record | None = None
+    """on rank 0: state of a step of which some updates are done; None at a step boundary"""
 
 
 def checkpoint_folder(run_dir: Path, position: Position) -> Path:
@@ -115,7 +115,7 @@ def save_checkpoint(run_dir: Path, position: Position, rank: Rank, contents: Con
         copy_hf_metadata(contents.hf_metadata, partial / HF_FOLDER, dtypes={contents.dtype})
         state = json.dumps({"step": position.step, **contents.state}, indent=1)
         write_atomically(partial / "state.json", [state.encode()])
-        for name, record in ((_BUFFER, contents.buffer), (_BEGUN, contents.begun)):
+        for name, record in ((_BUFFER, contents.buffer), (_OPEN_STEP, contents.open_step)):
             if record is not None:
                 _write_record(partial, name, record)
     dist.barrier(group=rank.control)
@@ -152,9 +152,14 @@ def read_buffer(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | 
     return _read_record(folder, _BUFFER)
 
 
-def read_begun(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-    """What `Contents.begun` was; None when the checkpoint lies between two steps."""
-    return _read_record(folder, _BEGUN)
+def read_open_step(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    """`Contents.open_step` as saved. Raises CheckpointError for the format of an earlier release."""
+    if (folder / "begun.json").is_file():
+        raise CheckpointError(
+            f"{folder} was saved inside a step by an earlier release, which this release does not read; resume it with that "
+            "release, or remove the folder to repeat the step"
+        )
+    return _read_record(folder, _OPEN_STEP)
 
 
 def _prune(run_dir: Path, keep_last: int) -> None:

@@ -1,64 +1,70 @@
-"""The CPU control channel: rank 0 decides, every rank follows. Never a GPU collective, so NCCL's watchdog is not running.
+"""The CPU control channel: rank 0 decides, every rank follows. gloo, never NCCL, whose watchdog would end a long wait.
 
-Concurrency: rank 0 waits for the driver and meanwhile sends WAIT heartbeats; the other ranks wait in `receive`. A signal
-on any rank reaches rank 0 with the next `poll`, and becomes a decision for all.
+Concurrency: while rank 0 waits for the driver it sends WAIT heartbeats, and the other ranks wait in `receive`. A signal
+on any rank reaches rank 0 with the next `poll`, and becomes a decision for all ranks.
 """
 
 from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from pacs_megatron.contracts import Decision, DecisionKind
+from pacs_megatron.errors import PacsError, named_error
 from pacs_megatron.parallel.groups import Rank
+from pacs_megatron.parallel.transfer import broadcast_bytes, broadcast_json
+
+T = TypeVar("T")
 
 
 class ControlChannel:
-    """Broadcasts decisions from rank 0 over the control group."""
+    """Decisions, plain values and errors between all ranks, over the control group."""
 
     def __init__(self, rank: Rank) -> None:
+        self.rank = rank
         self._group = rank.control
         self.on_heartbeat: Callable[[], None] = lambda: None
 
     def send(self, decision: Decision) -> None:
-        """Rank 0 only: everyone else is in `receive`."""
-        payload = torch.frombuffer(bytearray(decision.to_bytes()), dtype=torch.uint8)
-        dist.broadcast(torch.tensor([payload.numel()]), src=0, group=self._group)
-        dist.broadcast(payload, src=0, group=self._group)
+        """Rank 0 only, while all other ranks are in `receive`."""
+        broadcast_bytes(decision.to_bytes(), src=0, group=self._group)
 
     def receive(self) -> Decision:
-        """Every rank but 0: the next decision that is not a heartbeat; `on_heartbeat` is called for each of those."""
+        """Every rank but 0: the next decision that is not a heartbeat. Calls `on_heartbeat` for each heartbeat."""
         while True:
-            size = torch.zeros(1, dtype=torch.int64)
-            dist.broadcast(size, src=0, group=self._group)
-            payload = torch.empty(int(size), dtype=torch.uint8)
-            dist.broadcast(payload, src=0, group=self._group)
-            decision = Decision.from_bytes(payload.numpy().tobytes())
+            decision = Decision.from_bytes(broadcast_bytes(b"", src=0, group=self._group))
             if decision.kind is not DecisionKind.WAIT:
                 return decision
             self.on_heartbeat()
 
+    def broadcast_json(self, value: Any) -> Any:
+        """Rank 0's `value`, plain JSON values, on every rank. Collective."""
+        return broadcast_json(value, src=0, group=self._group)
+
     def any_rank(self, flag: bool) -> bool:
-        """Whether any rank says True. Collective."""
+        """Whether `flag` is set on any rank. Collective."""
         value = torch.tensor([int(flag)])
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
         return bool(value)
 
-    def first_error(self, error: str | None) -> str | None:
-        """The message of the lowest rank that has one, on every rank. Collective."""
-        world = dist.get_world_size(self._group)
-        has = torch.zeros(world, dtype=torch.int64)
-        has[dist.get_rank(self._group)] = 0 if error is None else 1
-        dist.all_reduce(has, group=self._group)
-        failed = has.nonzero().flatten().tolist()
-        if not failed:
-            return None
-        data = bytearray((error or "").encode())
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, src=failed[0], group=self._group)
-        payload = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        if dist.get_rank(self._group) != failed[0]:
-            payload = torch.empty(int(size), dtype=torch.uint8)
-        if int(size):
-            dist.broadcast(payload, src=failed[0], group=self._group)
-        return payload.numpy().tobytes().decode()
+    def run_together(self, action: Callable[[], T], *, only: int | None = None) -> T:
+        """Runs `action` on every rank, or on rank `only`, and returns its result (None on ranks that do not run it).
+
+        If ranks fail, the PacsError of the lowest one is raised on all ranks: none waits in a collective for a failed rank,
+        and all handle the same error. Collective.
+        """
+        result, error = None, None
+        if only is None or only == self.rank.rank:
+            try:
+                result = action()
+            except PacsError as caught:
+                error = caught
+        failed = torch.zeros(self.rank.layout.world_size, dtype=torch.int64)
+        failed[self.rank.rank] = int(error is not None)
+        dist.all_reduce(failed, group=self._group)
+        if failed.any():
+            first = int(failed.argmax())
+            name, message = broadcast_json([type(error).__name__, str(error)], src=first, group=self._group)
+            raise error if error is not None and first == self.rank.rank else named_error(name, message)
+        return cast("T", result)

@@ -1,51 +1,53 @@
-"""Flat host buffers between ranks over gloo: no pickled objects, no Python list of tokens."""
+"""Host data between ranks over gloo: flat arrays and plain JSON values. No pickled objects, no Python list of tokens."""
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.numpy import load, save
 
 Arrays = Mapping[str, np.ndarray]
 
 
-def pack_arrays(arrays: Arrays) -> torch.Tensor:
-    """uint8 [bytes]: a JSON header (names, dtypes, shapes) with its length in front, then the raw arrays."""
-    header = json.dumps([[name, a.dtype.str, list(a.shape)] for name, a in arrays.items()]).encode()
-    parts = [np.frombuffer(np.int64(len(header)).tobytes() + header, dtype=np.uint8)]
-    parts += [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays.values()]
-    return torch.from_numpy(np.concatenate(parts))
+def pack_arrays(arrays: Arrays) -> bytes:
+    """The arrays in safetensors format."""
+    return save({name: np.asarray(array, order="C") for name, array in arrays.items()})
 
 
-def unpack_arrays(payload: torch.Tensor) -> dict[str, np.ndarray]:
-    """Inverse of `pack_arrays`; the arrays own their memory."""
-    raw = payload.numpy()
-    header_size = int(raw[:8].view(np.int64)[0])
-    header = json.loads(raw[8 : 8 + header_size].tobytes())
-    arrays, start = {}, 8 + header_size
-    for name, dtype, shape in header:
-        size = int(np.dtype(dtype).itemsize * np.prod(shape, dtype=np.int64))
-        arrays[name] = np.frombuffer(raw[start : start + size].tobytes(), dtype=np.dtype(dtype)).reshape(shape)
-        start += size
-    return arrays
+def unpack_arrays(data: bytes) -> dict[str, np.ndarray]:
+    """Inverse of `pack_arrays`; the arrays are read-only."""
+    return load(data)
+
+
+def broadcast_bytes(data: bytes, *, src: int, group: dist.ProcessGroup) -> bytes:
+    """`data` of global rank `src`, on every rank of `group`."""
+    is_source = dist.get_rank() == src
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, src=src, group=group)
+    payload = _tensor(data) if is_source else torch.empty(int(size), dtype=torch.uint8)
+    if payload.numel():
+        dist.broadcast(payload, src=src, group=group)
+    return data if is_source else payload.numpy().tobytes()
+
+
+def broadcast_json(value: Any, *, src: int, group: dist.ProcessGroup) -> Any:
+    """`value` of global rank `src`, on every rank of `group`: plain JSON values. Other ranks pass anything."""
+    data = json.dumps(value).encode() if dist.get_rank() == src else b""
+    return json.loads(broadcast_bytes(data, src=src, group=group))
 
 
 def broadcast_arrays(arrays: Arrays | None, *, src: int, group: dist.ProcessGroup) -> dict[str, np.ndarray]:
-    """`arrays` of global rank `src`, on every rank of `group`."""
-    is_source = dist.get_rank() == src
-    payload = pack_arrays(arrays) if is_source and arrays is not None else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([payload.numel()])
-    dist.broadcast(size, src=src, group=group)
-    if not is_source:
-        payload = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(payload, src=src, group=group)
-    return unpack_arrays(payload)
+    """`arrays` of global rank `src`, on every rank of `group`. Other ranks pass anything."""
+    data = pack_arrays(arrays or {}) if dist.get_rank() == src else b""
+    return unpack_arrays(broadcast_bytes(data, src=src, group=group))
 
 
 def send_arrays(arrays: Arrays, *, dst: int, group: dist.ProcessGroup) -> None:
-    """To global rank `dst`, which is in `receive_arrays`."""
-    payload = pack_arrays(arrays)
+    """To global rank `dst`, which calls `receive_arrays`."""
+    payload = _tensor(pack_arrays(arrays))
     dist.send(torch.tensor([payload.numel()]), dst=dst, group=group)
     dist.send(payload, dst=dst, group=group)
 
@@ -56,11 +58,11 @@ def receive_arrays(*, src: int, group: dist.ProcessGroup) -> dict[str, np.ndarra
     dist.recv(size, src=src, group=group)
     payload = torch.empty(int(size), dtype=torch.uint8)
     dist.recv(payload, src=src, group=group)
-    return unpack_arrays(payload)
+    return unpack_arrays(payload.numpy().tobytes())
 
 
 def gather_arrays(arrays: Arrays, *, group: dist.ProcessGroup) -> list[dict[str, np.ndarray]] | None:
-    """On global rank 0: every rank's arrays, by rank; elsewhere None. Collective."""
+    """On global rank 0: the arrays of every rank, by rank; None elsewhere. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if rank:
         send_arrays(arrays, dst=0, group=group)
@@ -68,12 +70,24 @@ def gather_arrays(arrays: Arrays, *, group: dist.ProcessGroup) -> list[dict[str,
     return [dict(arrays), *(receive_arrays(src=other, group=group) for other in range(1, world))]
 
 
+def gather_json(value: Any, *, group: dist.ProcessGroup) -> list[Any] | None:
+    """On global rank 0: the plain JSON value of every rank, by rank; None elsewhere. Collective."""
+    data = {"json": np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)}
+    shares = gather_arrays(data, group=group)
+    return None if shares is None else [json.loads(share["json"].tobytes()) for share in shares]
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    """uint8; a copy, since torch has no read-only tensors."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
 def all_gather_by_index(
     index: np.ndarray, values: np.ndarray, size: int, *, group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor:
-    """float64 [size] with `values` of each rank at its `index`: gathered, not summed, so bits are kept.
+    """float64 [size] with `values` of each rank at its `index`: gathered, not summed, so every bit is kept.
 
-    Every position must be set by at least one rank; ranks of one replica may repeat each other's values.
+    At least one rank must set each position; ranks of one replica may set the same ones.
     """
     local = torch.full((size,), float("nan"), dtype=torch.float64)
     local[torch.from_numpy(index)] = torch.from_numpy(np.asarray(values, dtype=np.float64))

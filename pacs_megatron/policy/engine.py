@@ -19,7 +19,7 @@ from pacs_megatron.contracts.protocols import LogprobSource
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.models import ModelSpec, weight_table
 from pacs_megatron.parallel.groups import Rank
-from pacs_megatron.parallel.transfer import all_gather_by_index, broadcast_arrays
+from pacs_megatron.parallel.transfer import all_gather_by_index, broadcast_json
 from pacs_megatron.policy import passes, precision, weights
 from pacs_megatron.policy.microbatch import MicroBatch, build_microbatch
 from pacs_megatron.policy.model import PolicyModel, build_chunks, transformer_config, unwrap, wrap_for_training
@@ -279,9 +279,8 @@ def _broadcast_names(names: list[str], rank: Rank) -> list[str]:
     if rank.layout.pp == 1:
         return names
     source = rank.model_parallel_ranks[-1]
-    payload = {"names": np.frombuffer("\n".join(names).encode(), dtype=np.uint8)}
-    received = broadcast_arrays(payload, src=source, group=rank.model_parallel)
-    return received["names"].tobytes().decode().split("\n")
+    received: list[str] = broadcast_json(names, src=source, group=rank.model_parallel)
+    return received
 
 
 def _check_finite(prepared: Prepared) -> None:

@@ -4,7 +4,7 @@ Concurrency: collective. Rank 0 talks to the driver and sends decisions; the oth
 and are unblocked by GENERATE (sample your share) or by the final decision of the exchange.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,13 +12,21 @@ from typing import Any
 import numpy as np
 
 from pacs_megatron.batching.tables import facts_from_arrays, facts_to_arrays, tokens_from_arrays
-from pacs_megatron.contracts import Decision, DecisionKind, Interrupted, Sample, SampleFacts, TokenBuffers
+from pacs_megatron.contracts import (
+    Decision,
+    DecisionKind,
+    Interrupted,
+    Sample,
+    SampleFacts,
+    SampleRequest,
+    TokenBuffers,
+)
 from pacs_megatron.embedded.engine import EmbeddedEngine
-from pacs_megatron.errors import PacsError, RolloutError
+from pacs_megatron.errors import PacsError, RolloutError, named_error
 from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays
-from pacs_megatron.rollout.driver_client import DriverClient, named_error
+from pacs_megatron.rollout.driver_client import DriverClient
 from pacs_megatron.rollout.sample_arrays import (
     Message,
     requests_from_message,
@@ -104,18 +112,12 @@ class Rollouts:
         self._ask_alone({"op": "load_state", "order": saved.order, "buffer": buffer}, arrays)
 
     def _ask_alone(self, question: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> Message:
-        """Rank 0's exchange with the driver; an error is raised on every rank. Empty on the others. Collective."""
-        found: Message = ({}, {})
-        error: PacsError | None = None
-        try:
-            if self._driver is not None:
-                found = self._driver.ask(question, arrays)
-        except PacsError as caught:
-            error = caught
-        message = self._channel.first_error(None if error is None else f"{type(error).__name__}|{error}")
-        if message is not None:
-            raise error if error is not None else named_error(*message.split("|", 1))
-        return found
+        """Rank 0's request to the driver and its response; empty on the other ranks. Collective; raises on every rank."""
+
+        def ask() -> Message:
+            return ({}, {}) if self._driver is None else self._driver.ask(question, arrays)
+
+        return self._channel.run_together(ask)
 
     # ------------------------------------------------------------------------------------------------------ exchange
     def _exchange(self, question: Mapping[str, Any], trained: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -202,21 +204,8 @@ class Rollouts:
         assert self._engine is not None
         shared = broadcast_arrays(arrays, src=0, group=self._rank.control)
         requests = requests_from_message(header, shared)
-        error: PacsError | None = None
-        was_asked = False
         samples: list[Sample] = []
-        try:
-            for sample in self._engine.stream(requests, self._should_stop):
-                samples.append(sample)
-                self._tell_progress(len(samples), len(requests))
-        except Interrupted:
-            was_asked = True
-        except PacsError as caught:
-            error = caught
-        message = self._channel.first_error(None if error is None else str(error))
-        if message is not None:
-            raise error if error is not None else RolloutError(message)
-        stopped = self._channel.any_rank(was_asked)
+        stopped = self._channel.any_rank(self._channel.run_together(partial(self._sample, requests, samples)))
         mine_header, mine = samples_to_message(samples)
         ids = np.frombuffer("\n".join(f"{s.id}\t{s.prompt_id}" for s in samples).encode(), dtype=np.uint8)
         gathered = gather_arrays({**mine, "ids": ids}, group=self._rank.control)
@@ -226,6 +215,17 @@ class Rollouts:
         for other in gathered[1:]:
             everything += samples_from_message(_header_of(other, mine_header["digests"], self._engine), other)
         return *samples_to_message(everything), stopped
+
+    def _sample(self, requests: Sequence[SampleRequest], samples: list[Sample]) -> bool:
+        """Appends this rank's share to `samples`. Returns whether a stop request ended it early."""
+        assert self._engine is not None
+        try:
+            for sample in self._engine.stream(requests, self._should_stop):
+                samples.append(sample)
+                self._tell_progress(len(samples), len(requests))
+        except Interrupted:
+            return True
+        return False
 
     def _tell_progress(self, mine: int, total: int) -> None:
         """The ranks are about as fast as each other."""

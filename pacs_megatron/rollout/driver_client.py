@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ class DriverClient:
             if on_wait is not None:
                 on_wait()
         if header["kind"] == "error":
-            raise named_error(header["type"], header["message"])
+            raise errors.named_error(header["type"], header["message"])
         return header, arrays
 
     def _receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -118,17 +118,3 @@ class DriverClient:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def named_error(name: str, message: str) -> errors.PacsError:
-    """The PacsError of that name, an error of another process, raised here. For a class of some module's own it is the
-    one of `errors` that it is derived from: every process knows that, and the loop decides by it."""
-    found = next((kind for kind in _kinds(errors.PacsError) if kind.__name__ == name), errors.PacsError)
-    public: type[errors.PacsError] = next(kind for kind in found.__mro__ if kind.__module__ == errors.__name__)
-    return public(message)
-
-
-def _kinds(kind: type[errors.PacsError]) -> Iterator[type[errors.PacsError]]:
-    yield kind
-    for derived in kind.__subclasses__():
-        yield from _kinds(derived)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.parallel.transfer import pack_arrays, unpack_arrays
@@ -32,10 +31,10 @@ class Connection:
     def send(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Raises RolloutError when the other end is gone."""
         head = json.dumps(header).encode()
-        payload = pack_arrays(arrays).numpy() if arrays else np.empty(0, dtype=np.uint8)
+        payload = pack_arrays(arrays) if arrays else b""
         try:
-            self._sock.sendall(_PREFIX.pack(len(head), payload.size) + head)
-            self._sock.sendall(payload.tobytes() if payload.size < _CHUNK else payload.data)
+            self._sock.sendall(_PREFIX.pack(len(head), len(payload)) + head)
+            self._sock.sendall(payload)
         except TimeoutError as error:
             raise self._stuck() from error
         except OSError as error:
@@ -56,7 +55,7 @@ class Connection:
         header = json.loads(bytes(self._read(head_size)))
         if not payload_size:
             return header, {}
-        return header, unpack_arrays(torch.frombuffer(self._read(payload_size), dtype=torch.uint8))
+        return header, unpack_arrays(bytes(self._read(payload_size)))
 
     def _read(self, size: int) -> bytearray:
         buffer = bytearray(size)

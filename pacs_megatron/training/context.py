@@ -1,10 +1,9 @@
-"""Everything that one rank of a run holds, built in the order in which it can fail."""
+"""What one rank of a run consists of, built so that the cheap failures come first."""
 
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from pacs_megatron.checkpoint.manifest import HF_FOLDER
@@ -16,7 +15,7 @@ from pacs_megatron.config.schema import DemonstrationRollout, EmbeddedRollout, R
 from pacs_megatron.contracts import Objective
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
-from pacs_megatron.errors import CheckpointError, PacsError
+from pacs_megatron.errors import CheckpointError
 from pacs_megatron.models import load_spec
 from pacs_megatron.models.hub import snapshot
 from pacs_megatron.objectives import build_objective
@@ -26,7 +25,7 @@ from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.rollout.collect import Rollouts
-from pacs_megatron.rollout.driver_client import DriverClient, named_error
+from pacs_megatron.rollout.driver_client import DriverClient
 from pacs_megatron.sglang.weights.build import server_sync as build_server_sync
 from pacs_megatron.sglang.weights.server_sync import ServerSync
 from pacs_megatron.training.signals import StopFlag
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class RunContext:
-    """One rank's parts of the run."""
+    """One rank of the run."""
 
     config: RunConfig
     run_dir: Path
@@ -54,7 +53,7 @@ class RunContext:
     timer: Timer
     stop: StopFlag
     digest: str = ""
-    """of the weights that the rollout engine holds"""
+    """of the weights in the rollout engine"""
 
     @property
     def reset_every(self) -> int | None:
@@ -71,7 +70,7 @@ def join(config: RunConfig) -> tuple[Rank, ControlChannel]:
     """Process groups and the control channel. Collective."""
     _, _, world_size = groups.world_from_environment()
     if not torch.cuda.is_available():
-        # One thread a rank unless told otherwise: results do not depend on how many cores a host has.
+        # One thread a rank: results do not depend on the number of cores.
         torch.set_num_threads(1)
     rank = groups.initialize(
         layout_of(config, world_size), seed=config.run.seed, control_timeout_s=config.parallel.control_timeout_s
@@ -82,25 +81,21 @@ def join(config: RunConfig) -> tuple[Rank, ControlChannel]:
 def build_on_all_ranks(
     config: RunConfig, run_dir: Path, model_dir: Path, driver: DriverClient | None, stop: StopFlag
 ) -> RunContext:
-    """Join the other ranks and build; an error on one rank is raised on all, so that none waits for it. Collective."""
+    """Joins the other ranks and builds; an error on one rank is raised on all. Collective."""
     rank, channel = join(config)
-    built, error = None, None
-    try:
-        built = build(config, run_dir, model_dir, RankSetup(rank=rank, channel=channel, driver=driver, stop=stop))
+
+    def build_here() -> RunContext:
+        run = build(config, run_dir, model_dir, RankSetup(rank=rank, channel=channel, driver=driver, stop=stop))
         if driver is not None:
             driver.receive()  # "ready", or the driver's error
-    except PacsError as caught:
-        error = caught
-    message = channel.first_error(None if error is None else f"{type(error).__name__}|{error}")
-    if message is not None:
-        raise error if error is not None else named_error(*message.split("|", 1))
-    assert built is not None
-    return built
+        return run
+
+    return channel.run_together(build_here)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetup:
-    """This process among the others."""
+    """What `build` needs besides the configuration."""
 
     rank: Rank
     channel: ControlChannel
@@ -109,7 +104,7 @@ class RankSetup:
 
 
 def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) -> RunContext:
-    """The model and the engines. Where the run has a checkpoint the weights are arbitrary: `loop.resume` follows."""
+    """The model and the engines. If the run has a checkpoint, the weights are arbitrary until `loop.resume`."""
     rank = joined.rank
     rollout = config.rollout
     temperature = 1.0 if isinstance(rollout, DemonstrationRollout) else rollout.sampling.temperature
@@ -161,14 +156,15 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) 
 
 
 def weights_dir(model_dir: Path) -> Path:
-    """Where the weights of `resolve_model`'s folder are: a converted checkpoint keeps its HF metadata inside."""
+    """The folder of the weights for a folder from `resolve_model`; a converted checkpoint has its HF files in `hf/`."""
     return model_dir.parent if is_megatron_checkpoint(model_dir.parent) and model_dir.name == HF_FOLDER else model_dir
 
 
 def resolve_model(path: str) -> Path:
-    """The folder with config and tokenizer: a Hugging Face folder, `hf/` of a converted checkpoint, or a hub id's copy.
+    """The folder with config and tokenizer: a Hugging Face folder, `hf/` of a converted checkpoint, or the local copy of a
+    hub id.
 
-    Raises CheckpointError when it is none of them.
+    Raises CheckpointError for anything else.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -179,11 +175,6 @@ def resolve_model(path: str) -> Path:
         return snapshot(path)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"model.path={path}: no such folder, and the hub does not give it ({type(error).__name__}); correct the "
+            f"model.path={path}: no such folder, and the hub has no such model ({type(error).__name__}); correct the "
             "path, or run `pacs-megatron fetch` on a machine with network"
         ) from error
-
-
-def array_of(text: str) -> dict[str, np.ndarray]:
-    """A string for the wire."""
-    return {"text": np.frombuffer(text.encode(), dtype=np.uint8)}

@@ -1,10 +1,8 @@
 """Steps in order: evaluation, metrics, checkpoints, and how a run ends."""
 
-import json
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,38 +17,20 @@ from pacs_megatron.observability.progress import Progress, training_fields
 from pacs_megatron.observability.report import write_report
 from pacs_megatron.observability.truncate import truncate_after
 from pacs_megatron.observability.writers import MetricSinks, open_sinks
-from pacs_megatron.parallel.transfer import broadcast_arrays
 from pacs_megatron.policy import state as policy_state
 from pacs_megatron.rollout.collect import DriverState
-from pacs_megatron.training.begun import Begun, StoppedInStep
 from pacs_megatron.training.clipping import ClippingWarning
-from pacs_megatron.training.context import RunContext, array_of
+from pacs_megatron.training.context import RunContext
 from pacs_megatron.training.export import export_hf
+from pacs_megatron.training.progress import OpenStep, RunProgress
 from pacs_megatron.training.step import train_step
 from pacs_megatron.training.sync import sync
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, kw_only=True)
-class RunProgress:
-    """How far the run is: what a checkpoint holds beside the policy. Changes at step boundaries, and where a step is cut."""
-
-    step: int = 0
-    version: int = 0
-    """of the policy's weights"""
-    row: dict[str, float | None] | None = None
-    """metrics of `step` that are not written yet: its evaluation is to come"""
-    begun: Begun | None = None
-    """the step after `step` is in the middle of its updates"""
-
-    @property
-    def position(self) -> Position:
-        return Position(self.step, 0 if self.begun is None else self.begun.updates)
-
-
 class Outputs:
-    """Rank 0's files and screens; does nothing on the other ranks."""
+    """Metrics, progress bar and report of rank 0; does nothing on the other ranks."""
 
     def __init__(self, run: RunContext, first_step: int, stack: ExitStack) -> None:
         self._on = run.rank.rank == 0
@@ -77,7 +57,7 @@ class Outputs:
         run.driver.on_progress = lambda done, total: self.progress.samples(run.timer.phase, done, total)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """One row of metrics, on disk when this returns."""
+        """Flushes one row of metrics to disk before returning."""
         if not self._on:
             return
         self._metrics.append(row)
@@ -91,44 +71,43 @@ class Outputs:
 
 
 def train(run: RunContext) -> ExitCode:
-    """Train to the last step, from the newest checkpoint if there is one. Returns how the run ended."""
-    done = resume(run) or RunProgress(version=run.policy.version, row={})
-    written = done.step if done.row is None else done.step - 1
+    """Trains to the last step, from the newest checkpoint if there is one. Returns how the run ended."""
+    progress = resume(run) or RunProgress(row={})
+    written = progress.step if progress.row is None else progress.step - 1
     with ExitStack() as stack:
         out = Outputs(run, written, stack)
         run.rollouts.send_weights = partial(sync, run)
-        if done.begun is None:  # else they are no step's weights, and nothing is to be sampled with them
-            sync(run, done.step)
+        if (
+            not progress.open_step.updates
+        ):  # weights inside a step are no step's weights: nothing may be sampled from them
+            sync(run, progress.step)
         run.timer.take()
         try:
-            if done.row is not None:
-                _finish_step(run, done, out)
-            while done.step < run.config.run.steps:
-                done.row = train_step(run, done.step + 1, done.begun)
-                done.step, done.version, done.begun = done.step + 1, run.policy.version, None
-                sync(run, done.step)
-                _finish_step(run, done, out)
+            if progress.row is not None:
+                _finish_step(run, progress, out)
+            while progress.step < run.config.run.steps:
+                progress.complete_step(train_step(run, progress))
+                sync(run, progress.step)
+                _finish_step(run, progress, out)
         except (RolloutError, RewardError, SyncError):
-            _save_what_there_is(run, done)
+            _save_before_error(run, progress)
             raise
-        except Interrupted as stopped:
-            if isinstance(stopped, StoppedInStep):
-                done.begun, done.version = stopped.begun, run.policy.version
-            save(run, done)
+        except Interrupted:
+            save(run, progress)
             out.report()
             if run.rank.rank == 0:
-                logger.info("stopped after %s; saved; the same command continues", done.position)
+                logger.info("stopped after %s; saved; the same command continues", progress.position)
             return ExitCode.PREEMPTED
         export_hf(run, run.run_dir / "hf")
         out.report()
     return ExitCode.OK
 
 
-def _finish_step(run: RunContext, done: RunProgress, out: Outputs) -> None:
-    """Evaluate if that is due, write the row, save if that is due. Step 0 is the evaluation before any training."""
-    step, last = done.step, done.step == run.config.run.steps
-    assert done.row is not None
-    row = dict(done.row)
+def _finish_step(run: RunContext, progress: RunProgress, out: Outputs) -> None:
+    """Evaluates if due, writes the row, saves if due. Step 0 is the evaluation before training."""
+    step, last = progress.step, progress.step == run.config.run.steps
+    assert progress.row is not None
+    row = dict(progress.row)
     if step == 0 or last or _due(step, run.config.evaluation.every):
         row |= evaluate(run, step)
     times = run.timer.take()
@@ -137,19 +116,19 @@ def _finish_step(run: RunContext, done: RunProgress, out: Outputs) -> None:
         times["tokens_per_s"] = tokens / times["time/step_s"]
     if row:
         out.write({"step": step, **row, **times})
-    done.row = None
-    _break_on_mismatch(run, done, row)
+    progress.row = None
+    _break_on_mismatch(run, progress, row)
     if last or (step > 0 and _due(step, run.config.checkpoint.every)):
-        save(run, done)
+        save(run, progress)
 
 
-def _break_on_mismatch(run: RunContext, done: RunProgress, row: Mapping[str, float | None]) -> None:
-    """The circuit breaker: stop (and save) when trainer and sampler disagree. The row is the same on every rank."""
+def _break_on_mismatch(run: RunContext, progress: RunProgress, row: Mapping[str, float | None]) -> None:
+    """The circuit breaker: stops, and saves, when trainer and sampler disagree. The row is the same on every rank."""
     limit, found = run.config.mismatch.max_abs_mean, row.get("mismatch/logprob_abs_mean")
     if limit is None or found is None or found <= limit:
         return
     raise RolloutError(
-        f"step {done.step}: trainer and sampler log-probs differ by {found:.4f} nats a token, more than "
+        f"step {progress.step}: trainer and sampler log-probs differ by {found:.4f} nats a token, more than "
         f"mismatch.max_abs_mean={limit:g}; saved. Look at weight sync (rollout.sync.verify=full), the sampler's dtype or "
         "quantisation, temperature and filters, then packing and layout (mismatch/* in metrics.jsonl)"
     )
@@ -183,29 +162,28 @@ def evaluate(run: RunContext, step: int) -> dict[str, float | None]:
     return metrics
 
 
-def _save_what_there_is(run: RunContext, done: RunProgress) -> None:
-    """Before an error that all ranks have ends the run: the last boundary, so that nothing is lost but what failed."""
-    # Weights that changed since are those of half a step.
-    if done.step == 0 or run.policy.version != done.version:
+def _save_before_error(run: RunContext, progress: RunProgress) -> None:
+    """Saves the position of the run before an error that all ranks have ends it."""
+    if progress.position == Position(0):
         return
     try:
-        save(run, done)
-    except RolloutError as lost:
-        logger.warning("not saved: %s", lost)
+        save(run, progress)
+    except RolloutError as error:
+        logger.warning("not saved: %s", error)
 
 
-def save(run: RunContext, done: RunProgress) -> None:
-    """Checkpoint of `done`, with all samples of later steps that are finished. Collective."""
+def save(run: RunContext, progress: RunProgress) -> None:
+    """Saves the position of the run, with all finished samples of later steps. Collective."""
     has_reference = run.policy.reference is not None
     with run.timer.span("checkpoint"):
-        driver = run.rollouts.state(done.step)
+        driver = run.rollouts.state(progress.step)
         contents = run_checkpoint.Contents(
             sharded=policy_state.sharded_state(run.policy, is_loading=False, with_reference=has_reference),
             state={
                 "policy_version": run.policy.version,
                 "schedule": run.policy.optimizer.schedule.state_dict(),
                 "driver": driver.order,
-                "row": done.row,
+                "row": progress.row,
                 "digest": run.digest,
                 "has_reference": has_reference,
             },
@@ -213,19 +191,19 @@ def save(run: RunContext, done: RunProgress) -> None:
             hf_metadata=run.model_dir,
             dtype=run.policy.config.params_dtype,
             buffer=driver.buffer,
-            begun=None if done.begun is None else done.begun.to_record(),
+            open_step=progress.open_step.to_record(run.rank, _settings(run)) if progress.open_step.updates else None,
         )
         folder = run_checkpoint.save_checkpoint(
-            run.run_dir, done.position, run.rank, contents, keep_last=run.config.checkpoint.keep_last
+            run.run_dir, progress.position, run.rank, contents, keep_last=run.config.checkpoint.keep_last
         )
     if run.rank.rank == 0:
         logger.info("saved %s", folder)
 
 
 def resume(run: RunContext) -> RunProgress | None:
-    """Load the newest checkpoint; None when there is none: the run starts. Collective.
+    """Loads the newest checkpoint. None if there is none. Collective.
 
-    Raises CheckpointError when it is damaged or belongs to another run.
+    Raises CheckpointError when the checkpoint is damaged or belongs to another run.
     """
     folder = _agreed_checkpoint(run)
     if folder is None:
@@ -247,25 +225,27 @@ def resume(run: RunContext) -> RunProgress | None:
     run.rollouts.load_state(DriverState(order=saved["driver"], buffer=buffer))
     if run.rank.rank == 0:
         logger.info("resumed from %s", folder)
-    return RunProgress(step=saved["step"], version=run.policy.version, row=saved["row"], begun=_read_begun(run, folder))
+    open_step = run_checkpoint.read_open_step(folder)
+    return RunProgress(
+        step=saved["step"],
+        row=saved["row"],
+        open_step=OpenStep() if open_step is None else OpenStep.from_record(open_step, _settings(run)),
+    )
 
 
-def _read_begun(run: RunContext, folder: Path) -> Begun | None:
-    """What is left of a step, from the checkpoint; its arrays on rank 0 only. Collective."""
-    found = run_checkpoint.read_begun(folder) if run.rank.rank == 0 else None
-    answer = broadcast_arrays(array_of("" if found is None else json.dumps(found[0])), src=0, group=run.rank.control)
-    text = answer["text"].tobytes().decode()
-    if not text:
-        return None
-    return Begun.from_record(json.loads(text), found[1] if found is not None else {})
+def _settings(run: RunContext) -> dict[str, Any]:
+    """What a run may not change inside a step."""
+    return {
+        "batch.updates_per_step": run.config.batch.updates_per_step,
+        "objective.*": sorted(run.objective.logprob_passes()),
+    }
 
 
 def _agreed_checkpoint(run: RunContext) -> Path | None:
-    """Rank 0's choice, on every rank: a shared file system may show a new folder later elsewhere."""
+    """The newest checkpoint that rank 0 finds: on a shared file system other ranks may see a new folder later."""
     found = None
     if run.rank.rank == 0:
         run_checkpoint.finish_interrupted(run.run_dir)
         found = run_checkpoint.latest_checkpoint(run.run_dir)
-    answer = broadcast_arrays(array_of("" if found is None else str(found)), src=0, group=run.rank.control)
-    text = answer["text"].tobytes().decode()
-    return Path(text) if text else None
+    agreed = run.channel.broadcast_json(None if found is None else str(found))
+    return None if agreed is None else Path(agreed)

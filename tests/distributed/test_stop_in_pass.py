@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from pacs_megatron.observability.metrics import read_metrics, reproducible_bytes
 from pacs_megatron.training import signals
 from pacs_megatron.training.signals import StopFlag
 from tests.support.policy_cases import make_part, make_policy, random_step
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -49,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_family(tmp_path_factory.mktemp(family), family, **shape) for family in ("qwen3", "qwen3_moe")}
 
 
-class Counter:
+class RealMicroBatches:
     """Micro-batches with real tokens that entered this rank's first chunk; `at_start` is called before each."""
 
     def __init__(self, policy: Any, padding_size: int, at_start: Callable[[int], None]) -> None:
@@ -98,7 +99,7 @@ def test_every_rank_leaves_the_pass(folders: dict[str, Path], tmp_path: Path, la
             if rank == world - 1 and index == SIGNAL_AT:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        counter = Counter(policy, 2 * policy.rank.layout.cp, send)
+        counter = RealMicroBatches(policy, 2 * policy.rank.layout.cp, send)
         with pytest.raises(Interrupted):
             if kind == "scores":
                 policy.scores(minibatch, objective, stop.is_set)
@@ -123,17 +124,38 @@ def test_every_rank_leaves_the_pass(folders: dict[str, Path], tmp_path: Path, la
         assert rank["asked_is_unasked"] and rank["unchanged"] and rank["again_is_expected"]
 
 
+UPDATES = 3
+"""A step."""
+PACS_FROZEN = ("objective.reference=frozen", "objective.importance_cap=2.0")
+GRPO_KL = ("objective.name=grpo", "objective.kl_coef=0.1")
+LAYOUT_KEYS = {
+    "tp": ("parallel.tp=2",),
+    "pp": ("parallel.tp=1", "parallel.pp=2"),
+    "dp": ("parallel.tp=1", "run.nproc=2"),
+}
+BATCH = (f"batch.updates_per_step={UPDATES}", "batch.tokens_per_microbatch=140", "batch.prompts_per_step=6")
+
+
 @dataclass(frozen=True)
 class Signal:
-    """In step 2, once it has done `updates`, in `phase`: to rank 1, or for `decode` to every rank in its `at`-th chunk."""
+    """A SIGTERM in step 2 at the first `phase` after `updates` of its updates: to rank 1 only.
+
+    For `decode`: to each rank, in its chunk number `chunk[rank]`.
+    """
 
     phase: str
     updates: int
-    at: tuple[int, int] = (0, 0)
+    chunk: tuple[int, int] = (0, 0)
+
+    def is_due(self, rank: int, phase: str, version: int, seen: int) -> bool:
+        """`version` counts the updates of the weights; `seen` the calls of `phase` at this version."""
+        if (phase, version) != (self.phase, UPDATES + self.updates):
+            return False
+        return seen == self.chunk[rank] if phase == "decode" else (rank, seen) == (1, 1)
 
 
 def run_signalled(folder: Path, model: Path, overrides: tuple[str, ...], signal_at: Signal | None) -> list[int]:
-    """Exit codes of the two ranks."""
+    """Trains in `folder` on two ranks; returns their exit codes."""
     folder.mkdir(exist_ok=True)
     config = write_tiny_run(folder, model)
 
@@ -142,100 +164,95 @@ def run_signalled(folder: Path, model: Path, overrides: tuple[str, ...], signal_
         from pacs_megatron.policy.engine import MegatronPolicy
         from pacs_megatron.training.main import run_rank
 
-        seen = 0
+        seen: Counter[tuple[str, int]] = Counter()
 
-        def watched(phase: str, real: Any) -> Any:
+        def signalling(phase: str, method: Any) -> Any:
             def call(it: Any, *args: Any) -> Any:
-                nonlocal seen
-                # Policy and engine say how many updates their weights have seen.
-                if signal_at is not None and (phase, it.version) == (signal_at.phase, UPDATES + signal_at.updates):
-                    seen += 1
-                    if seen == signal_at.at[rank] if phase == "decode" else (rank, seen) == (1, 1):
-                        os.kill(os.getpid(), signal.SIGTERM)
-                return real(it, *args)
+                seen[phase, it.version] += 1
+                if signal_at is not None and signal_at.is_due(rank, phase, it.version, seen[phase, it.version]):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return method(it, *args)
 
             return call
 
         # This process ends with the test.
-        MegatronPolicy.scores = watched("scores", MegatronPolicy.scores)  # type: ignore[method-assign]
-        MegatronPolicy.update = watched("update", MegatronPolicy.update)  # type: ignore[method-assign]
-        MegatronPolicy.logprobs = watched("logprobs", MegatronPolicy.logprobs)  # type: ignore[method-assign]
-        EmbeddedEngine._decode = watched("decode", EmbeddedEngine._decode)  # type: ignore[method-assign]
+        for phase in ("scores", "update", "logprobs"):
+            setattr(MegatronPolicy, phase, signalling(phase, getattr(MegatronPolicy, phase)))
+        EmbeddedEngine._decode = signalling("decode", EmbeddedEngine._decode)  # type: ignore[method-assign]
         return int(run_rank(config, overrides))
 
     return run_ranks(on_rank, 2, init_process_group=False)
 
 
-UPDATES = 3
-"""A step."""
-PACS_FROZEN = ("objective.reference=frozen", "objective.importance_cap=2.0")
-GRPO_KL = ("objective.name=grpo", "objective.kl_coef=0.1")
+@dataclass(frozen=True)
+class Stops:
+    """Attempts of a run that a signal stops, and the newest checkpoint that each must leave."""
+
+    layout: str
+    objective: tuple[str, ...]
+    attempts: tuple[tuple[Signal, str], ...]
+
+
+CASES = {
+    "in the first update, then in the last score pass": Stops(
+        "tp",
+        PACS_FROZEN,
+        (
+            (Signal("update", 0), "step_000001_plus_01"),
+            (Signal("scores", 2), "step_000001_plus_02"),
+        ),
+    ),
+    # Nothing has changed yet: the step is repeated.
+    "in the first score pass": Stops("tp", PACS_FROZEN, ((Signal("scores", 0), "step_000001"),)),
+    "in the first score pass of a pipeline": Stops("pp", PACS_FROZEN, ((Signal("scores", 0), "step_000001"),)),
+    "in a log-prob pass": Stops("tp", GRPO_KL, ((Signal("logprobs", 0), "step_000001"),)),
+    # An update is completed first.
+    "in the second score pass of a pipeline": Stops("pp", PACS_FROZEN, ((Signal("scores", 1), "step_000001_plus_01"),)),
+    "in the first update of a pipeline": Stops("pp", GRPO_KL, ((Signal("update", 0), "step_000001_plus_01"),)),
+    "in the second update of replicas": Stops("dp", GRPO_KL, ((Signal("update", 1), "step_000001_plus_02"),)),
+    "with steps sampled ahead": Stops(
+        "tp", (*PACS_FROZEN, "rollout.max_staleness=1"), ((Signal("update", 0), "step_000001_plus_01"),)
+    ),
+    # With the last update the step is complete.
+    "in the last update": Stops("dp", PACS_FROZEN, ((Signal("update", 2), "step_000002"),)),
+}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("layout", "objective", "signals", "checkpoints"),
-    [
-        # Before the first update nothing has changed: the step is repeated. In an update it is ended first.
-        pytest.param("pp", PACS_FROZEN, [Signal("scores", 0)], ["step_000001"], marks=pytest.mark.full),
-        ("tp", PACS_FROZEN, [Signal("update", 0), Signal("scores", 2)], ["step_000001_plus_01", "step_000001_plus_02"]),
-        pytest.param("dp", GRPO_KL, [Signal("update", 1)], ["step_000001_plus_02"], marks=pytest.mark.full),
-        pytest.param("tp", PACS_FROZEN, [Signal("scores", 0)], ["step_000001"], marks=pytest.mark.full),
-        pytest.param("pp", PACS_FROZEN, [Signal("scores", 1)], ["step_000001_plus_01"], marks=pytest.mark.full),
-        pytest.param("pp", GRPO_KL, [Signal("update", 0)], ["step_000001_plus_01"], marks=pytest.mark.full),
-        pytest.param("tp", GRPO_KL, [Signal("logprobs", 0)], ["step_000001"], marks=pytest.mark.full),
-        pytest.param(
-            "tp",
-            (*PACS_FROZEN, "rollout.max_staleness=1"),
-            [Signal("update", 0)],
-            ["step_000001_plus_01"],
-            marks=pytest.mark.full,
-        ),
-        # In the last update the step is whole.
-        pytest.param("dp", PACS_FROZEN, [Signal("update", 2)], ["step_000002"], marks=pytest.mark.full),
-    ],
-)
-def test_a_run_signalled_in_a_step_goes_on_to_the_same_bits(
-    tmp_path: Path, layout: str, objective: tuple[str, ...], signals: list[Signal], checkpoints: list[str]
-) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_stopped_inside_a_step_resumes_to_the_same_bits(tmp_path: Path, case: str) -> None:
+    stops = CASES[case]
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=2, vocab_size=262)
-    parallel = {
-        "tp": ("parallel.tp=2",),
-        "pp": ("parallel.tp=1", "parallel.pp=2"),
-        "dp": ("parallel.tp=1", "run.nproc=2"),
-    }
-    batch = (f"batch.updates_per_step={UPDATES}", "batch.tokens_per_microbatch=140", "batch.prompts_per_step=6")
-    overrides = (*parallel[layout], *objective, *batch, "run.steps=3")
+    overrides = (*LAYOUT_KEYS[stops.layout], *stops.objective, *BATCH, "run.steps=3")
+    whole, cut = tmp_path / "whole" / "runs" / "tiny", tmp_path / "cut" / "runs" / "tiny"
+
     assert run_signalled(tmp_path / "whole", model, overrides, None) == [ExitCode.OK] * 2
-    folder = tmp_path / "cut" / "runs" / "tiny"
-    for signal_at, checkpoint in zip(signals, checkpoints, strict=True):
+    for signal_at, checkpoint in stops.attempts:
         assert run_signalled(tmp_path / "cut", model, overrides, signal_at) == [ExitCode.PREEMPTED] * 2
-        newest = latest_checkpoint(folder)
+        newest = latest_checkpoint(cut)
         assert newest is not None and newest.name == checkpoint
-        # The row of a step is written when it is whole.
-        assert [row["step"] for row in read_metrics(folder)][-1] == (2 if checkpoint == "step_000002" else 1)
-    if "plus" in checkpoints[-1]:
-        with pytest.raises(RankError, match=r"batch\.updates_per_step and objective\.\*"):
-            run_signalled(tmp_path / "cut", model, (*overrides, "batch.updates_per_step=2"), None)
+        steps_complete = int(checkpoint.split("_")[1])
+        assert read_metrics(cut)[-1]["step"] == steps_complete
     assert run_signalled(tmp_path / "cut", model, overrides, None) == [ExitCode.OK] * 2
-    whole = tmp_path / "whole" / "runs" / "tiny"
-    assert reproducible_bytes(folder) == reproducible_bytes(whole)
-    assert (folder / "hf" / "model.safetensors").read_bytes() == (whole / "hf" / "model.safetensors").read_bytes()
-    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step_000002", "step_000003"]
+
+    assert reproducible_bytes(cut) == reproducible_bytes(whole)
+    assert (cut / "hf" / "model.safetensors").read_bytes() == (whole / "hf" / "model.safetensors").read_bytes()
+    # A checkpoint inside a step exists only while it is the newest.
+    assert [path.name for path in sorted((cut / "checkpoints").iterdir())] == ["step_000002", "step_000003"]
 
 
 @pytest.mark.full
 def test_a_signal_in_a_chunk_of_the_embedded_engine_keeps_the_whole_ones(tmp_path: Path) -> None:
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=2, vocab_size=262)
     overrides = (
-        "parallel.tp=2",
+        *LAYOUT_KEYS["tp"],
         f"batch.updates_per_step={UPDATES}",
         "batch.prompts_per_step=6",
         "rollout.batch_sequences=4",
     )
     assert run_signalled(tmp_path / "whole", model, overrides, None) == [ExitCode.OK] * 2
     # Six chunks, the even ones rank 0's: it leaves number 2 and never begins 4, rank 1 leaves number 5.
-    codes = run_signalled(tmp_path / "cut", model, overrides, Signal("decode", 0, at=(2, 3)))
+    codes = run_signalled(tmp_path / "cut", model, overrides, Signal("decode", 0, chunk=(2, 3)))
     assert codes == [ExitCode.PREEMPTED] * 2
     folder = tmp_path / "cut" / "runs" / "tiny"
     newest = latest_checkpoint(folder)
@@ -251,9 +268,8 @@ def test_a_signal_in_a_chunk_of_the_embedded_engine_keeps_the_whole_ones(tmp_pat
 @pytest.mark.full
 def test_a_step_goes_on_in_another_layout(tmp_path: Path) -> None:
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=2, vocab_size=262)
-    batch = (f"batch.updates_per_step={UPDATES}", "batch.tokens_per_microbatch=140", "batch.prompts_per_step=6")
-    same = (*PACS_FROZEN, *batch, "run.steps=2")
-    tensors, pipeline = (*same, "parallel.tp=2"), (*same, "parallel.tp=1", "parallel.pp=2")
+    same = (*PACS_FROZEN, *BATCH, "run.steps=2")
+    tensors, pipeline = (*same, *LAYOUT_KEYS["tp"]), (*same, *LAYOUT_KEYS["pp"])
     assert run_signalled(tmp_path / "whole", model, tensors, None) == [ExitCode.OK] * 2
     assert run_signalled(tmp_path / "cut", model, tensors, Signal("update", 0)) == [ExitCode.PREEMPTED] * 2
     assert run_signalled(tmp_path / "cut", model, pipeline, None) == [ExitCode.OK] * 2

@@ -16,7 +16,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+if TYPE_CHECKING:
+    from pacs_megatron.parallel.groups import Rank
 
 T = TypeVar("T")
 
@@ -72,6 +75,29 @@ def run_ranks(
         finally:
             _reap(children)
     return _results(children, timeout if timed_out else None)
+
+
+def rank_of(rank: int, *, tp: int = 1, dp: int = 1) -> Rank:
+    """The Rank of a process of `run_ranks` without Megatron: one replica of `tp` ranks, or `dp` replicas of one rank."""
+    import torch
+    import torch.distributed as dist
+
+    from pacs_megatron.contracts import Layout
+    from pacs_megatron.parallel.groups import Rank
+
+    assert dist.group.WORLD is not None and 1 in (tp, dp)
+    return Rank(
+        **dict.fromkeys(("local_rank", "pp", "ep"), 0),
+        rank=rank,
+        dp=rank if dp > 1 else 0,
+        tp=rank if tp > 1 else 0,
+        layout=Layout(world_size=tp * dp, tp=tp),
+        device=torch.device("cpu"),
+        control=dist.group.WORLD,
+        model_parallel=dist.group.WORLD,
+        model_parallel_ranks=tuple(range(tp)) if tp > 1 else (rank,),
+        heads=tuple(range(dp)),
+    )
 
 
 def _import_heavy_modules() -> None:

@@ -28,7 +28,7 @@ ARRAYS = hnp.arrays(dtype=DTYPES, shape=hnp.array_shapes(min_dims=0, max_dims=3,
 
 
 def same(got: dict[str, np.ndarray], sent: dict[str, np.ndarray]) -> bool:
-    return list(got) == list(sent) and all(
+    return set(got) == set(sent) and all(
         got[name].dtype == a.dtype and got[name].shape == a.shape and got[name].tobytes() == a.tobytes()
         for name, a in sent.items()
     )

@@ -9,33 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from pacs_megatron.contracts import Layout
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.parallel.control import ControlChannel
-from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.rollout.collect import Rollouts
 from pacs_megatron.rollout.driver_client import DriverClient
 from pacs_megatron.rollout.wire import Connection
-from tests.support.ranks import run_ranks
+from tests.support.ranks import rank_of, run_ranks
 
 MOST_RESENDS = 5
-
-
-def rank_of(rank: int, world: int) -> Rank:
-    assert dist.group.WORLD is not None
-    return Rank(
-        **dict.fromkeys(("local_rank", "dp", "tp", "pp", "ep"), 0),
-        rank=rank,
-        layout=Layout(world_size=world, tp=world),
-        device=torch.device("cpu"),
-        control=dist.group.WORLD,
-        model_parallel=dist.group.WORLD,
-        model_parallel_ranks=tuple(range(world)),
-        heads=(0,),
-    )
 
 
 def connected(folder: str) -> tuple[DriverClient, Connection]:
@@ -68,7 +50,7 @@ def evaluate(rank: int, world: int, stale_answers: int) -> tuple[list[int], Any,
             client, driver = connected(folder)
             thread = threading.Thread(target=serve, args=(driver,))
             thread.start()
-        one = rank_of(rank, world)
+        one = rank_of(rank, tp=world)
         rollouts = Rollouts(one, ControlChannel(one), client, None, should_stop=lambda: False)
         rollouts.send_weights = sent.append
         result: Any

@@ -43,7 +43,7 @@ def test_only_servers_on_the_trainers_gpus(place: dict[str, Any], released: list
     recorder = Recorder()
     world: Any = SimpleNamespace(
         config=SimpleNamespace(rollout=options),
-        channel=SimpleNamespace(first_error=lambda message: message),
+        channel=SimpleNamespace(run_together=lambda action: action()),
         driver=SimpleNamespace(ask=lambda _question: ({"urls": [URL]}, {})),
         server_sync=recorder,
     )

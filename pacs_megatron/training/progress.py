@@ -1,0 +1,113 @@
+"""The position of a run, (step, update), and the state of the step in progress. A checkpoint contains both."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from pacs_megatron.checkpoint.names import Position
+from pacs_megatron.checkpoint.run_checkpoint import Record
+from pacs_megatron.contracts import UpdateReport
+from pacs_megatron.contracts.protocols import LogprobSource
+from pacs_megatron.errors import CheckpointError
+from pacs_megatron.observability.metrics import MetricSum, MetricSums
+from pacs_megatron.parallel.groups import Rank
+from pacs_megatron.parallel.transfer import gather_arrays
+
+Logprobs = dict[LogprobSource, dict[int, np.ndarray]]
+"""Of one mini-batch, by source: row of its facts -> float32 [response], nats"""
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenStep:
+    """The step in progress. Its samples are in the rollout buffer, its weights in the policy."""
+
+    updates: int = 0
+    """done"""
+    sums: MetricSums = field(default_factory=MetricSums)
+    """of the updates that are done"""
+    logprobs: list[Logprobs] | None = None
+    """By mini-batch. Those of the step's start cannot be computed again once its weights have changed."""
+
+    def add(self, report: UpdateReport, num_samples: int) -> None:
+        """Counts an update of `num_samples` samples."""
+        # Only the first update computes with the weights that sampled.
+        metrics = {k: v for k, v in report.metrics.items() if self.updates == 0 or not k.startswith("mismatch/")}
+        self.sums.add_means(metrics, num_samples)
+        optimizer = {"grad_norm": report.grad_norm, "clipped_frac": float(report.is_clipped), "lr": report.lr}
+        self.sums.add_means({f"optimizer/{name}": value for name, value in optimizer.items()}, 1)
+        self.updates += 1
+
+    def to_record(self, rank: Rank, settings: Mapping[str, Any]) -> Record | None:
+        """The checkpoint's record on rank 0, None elsewhere. Collective.
+
+        `settings`: what must not change before the step is complete.
+        """
+        # The last pipeline stage has log-probs; its tensor- and context-parallel ranks have the same ones.
+        is_sender = rank.rank == rank.model_parallel_ranks[-1]
+        own: dict[str, np.ndarray] = {}
+        for index, found in enumerate(self.logprobs or []):
+            for source, by_row in found.items():
+                rows = sorted(by_row) if is_sender else []
+                own[f"{index}.{source}.rows"] = np.array(rows, dtype=np.int64)
+                own[f"{index}.{source}.lens"] = np.array([len(by_row[row]) for row in rows], dtype=np.int64)
+                own[f"{index}.{source}.nats"] = np.concatenate([np.empty(0, np.float32), *(by_row[r] for r in rows)])
+        shares = gather_arrays(own, group=rank.control)
+        if shares is None:
+            return None
+        header = {
+            "updates": self.updates,
+            "minibatches": len(self.logprobs or []),
+            "settings": settings,
+            "sums": {name: [item.total, item.count] for name, item in self.sums.sums.items()},
+            "extremes": self.sums.extremes,
+        }
+        return header, {name: np.concatenate([share[name] for share in shares]) for name in own}
+
+    @classmethod
+    def from_record(cls, record: Record, settings: Mapping[str, Any]) -> "OpenStep":
+        """Inverse of `to_record`; every rank gets the log-probs of all samples.
+
+        Raises CheckpointError when a setting differs.
+        """
+        header, arrays = record
+        changed = [key for key, value in settings.items() if header["settings"].get(key) != value]
+        if changed:
+            raise CheckpointError(
+                f"the newest checkpoint is inside a step, after {header['updates']} of its updates, and {changed[0]} was "
+                f"{header['settings'].get(changed[0])!r} then: resume with that value and change it after the step's "
+                "checkpoint, or remove the folder step_*_plus_* to repeat the step"
+            )
+        logprobs: list[Logprobs] = [{} for _ in range(header["minibatches"])]
+        for name, values in arrays.items():
+            index, source, kind = name.split(".")
+            if kind == "nats":
+                rows, lens = arrays[f"{index}.{source}.rows"], arrays[f"{index}.{source}.lens"]
+                pieces = np.split(values, np.cumsum(lens)[:-1])
+                logprobs[int(index)][cast("LogprobSource", source)] = dict(zip(rows.tolist(), pieces, strict=True))
+        sums = MetricSums(
+            sums={name: MetricSum(total, count) for name, (total, count) in header["sums"].items()},
+            extremes=dict(header["extremes"]),
+        )
+        return cls(updates=header["updates"], sums=sums, logprobs=logprobs)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunProgress:
+    """The position of the run. Always matches the policy's weights."""
+
+    step: int = 0
+    """steps that are complete"""
+    open_step: OpenStep = field(default_factory=OpenStep)
+    """the step after `step`"""
+    row: dict[str, float | None] | None = None
+    """metrics of `step` that are not written yet because its evaluation is not done"""
+
+    @property
+    def position(self) -> Position:
+        return Position(self.step, self.open_step.updates)
+
+    def complete_step(self, row: dict[str, float | None]) -> None:
+        """All updates of the step in progress are done; `row` has its metrics."""
+        self.step, self.open_step, self.row = self.step + 1, OpenStep(), row

@@ -1,0 +1,74 @@
+"""The step in progress, as a checkpoint contains it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from pacs_megatron.checkpoint.run_checkpoint import read_open_step
+from pacs_megatron.contracts import UpdateReport
+from pacs_megatron.errors import CheckpointError
+from pacs_megatron.training.progress import OpenStep
+from tests.support.ranks import rank_of, run_ranks
+
+SETTINGS = {"batch.updates_per_step": 3, "objective.*": ["reference"]}
+
+
+def open_step(rows: list[int]) -> OpenStep:
+    """After one update; the second of two mini-batches has a reference pass of samples of 2 + row tokens."""
+    step = OpenStep(logprobs=[{}, {"reference": {row: np.full(2 + row, -row, np.float32) for row in rows}}])
+    step.add(
+        UpdateReport(grad_norm=2.0, is_clipped=True, lr=1e-3, metrics={"x": 0.5, "mismatch/kl": 0.1, "x_max": 3.0}), 4
+    )
+    return step
+
+
+def test_every_rank_gets_what_all_replicas_saved() -> None:
+    def on_rank(rank: int, world: int) -> Any:
+        assert dist.group.WORLD is not None
+        return open_step([1, 3] if rank == 0 else [0, 2]).to_record(rank_of(rank, dp=world), SETTINGS)
+
+    record, nothing = run_ranks(on_rank, 2)
+    assert nothing is None
+    header = json.loads(json.dumps(record[0]))
+    loaded = OpenStep.from_record((header, record[1]), SETTINGS)
+    assert loaded.updates == 1 and loaded.sums == open_step([]).sums
+    assert loaded.logprobs is not None and loaded.logprobs[0] == {}
+    expected = open_step([0, 1, 2, 3]).logprobs
+    assert expected is not None
+    np.testing.assert_equal(loaded.logprobs[1], expected[1])
+
+
+def test_settings_may_not_change_inside_a_step() -> None:
+    header = {"updates": 1, "minibatches": 0, "settings": SETTINGS, "sums": {}, "extremes": {}}
+    with pytest.raises(CheckpointError, match=r"batch\.updates_per_step was 3 then"):
+        OpenStep.from_record((header, {}), {**SETTINGS, "batch.updates_per_step": 2})
+    with pytest.raises(CheckpointError, match=r"objective\.\* was \['reference'\] then"):
+        OpenStep.from_record((header, {}), {**SETTINGS, "objective.*": []})
+
+
+def test_the_record_of_an_earlier_release_is_refused_by_name(tmp_path: Path) -> None:
+    assert read_open_step(tmp_path) is None
+    (tmp_path / "begun.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="saved inside a step by an earlier release"):
+        read_open_step(tmp_path)
+
+
+def test_only_the_first_update_reports_the_mismatch_to_the_sampler() -> None:
+    step = open_step([])
+    step.add(
+        UpdateReport(grad_norm=4.0, is_clipped=False, lr=1e-3, metrics={"x": 0.5, "mismatch/kl": 9.0, "x_max": 1.0}), 4
+    )
+    assert step.sums.values() == {
+        "x": 0.5,
+        "mismatch/kl": 0.1,
+        "x_max": 3.0,
+        "optimizer/grad_norm": 3.0,
+        "optimizer/clipped_frac": 0.5,
+        "optimizer/lr": 1e-3,
+    }
