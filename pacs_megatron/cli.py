@@ -1,4 +1,4 @@
-"""`pacs-megatron <verb>`: parsing only. Every verb imports what it needs when it is called, so `--help` is quick."""
+"""`pacs-megatron <verb>`: the command line. Each verb imports its modules when it runs, so `--help` is fast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Verb = Callable[[argparse.Namespace], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code. A PacsError becomes one line on stderr and its own code."""
+    """Run one verb and return its exit code. A PacsError is printed as one line on stderr."""
     parsed = _parse(arguments)
     verb: Verb = parsed.run_verb
     try:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except OSError as error:
         if error.filename is None:
-            raise  # no file or folder of the user's: a fault of the program
+            raise  # no path of the user: a bug
         print(
             f"{type(error).__name__}: {error.filename}: {error.strerror}; correct the path or its permissions",
             file=sys.stderr,
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Overrides may stand after options too, which argparse alone does not allow."""
+    """Parse, and accept overrides after options, which argparse does not."""
     parser = build_parser()
     parsed, rest = parser.parse_known_args(arguments)
     if rest and hasattr(parsed, "overrides") and all("=" in word and not word.startswith("-") for word in rest):
@@ -53,13 +53,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="pacs-megatron", description="Post-train reasoning models with PACS on Megatron-Core."
     )
     parser.add_argument("--version", action="version", version=f"pacs-megatron {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="<verb>", required=True)
-    _add_config_verb(verbs, "train", "train, or resume: the same command again", _train)
+    _add_config_verb(verbs, "train", "train; the same command resumes a run", _train)
     _add_evaluation(verbs)
     _add_groups(verbs)
     _add_convert(verbs)
@@ -77,7 +77,9 @@ def _add_verb(verbs: _SubParsers, name: str, text: str, run_verb: Verb) -> argpa
 def _add_config_verb(verbs: _SubParsers, name: str, text: str, run_verb: Verb) -> argparse.ArgumentParser:
     parser = _add_verb(verbs, name, text, run_verb)
     parser.add_argument("config", type=Path, help="a run's YAML file (configs/runs/)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.lr=1e-6; later wins")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="an override, such as optimizer.lr=1e-6; the last one wins"
+    )
     return parser
 
 
@@ -90,22 +92,20 @@ def _add_evaluation(verbs: _SubParsers) -> None:
     parser = _add_config_verb(verbs, "eval", "pass@k of a model on the configured benchmarks", _eval)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder to evaluate instead of model.path")
     parser.add_argument("--out", type=Path, help="folder for the results; default: <run folder>/eval")
-    parser = _add_verb(verbs, "export", "write a run's weights as a Hugging Face checkpoint", _export)
-    parser.add_argument("run", type=Path, help="the run's folder")
+    parser = _add_verb(verbs, "export", "write the weights of a run as a Hugging Face checkpoint", _export)
+    parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--step", type=int, help="the checkpoint to export; default: the newest")
     parser.add_argument("--out", type=Path, help="target folder; default: <run>/hf_exports/step_<n>")
 
 
 def _add_groups(verbs: _SubParsers) -> None:
-    config = _add_group(verbs, "config", "show, explain or describe a configuration")
-    _add_config_verb(config, "show", "the resolved configuration and each key's origin", _config_show)
-    parser = _add_config_verb(config, "explain", "the values that follow from it", _config_explain)
-    parser.add_argument("--ranks", type=int, help="number of ranks; default: what `train` would start here")
-    _add_verb(config, "schema", "the JSON schema, for editors", _config_schema)
-    data = _add_group(verbs, "data", "look at the data")
-    parser = _add_config_verb(
-        data, "preview", "rendered prompts, counts, and whether gold answers verify", _data_preview
-    )
+    config = _add_group(verbs, "config", "show or explain a configuration")
+    _add_config_verb(config, "show", "the resolved configuration with the origin of each key", _config_show)
+    parser = _add_config_verb(config, "explain", "values derived from the configuration", _config_explain)
+    parser.add_argument("--ranks", type=int, help="number of ranks; default: as `train` starts here")
+    _add_verb(config, "schema", "the JSON schema of a run file, for editors", _config_schema)
+    data = _add_group(verbs, "data", "inspect the data")
+    parser = _add_config_verb(data, "preview", "rendered prompts, counts and verified gold answers", _data_preview)
     parser.add_argument("--rows", type=int, default=3, help="prompts to print (default: 3)")
 
 
@@ -120,40 +120,40 @@ def _add_convert(verbs: _SubParsers) -> None:
 
 
 def _add_planning(verbs: _SubParsers) -> None:
-    parser = _add_config_verb(verbs, "plan", "memory, time and fit; needs no GPU", _plan)
-    parser.add_argument("--search", action="store_true", help="compare every layout of the same GPUs")
-    parser.add_argument("--json", action="store_true", help="bytes and seconds for other programs")
-    parser.add_argument("--response-tokens", type=float, help="mean response length; default: a share of the limit")
-    parser = _add_config_verb(
-        verbs, "preflight", "check a run before it waits in a queue, or inside its job", _preflight
-    )
-    parser.add_argument("--json", action="store_true", help="for other programs")
-    parser.add_argument("--cluster", type=Path, help="also look at this site's file (configs/clusters/)")
-    parser.add_argument("--skip-servers", action="store_true", help="do not start or ask an SGLang server")
-    parser = _add_config_verb(verbs, "fetch", "download model, tokenizer and data, so that jobs run offline", _fetch)
-    parser.add_argument("--wheels", type=Path, help="also download this project's locked wheels to a folder")
+    parser = _add_config_verb(verbs, "plan", "estimate memory and time of a run, without a GPU", _plan)
+    parser.add_argument("--search", action="store_true", help="compare all layouts of the same GPUs")
+    parser.add_argument("--json", action="store_true", help="print bytes and seconds as JSON")
+    parser.add_argument("--response-tokens", type=float, help="mean response length; default: a fraction of the limit")
+    parser = _add_config_verb(verbs, "preflight", "check a run before submission, or inside its job", _preflight)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--cluster", type=Path, help="also check this cluster file (configs/clusters/)")
+    parser.add_argument("--skip-servers", action="store_true", help="do not start or probe SGLang servers")
+    parser = _add_config_verb(verbs, "fetch", "download model, tokenizer and data for jobs without a network", _fetch)
+    parser.add_argument("--wheels", type=Path, help="also download the wheels of the lock file to this folder")
     _add_jobs(verbs)
-    _add_verb(verbs, "doctor", "what works on this machine, and what to install", _doctor)
+    _add_verb(verbs, "doctor", "report what works on this machine and what to install", _doctor)
 
 
 def _add_jobs(verbs: _SubParsers) -> None:
-    parser = _add_config_verb(verbs, "submit", "submit to Slurm by NeMo-Run", _submit)
-    parser.add_argument("--cluster", type=Path, required=True, help="the site's file (configs/clusters/)")
-    parser.add_argument("--dry-run", action="store_true", help="print batch script and resolved configuration only")
-    parser.add_argument("--sweep", action="append", default=[], metavar="key=a,b,c", help="one run for each value")
-    parser.add_argument("--seeds", type=int, default=1, help="that many runs with seeds from run.seed on")
-    parser.add_argument("--convert", action="store_true", help="a job before: convert the model to Megatron's format")
-    parser.add_argument("--evaluate", action="store_true", help="a job after: evaluate the exported model")
-    parser = _add_verb(verbs, "status", "attempts, job, checkpoint and last metrics of a run", _status)
-    parser.add_argument("run", type=Path, help="the run's folder")
-    parser = _add_verb(verbs, "logs", "the end of a run's log", _logs)
-    parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("--attempt", type=int, help="default: the latest")
-    parser.add_argument("--lines", type=int, default=40)
-    parser.add_argument("--follow", action="store_true", help="go on as it grows")
+    parser = _add_config_verb(verbs, "submit", "submit a run or a sweep to Slurm", _submit)
+    parser.add_argument("--cluster", type=Path, required=True, help="the cluster file (configs/clusters/)")
+    parser.add_argument("--dry-run", action="store_true", help="only print batch scripts and resolved configurations")
+    parser.add_argument("--sweep", action="append", default=[], metavar="key=a,b,c", help="one run per value")
+    parser.add_argument("--seeds", type=int, default=1, help="number of runs, with seeds run.seed, run.seed + 1, ...")
+    parser.add_argument(
+        "--convert", action="store_true", help="first convert the model to a Megatron checkpoint, in a job of its own"
+    )
+    parser.add_argument("--evaluate", action="store_true", help="then evaluate the exported model, in a job of its own")
+    parser = _add_verb(verbs, "status", "show attempts, jobs, checkpoint and last metrics of a run", _status)
+    parser.add_argument("run", type=Path, help="the run folder")
+    parser = _add_verb(verbs, "logs", "print the end of a run's log", _logs)
+    parser.add_argument("run", type=Path, help="the run folder")
+    parser.add_argument("--attempt", type=int, help="number of the attempt; default: the latest")
+    parser.add_argument("--lines", type=int, default=40, help="number of lines (default: 40)")
+    parser.add_argument("--follow", action="store_true", help="print new lines as they are written")
     parser = _add_verb(verbs, "cancel", "cancel a run's jobs", _cancel)
-    parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("--save", action="store_true", help="let it save and end by itself instead")
+    parser.add_argument("run", type=Path, help="the run folder")
+    parser.add_argument("--save", action="store_true", help="request a save and stop instead")
 
 
 _SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"

@@ -1,6 +1,6 @@
-"""Named errors: a user's mistake ends in one of these, printed as one line, with a non-zero exit code.
+"""Named errors. The command line prints one as a single line and exits with its code.
 
-A message finishes the reader's job: what, where, got, expected, fix.
+A message names the problem, its place, the value, the expected value and the fix.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ class ExitCode(IntEnum):
 
 
 class PacsError(Exception):
-    """Base of every error that a user can cause or fix."""
+    """Base of all errors that a user can cause or fix."""
 
     exit_code: ExitCode = ExitCode.FAILED
 
 
 class ConfigError(PacsError):
-    """The configuration is wrong; nothing has been started or written."""
+    """Invalid configuration. Nothing was started or written."""
 
     exit_code = ExitCode.MISCONFIGURED
 
@@ -37,27 +37,27 @@ class DataError(PacsError):
 
 
 class RewardError(PacsError):
-    """A verifier could not judge one answer; the sample is dropped and counted, never scored 0."""
+    """A reward function failed on a response. The sample is dropped and counted, not labelled 0."""
 
 
 class RolloutError(PacsError):
-    """The rollout engine or the driver failed, or answered something that cannot be trusted."""
+    """The rollout engine or the driver failed or returned an invalid response."""
 
 
 class SyncError(PacsError):
-    """Weights did not reach the rollout engine whole; it must not sample until they have."""
+    """A weight update is incomplete. The rollout engine must not sample before the next complete one."""
 
 
 class CheckpointError(PacsError):
-    """A checkpoint is missing, truncated, altered or does not fit this run."""
+    """A checkpoint is missing, truncated, altered, or belongs to another run."""
 
 
 class ConversionError(PacsError):
-    """A weight or a name does not map between Hugging Face and Megatron."""
+    """A weight or name has no mapping between Hugging Face and Megatron."""
 
 
 class NonFiniteError(PacsError):
-    """NaN or Inf in a loss or gradient; raised before any weight changes."""
+    """NaN or Inf in a loss or gradient. Raised before any weight changes."""
 
 
 def named_error(name: str, message: str) -> PacsError:

@@ -1,7 +1,7 @@
-"""Checks over several keys that need neither torch nor a model: each finding names the key and the fix.
+"""Checks of combinations of keys. They import neither torch nor a model; each problem names the key and the fix.
 
-`find_problems` needs the file alone, `layout_problems` the number of ranks too; what the model's shape asks for is in
-`config/shape.py`.
+`find_problems` uses the configuration alone, `layout_problems` also the world size. Checks against the model's shape
+are in `config/shape.py`.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _RUN_NAME = re.compile(r"\w[\w.+=,@:-]*")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One wrong combination."""
+    """One invalid combination."""
 
     key: str
     """Dotted key to change."""
     message: str
-    """What is wrong, what was expected, and the fix, in one line."""
+    """The problem, the expected value and the fix, in one line."""
 
 
 def find_problems(config: RunConfig) -> list[Problem]:
-    """Everything wrong with the file alone, in the order of the schema; empty when it is sound."""
+    """Problems of the configuration alone, in the order of the schema."""
     return [problem for check in _CHECKS for problem in check(config)]
 
 
 def max_sequence_tokens(config: RunConfig) -> int:
-    """The longest prompt plus response that training may meet, in tokens."""
+    """Maximum length of prompt and response in training, in tokens."""
     return config.data.max_prompt_tokens + max_response_tokens(config)
 
 
 def max_response_tokens(config: RunConfig) -> int:
-    """The longest response that training may meet, in tokens."""
+    """Maximum response length in training, in tokens."""
     rollout = config.rollout
     if isinstance(rollout, DemonstrationRollout):
         return rollout.max_response_tokens
@@ -54,18 +54,18 @@ def max_response_tokens(config: RunConfig) -> int:
 
 
 def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
-    """What does not fit `world_size` ranks."""
+    """Problems of the layout on `world_size` ranks."""
     return list(_layout(config, world_size))
 
 
 def changed(options: Options) -> list[str]:
-    """Options that differ from their default. A resolved copy writes defaults out, so presence says nothing."""
+    """Options that differ from their default. Presence is no criterion: a resolved copy writes all defaults."""
     fields = type(options).model_fields
     return [name for name, field in fields.items() if getattr(options, name) != field.default]
 
 
 def seconds_of(time_limit: str) -> int:
-    """Seconds of a time as Slurm writes it, `hours:minutes:seconds` with `days-` before it."""
+    """Seconds of a Slurm time, `[days-]hours:minutes:seconds`."""
     days, _, clock = time_limit.rpartition("-")
     hours, minutes, seconds = (int(part) for part in clock.split(":"))
     return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
@@ -85,25 +85,26 @@ def one_of(values: list[int]) -> str:
 def _run(config: RunConfig) -> Iterator[Problem]:
     run, resources = config.run, config.resources
     if not _RUN_NAME.fullmatch(run.name):
-        # It is a folder, a job's name and a word of batch scripts.
+        # The name is used for a folder, a Slurm job and in batch scripts.
         yield Problem(
             "run.name",
-            f"run.name={run.name!r}: expected letters, digits and . _ - + = , @ :, beginning with a letter or digit; rename it "
-            "(run.dir says where the folder is)",
+            f"run.name={run.name!r}: expected letters, digits and . _ - + = , @ :, starting with a letter or digit; rename it "
+            "(run.dir sets the parent folder)",
         )
     if seconds_of(resources.time_limit) <= resources.signal_lead_s:
         yield Problem(
             "resources.time_limit",
             f"resources.time_limit={resources.time_limit} is not longer than resources.signal_lead_s="
-            f"{resources.signal_lead_s}, so that the signal would come at the start; raise it",
+            f"{resources.signal_lead_s}; the stop signal would arrive at the start; raise it",
         )
     if resources.gpus_per_node:
         if run.nproc is not None:
             yield Problem(
-                "run.nproc", "run.nproc is not used with resources.gpus_per_node > 0: one rank a GPU; remove it"
+                "run.nproc",
+                "run.nproc is not used with resources.gpus_per_node > 0, which starts one rank per GPU; remove it",
             )
         if resources.gpu is None:
-            yield Problem("resources.gpu", "`resources.gpu` is missing; name the GPU: a100, h100, h200 or b200")
+            yield Problem("resources.gpu", "`resources.gpu` is missing; set it to a100, h100, h200 or b200")
         yield from _layout(config, ranks_to_start(config), key="resources.nodes")
     elif resources.gpu is not None:
         yield Problem("resources.gpu", "resources.gpu is not used with resources.gpus_per_node=0; remove it")
@@ -133,7 +134,7 @@ def _rollout_place(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "rollout.servers.colocated",
             f"rollout.servers.colocated=true with resources.rollout_nodes={resources.rollout_nodes}: the servers "
-            "have nodes of their own; set one of the two",
+            "run on separate nodes; set only one of them",
         )
     on_every_node = servers.colocated and resources.nodes > 1
     if on_every_node:
@@ -150,7 +151,7 @@ def _rollout_place(config: RunConfig) -> Iterator[Problem]:
         if servers.count > 1 and not servers.visible_devices:
             yield Problem(
                 "rollout.servers.visible_devices",
-                f"rollout.servers.count={servers.count} on the same GPUs; name each server's in visible_devices",
+                f"rollout.servers.count={servers.count} on the same GPUs; list the GPUs of each server in visible_devices",
             )
     if wanted > offered:
         fix = (
@@ -166,7 +167,7 @@ def _rollout_place(config: RunConfig) -> Iterator[Problem]:
     elif resources.gpus_per_node and servers.tp > resources.gpus_per_node:
         yield Problem(
             "rollout.servers.tp",
-            f"rollout.servers.tp={servers.tp}: a server stays on one node, which has resources.gpus_per_node="
+            f"rollout.servers.tp={servers.tp}: a server runs on one node with resources.gpus_per_node="
             f"{resources.gpus_per_node}; use at most {resources.gpus_per_node}",
         )
     if resources.rollout_nodes and servers.count % resources.rollout_nodes:
@@ -178,12 +179,12 @@ def _rollout_place(config: RunConfig) -> Iterator[Problem]:
 
 
 def _colocated_on_nodes(rollout: SglangRollout, servers: SglangServers, nodes: int) -> Iterator[Problem]:
-    """Every node starts its own servers; rank 0 reaches those of the others over the network and by files only."""
+    """Each node starts its own servers. Rank 0 reaches servers on other nodes by network and files only."""
     if rollout.sync.transport != "disk":
         yield Problem(
             "rollout.sync.transport",
             f"rollout.sync.transport={rollout.sync.transport} with rollout.servers.colocated=true on "
-            f"resources.nodes={nodes}: ipc works on one host only, and a broadcast needs trainer and server on "
+            f"resources.nodes={nodes}: ipc works on one host only, and broadcast requires trainer and server on "
             "different GPUs; use disk",
         )
     if servers.count % nodes:
@@ -195,7 +196,7 @@ def _colocated_on_nodes(rollout: SglangRollout, servers: SglangServers, nodes: i
     if servers.visible_devices:
         yield Problem(
             "rollout.servers.visible_devices",
-            f"rollout.servers.visible_devices with resources.nodes={nodes}: each node numbers its own GPUs by server; set it "
+            f"rollout.servers.visible_devices with resources.nodes={nodes}: each node assigns its GPUs to its servers; set it "
             "to []",
         )
 
@@ -210,8 +211,7 @@ def _ahead(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "rollout.max_staleness",
             f"rollout.max_staleness={rollout.max_staleness} with rollout.{key}=true: these servers release their "
-            "memory during the training step and cannot sample then; set max_staleness=0, or give the servers GPUs of "
-            "their own",
+            "memory during the training step and cannot sample; set max_staleness=0, or use separate GPUs for the servers",
         )
 
 
@@ -220,8 +220,8 @@ def _oversample(config: RunConfig) -> Iterator[Problem]:
     if admission.oversample > 1 and not admission.drop_one_class_groups:
         yield Problem(
             "admission.oversample",
-            f"admission.oversample={admission.oversample} without admission.drop_one_class_groups=true would only prefer "
-            "short answers; set drop_one_class_groups=true or oversample=1",
+            f"admission.oversample={admission.oversample} without admission.drop_one_class_groups=true only biases "
+            "training to short responses; set drop_one_class_groups=true or oversample=1",
         )
 
 
@@ -229,16 +229,18 @@ def _precision(config: RunConfig) -> Iterator[Problem]:
     if config.precision.fp8 is not None and config.precision.dtype != "bf16":
         yield Problem(
             "precision.dtype",
-            f"precision.dtype={config.precision.dtype} with precision.fp8: FP8 needs bf16; set precision.dtype=bf16",
+            f"precision.dtype={config.precision.dtype} with precision.fp8: FP8 requires bf16; set precision.dtype=bf16",
         )
     if config.precision.fp8 is not None and config.resources.gpu == "a100":
         yield Problem(
             "precision.fp8",
-            f"precision.fp8 ({config.precision.fp8.recipe}) with resources.gpu=a100, which has no FP8 units; remove "
+            f"precision.fp8 ({config.precision.fp8.recipe}) with resources.gpu=a100, which has no FP8 support; remove "
             "precision.fp8, or use h100, h200 or b200",
         )
     if config.precision.fp8 is not None and not config.resources.gpus_per_node:
-        yield Problem("precision.fp8", "precision.fp8 needs GPUs, got resources.gpus_per_node=0; set it or remove fp8")
+        yield Problem(
+            "precision.fp8", "precision.fp8 requires GPUs, got resources.gpus_per_node=0; set it or remove fp8"
+        )
 
 
 def _parallel(config: RunConfig) -> Iterator[Problem]:
@@ -246,11 +248,11 @@ def _parallel(config: RunConfig) -> Iterator[Problem]:
     if parallel.sequence_parallel and parallel.tp == 1:
         yield Problem(
             "parallel.sequence_parallel",
-            "parallel.sequence_parallel=true needs parallel.tp > 1; switch it off or raise parallel.tp",
+            "parallel.sequence_parallel=true requires parallel.tp > 1; disable it or raise parallel.tp",
         )
     if parallel.vpp is not None and parallel.pp == 1:
         yield Problem(
-            "parallel.vpp", f"parallel.vpp={parallel.vpp} needs parallel.pp > 1; remove it or raise parallel.pp"
+            "parallel.vpp", f"parallel.vpp={parallel.vpp} requires parallel.pp > 1; remove it or raise parallel.pp"
         )
     recompute = parallel.recompute
     if "num_layers" in changed(recompute) and recompute.granularity != "full":
@@ -266,13 +268,13 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "batch.updates_per_step",
             f"batch.updates_per_step={batch.updates_per_step} is more than batch.prompts_per_step="
-            f"{batch.prompts_per_step}: an update needs a whole group; use at most {batch.prompts_per_step}",
+            f"{batch.prompts_per_step}: an update requires at least one group; use at most {batch.prompts_per_step}",
         )
     longest = max_sequence_tokens(config)
     if batch.tokens_per_microbatch < longest:
         yield Problem(
             "batch.tokens_per_microbatch",
-            f"batch.tokens_per_microbatch={batch.tokens_per_microbatch} cannot hold the longest sample: "
+            f"batch.tokens_per_microbatch={batch.tokens_per_microbatch} is smaller than the longest sample: "
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {response_key(config)}="
             f"{max_response_tokens(config)}; use at least {longest}",
         )
@@ -283,19 +285,21 @@ def _strategy(config: RunConfig) -> Iterator[Problem]:
     if is_sft and not is_demo:
         yield Problem(
             "rollout.engine",
-            f"rollout.engine={config.rollout.engine} with objective.name=sft: sft learns from the data's solutions; "
+            f"rollout.engine={config.rollout.engine} with objective.name=sft: sft trains on the data's solutions; "
             "set rollout.engine=demonstrations",
         )
     if is_demo and not is_sft:
         yield Problem(
             "rollout.engine",
-            f"rollout.engine=demonstrations with objective.name={config.objective.name}: it needs sampled answers; set "
+            f"rollout.engine=demonstrations with objective.name={config.objective.name}: it requires sampled responses; set "
             "rollout.engine=embedded or objective.name=sft",
         )
     if is_demo:
         yield from _demonstrations(config)
     elif config.reward is None:
-        yield Problem("reward", "`reward` is missing; sampled answers need a verifier: add reward.name, such as math")
+        yield Problem(
+            "reward", "`reward` is missing; sampled responses require a verifier: add reward.name, such as math"
+        )
 
 
 def _demonstrations(config: RunConfig) -> Iterator[Problem]:
@@ -327,14 +331,15 @@ def _datasets(config: RunConfig) -> Iterator[Problem]:
         yield from _dataset(key, dataset)
         if dataset.name is not None and names.setdefault(dataset.name, index) != index:
             yield Problem(
-                f"{key}.name", f"{key}.name={dataset.name} is taken by benchmark {names[dataset.name]}; rename it"
+                f"{key}.name",
+                f"{key}.name={dataset.name} is also the name of benchmark {names[dataset.name]}; rename it",
             )
 
 
 def _dataset(key: str, dataset: DatasetOptions) -> Iterator[Problem]:
     if (dataset.preset is None) == (dataset.columns is None):
         got = "neither" if dataset.preset is None else "both"
-        yield Problem(key, f"{key}: exactly one of `preset` and `columns` names the columns, got {got}; set one")
+        yield Problem(key, f"{key}: exactly one of `preset` and `columns` must be set, got {got}; set one")
 
 
 def _optimizer(config: RunConfig) -> Iterator[Problem]:
@@ -353,8 +358,8 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
     if optimizer.schedule != "constant" and optimizer.warmup_updates >= updates:
         yield Problem(
             "optimizer.warmup_updates",
-            f"optimizer.warmup_updates={optimizer.warmup_updates} leaves nothing of the run's {updates} updates "
-            f"(run.steps * batch.updates_per_step) for the decay; use less than {updates}",
+            f"optimizer.warmup_updates={optimizer.warmup_updates} leaves no update for the decay: the run has {updates} "
+            f"(run.steps * batch.updates_per_step); use less than {updates}",
         )
 
 
@@ -363,16 +368,17 @@ def _evaluation(config: RunConfig) -> Iterator[Problem]:
     if evaluation.benchmarks:
         if evaluation.sampling is None:
             yield Problem(
-                "evaluation.sampling", "`evaluation.sampling` is missing; benchmarks need it: add max_response_tokens"
+                "evaluation.sampling",
+                "`evaluation.sampling` is missing; benchmarks require it: add max_response_tokens",
             )
         if config.reward is None:
-            yield Problem("reward", "`reward` is missing; benchmarks need a verifier: add reward.name, such as math")
+            yield Problem("reward", "`reward` is missing; benchmarks require a verifier: add reward.name, such as math")
         for k in evaluation.k:
             if not 1 <= k <= evaluation.samples_per_prompt:
                 yield Problem(
                     "evaluation.k",
-                    f"evaluation.k={k}: pass@k needs 1 <= k <= evaluation.samples_per_prompt="
-                    f"{evaluation.samples_per_prompt}; lower k or draw more samples",
+                    f"evaluation.k={k}: pass@k requires 1 <= k <= evaluation.samples_per_prompt="
+                    f"{evaluation.samples_per_prompt}; lower k or raise evaluation.samples_per_prompt",
                 )
         return
     for name in changed(evaluation):
@@ -390,12 +396,12 @@ def _stop_strings(config: RunConfig) -> Iterator[Problem]:
         if sampling is not None and len(sampling.stop) > MAX_SGLANG_STOPS:
             yield Problem(
                 f"{place}.stop",
-                f"{place}.stop has {len(sampling.stop)} strings, but SGLang takes at most {MAX_SGLANG_STOPS}; shorten it",
+                f"{place}.stop has {len(sampling.stop)} strings, but SGLang allows at most {MAX_SGLANG_STOPS}; shorten it",
             )
 
 
 def response_key(config: RunConfig) -> str:
-    """The key that limits a response, as the user writes it."""
+    """Dotted key of the response limit."""
     is_demo = isinstance(config.rollout, DemonstrationRollout)
     return "rollout.max_response_tokens" if is_demo else "rollout.sampling.max_response_tokens"
 
@@ -426,9 +432,9 @@ def _layout(config: RunConfig, world_size: int, key: str = "parallel.tp") -> Ite
             f"start a multiple of {replica} ranks, or make tp*pp*cp {one_of(divisors(world_size)).removeprefix('use ')}"
         )
         prefix = "" if key.startswith("parallel.") else f"{key}: "
-        yield Problem(key, f"{prefix}{world_size} ranks do not factor into {product} times data parallel; {fix}")
+        yield Problem(key, f"{prefix}{world_size} ranks are not a multiple of {product}; {fix}")
         return
-    # Experts are not cut by tensor parallel when ep > 1: they are dealt to all ranks of a stage.
+    # With ep > 1 experts are not sharded by tensor parallelism: they are distributed over all ranks of a stage.
     stage_ranks = world_size // parallel.pp
     if stage_ranks % parallel.ep:
         yield Problem(

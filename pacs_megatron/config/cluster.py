@@ -1,4 +1,4 @@
-"""A site's own words, apart from the run's: configs/clusters/*.yaml."""
+"""Schema of a cluster file (configs/clusters/*.yaml): settings of a site, independent of the run."""
 
 from __future__ import annotations
 
@@ -14,52 +14,61 @@ from pacs_megatron.errors import ConfigError
 
 
 class ContainerOptions(Options):
-    """Runs every task inside an image."""
+    """Container image for all tasks."""
 
     runtime: Literal["pyxis", "apptainer", "enroot"]
-    """`pyxis`: srun's own --container-image; the others: a command before the interpreter."""
+    """`pyxis` uses srun's --container-image; the others put a command before the interpreter."""
     image: str
+    """Image name or path, in the syntax of the runtime."""
     mounts: tuple[str, ...] = Field(default=(), strict=False)
-    """`/path` or `/host/path:/container/path`."""
+    """Bind mounts: `/path` or `/host/path:/container/path`."""
 
 
 class ClusterConfig(Options):
-    """One cluster."""
+    """Settings of a cluster."""
 
     name: str
+    """Name of the cluster, for messages."""
     account: str | None = None
+    """Slurm account (`--account`)."""
     partition: str | None = None
+    """Slurm partition (`--partition`)."""
     qos: str | None = None
+    """Slurm quality of service (`--qos`)."""
     constraint: str | None = None
+    """Node features (`--constraint`)."""
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
-    """How the site wants GPUs asked for; `none`: whole nodes are given, or there are no GPUs."""
+    """Slurm option that requests GPUs. `none`: the site allocates whole nodes, or has no GPUs."""
     exclusive: bool = True
+    """Request whole nodes (`--exclusive`)."""
     cpus_per_task: PositiveInt | None = None
-    """CPU cores of one rank; None: Slurm's default."""
+    """CPU cores per task; null uses Slurm's default."""
     mem: str | None = None
-    """`--mem`, such as `0` for all of a node's memory."""
+    """Memory per node (`--mem`); `"0"` requests all of it."""
     modules: tuple[Annotated[str, Field(pattern=r"^[\w./+:@-]+$")], ...] = Field(default=(), strict=False)
-    """`module load` of each, in order."""
+    """Environment modules to load, in order."""
     setup: tuple[str, ...] = Field(default=(), strict=False)
-    """Shell lines before the first task, on the first node."""
+    """Shell lines that the batch script runs before the first task, on the first node."""
     python: tuple[str, ...] = Field(default=("python",), strict=False, min_length=1)
-    """Interpreter that has pacs_megatron, as a list; absolute, or found after `modules` and `setup`. With `container`, the
-    image's; the batch script, which runs outside, uses the interpreter that `submit` ran with."""
+    """Interpreter with pacs_megatron, as a list of words: an absolute path, or a name on PATH after `modules` and `setup`.
+    With `container`, the interpreter in the image; the batch script then uses the interpreter that runs `submit`."""
     container: ContainerOptions | None = None
+    """Container image for all tasks; null runs them on the host."""
     launcher: Literal["srun", "torchrun"] = "srun"
-    """Who starts ranks: Slurm itself, or one torchrun a node."""
+    """Launcher of the ranks: srun, or one torchrun per node."""
     cpu_bind: str | None = None
-    """srun's --cpu-bind, such as `cores` or `map_ldom:0,0,0,0,1,1,1,1` (NUMA domain of each rank)."""
+    """srun's --cpu-bind, such as `cores` or `map_ldom:0,0,0,0,1,1,1,1` (the NUMA domain of each rank)."""
     network_interface: str | None = None
-    """For gloo and NCCL's first handshake (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."""
+    """Network interface of gloo and of NCCL's bootstrap (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."""
     scratch: str | None = None
-    """Fast node-local folder, given to programs as TMPDIR."""
+    """Node-local folder, set as TMPDIR."""
     env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = Field(default_factory=dict)
-    """More environment variables, such as HF_HOME."""
+    """Environment variables of all tasks, such as HF_HOME."""
     srun_args: tuple[str, ...] = Field(default=(), strict=False)
+    """More arguments of srun."""
 
     def task_environment(self) -> dict[str, str]:
-        """What every task gets in its environment."""
+        """Environment variables of all tasks."""
         found = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
         if self.network_interface is not None:
             found |= {"GLOO_SOCKET_IFNAME": self.network_interface, "NCCL_SOCKET_IFNAME": self.network_interface}
@@ -68,7 +77,7 @@ class ClusterConfig(Options):
         return found | self.env
 
     def command_prefix(self) -> list[str]:
-        """What stands before every program: a container command, where the site has one outside srun."""
+        """Words before each program: the container command of apptainer and enroot, else empty."""
         container = self.container
         if container is None or container.runtime == "pyxis":
             return []
@@ -79,7 +88,7 @@ class ClusterConfig(Options):
 
 
 def load_cluster(path: Path) -> ClusterConfig:
-    """Raises ConfigError, one line, for a file that cannot be read or does not fit the schema."""
+    """Read and validate a cluster file. Raises ConfigError."""
     tree = read_yaml(path, str(path))
     try:
         return ClusterConfig.model_validate(tree.plain())

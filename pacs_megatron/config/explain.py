@@ -1,4 +1,4 @@
-"""What a configuration means: `config show`, `config explain` and `config schema` as text."""
+"""Text of `config show`, `config explain` and `config schema`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pacs_megatron.config.schema import DemonstrationRollout, RunConfig
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A number that follows from several keys."""
+    """A value computed from several keys."""
 
     name: str
     value: str
@@ -22,9 +22,9 @@ class Derived:
 
 
 def derived_values(config: RunConfig, world_size: int) -> list[Derived]:
-    """The numbers that a reader would otherwise work out by hand, for `world_size` ranks.
+    """Batch sizes, totals and limits of a run on `world_size` ranks.
 
-    Raises ConfigError where the ranks do not factor.
+    Raises ConfigError if the layout does not divide `world_size`.
     """
     batch, run = config.batch, config.run
     layout = layout_of(config, world_size)
@@ -55,7 +55,7 @@ def derived_values(config: RunConfig, world_size: int) -> list[Derived]:
 
 
 def show(loaded: LoadedConfig) -> str:
-    """The resolved configuration, one `key = value  # origin` line a value."""
+    """The resolved configuration, one line `key = value  # origin` per value."""
     rows = [(f"{key} = {json.dumps(_plain(value), ensure_ascii=False)}", key) for key, value in leaves(loaded.config)]
     width = min(max(len(text) for text, _ in rows), 72)
     origins = loaded.origins
@@ -63,7 +63,7 @@ def show(loaded: LoadedConfig) -> str:
 
 
 def explain(loaded: LoadedConfig, world_size: int) -> str:
-    """The derived values as a table. Raises ConfigError where the ranks do not factor."""
+    """The derived values as a table. Raises ConfigError if the layout does not divide `world_size`."""
     problems = layout_problems(loaded.config, world_size)
     if problems:
         raise loaded.fail(problems[0])
@@ -74,11 +74,11 @@ def explain(loaded: LoadedConfig, world_size: int) -> str:
 
 
 def schema_json() -> str:
-    """The JSON schema of a run's file (for editors); `include:` may stand beside its keys."""
+    """JSON schema of a run file, for editors. It allows `include:` at the top level."""
     schema = RunConfig.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["properties"]["include"] = {
-        "description": "Files laid under this one, relative to it; later wins.",
+        "description": "Files to merge below this one. Paths are relative to this file; later files win.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     return json.dumps(schema, indent=2)

@@ -1,4 +1,4 @@
-"""Walks the schema: which options class stands under a key, and which keys it knows."""
+"""Traversal of the schema: the options class at a key, and its fields."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from pacs_megatron.config.yaml_tree import Node
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What may stand at one place of the configuration."""
+    """The values that the schema allows at one key."""
 
     members: tuple[type[Options], ...]
-    """Options classes; empty for a plain value, several for a tagged union."""
+    """Options classes: none for a plain value, several for a tagged union."""
     tag: str | None = None
-    """The key that chooses between several members."""
+    """Key that selects a member of the union."""
     item: Slot | None = None
-    """The slot of an element, for a list."""
+    """Slot of a list's elements."""
 
     def tags(self) -> dict[str, type[Options]]:
-        """The union's members by the value of their tag; empty where there is no tag."""
+        """Tag value -> member of the union; empty without a tag."""
         if self.tag is None:
             return {}
         return {get_args(member.model_fields[self.tag].annotation)[0]: member for member in self.members}
 
     def choose(self, node: Node | None) -> type[Options] | None:
-        """The class that `node` asks for, or None where it is a plain value or the tag is missing or unknown."""
+        """The class that `node` selects; None for a plain value, or if the tag is missing or unknown."""
         if self.tag is None:
             return self.members[0] if self.members else None
         tag_node = node.at([self.tag]) if node is not None else None
@@ -69,7 +69,7 @@ def _slot(annotation: object, tag: str | None) -> Slot:
 
 
 def slot_at(path: Sequence[str | int], root: Node) -> Slot | None:
-    """The slot under `path` given the tags that the tree `root` chooses; None where the schema knows no such place."""
+    """The slot at `path`, with the union members selected in the tree `root`; None if the schema has no such key."""
     slot, node = ROOT, root
     for depth, key in enumerate(path):
         if isinstance(key, int):
@@ -86,14 +86,14 @@ def slot_at(path: Sequence[str | int], root: Node) -> Slot | None:
 
 
 def fields_at(path: Sequence[str | int], root: Node) -> Mapping[str, FieldInfo]:
-    """The keys allowed under `path`; empty for a plain value."""
+    """Fields allowed below `path`; empty for a plain value."""
     slot = slot_at(path, root)
     chosen = slot.choose(root.at(path)) if slot is not None else None
     return chosen.model_fields if chosen is not None else {}
 
 
 def all_keys() -> Iterator[tuple[str, type[Options], FieldInfo]]:
-    """Every key of the schema as (dotted key, owning class, field); the members of a union one after the other."""
+    """All keys of the schema as (dotted key, class, field), for each member of each union."""
     yield from _walk(ROOT, "")
 
 

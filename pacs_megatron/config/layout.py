@@ -1,11 +1,11 @@
-"""From options to ranks."""
+"""The parallel layout and the number of ranks of a configuration."""
 
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts.layout import Layout
 
 
 def layout_of(config: RunConfig, world_size: int) -> Layout:
-    """The layout of `world_size` ranks; `layout_problems` says whether it works out."""
+    """The layout of `world_size` ranks. Check it with `layout_problems` first."""
     parallel = config.parallel
     return Layout(
         world_size=world_size,
@@ -19,7 +19,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
 
 
 def ranks_to_start(config: RunConfig) -> int:
-    """Ranks of the whole run: one a GPU of `resources`, else `run.nproc`, else one replica of the model."""
+    """World size of the run: one rank per GPU of `resources`, else `run.nproc`, else one replica of the model."""
     resources, parallel = config.resources, config.parallel
     if resources.gpus_per_node:
         return resources.nodes * resources.gpus_per_node

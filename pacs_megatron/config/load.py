@@ -1,9 +1,9 @@
-"""From YAML files and `key=value` overrides to a validated `RunConfig` that knows where each value came from.
+"""Loads YAML files and `key=value` overrides into a validated `RunConfig` that records the origin of each value.
 
-Order, later wins: included files (in the order named, each with its own includes first), the file itself, overrides.
-Mappings are merged key by key; lists and scalars are replaced; a strategy's options (`objective`, `rollout`, `reward`)
-are replaced as a whole where a later layer names another strategy. Relative paths of `include:` start at the file that
-says it; all other paths start at the working directory.
+Precedence, lowest first: included files in their order (their own includes before them), the file itself, overrides.
+Mappings are merged key by key; lists and scalars are replaced. If a later layer selects another strategy (`objective`,
+`rollout`, `reward`), it replaces all options of that section. Paths in `include:` are relative to the including file,
+all other paths to the working directory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pacs_megatron.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A validated configuration and where each of its values came from."""
+    """A validated configuration and the origin of each value."""
 
     config: RunConfig
     path: Path
@@ -39,15 +39,15 @@ class LoadedConfig:
         return {key: self._origin(key) for key, _ in leaves(self.config)}
 
     def where(self, key: str) -> str:
-        """`file:line` of `key`, or of the nearest section around it that the files mention."""
+        """`file:line` of `key`, or of the nearest enclosing section in the files."""
         return where(_split(key), self.tree)
 
     def to_yaml(self) -> str:
-        """The resolved configuration, defaults included, as YAML that loads back to an equal one."""
+        """The resolved configuration with all defaults, as YAML. Loading it gives an equal configuration."""
         return yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=1000)
 
     def fail(self, problem: Problem) -> ConfigError:
-        """`problem` as the error to raise, with the place of its key."""
+        """The error for `problem`, with the origin of its key."""
         return ConfigError(f"{problem.message} ({self.where(problem.key)})")
 
     def _origin(self, key: str) -> str:
@@ -61,15 +61,15 @@ class LoadedConfig:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Read, compose, override and check a run's configuration.
+    """Read, merge, override and validate a run's configuration.
 
-    Raises ConfigError, one line: unreadable or malformed file, unknown or duplicate key, wrong type, a combination
-    that cannot work.
+    Raises ConfigError for an unreadable or malformed file, an unknown or duplicate key, a wrong type, or an invalid
+    combination.
     """
     tree = _read_with_includes(Path(path), ())
     if overrides:
         first, *rest = map(_parse_override, overrides)
-        for node in rest:  # among themselves first, so that a strategy and its options may come in any order
+        for node in rest:  # overrides first: a strategy and its options may come in any order
             first = merge(first, node, ROOT)
         tree = merge(tree, first, ROOT)
     try:
@@ -84,7 +84,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
 
 
 def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """(dotted key, value) of every plain value; sections and lists of sections are walked, other lists are leaves."""
+    """(dotted key, value) of each plain value. Lists of sections are traversed, other lists are leaves."""
     for name in type(section).model_fields:
         yield from _leaves_of(getattr(section, name), f"{prefix}{name}")
 
@@ -100,7 +100,7 @@ def _leaves_of(value: object, key: str) -> Iterator[tuple[str, object]]:
 
 
 def merge(base: Node, over: Node, slot: Slot | None) -> Node:
-    """`base` with `over` laid on top; `slot` is the schema's place, which says where a strategy is chosen."""
+    """`base` merged with `over`, which wins. `slot` is the schema at this key; its tag selects a strategy."""
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
         if isinstance(base.value, list) and isinstance(over.value, dict) and _is_indexed(over.value, len(base.value)):
             return _merge_items(base, over, slot)
@@ -144,7 +144,7 @@ def _read_with_includes(path: Path, chain: tuple[Path, ...]) -> Node:
         target = path.parent / name
         if not target.is_file():
             raise ConfigError(
-                f"include={name!r}: no such file {_display(target)}; paths start at the including file ({origin})"
+                f"include={name!r}: no such file {_display(target)}; paths are relative to the including file ({origin})"
             )
         tree = merge(tree, _read_with_includes(target, (*chain, resolved)), ROOT)
     return Node(_mapping(merge(tree, Node(entries, own.origin), ROOT)), own.origin)
@@ -185,6 +185,6 @@ def _split(key: str) -> list[str | int]:
 
 
 def _display(path: Path) -> str:
-    """`path` from the working directory where it lies below it, else as it is."""
+    """`path` relative to the working directory if it is inside, else unchanged."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

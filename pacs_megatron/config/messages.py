@@ -1,4 +1,4 @@
-"""Pydantic's findings as one line each: what, got, expected, fix, where."""
+"""One-line messages for pydantic's validation errors: key, value, expected, fix, origin."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ RENAMED_KEYS = {
     "rollout.max_lag": "rollout.max_staleness",
     "rollout.sync.way": "rollout.sync.transport",
     "optimizer.clip_grad": "objective.clip_grad",
+    "rollout.answer_s": "rollout.probe_timeout_s",
+    "rollout.probe_s": "rollout.probe_interval_s",
+    "parallel.heartbeat_s": "parallel.heartbeat_interval_s",
 }
 """Old key -> new key. An old key is refused with the new name."""
 
 
 def explain_validation(details: Sequence[Detail], root: Node) -> str:
-    """The first finding as a line, with the number of the others. Unknown keys come first: they cause the rest."""
+    """The first error as one line, with the number of others. Unknown keys come first, as they cause other errors."""
     causes = [detail for detail in details if detail["type"] != "default_factory_not_called"]
     ordered = sorted(causes, key=lambda detail: detail["type"] != "extra_forbidden")
     line = _explain(ordered[0], root)
@@ -58,7 +61,7 @@ def _explain(detail: Detail, root: Node) -> str:
 
 
 def _validator_line(text: str, path: Sequence[str | int], root: Node) -> str:
-    """A message of the schema's own validators, which name the key themselves, at the first key they name."""
+    """A message of a validator in the schema, with the origin of the first key that it names."""
     named = re.search(r"\b\w+(\.\w+)+", text)
     prefix = "" if named is not None or not path else f"{dotted(path)}: "
     place = path if named is None else named.group().split(".")
@@ -66,7 +69,7 @@ def _validator_line(text: str, path: Sequence[str | int], root: Node) -> str:
 
 
 def where(path: Sequence[str | int], root: Node) -> str:
-    """`file:line` of the value under `path`, or of the nearest mapping around it."""
+    """`file:line` of the value at `path`, or of the nearest enclosing mapping."""
     for end in range(len(path), -1, -1):
         node = root.at(path[:end])
         if node is not None:
@@ -75,7 +78,7 @@ def where(path: Sequence[str | int], root: Node) -> str:
 
 
 def schema_path(loc: Sequence[str | int], root: Node) -> list[str | int]:
-    """Pydantic's location without the union tags that it weaves in."""
+    """Pydantic's location without the union tags that it inserts."""
     path: list[str | int] = []
     slot: Slot | None = ROOT
     for part in loc:
@@ -97,7 +100,7 @@ def schema_path(loc: Sequence[str | int], root: Node) -> list[str | int]:
 def _unknown_key_advice(path: Sequence[str | int], root: Node) -> str:
     *parent, name = path
     if (new := RENAMED_KEYS.get(dotted(path))) is not None:
-        return f"this key is now called `{new}`"
+        return f"it is now called `{new}`"
     slot = slot_at(parent, root)
     if slot is not None and slot.tag is not None:
         owners = [tag for tag, member in slot.tags().items() if name in member.model_fields]

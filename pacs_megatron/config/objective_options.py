@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, model_validator
 from pacs_megatron.config.options import Options
 
 
-# Fields that only some settings use default to None where they are unused, so that giving one there can be refused.
+# An option that the other settings do not use defaults to None, so a value given there can be refused.
 def _default_reference(given: dict[str, Any]) -> Literal["step_start", "frozen"] | None:
     return "step_start" if given["reward_proxy"] == "sum_log_ratio" else None
 
@@ -34,35 +34,39 @@ class _TrainedOptions(Options):
     """Options of every objective."""
 
     clip_grad: float = Field(default=1.0, ge=0)
-    """Limit of the gradient's global norm; 0: no clipping. The default is the objective's own
+    """Maximum global gradient norm; 0 disables clipping. The default depends on the objective
     (docs/measurements/defaults.md)."""
 
 
 class PacsOptions(_TrainedOptions):
+    """PACS: supervised cross-entropy on labels, with psi from the policy's own log-probs. Numbers are the paper's equations."""
+
     name: Literal["pacs"]
+    """Loss function: `pacs`, `grpo` or `sft`."""
     clip_grad: float = Field(default=0.0, ge=0)
-    """Limit of the gradient's global norm; 0: no clipping. PACS's norms are 10 to 100 times GRPO's, so a limit of 1.0
-    gives nearly every update one length."""
+    """Maximum global gradient norm; 0 disables clipping. Norms of PACS are 10 to 100 times those of GRPO, so a limit of
+    1.0 rescales nearly every update to the same length."""
     beta: float = Field(default=1.0, gt=0)
-    """Scale of the reward proxy (7)."""
+    """Scale of the reward proxy, beta in (7)."""
     reward_proxy: Literal["sum_log_ratio", "mean_log_prob"] = "sum_log_ratio"
-    """`sum_log_ratio`: of all response tokens against `reference`; `mean_log_prob`: no reference."""
+    """Reward proxy. `sum_log_ratio` sums log-ratios to `reference` over the response; `mean_log_prob` has no reference."""
     score: Literal["rloo", "dr_grpo", "grpo", "naive"] = "rloo"
-    """How siblings centre and scale the proxy (6)."""
+    """Score psi from the proxies of a group (6): the estimator that centres and scales them."""
     score_std_floor: float | None = Field(default=None, gt=0)
-    """With `score: grpo`: lower bound of the group's standard deviation; required with `reference: step_start`."""
+    """Lower bound of a group's standard deviation with `score: grpo`. Required with `reference: step_start`."""
     weighting: Literal["question", "only_positive", "only_negative", "none"] = "question"
-    """Class weights (3.5)."""
+    """Class weights of correct and incorrect samples (section 3.5)."""
     reference: Literal["step_start", "frozen"] | None = Field(default_factory=_default_reference)
-    """With `reward_proxy: sum_log_ratio`; default step_start: the trainer's own policy at the start of the step."""
+    """Reference policy of `reward_proxy: sum_log_ratio`: the policy at the start of the step, or a frozen snapshot."""
     reset_every: PositiveInt | None = None
-    """With `reference: frozen`: hard reset of the snapshot to the current policy every so many steps."""
+    """Interval, in steps, at which `reference: frozen` is reset to the current policy; null never resets it."""
     actor_term: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Weight of the score-function part of the gradient (5)."""
+    """Weight of the score-function term of the gradient (5)."""
     actor_scope: Literal["group", "own"] | None = Field(default_factory=_default_actor_scope)
-    """With actor_term > 0: losses of the whole group (the true gradient, the default), or (5) as printed."""
+    """Losses in the score-function term: of the whole group (the true gradient, default), or of the sample, as (5) prints."""
     importance_cap: float | None = Field(default=None, gt=0)
-    """Importance correction for stale rollouts: w_i *= min(exp(mean_t(log pi_step_start - log pi_sampler)), cap)."""
+    """Cap of the importance weight of stale samples, w_i *= min(exp(mean_t(log pi_step_start - log pi_sampler)), cap).
+    null disables the correction."""
 
     @model_validator(mode="after")
     def _refuse_unused(self) -> PacsOptions:
@@ -73,7 +77,7 @@ class PacsOptions(_TrainedOptions):
             )
         if self.reward_proxy == "sum_log_ratio" and self.reference is None:
             raise ValueError(
-                "objective.reference is null but reward_proxy sum_log_ratio needs it; use step_start or frozen"
+                "objective.reference is null but reward_proxy sum_log_ratio requires it; use step_start or frozen"
             )
         if self.reset_every is not None and self.reference != "frozen":
             raise ValueError(
@@ -93,13 +97,13 @@ class PacsOptions(_TrainedOptions):
             raise ValueError("objective.actor_scope is null but actor_term > 0 needs it; use group or own")
         if self.actor_term > 0 and self.reward_proxy != "sum_log_ratio":
             raise ValueError(
-                f"objective.actor_term={self.actor_term} needs objective.reward_proxy=sum_log_ratio, got "
+                f"objective.actor_term={self.actor_term} requires objective.reward_proxy=sum_log_ratio, got "
                 f"{self.reward_proxy}; set actor_term to 0"
             )
         return self
 
     def refuse_updates_per_step(self, updates_per_step: int) -> None:
-        """Raises ValueError when these options cannot run with so many updates a step."""
+        """Raises ValueError if these options do not allow `updates_per_step` updates."""
         if self.actor_term > 0 and updates_per_step > 1:
             raise ValueError(
                 f"objective.actor_term={self.actor_term} needs batch.updates_per_step=1, got {updates_per_step}: later "
@@ -108,38 +112,43 @@ class PacsOptions(_TrainedOptions):
 
 
 class GrpoOptions(_TrainedOptions):
+    """GRPO and its variants: clipped policy gradient with group-relative advantages."""
+
     name: Literal["grpo"]
+    """Loss function: `pacs`, `grpo` or `sft`."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """`grpo`: (R - mean)/std of the group; `dr_grpo`: R - mean; `rloo`: leave one out."""
+    """Advantage of a sample in its group. `grpo`: (R - mean) / std; `dr_grpo`: R - mean; `rloo`: leave one out."""
     advantage_eps: float | None = Field(default_factory=_default_advantage_eps, gt=0)
-    """With `advantage: grpo`, default 1e-6: added to the standard deviation."""
+    """Constant added to the standard deviation of `advantage: grpo`; default 1e-6."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Ratio clipped below at 1 - clip_low."""
+    """Clip the probability ratio at 1 - clip_low from below."""
     clip_high: float = Field(default=0.2, gt=0)
-    """Ratio clipped above at 1 + clip_high (DAPO's clip-higher: 0.28)."""
+    """Clip the probability ratio at 1 + clip_high from above (DAPO's clip-higher: 0.28)."""
     loss_mean: Literal["token", "sequence", "dr_grpo"] = "token"
-    """`token`: over all tokens of the mini-batch; `sequence`: mean of sequence means; `dr_grpo`: a constant length."""
+    """Averaging of token losses. `token`: over all tokens of the mini-batch; `sequence`: mean of sequence means; `dr_grpo`:
+    sum divided by `constant_length`."""
     constant_length: PositiveInt | None = None
-    """With `loss_mean: dr_grpo`: the divisor in tokens."""
+    """Divisor of `loss_mean: dr_grpo`, in tokens."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the k3 KL estimate against the frozen reference."""
+    """Weight of the k3 estimate of the KL divergence to the frozen reference."""
     reset_every: PositiveInt | None = None
-    """With kl_coef > 0: hard reset of the frozen reference every so many steps."""
+    """Interval, in steps, at which the frozen reference is reset to the current policy; null never resets it. Requires
+    kl_coef > 0."""
     importance: Literal["none", "truncate", "mask"] = "none"
-    """Correction for stale samples and for a sampler that is not the trainer, by the token ratio
-    w = exp(log pi_step_start - log pi_sampler) without gradient. `truncate`: a token's loss times min(w, importance_cap);
-    `mask`: times w, but 0 outside importance_floor <= w <= importance_cap."""
+    """Importance correction per token for stale samples and for sampler mismatch, with
+    w = exp(log pi_step_start - log pi_sampler), without gradient. `truncate` multiplies the token loss by
+    min(w, importance_cap); `mask` by w, or by 0 outside importance_floor <= w <= importance_cap."""
     importance_cap: float | None = Field(default_factory=_default_importance_cap, gt=0)
-    """With `importance`; default 2."""
+    """Upper bound of the importance weight; default 2."""
     importance_floor: float | None = Field(default_factory=_default_importance_floor, gt=0)
-    """With `importance: mask`; default 0.5."""
+    """Lower bound of the importance weight of `importance: mask`; default 0.5."""
 
     @model_validator(mode="after")
     def _refuse_unused(self) -> GrpoOptions:
         if (self.advantage_eps is not None) != (self.advantage == "grpo"):
             raise ValueError(
                 f"objective.advantage_eps={self.advantage_eps} does not go with advantage={self.advantage}: "
-                "advantage grpo needs a number, the others do not use it; remove the key"
+                "only advantage grpo uses it, and requires a number; remove the key"
             )
         if self.constant_length is not None and self.loss_mean != "dr_grpo":
             raise ValueError(
@@ -152,30 +161,34 @@ class GrpoOptions(_TrainedOptions):
             )
         if (self.importance_cap is not None) != (self.importance != "none"):
             raise ValueError(
-                f"objective.importance_cap={self.importance_cap} does not go with importance={self.importance}: truncate "
-                "and mask need a number, none does not use it; remove the key"
+                f"objective.importance_cap={self.importance_cap} does not go with importance={self.importance}: only "
+                "truncate and mask use it, and require a number; remove the key"
             )
         if (self.importance_floor is not None) != (self.importance == "mask"):
             raise ValueError(
-                f"objective.importance_floor={self.importance_floor} does not go with importance={self.importance}: mask "
-                "needs a number, the others do not use it; remove the key"
+                f"objective.importance_floor={self.importance_floor} does not go with importance={self.importance}: only "
+                "mask uses it, and requires a number; remove the key"
             )
         if self.importance_floor is not None and self.importance_floor >= (self.importance_cap or 0):
             raise ValueError(
-                f"objective.importance_floor={self.importance_floor} is not below importance_cap={self.importance_cap}"
+                f"objective.importance_floor={self.importance_floor} is not below importance_cap={self.importance_cap}; "
+                "lower importance_floor"
             )
         if self.reset_every is not None and self.kl_coef == 0:
             raise ValueError(
-                f"objective.reset_every={self.reset_every} needs objective.kl_coef > 0: without it there is no frozen "
+                f"objective.reset_every={self.reset_every} requires objective.kl_coef > 0, which uses the frozen "
                 "reference; remove it"
             )
         return self
 
 
 class SftOptions(_TrainedOptions):
+    """Supervised fine-tuning on demonstrations."""
+
     name: Literal["sft"]
+    """Loss function: `pacs`, `grpo` or `sft`."""
     loss_mean: Literal["token", "sequence"] = "token"
-    """`token`: over all response tokens of the mini-batch; `sequence`: mean of the responses' means."""
+    """Averaging of token losses. `token`: over all response tokens of the mini-batch; `sequence`: mean of response means."""
 
 
 ObjectiveOptions = Annotated[PacsOptions | GrpoOptions | SftOptions, Field(discriminator="name")]

@@ -1,4 +1,4 @@
-"""The base of every section of the schema."""
+"""Base class of the schema's sections."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Options(BaseModel):
-    """Base: strict types, no unknown keys, immutable."""
+    """Base class: strict types, no unknown keys, immutable, finite numbers."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True

@@ -1,7 +1,7 @@
-"""Every option of a run, once: name, type, default, meaning. A default lives here and nowhere else.
+"""Every option of a run: name, type, default and description. A default is written here and nowhere else.
 
-Unknown keys are refused; an option that the chosen strategy does not use is refused too, because each strategy is its
-own class (a tagged union on `name` or `engine`).
+Unknown keys are refused. Each strategy is a class of its own (a tagged union on `name` or `engine`), so an option that
+the chosen strategy does not use is refused too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from pacs_megatron.config.objective_options import ObjectiveOptions, PacsOptions, SftOptions
 from pacs_megatron.config.options import Options
+from pacs_megatron.config.reward_options import RewardOptions
 
 
 # -------------------------------------------------------------------------------------------------------------- model
@@ -19,445 +20,478 @@ class ModelOptions(Options):
     path: str
     """Hugging Face folder or hub id, or a converted Megatron checkpoint."""
     trust_remote_code: bool = False
-    """Run code that comes with the checkpoint's tokenizer. Off unless you trust its author."""
+    """Run the Python code shipped with the checkpoint's tokenizer. Set it only if you trust the author."""
 
 
 class Fp8Options(Options):
     recipe: Literal["delayed", "tensorwise", "blockwise"]
     """Transformer Engine's scaling recipe."""
     format: Literal["hybrid", "e4m3"] = "hybrid"
-    """`hybrid`: e4m3 forward, e5m2 backward. `blockwise` uses `e4m3`."""
+    """FP8 number format. `hybrid`: e4m3 forward, e5m2 backward. Use `e4m3` with `recipe: blockwise`."""
     first_last_layers_bf16: int = Field(default=0, ge=0)
-    """This many layers at the start and at the end stay in bf16."""
+    """Number of layers at each end of the model that stay in bf16."""
 
 
 class PrecisionOptions(Options):
     dtype: Literal["fp32", "bf16"] = "bf16"
-    """Of weights and activations. Master weights and optimizer state are fp32 always."""
+    """Type of weights and activations. Master weights and optimizer state are always fp32."""
     fp8: Fp8Options | None = None
-    """Matrix products in FP8 (needs CUDA and Transformer Engine); needs dtype bf16."""
+    """FP8 matrix products. Requires CUDA, Transformer Engine and `dtype: bf16`."""
 
 
 class RecomputeOptions(Options):
     granularity: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation: `selective` redoes core attention, `full` whole layers."""
+    """Activation recomputation: `selective` recomputes core attention, `full` whole layers."""
     num_layers: PositiveInt = 1
-    """With `full`: layers recomputed together (Megatron's `uniform` method)."""
+    """Layers recomputed together with `granularity: full` (Megatron's `uniform` method)."""
 
 
 class ParallelOptions(Options):
     tp: PositiveInt = 1
-    """Tensor parallel size."""
+    """Tensor-parallel size."""
     pp: PositiveInt = 1
-    """Pipeline parallel size."""
+    """Pipeline-parallel size."""
     cp: PositiveInt = 1
-    """Context parallel size."""
+    """Context-parallel size."""
     ep: PositiveInt = 1
-    """Expert parallel size."""
+    """Expert-parallel size."""
     vpp: PositiveInt | None = None
-    """Virtual pipeline stages a rank (interleaved schedule)."""
+    """Virtual pipeline stages per rank (interleaved schedule)."""
     sequence_parallel: bool = False
-    """Split activations outside attention and MLP along the sequence over the tensor-parallel ranks."""
+    """Shard activations outside attention and MLP along the sequence, over the tensor-parallel ranks."""
     distributed_optimizer: bool = False
-    """Shard optimizer state over data-parallel ranks."""
+    """Shard optimizer state over the data-parallel ranks."""
     recompute: RecomputeOptions = RecomputeOptions()
+    """Activation recomputation."""
     control_timeout_s: float = Field(default=7200.0, gt=0)
-    """How long ranks wait for one phase of the driver before they give up."""
+    """Timeout of one phase of the driver, such as a rollout, in seconds."""
     hang_timeout_s: float = Field(default=1500.0, gt=0)
-    """A rank without any progress for so long ends the job with exit code 70 and every rank's stack. Below NCCL's own
-    time-out (1,800 s), above the longest update, checkpoint or embedded generation."""
-    heartbeat_s: float = Field(default=5.0, gt=0)
-    """Interval of the heartbeat from rank 0 to the waiting ranks."""
+    """Seconds without progress after which a rank writes all stacks and ends the job with exit code 70. Must be below
+    NCCL's timeout (1,800 s) and above the longest update, checkpoint or embedded generation."""
+    heartbeat_interval_s: float = Field(default=5.0, gt=0)
+    """Interval of the heartbeat from rank 0 to the other ranks, in seconds."""
 
 
-# ----------------------------------------------------------------------------------------------------- rollout, rewards
+# -------------------------------------------------------------------------------------------------------------- rollout
 class SamplingOptions(Options):
     temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Probability mass of nucleus sampling; 1 disables it."""
     top_k: int = Field(default=0, ge=0)
+    """Number of most likely tokens to sample from; 0 disables it."""
     max_response_tokens: PositiveInt
+    """Maximum response length, in tokens. A longer response is truncated."""
     stop: tuple[str, ...] = Field(default=(), strict=False)
+    """Strings that end a response."""
 
 
 class EmbeddedRollout(Options):
+    """Samples inside the training ranks with `transformers`."""
+
     engine: Literal["embedded"]
+    """Rollout engine. `embedded` samples inside the ranks, `sglang` on servers, `demonstrations` not at all."""
     sampling: SamplingOptions
+    """Sampling of training responses."""
     batch_sequences: PositiveInt = 64
-    """Sequences decoded together; also the unit that is dealt to ranks, so results do not depend on their number."""
+    """Sequences decoded together. Ranks receive whole batches, so results do not depend on the number of ranks."""
     dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the sampler's weights."""
     max_staleness: int = Field(default=0, ge=0)
-    """Steps sampled ahead, from the weights there are then. Nothing overlaps on the same ranks: it shows in advance
-    what stale samples do to a run."""
+    """Maximum off-policy lag, in steps. Sampling and training do not overlap on the same ranks; use it to study the
+    effect of stale samples."""
 
 
 class DemonstrationRollout(Options):
-    """No sampling: the data set's own solutions are the responses (for `sft`)."""
+    """Uses the data set's solutions as responses, for `sft`. Nothing is sampled."""
 
     engine: Literal["demonstrations"]
+    """Rollout engine. `embedded` samples inside the ranks, `sglang` on servers, `demonstrations` not at all."""
     max_response_tokens: PositiveInt
+    """Maximum response length, in tokens. Longer solutions are dropped."""
 
 
 MAX_SGLANG_STOPS = 32
-"""SGLang refuses requests with more stop strings."""
+"""Maximum number of stop strings in a request to SGLang."""
 
 
 SET_ELSEWHERE = {
-    "--api-key": "name the key's environment variable by rollout.api_key_env, a command line can be read by everybody",
-    "--admin-api-key": "no call would bear it; rollout.api_key_env protects all of them",
-    "--port": "a free one is chosen",
-    "--nccl-port": "a free one is chosen",
-    "--model": "say model.path",
-    "--model-path": "say model.path",
-    "--device": "say rollout.servers.device",
-    "--dtype": "say rollout.dtype",
-    "--tp": "say rollout.servers.tp",
-    "--tp-size": "say rollout.servers.tp",
-    "--tensor-parallel-size": "say rollout.servers.tp",
-    "--dp": "start more servers by rollout.servers.count",
-    "--dp-size": "start more servers by rollout.servers.count",
-    "--data-parallel-size": "start more servers by rollout.servers.count",
-    "--mem-fraction-static": "say rollout.servers.mem_fraction",
-    "--max-total-tokens": "say rollout.servers.max_total_tokens",
-    "--context-length": "say rollout.servers.context_length",
-    "--trust-remote-code": "say model.trust_remote_code",
+    "--api-key": "set rollout.api_key_env; other users can read command lines",
+    "--admin-api-key": "rollout.api_key_env protects all requests",
+    "--port": "a free port is chosen",
+    "--nccl-port": "a free port is chosen",
+    "--model": "use model.path",
+    "--model-path": "use model.path",
+    "--device": "use rollout.servers.device",
+    "--dtype": "use rollout.dtype",
+    "--tp": "use rollout.servers.tp",
+    "--tp-size": "use rollout.servers.tp",
+    "--tensor-parallel-size": "use rollout.servers.tp",
+    "--dp": "use rollout.servers.count",
+    "--dp-size": "use rollout.servers.count",
+    "--data-parallel-size": "use rollout.servers.count",
+    "--mem-fraction-static": "use rollout.servers.mem_fraction",
+    "--max-total-tokens": "use rollout.servers.max_total_tokens",
+    "--context-length": "use rollout.servers.context_length",
+    "--trust-remote-code": "use model.trust_remote_code",
 }
-"""Arguments of SGLang's that are not for `extra_args`, and what to do instead."""
+"""SGLang arguments that `extra_args` may not contain -> what to use instead."""
 
 
 class SglangServers(Options):
-    """Servers that the run starts, owns and ends."""
+    """Managed servers: the run starts and stops them."""
 
     python: tuple[str, ...] = Field(strict=False, min_length=1)
-    """Interpreter that has sglang, as a list: `[.venv-sglang/bin/python]`, or a container command and its python."""
+    """Interpreter of an environment with SGLang, as a list of words: `[.venv-sglang/bin/python]`, or a container command
+    followed by its Python."""
     count: PositiveInt = 1
+    """Number of servers."""
     device: Literal["cpu", "cuda"] = "cuda"
+    """Device of the servers."""
     visible_devices: tuple[str, ...] = Field(default=(), strict=False)
-    """CUDA_VISIBLE_DEVICES of each server; empty: all inherit the trainer's."""
+    """CUDA_VISIBLE_DEVICES of each server; if empty, all servers inherit the trainer's."""
     tp: PositiveInt = 1
-    """GPUs a server."""
+    """Tensor-parallel size of a server: its number of GPUs."""
     mem_fraction: float | None = Field(default=None, gt=0, lt=1)
-    """Share of GPU memory for weights and KV cache; None: SGLang's choice."""
+    """Fraction of GPU memory for weights and KV cache; null uses SGLang's default."""
     max_total_tokens: PositiveInt | None = None
-    """Size of the KV cache in tokens; None: what memory allows. Set it on CPU."""
+    """Size of the KV cache, in tokens; null uses the available memory. Set it on CPU."""
     context_length: PositiveInt | None = None
-    """Longest prompt + response; None: the model's."""
+    """Maximum length of prompt and response, in tokens; null uses the model's."""
     colocated: bool = False
-    """On the trainer's GPUs: memory is released while the trainer steps. With several `resources.nodes` every node starts
-    its share of `count`."""
+    """Run the servers on the trainer's GPUs and release their memory during the training step. With several
+    `resources.nodes`, each node starts an equal share of `count`."""
     deterministic: bool = False
-    """Batch-invariant kernels (GPU only); a sample's seed has an effect only with it."""
+    """Use batch-invariant kernels (GPU only). Without them a sample's seed has no effect."""
     start_timeout_s: float = Field(default=900.0, gt=0)
+    """Timeout of a server's start, in seconds."""
     max_restarts: int = Field(default=3, ge=0)
-    """Restarts of one server in a run; then it stays dead."""
+    """Maximum number of restarts of a server in a run. After that it stays DEAD."""
     extra_args: tuple[str, ...] = Field(default=(), strict=False)
-    """Passed on to `sglang.launch_server`."""
+    """More arguments of `sglang.launch_server`."""
 
     @model_validator(mode="after")
     def _check_devices(self) -> SglangServers:
         if self.visible_devices and len(self.visible_devices) != self.count:
             raise ValueError(
-                f"visible_devices names {len(self.visible_devices)} servers, count={self.count}; one entry a server"
+                f"visible_devices has {len(self.visible_devices)} entries, count={self.count}; use one entry per server"
             )
         if self.device == "cpu" and (self.deterministic or self.visible_devices):
-            raise ValueError("device=cpu has no use for deterministic and visible_devices; remove them")
+            raise ValueError("device=cpu does not use deterministic or visible_devices; remove them")
         for arg in self.extra_args:
             key = SET_ELSEWHERE.get(arg.partition("=")[0].replace("_", "-"))
             if key is not None:
-                # The argument itself is not repeated: it may be a secret.
-                raise ValueError(f"extra_args has {arg.partition('=')[0]}; remove it: {key}")
+                # The error does not repeat the value, which may be a secret.
+                raise ValueError(f"extra_args contains {arg.partition('=')[0]}; remove it: {key}")
         return self
 
 
 class SglangSync(Options):
-    """How new weights reach the servers."""
+    """Transfer of updated weights to the servers."""
 
     transport: Literal["disk", "broadcast", "ipc"]
-    """`disk`: a safetensors folder that all servers can read. `broadcast`: NCCL on GPU, gloo on CPU. `ipc`: shared
-    memory of this host (CUDA handles when colocated)."""
+    """`disk`: a safetensors folder that all servers read. `broadcast`: NCCL on GPU, gloo on CPU. `ipc`: shared memory on
+    one host (CUDA handles when colocated)."""
     quantize: Literal["none", "fp8_blockwise"] = "none"
-    """`fp8_blockwise`: linear weights as e4m3 with a scale a 128 x 128 block, for servers that run the model so (own
-    servers are started so; GPU only). `verify` then looks at the other weights only."""
+    """`fp8_blockwise` sends linear weights as e4m3 with one scale per 128 x 128 block, for servers that run the model in
+    this format (managed servers are started with it; GPU only). `verify` then skips these weights."""
     host: str = "127.0.0.1"
-    """With `transport: broadcast`: the trainer's address that servers connect to; loopback unless they are on other hosts."""
+    """Trainer address for `transport: broadcast`. Use loopback unless servers run on other hosts."""
     folder: str | None = None
-    """With `transport: disk`: a folder on a file system that servers share, in which the run makes one of its own; None: in the
-    run's folder."""
+    """Folder for `transport: disk`, on a file system that the servers can read. The run creates a subfolder in it. null
+    uses the run folder."""
     pause: Literal["abort", "retract", "in_place"] = "abort"
-    """Requests in flight during an update: `abort` ends them and samples them anew; `retract` keeps their tokens and
-    recomputes their KV cache; `in_place` keeps both, and with them the cached prompts of the old weights. The last two
-    give samples of several versions."""
+    """Handling of requests in flight during a weight update. `abort` restarts them; `retract` keeps their tokens and
+    recomputes their KV cache; `in_place` keeps both, so cached prompts stay from the old weights. The last two produce
+    samples with several weight versions."""
     bucket_mib: PositiveInt = 512
-    """Weights sent at a time, MiB; the trainer holds one bucket (or the largest tensor) more than its model."""
+    """Size of one transfer, in MiB. The trainer needs memory for one bucket, or for the largest tensor if it is larger."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """Time limit of each call of an update."""
+    """Timeout of each request of a weight update, in seconds."""
     verify: Literal["off", "sample", "full"] = "sample"
-    """Compare the servers' own checksums with what was exported: of 8 parameters that change from update to update,
-    or of all."""
+    """Compare the servers' checksums with the exported weights: `sample` compares 8 parameters, others at each update;
+    `full` compares all."""
 
 
 class SglangRollout(Options):
+    """Samples on SGLang servers, managed or external."""
+
     engine: Literal["sglang"]
+    """Rollout engine. `embedded` samples inside the ranks, `sglang` on servers, `demonstrations` not at all."""
     sampling: SamplingOptions
+    """Sampling of training responses."""
     sync: SglangSync
+    """Transfer of updated weights to the servers."""
     urls: tuple[str, ...] = Field(default=(), strict=False)
-    """Running servers to attach to; exactly one of `urls` and `servers`."""
+    """URLs of external servers. Set exactly one of `urls` and `servers`."""
     servers: SglangServers | None = None
+    """Servers that the run starts and stops."""
     shares_gpus: bool = False
-    """The servers at `urls` sit on the trainer's GPUs: they release memory while the trainer steps."""
+    """The external servers run on the trainer's GPUs and release their memory during the training step."""
     dtype: Literal["fp32", "bf16"] = "bf16"
-    """Of the servers' weights; the policy's are cast to it on the way."""
+    """Type of the servers' weights. The policy's weights are cast to it for the transfer."""
     api_key_env: str | None = None
-    """Environment variable with the servers' API key."""
+    """Environment variable that contains the servers' API key."""
     max_in_flight: PositiveInt = 512
-    """Requests a server works on at a time; more wait here."""
+    """Maximum number of requests in flight per server. Further requests are queued in the client."""
     request_timeout_s: float = Field(default=3600.0, gt=0)
+    """Timeout of one generation request, in seconds."""
     retries: int = Field(default=3, ge=0)
-    """Further tries of one request after a failed one."""
-    probe_s: float = Field(default=2.0, gt=0)
-    """Interval of the health probes."""
+    """Maximum number of retries of a request."""
+    probe_interval_s: float = Field(default=2.0, gt=0)
+    """Interval of the health probes, in seconds."""
     probe_timeout_s: float = Field(default=10.0, gt=0)
+    """Timeout of one health probe, in seconds."""
     dead_after_s: float = Field(default=60.0, gt=0)
-    """A server that answers no probe for so long is dead: its requests go elsewhere."""
+    """Seconds without a successful probe after which a server is marked DEAD. Its requests are retried on other servers."""
     max_failures: PositiveInt = 5
-    """Failures in a row, with a good probe but no good answer in between, after which a server counts as dead."""
+    """Number of consecutive failed requests after which a server is marked DEAD, even if its probes succeed."""
     all_down_after_s: float = Field(default=900.0, gt=0)
-    """The run saves and stops when no server has been usable for so long."""
+    """Seconds without a usable server after which the run saves and stops."""
     decode_workers: PositiveInt = 1
-    """Processes that decode long answers."""
+    """Number of processes that decode long responses."""
     max_staleness: int = Field(default=0, ge=0)
-    """Steps that servers may be ahead of training: 0 is synchronous, 1 one step off, k. With the weights after s steps,
-    step t may be sampled when t <= s + 1 + max_staleness. See `sync.pause` and the objectives' importance correction."""
+    """Maximum off-policy lag, in steps; 0 is synchronous. With the weights after s steps, step t may be sampled if
+    t <= s + 1 + max_staleness. See `sync.pause` and the importance correction of the objectives."""
 
     @model_validator(mode="after")
     def _check_servers(self) -> SglangRollout:
         if bool(self.urls) == (self.servers is not None):
-            raise ValueError("rollout.engine=sglang needs exactly one of `urls` and `servers`")
+            raise ValueError("rollout.engine=sglang requires exactly one of `urls` and `servers`")
         if self.shares_gpus and self.servers is not None:
-            raise ValueError("shares_gpus is for servers at `urls`; for own ones say servers.colocated=true")
+            raise ValueError("shares_gpus applies to external servers (`urls`); use servers.colocated=true instead")
         if self.sync.folder is not None and self.sync.transport != "disk":
             raise ValueError(f"sync.folder is not used by sync.transport={self.sync.transport}; remove it")
         if self.sync.host != "127.0.0.1" and self.sync.transport != "broadcast":
             raise ValueError(f"sync.host is not used by sync.transport={self.sync.transport}; remove it")
         if self.sync.quantize != "none" and self.servers is not None and self.servers.device == "cpu":
-            raise ValueError(f"sync.quantize={self.sync.quantize} needs servers.device=cuda; SGLang has no FP8 on CPU")
+            raise ValueError(
+                f"sync.quantize={self.sync.quantize} requires servers.device=cuda; SGLang has no FP8 on CPU"
+            )
         return self
 
 
 RolloutOptions = Annotated[EmbeddedRollout | SglangRollout | DemonstrationRollout, Field(discriminator="engine")]
 
 
-class RewardWorkerOptions(Options):
-    workers: PositiveInt = 1
-    """Worker processes."""
-    timeout_s: float = Field(default=10.0, gt=0)
-    """Time limit for one answer; the worker is killed and replaced."""
-    memory_limit_gib: float = Field(default=4.0, gt=0)
-    """Data one worker may allocate; an answer that needs more is not judged."""
-    label_threshold: float | None = None
-    """`label = 1 if reward >= label_threshold`; without it a reward outside {0, 1} is an error."""
-    max_failure_frac: float = Field(default=0.05, ge=0, le=1)
-    """Share of a step's samples that may be unjudged before the run stops."""
-
-
-class MathReward(RewardWorkerOptions):
-    name: Literal["math"]
-
-
-class ArithmeticReward(RewardWorkerOptions):
-    name: Literal["arithmetic"]
-
-
-class FormatReward(RewardWorkerOptions):
-    name: Literal["format"]
-    pattern: str
-    """Regular expression that the whole response must match (re.DOTALL)."""
-
-
-class CustomReward(RewardWorkerOptions):
-    name: Literal["custom"]
-    function: str
-    """`module:function` or `path/to/file.py:function`; called as f(prompt, response) -> float."""
-
-
-RewardOptions = Annotated[MathReward | ArithmeticReward | FormatReward | CustomReward, Field(discriminator="name")]
-
-
 class AdmissionOptions(Options):
     truncated: Literal["label0", "drop"] = "label0"
-    """What a response cut at the token limit counts as."""
+    """Handling of truncated responses: `label0` keeps them with label 0, `drop` removes them."""
     drop_one_class_groups: bool = False
-    """Dynamic sampling: drop groups whose labels are all equal."""
+    """Drop groups whose labels are all equal (dynamic sampling)."""
     oversample: float = Field(default=1.0, ge=1)
-    """With `drop_one_class_groups`: a step asks for so many times its prompts and trains the first `batch.
-    prompts_per_step` groups that are admitted. SGLang stops sampling the others then; their prompts come again later."""
+    """Factor of over-sampling, with `drop_one_class_groups`. A step requests `oversample * batch.prompts_per_step` prompts
+    and trains on the first `batch.prompts_per_step` admitted groups. SGLang cancels the other requests; a later step
+    samples their prompts first."""
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
 class ColumnOptions(Options):
+    """Column names of a data set."""
+
     problem: str
+    """Column of the problem's text."""
     answer: str
+    """Column of the reference answer."""
     solution: str | None = None
+    """Column of a worked solution; `rollout.engine: demonstrations` trains on it."""
 
 
 class DatasetOptions(Options):
     path: str
-    """Hub id, or a .json / .jsonl / .parquet file."""
+    """Hub id, or a .json, .jsonl or .parquet file."""
     name: str | None = None
-    """Name in metrics and ids; default: the preset's or the file's name."""
+    """Name in metrics and prompt ids; null uses the name of the preset or the file."""
     subset: str | None = None
-    """Hub id only: the data set's configuration name (`main` of openai/gsm8k)."""
+    """Configuration name of a hub data set (`main` of openai/gsm8k)."""
     revision: str | None = None
-    """Hub id only: commit, tag or branch, so that the rows cannot change under a run."""
+    """Commit, tag or branch of a hub data set. Pin it to keep the rows fixed."""
     split: str = "train"
-    """Hub id or folder; a file has no splits."""
+    """Split of a hub data set or a folder; unused for a file."""
     preset: Literal["deepscaler", "gsm8k", "math500", "aime", "amc23", "beyondaime"] | None = None
+    """Predefined column names of a known data set. Set exactly one of `preset` and `columns`."""
     columns: ColumnOptions | None = None
-    """Column names; exactly one of `preset` and `columns`."""
+    """Column names. Set exactly one of `preset` and `columns`."""
     limit: PositiveInt | None = None
-    """Use only the first so many rows."""
+    """Number of rows to use, from the first; null uses all."""
 
 
 class DataOptions(Options):
     train: DatasetOptions
+    """Training data."""
     prompt_suffix: str = r"Please reason step by step, and put your final answer within \boxed{}."
-    """Appended to the problem after a space (the paper's suffix); empty for none."""
+    """Text appended to each problem after a space; the default is the paper's. Empty for none."""
     system_prompt: str | None = None
+    """System message of the chat template; null for none."""
     chat_template_args: dict[str, str | bool | int] = Field(default_factory=dict)
-    """Extra variables of the chat template (Qwen3: `enable_thinking: false`)."""
+    """More variables for the chat template (Qwen3: `enable_thinking: false`)."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longer prompts are dropped and counted."""
+    """Maximum prompt length, in tokens. Longer prompts are dropped and counted."""
     shuffle: bool = True
-    """Order from run.seed, a new one each epoch."""
+    """Shuffle the prompts in each epoch, seeded by run.seed."""
     shuffle_labels: bool = False
-    """Control experiment: permute the labels of a step at random. Learning must stop."""
+    """Permute the labels of each step at random. A control experiment: the policy must not improve."""
 
 
 class BatchOptions(Options):
     prompts_per_step: PositiveInt
-    """Prompts in one step (one rollout batch)."""
+    """Number of prompts per step (one rollout batch)."""
     samples_per_prompt: PositiveInt
-    """Responses a prompt: the size of a group (G)."""
+    """Number of responses per prompt: the group size G."""
     updates_per_step: PositiveInt = 1
-    """Optimizer updates a step; each takes an equal share of the groups."""
+    """Optimizer updates per step. Each uses an equal share of the groups."""
     tokens_per_microbatch: PositiveInt
-    """Token budget of one forward pass on one data-parallel rank; a longer single sample is an error."""
+    """Token budget of a micro-batch on one data-parallel rank. It must fit the longest sample."""
 
 
 # ---------------------------------------------------------------------------------------------- optimizer, loop, output
 class OptimizerOptions(Options):
     lr: float = Field(gt=0)
+    """Peak learning rate of Adam."""
     min_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the end of the decay."""
     warmup_updates: int = Field(default=0, ge=0)
+    """Number of updates of linear warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay from lr to min_lr over the run's updates, after the warm-up."""
+    """Decay from lr to min_lr after the warm-up, over the updates of the run."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Adam's decay rate of the first moment."""
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Adam's decay rate of the second moment."""
     adam_eps: float = Field(default=1e-8, gt=0)
+    """Adam's epsilon."""
 
 
 class EvaluationOptions(Options):
     benchmarks: tuple[DatasetOptions, ...] = Field(default=(), strict=False)
+    """Data sets to evaluate on."""
     every: PositiveInt | None = None
-    """Evaluate every so many steps, besides the start and the end; None: only start and end."""
+    """Evaluation interval, in steps. The start and the end are always evaluated; null evaluates only there."""
     samples_per_prompt: PositiveInt = 4
-    """Draws a problem (n of the unbiased pass@k)."""
+    """Number of responses per problem: n of the unbiased pass@k estimate."""
     k: tuple[int, ...] = Field(default=(1,), strict=False)
+    """Values of k to report pass@k for."""
     sampling: SamplingOptions | None = None
-    """Required when benchmarks are named."""
+    """Sampling of evaluation responses; required with `benchmarks`."""
 
 
 class CheckpointOptions(Options):
     every: PositiveInt | None = None
-    """Save every so many steps, besides the end; None: only at the end and on a signal."""
+    """Save interval, in steps. The end and a stop request always save; null saves only there."""
     keep_last: PositiveInt = 2
+    """Number of newest checkpoints to keep."""
 
 
 class MismatchOptions(Options):
-    """How far the sampler's log-probs may be from the trainer's for the same tokens and weights."""
+    """Difference of sampler and trainer log-probs for the same tokens and weights."""
 
     threshold: float = Field(default=0.1, gt=0)
-    """Nats; the share of tokens beyond it is `mismatch/over_frac`."""
+    """Difference in nats above which a token counts in `mismatch/over_frac`."""
     max_abs_mean: float | None = Field(default=None, gt=0)
-    """Nats a token; the run saves and stops when the step's mean is larger. About 0.01 is healthy for bf16."""
+    """Maximum mean difference of a step, in nats per token. Above it the run saves and stops. About 0.01 is normal in bf16."""
 
 
 class WandbOptions(Options):
+    """Weights & Biases."""
+
     project: str
+    """Project name."""
     entity: str | None = None
+    """User or team; null uses the account's default."""
 
 
 class LoggingOptions(Options):
     tensorboard: bool = True
+    """Write TensorBoard event files."""
     wandb: WandbOptions | None = None
-    """Weights & Biases, when installed and asked for (the key comes from WANDB_API_KEY)."""
+    """Log to Weights & Biases. Requires the `wandb` package; the key comes from WANDB_API_KEY."""
     samples_in_report: int = Field(default=8, ge=0)
+    """Number of samples in the report."""
     save_rollouts: bool = True
-    """Write every step's samples to rollouts/ as text."""
+    """Write the samples of each step to rollouts/ as text."""
     save_tokens: bool = False
-    """Write them as arrays too: token ids, log-probs and the weights they came from, exactly, so that a step can be
-    trained again from them. Eight bytes a token."""
+    """Also write token ids, log-probs and weight versions as arrays. A step can be repeated exactly from them. Eight bytes
+    per token."""
 
 
 class RunOptions(Options):
     name: str
+    """Name of the run, its folder and its Slurm job."""
     dir: str = "runs"
-    """The run's folder is `<dir>/<name>`."""
+    """Parent folder: the run folder is `<dir>/<name>`."""
     seed: int = Field(default=0, ge=0)
+    """Seed of data order and sampling."""
     steps: PositiveInt
-    """Training steps (rollout batches)."""
+    """Number of training steps (rollout batches)."""
     nproc: PositiveInt | None = None
-    """Ranks that `train` starts on this host; default: tp * pp * cp. Ignored under torchrun or srun."""
+    """Number of ranks that `train` starts on this host; null uses tp * pp * cp. Ignored under torchrun or srun."""
 
 
 class ResourceOptions(Options):
-    """What the run asks of a cluster; the site's own words (partition, account, modules) are in configs/clusters/."""
+    """Cluster resources of the run. Settings of a site (partition, account, modules) are in configs/clusters/."""
 
     nodes: PositiveInt = 1
-    """Nodes of the trainer."""
+    """Number of trainer nodes."""
     gpus_per_node: int = Field(default=0, ge=0)
-    """GPUs of a node, one rank each; 0: CPU, with run.nproc ranks."""
+    """GPUs per node, with one rank each; 0 runs run.nproc ranks on CPU."""
     gpu: Literal["a100", "h100", "h200", "b200"] | None = None
-    """For `plan`: memory and speed of the GPU; required with gpus_per_node > 0."""
+    """GPU model, for the memory and time estimates of `plan`; required if gpus_per_node > 0."""
     rollout_nodes: int = Field(default=0, ge=0)
-    """More nodes for SGLang servers; 0: the servers share the trainer's GPUs, or there are none."""
+    """Number of additional nodes for SGLang servers; 0 if servers run on the trainer nodes or elsewhere."""
     time_limit: str = Field(default="04:00:00", pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")
-    """Of one job, as Slurm writes it; the run goes on in the next one."""
+    """Time limit of one Slurm job, `[days-]hours:minutes:seconds`. The run resumes in the next job."""
     signal_lead_s: PositiveInt = 300
-    """The signal to save and stop comes this long before the time limit: longer than an update, a weight sync and a save."""
+    """Seconds between the stop signal and the time limit. Must cover an update, a weight sync and a save."""
     max_attempts: PositiveInt = 5
-    """A job that ended so often in a row without a new checkpoint is not requeued."""
+    """Number of consecutive attempts without a new checkpoint after which the job is not requeued."""
 
 
 class RunConfig(Options):
-    """The whole file."""
+    """Configuration of a run."""
 
     run: RunOptions
+    """Name, folder, seed and length of the run."""
     resources: ResourceOptions = ResourceOptions()
+    """Cluster resources."""
     model: ModelOptions
+    """Initial policy."""
     precision: PrecisionOptions = PrecisionOptions()
+    """Number formats of training."""
     parallel: ParallelOptions = ParallelOptions()
+    """Parallel layout and timeouts of the ranks."""
     objective: ObjectiveOptions
+    """Loss function."""
     batch: BatchOptions
+    """Batch sizes."""
     rollout: RolloutOptions
+    """Rollout engine."""
     reward: RewardOptions | None = None
-    """Required unless rollout.engine is `demonstrations`."""
+    """Verifier of responses; required unless `rollout.engine` is `demonstrations`."""
     admission: AdmissionOptions = AdmissionOptions()
+    """Selection of samples for training."""
     data: DataOptions
+    """Training data and prompts."""
     optimizer: OptimizerOptions
+    """Adam and its schedule."""
     evaluation: EvaluationOptions = EvaluationOptions()
+    """Benchmarks."""
     checkpoint: CheckpointOptions = CheckpointOptions()
+    """Checkpoints."""
     mismatch: MismatchOptions = MismatchOptions()
+    """Difference of sampler and trainer log-probs."""
     logging: LoggingOptions = LoggingOptions()
+    """Outputs of the run."""
 
     @model_validator(mode="after")
     def _check_objective(self) -> RunConfig:
         if isinstance(self.objective, PacsOptions):
             self.objective.refuse_updates_per_step(self.batch.updates_per_step)
-        # `score: naive` looks at no sibling, but admission drops groups of one all the same.
+        # `score: naive` uses no siblings, but admission drops groups of one sample too.
         if not isinstance(self.objective, SftOptions) and self.batch.samples_per_prompt < 2:
             raise ValueError(
-                f"batch.samples_per_prompt={self.batch.samples_per_prompt} gives objective {self.objective.name} no "
-                "siblings to compare; use at least 2"
+                f"batch.samples_per_prompt={self.batch.samples_per_prompt}: objective {self.objective.name} compares the "
+                "samples of a prompt; use at least 2"
             )
         return self

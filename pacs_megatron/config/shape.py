@@ -1,4 +1,4 @@
-"""Checks of a configuration against the model's shape; `launch` calls them, because models stand above this layer."""
+"""Checks of a configuration against the model's shape. `launch` calls them, as `models` is above this layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pacs_megatron.config.schema import RunConfig, SglangRollout
 
 
 class ExpertShape(Protocol):
-    """The expert part of a mixture-of-experts model."""
+    """Sizes of a mixture-of-experts model's experts."""
 
     @property
     def num_experts(self) -> int: ...
@@ -27,7 +27,7 @@ class ExpertShape(Protocol):
 
 
 class ModelShape(Protocol):
-    """What a layout must divide; `pacs_megatron.models.ModelSpec` has it."""
+    """Sizes that the layout must divide. `pacs_megatron.models.ModelSpec` implements it."""
 
     @property
     def num_layers(self) -> int: ...
@@ -46,13 +46,13 @@ class ModelShape(Protocol):
 
 
 def shape_problems(config: RunConfig, shape: ModelShape, model_name: str) -> list[Problem]:
-    """What does not divide the model's heads, layers and experts; `model_name` is for the message."""
+    """Problems of the layout with the model's heads, layers, experts and length; `model_name` appears in messages."""
     return list(_shape(config, shape, model_name))
 
 
 def _shape(config: RunConfig, shape: ModelShape, model_name: str) -> Iterator[Problem]:
     parallel, moe = config.parallel, shape.moe
-    # Hugging Face's names: the user finds them in the checkpoint's config.json.
+    # Names as in the checkpoint's config.json.
     ffn = ("intermediate_size", shape.ffn_size) if moe is None else ("moe_intermediate_size", moe.expert_ffn_size)
     sizes = [("num_key_value_heads", shape.num_kv_heads), ("num_attention_heads", shape.num_heads), ffn]
     common = divisors(math.gcd(*(size for _, size in sizes)))
@@ -76,8 +76,8 @@ def _shape(config: RunConfig, shape: ModelShape, model_name: str) -> Iterator[Pr
     if moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
         yield Problem(
             "parallel.sequence_parallel",
-            f"parallel.tp={parallel.tp} with {model_name}, which has experts, needs parallel.sequence_parallel=true "
-            "(Megatron's experts take tokens that are split over the tensor-parallel ranks); switch it on",
+            f"parallel.tp={parallel.tp} with {model_name}, a mixture-of-experts model, requires "
+            "parallel.sequence_parallel=true (Megatron's experts expect tokens sharded over the tensor-parallel ranks); set it",
         )
     if moe is not None and moe.num_experts % parallel.ep:
         yield Problem(
@@ -93,7 +93,7 @@ def _positions(config: RunConfig, shape: ModelShape, model_name: str) -> Iterato
     longest, limit = max_sequence_tokens(config), shape.max_positions
     scaling = shape.rope_scaling
     if scaling is not None and scaling["rope_type"] == "linear":
-        limit = int(limit * float(scaling["factor"]))  # such a config keeps the length before scaling
+        limit = int(limit * float(scaling["factor"]))  # max_position_embeddings is the length before scaling
     if longest > limit:
         yield Problem(
             response_key(config),
@@ -103,7 +103,7 @@ def _positions(config: RunConfig, shape: ModelShape, model_name: str) -> Iterato
 
 
 def _server_shape(config: RunConfig, shape: ModelShape, model_name: str) -> Iterator[Problem]:
-    """How SGLang cuts a model: heads evenly; key-value heads evenly or each one copied equally often."""
+    """SGLang shards heads evenly, and shards key-value heads evenly or replicates each equally often."""
     rollout = config.rollout
     if not isinstance(rollout, SglangRollout) or rollout.servers is None:
         return

@@ -1,7 +1,7 @@
-"""YAML text to a tree that remembers, for every value, the file and line it came from.
+"""Parses YAML into a tree with the file and line of each value.
 
-The core schema of YAML 1.2 decides what a plain scalar is: `1e-6` is a number, `no` and `12:30` are strings (YAML 1.1,
-PyYAML's default, says otherwise). Only plain data: no tags, no anchors, no merge keys; `include:` composes files.
+Plain scalars follow the core schema of YAML 1.2: `1e-6` is a number, `no` and `12:30` are strings (unlike YAML 1.1,
+PyYAML's default). Tags, anchors and merge keys are refused; `include:` composes files.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _CONSTANTS: Mapping[str, Scalar] = {
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One value of a configuration file: a scalar, a list or a mapping of nodes, and where it was written."""
+    """One value of a configuration file (a scalar, a list or a mapping) and its origin."""
 
     value: Scalar | list[Node] | dict[str, Node]
     origin: str
     """`file:line`, or `override`."""
 
     def plain(self) -> Plain:
-        """The value without origins, as pydantic takes it."""
+        """The value without origins, for pydantic."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -44,7 +44,7 @@ class Node:
         return self.value
 
     def at(self, path: Sequence[str | int]) -> Node | None:
-        """The node under `path`, or None where the file says nothing."""
+        """The node at `path`, or None if it is not set."""
         node: Node | None = self
         for key in path:
             if node is None:
@@ -60,9 +60,9 @@ class Node:
 
 
 def parse_yaml(text: str, source: str, *, fixed_origin: str | None = None) -> Node:
-    """The tree of `text`; `source` names it in messages and origins (`source:line`, unless `fixed_origin` is given).
+    """Parse `text`. Messages and origins are `source:line`, or `fixed_origin` if it is given.
 
-    Raises ConfigError for text that is no YAML, a duplicate key, a tag, an anchor, or a key that is no string.
+    Raises ConfigError for malformed YAML, a duplicate key, a tag, an anchor, or a key that is not a string.
     """
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
@@ -74,7 +74,7 @@ def parse_yaml(text: str, source: str, *, fixed_origin: str | None = None) -> No
 
 
 def read_yaml(path: Path, display: str) -> Node:
-    """The tree of one file; `display` is how messages name it. Raises ConfigError where it cannot be read."""
+    """Read and parse one file, named `display` in messages. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -125,7 +125,7 @@ def _convert(node: yaml.Node, source: str, fixed_origin: str | None, seen: set[i
 def _scalar(node: yaml.ScalarNode, origin: str) -> Scalar:
     text: str = node.value
     _refuse_tag(node, "tag:yaml.org,2002:str", origin)
-    if node.style is not None:  # quoted or block text is a string whatever it looks like
+    if node.style is not None:  # quoted and block text is always a string
         return text
     if text in _CONSTANTS:
         return _CONSTANTS[text]

@@ -1,7 +1,7 @@
-"""torchrun with readable ends: `python -m pacs_megatron.launch.agent <torchrun arguments>`.
+"""torchrun with useful exit codes: `python -m pacs_megatron.launch.agent <torchrun arguments>`.
 
-torchrun itself exits 1 with a traceback whatever its ranks said, and dies on SIGUSR1. This runs the same program, passes
-SIGUSR1 on to the ranks, prints one line about a failed rank, and ends with the exit code of the first rank that failed.
+torchrun always exits 1 with a traceback if a rank fails, and SIGUSR1 kills it. This wrapper forwards SIGUSR1 to the
+ranks, prints one line for a killed rank, and exits with the code of the first rank that failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the line below says it
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the line below reports it
     try:
         run.main(list(arguments))
     except ChildFailedError as error:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         code: int = failure.exitcode
         if code < 0:
             name = signal.Signals(-code).name
-            sys.stderr.write(f"rank {rank} (pid {failure.pid}) was ended by {name}; its last output is above\n")
+            sys.stderr.write(f"rank {rank} (pid {failure.pid}) was killed by {name}; see its output above\n")
             return 128 - code
         return code
     except SignalException as error:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _pass_on_usr1() -> None:
-    """Slurm's signal before a time limit reaches this process alone, and torchrun would die of it: ranks save instead."""
+    """Forward SIGUSR1 to the ranks. Slurm sends it to this process only, before the time limit."""
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         for rank in psutil.Process().children():

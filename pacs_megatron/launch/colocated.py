@@ -1,8 +1,8 @@
-"""Colocated SGLang servers on several trainer nodes: the first rank of each node starts that node's, and all ranks learn
-their addresses before training begins.
+"""Colocated SGLang servers on several trainer nodes. The first rank of each node starts the servers of its node, and all
+ranks read their URLs before training starts.
 
-On one node the driver owns the servers. On several it could not end those of the others, so each node holds its own:
-they end with the rank that started them, however it ends.
+On one node the driver owns the servers. It cannot stop servers on other nodes, so with several nodes each first rank
+owns the servers of its node, and they exit with it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.serve import wait_for_urls
 from pacs_megatron.runtime.environment import RankPlace
 from pacs_megatron.runtime.processes import die_with_parent
+from pacs_megatron.runtime.run_folder import ATTEMPT_VARIABLE
 
 
 def are_on_every_node(config: RunConfig) -> bool:
-    """Whether each of several trainer nodes starts servers of its own."""
+    """Whether each of several trainer nodes starts its own servers."""
     rollout = config.rollout
     own = rollout.servers if isinstance(rollout, SglangRollout) else None
     return own is not None and own.colocated and config.resources.nodes > 1
 
 
 def attach(config: RunConfig, config_path: Path, overrides: Sequence[str], place: RankPlace) -> list[str]:
-    """The overrides that attach this rank to the servers of all nodes, once they are up.
+    """Start this node's servers, wait for those of all nodes, and return the overrides that attach this rank to them.
 
-    Raises ConfigError outside an attempt, or with a node's own error; RolloutError when they are not up in time.
+    Raises ConfigError outside of a batch script, the error of a node, or RolloutError on timeout.
     """
-    attempt = os.environ.get("PACS_ATTEMPT")
+    attempt = os.environ.get(ATTEMPT_VARIABLE)
     if attempt is None:
         raise ConfigError(
-            f"rollout.servers.colocated=true on resources.nodes={config.resources.nodes} needs PACS_ATTEMPT, a folder that all "
-            "nodes share, new for each attempt; start it by `submit` or slurm/train.sbatch, which set it"
+            f"rollout.servers.colocated=true on resources.nodes={config.resources.nodes} requires {ATTEMPT_VARIABLE}, a "
+            "folder per attempt that all nodes share; start the run by `submit` or slurm/train.sbatch, which set it"
         )
     folder = Path(attempt) / "servers"
     serving: subprocess.Popen[bytes] | None = None
@@ -50,7 +51,7 @@ def attach(config: RunConfig, config_path: Path, overrides: Sequence[str], place
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # signals to the ranks are not meant for it
+                start_new_session=True,  # it ignores signals to the ranks
                 preexec_fn=lambda: die_with_parent(signal.SIGINT),
             )
     assert isinstance(config.rollout, SglangRollout)

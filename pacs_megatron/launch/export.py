@@ -1,4 +1,4 @@
-"""`export`: a run's checkpoint as a Hugging Face folder, without Megatron."""
+"""`export`: write a checkpoint of a run as a Hugging Face folder, without Megatron."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def export(run_dir: Path, *, step: int | None, out: Path | None) -> str:
-    """Write the weights of `step` (default: the newest checkpoint) to `out`; returns a line to print.
+    """Write the weights of `step` (default: the newest checkpoint) to `out`, and return a line to print.
 
-    Raises ConfigError without a checkpoint, CheckpointError or ConversionError where it cannot be read.
+    Raises ConfigError without a checkpoint, CheckpointError or ConversionError for an unreadable one.
     """
     from pacs_megatron.convert.convert import Options, megatron_to_hf
     from pacs_megatron.observability.logs import setup_logging
@@ -21,13 +21,13 @@ def export(run_dir: Path, *, step: int | None, out: Path | None) -> str:
     newest = newest_step(run_dir)
     if newest is None:
         raise ConfigError(
-            f"{run_dir} has no checkpoint after a whole step under {CHECKPOINTS_FOLDER}/; give the folder of a run that has "
-            "saved"
+            f"{run_dir} has no checkpoint of a completed step in {CHECKPOINTS_FOLDER}/; give the folder of a run with a "
+            "checkpoint"
         )
     chosen = newest if step is None else step
     folder = run_dir / CHECKPOINTS_FOLDER / Position(chosen).name
     if not (folder / MANIFEST_NAME).is_file():
-        raise ConfigError(f"{folder} is not there or not whole; the newest checkpoint is step {newest}")
+        raise ConfigError(f"{folder} does not exist or is incomplete; the newest checkpoint is step {newest}")
     target = out if out is not None else run_dir / "hf_exports" / Position(chosen).name
     setup_logging(None, 0)
     return str(megatron_to_hf(folder, Options(out=target), step=None, max_shard_bytes=MAX_SHARD_BYTES))

@@ -1,7 +1,7 @@
-"""What a batch script asks of Python: `python -m pacs_megatron.launch.job describe | begin | end`.
+"""Commands for batch scripts: `python -m pacs_megatron.launch.job describe | begin | urls | end`.
 
-A run is a chain of attempts (Slurm jobs, or requeues of one). `begin` opens an attempt's folder, `end` says whether the
-next one is worth a place in the queue: not after success, a wrong configuration, or several attempts without progress.
+A run is a chain of attempts (Slurm jobs, or requeues of one job). `begin` opens an attempt's folder. `end` closes it and
+requeues the job, except after success, an invalid configuration, or several attempts without progress.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
 
 ATTEMPTS_FILE = "attempts.jsonl"
 JOBS_FILE = "jobs.jsonl"
-"""What `submit` put into the queue, one row a job: known before the first attempt begins."""
+"""One row per job that `submit` put into the queue."""
 LATEST = "latest"
 KILLED_WITHIN_S = 120.0
-"""Slurm ends a requeued job's script; it must not end by itself before."""
+"""Time limit for Slurm to end the script of a requeued job. The script must not exit before."""
 CANCEL_FILE = "CANCEL"
-"""`cancel --save` leaves it beside STOP: save, end, and do not come back."""
+"""Written by `cancel --save` beside STOP: save, stop, and do not requeue."""
 Row = dict[str, float | int | str]
 """One attempt, or one submitted job."""
 
 
 def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
-    """What a batch script must know of a run, as shell variables. Raises ConfigError for a wrong configuration."""
+    """Shell variables of a run for its batch script. Raises ConfigError."""
     loaded = load_config(config_path, overrides)
     config = loaded.config
     world_size = ranks_to_start(config)
@@ -56,7 +56,7 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
         "ROLLOUT_NODES": str(resources.rollout_nodes),
         "RANKS_PER_NODE": str(world_size // resources.nodes),
         "GPUS_PER_NODE": str(resources.gpus_per_node),
-        "SYNC_WAY": rollout.sync.transport if isinstance(rollout, SglangRollout) else "none",
+        "SYNC_TRANSPORT": rollout.sync.transport if isinstance(rollout, SglangRollout) else "none",
         "SERVER_TIMEOUT_S": str(servers.start_timeout_s if servers is not None else 0),
         "TIME_LIMIT": resources.time_limit,
         "SIGNAL_LEAD_S": str(resources.signal_lead_s),
@@ -67,7 +67,7 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
 def begin(run_dir: Path, job_id: str) -> Path:
     """Open the next attempt: its log folder, the link `logs/latest`, a row in attempts.jsonl. Returns the folder.
 
-    An old STOP file is removed: it belonged to the attempt before. Raises ConfigError when another job trains this run.
+    Removes the stop request of the previous attempt. Raises ConfigError if another job trains this run.
     """
     rows = read_attempts(run_dir)
     if rows and "end" not in rows[-1] and str(rows[-1]["job_id"]) != job_id:
@@ -95,17 +95,17 @@ def begin(run_dir: Path, job_id: str) -> Path:
 
 
 def end(run_dir: Path, code: int, max_attempts: int) -> tuple[int, bool, str]:
-    """Close the attempt: (exit code, whether another attempt is worth it, why).
+    """Close the attempt; returns (exit code, whether to requeue, reason).
 
-    Rank 0's own word in `<run>/exit_code` wins over `code`: srun reports the largest code of all ranks.
+    Rank 0's code in `<run>/exit_code` has precedence over `code`: srun reports the largest code of all ranks.
     """
     rows = read_attempts(run_dir)
     if not rows:
-        raise ConfigError(f"{run_dir}/logs/{ATTEMPTS_FILE} is empty; call `begin` before `end`")
-    told = run_dir / EXIT_CODE_FILE
-    if told.is_file() and told.stat().st_mtime >= float(rows[-1]["begin"]):
-        word = told.read_text(encoding="utf-8").strip()
-        code = int(word) if word.isdecimal() else code
+        raise ConfigError(f"{run_dir}/logs/{ATTEMPTS_FILE} is empty; run `begin` before `end`")
+    code_file = run_dir / EXIT_CODE_FILE
+    if code_file.is_file() and code_file.stat().st_mtime >= float(rows[-1]["begin"]):
+        text = code_file.read_text(encoding="utf-8").strip()
+        code = int(text) if text.isdecimal() else code
     rows[-1] |= {"end": time.time(), **_progress(run_dir, "end"), "code": code}
     _rewrite(run_dir, rows)
     again, reason = _verdict(rows, code, max_attempts)
@@ -115,13 +115,13 @@ def end(run_dir: Path, code: int, max_attempts: int) -> tuple[int, bool, str]:
 
 
 def _progress(run_dir: Path, when: str) -> Row:
-    """Step of the newest checkpoint, -1 without one, and how many updates of the next one are done in it."""
+    """Step of the newest checkpoint, -1 without one, and the number of updates of the next step in it."""
     position = newest_position(run_dir) or Position(-1)
     return {f"{when}_step": position.step, f"{when}_updates": position.updates}
 
 
 def _position(row: Row, when: str) -> Position:
-    # Version 0.1 had checkpoints between two steps only, and rows without updates.
+    # Rows of version 0.1 have no updates: it saved between steps only.
     return Position(int(row[f"{when}_step"]), int(row.get(f"{when}_updates", 0)))
 
 
@@ -129,11 +129,11 @@ def _verdict(rows: Sequence[Row], code: int, max_attempts: int) -> tuple[bool, s
     if code == ExitCode.OK:
         return False, "done"
     if code == ExitCode.MISCONFIGURED:
-        return False, "the configuration or the data are wrong; the log says what to change"
+        return False, "invalid configuration or data; see the log"
     idle = 0
     after = _position(rows[-1], "end")
     for row in reversed(rows):
-        # A lost node leaves no `end_step`: what the next attempt found counts.
+        # An attempt on a lost node has no `end_step`: use the next attempt's begin.
         if after > _position(row, "begin"):
             break
         after = _position(row, "begin")
@@ -141,25 +141,25 @@ def _verdict(rows: Sequence[Row], code: int, max_attempts: int) -> tuple[bool, s
     if idle >= max_attempts:
         return False, f"{idle} attempts in a row without a new checkpoint (resources.max_attempts={max_attempts})"
     if code == ExitCode.PREEMPTED:
-        return True, "stopped by a signal and saved"
+        return True, "stopped by a signal, and saved"
     position = max(_position(rows[-1], "end"), Position(0))
     return True, f"failed with code {code}; the next attempt resumes from {position}"
 
 
 def requeue(job_id: str) -> bool:
-    """Put the running job back into the queue; False where it is being cancelled, which a requeue would undo."""
+    """Requeue the running job. Returns False if it is being cancelled, as a requeue would undo that."""
     state = subprocess.run(["squeue", "-h", "-j", job_id, "-o", "%T"], capture_output=True, text=True, check=False)
     if state.stdout.split()[:1] != ["RUNNING"]:
         return False
     done = subprocess.run(["scontrol", "requeue", job_id], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ConfigError(f"scontrol requeue {job_id}: {done.stderr.strip()}; submit the same command again by hand")
+        raise ConfigError(f"scontrol requeue {job_id}: {done.stderr.strip()}; submit the run again")
     time.sleep(KILLED_WITHIN_S)
     return True
 
 
 def job_states(job_ids: Sequence[str]) -> dict[str, str]:
-    """State of the jobs that Slurm still holds, by id, such as `RUNNING 1:02 n1`; empty without Slurm."""
+    """Job id -> state, such as `RUNNING 1:02 n1`, of jobs in Slurm's queue; empty without Slurm."""
     if not job_ids or shutil.which("squeue") is None:
         return {}
     done = subprocess.run(
@@ -167,7 +167,7 @@ def job_states(job_ids: Sequence[str]) -> dict[str, str]:
     )
     states: dict[str, str] = {}
     for name, *words in (line.split() for line in done.stdout.splitlines() if line.strip()):
-        states.setdefault(name.split("+")[0], " ".join(words))  # 12+0: the first part of a heterogeneous job
+        states.setdefault(name.split("+")[0], " ".join(words))  # 12+0: first component of a heterogeneous job
     return states
 
 
@@ -179,7 +179,7 @@ def note_jobs(run_dir: Path, jobs: Sequence[tuple[str, str]]) -> None:
 
 
 def known_jobs(run_dir: Path) -> dict[str, str]:
-    """Job id -> its name, of everything submitted or begun for this run, oldest first."""
+    """Job id -> name of all jobs of this run, oldest first."""
     found = {
         str(row["job_id"]): str(row["name"]) for row in read_rows(run_dir / "logs" / JOBS_FILE, ("name", "job_id"))
     }
@@ -190,13 +190,13 @@ def known_jobs(run_dir: Path) -> dict[str, str]:
 
 
 def read_attempts(run_dir: Path) -> list[Row]:
-    """The rows of attempts.jsonl; empty when there is none."""
+    """Rows of attempts.jsonl; empty if there is none."""
     return read_rows(run_dir / "logs" / ATTEMPTS_FILE, ("attempt", "job_id", "begin", "begin_step"))
 
 
 def _append(run_dir: Path, row: Row, name: str) -> None:
     with (run_dir / "logs" / name).open("a+b") as file:
-        # A lost node may have left half a line, which must not swallow this one.
+        # A lost node may have left a partial line. Start a new one.
         torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
         file.write((b"\n" if torn else b"") + json.dumps(row).encode() + b"\n")
 
@@ -209,7 +209,7 @@ def _rewrite(run_dir: Path, rows: Sequence[Row]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code; `describe` and `begin` print for the shell."""
+    """Run one command; returns the exit code. `describe` and `begin` print for the shell."""
     parser = argparse.ArgumentParser(prog="python -m pacs_megatron.launch.job")
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("describe")
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str]) -> int:
     verb.add_argument("run_dir", type=Path)
     verb.add_argument("code", type=int)
     verb.add_argument("max_attempts", type=int)
-    verb.add_argument("--requeue", action="store_true", help="put this job back into the queue where that is worth it")
+    verb.add_argument("--requeue", action="store_true", help="requeue this job if another attempt makes sense")
     verb = verbs.add_parser("urls")
     verb.add_argument("folder", type=Path)
     verb.add_argument("timeout_s", type=float)
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return int(error.exit_code)
     except OSError as error:
-        text = f"{error.filename}: {error.strerror}; correct run.dir, or its permissions, or make room"
+        text = f"{error.filename}: {error.strerror}; correct run.dir or its permissions, or free some space"
         sys.stderr.write(f"ConfigError: {text}\n")
         return ExitCode.MISCONFIGURED
 
@@ -248,7 +248,7 @@ def _run_verb(args: argparse.Namespace) -> int:
         sys.stdout.write(",".join(wait_for_urls(args.folder, args.num_nodes, args.timeout_s)) + "\n")
     else:
         code, again, reason = end(args.run_dir, args.code, args.max_attempts)
-        sys.stdout.write(f"exit code {code}: {'another attempt' if again else 'stop'}: {reason}\n")
+        sys.stdout.write(f"exit code {code}: {'requeue' if again else 'stop'}: {reason}\n")
         sys.stdout.flush()
         if again and args.requeue:
             requeue(os.environ["SLURM_JOB_ID"])

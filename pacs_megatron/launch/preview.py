@@ -1,4 +1,4 @@
-"""`data preview`: what the model and the verifier will see, before a run starts."""
+"""`data preview`: prompts, lengths and verified answers of the data sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_UNVERIFIED = 10
 
 
 def preview(config_path: Path, overrides: Sequence[str], rows: int) -> str:
-    """The training set and every benchmark: counts, lengths, rendered prompts, and whether gold answers verify."""
+    """Counts, lengths, rendered prompts and verified gold answers of the training set and each benchmark."""
     from pacs_megatron.data import load_tokenizer
     from pacs_megatron.evaluation.preview import preview_with_reward
 

@@ -1,4 +1,4 @@
-"""`status`, `logs` and `cancel` of a run's folder."""
+"""`status`, `logs` and `cancel` of a run folder."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ LOG_NAME = "output.log"
 
 def _check(run_dir: Path) -> None:
     if not (run_dir / "config.yaml").is_file() and not (run_dir / "logs").is_dir():
-        raise ConfigError(f"{run_dir}: no config.yaml and no logs/ in it; give a run's folder, such as runs/quickstart")
+        raise ConfigError(f"{run_dir} has neither config.yaml nor logs/; give a run folder, such as runs/quickstart")
 
 
 def status(run_dir: Path) -> str:
-    """Jobs in the queue, attempts, what each rank does, the newest checkpoint and the last row of metrics."""
+    """Jobs in the queue, attempts, phase of each rank, newest checkpoint and last row of metrics."""
     _check(run_dir)
     lines = [f"run        {run_dir}"]
     attempts, known = read_attempts(run_dir), known_jobs(run_dir)
     queued = job_states(list(known))
     lines.extend(_attempt_line(row, queued) for row in attempts)
-    told = {str(row["job_id"]) for row in attempts if "end" not in row}
-    lines.extend(f"job {job} ({known[job]}): {state}" for job, state in queued.items() if job not in told)
+    running = {str(row["job_id"]) for row in attempts if "end" not in row}
+    lines.extend(f"job {job} ({known[job]}): {state}" for job, state in queued.items() if job not in running)
     lines.extend(_heartbeats(run_dir, _last_change(run_dir, attempts)))
     lines.append(f"checkpoint {newest_position(run_dir) or 'none yet'}")
     lines.extend(_last_metrics(run_dir))
     if (run_dir / "STOP").exists():
-        lines.append("stop       asked for (STOP); it saves and ends")
+        lines.append("stop       requested (STOP); the run saves and stops")
     return "\n".join(lines)
 
 
 def _attempt_line(row: Row, queued: dict[str, str]) -> str:
     if "end" in row:
         minutes = (float(row["end"]) - float(row["begin"])) / 60
-        outcome = f"{_word(int(row['code']))} after {minutes:.1f} min, step {row['begin_step']} -> {row['end_step']}"
+        outcome = f"{_outcome(int(row['code']))} after {minutes:.1f} min, step {row['begin_step']} -> {row['end_step']}"
     else:
-        outcome = queued.get(str(row["job_id"]), "ended without a word (node failure, or killed)")
+        outcome = queued.get(str(row["job_id"]), "ended without an exit code (node failure, or killed)")
     return f"attempt {row['attempt']}  job {row['job_id']}: {outcome}"
 
 
 def _last_change(run_dir: Path, attempts: list[Row]) -> float:
-    """When the last attempt began or ended, as batch scripts or rank 0 said: older heartbeats are history."""
-    told = run_dir / EXIT_CODE_FILE
-    times = [told.stat().st_mtime] if told.exists() else []
+    """Time of the last begin or end of an attempt. Older heartbeats are obsolete."""
+    code_file = run_dir / EXIT_CODE_FILE
+    times = [code_file.stat().st_mtime] if code_file.exists() else []
     times.extend(float(row.get("end", row["begin"])) for row in attempts[-1:])
     return max(times, default=0.0)
 
 
 def _heartbeats(run_dir: Path, since: float) -> list[str]:
-    """Who does what: ranks in the same phase on one line, with the longest silence among them."""
+    """One line per phase: its ranks, and the longest time without progress among them."""
     phases: dict[str, list[tuple[int, float]]] = {}
     for path in (run_dir / HEARTBEAT_FOLDER).glob("rank*.json"):
         try:
@@ -72,11 +72,11 @@ def _heartbeats(run_dir: Path, since: float) -> list[str]:
             beat = int(state["rank"]), float(state["silent_s"]) + time.time() - written
             phase = str(state["phase"])
         except (OSError, ValueError, TypeError, KeyError):
-            continue  # it is being replaced, or cut off
+            continue  # replaced during the read, or partial
         if written >= since:
             phases.setdefault(phase, []).append(beat)
     return [
-        f"ranks      {_ranges([rank for rank, _ in found])}: {phase}, no sign of life for at most "
+        f"ranks      {_ranges([rank for rank, _ in found])}: {phase}, no progress for at most "
         f"{max(silent_s for _, silent_s in found):.0f} s"
         for phase, found in sorted(phases.items(), key=lambda item: min(item[1]))
     ]
@@ -93,7 +93,7 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
-def _word(code: int) -> str:
+def _outcome(code: int) -> str:
     try:
         return ExitCode(code).name.lower()
     except ValueError:
@@ -113,7 +113,7 @@ def _last_metrics(run_dir: Path) -> list[str]:
 
 
 def log_lines(run_dir: Path, attempt: int | None, num_lines: int, *, follow: bool) -> Iterator[str]:
-    """The end of an attempt's log (default: the latest), then what is added to it while `follow`."""
+    """The last lines of an attempt's log (default: the latest); with `follow`, new lines as they are written."""
     _check(run_dir)
     folder = run_dir / "logs" / (LATEST if attempt is None else f"attempt_{attempt}")
     if num_lines < 1:
@@ -135,7 +135,7 @@ def log_lines(run_dir: Path, attempt: int | None, num_lines: int, *, follow: boo
 
 
 def cancel(run_dir: Path, *, save: bool) -> str:
-    """End a run's jobs, those that wait too: with `save` ask it to save and stop (it ends by itself), else cancel now."""
+    """Cancel all jobs of a run, pending ones too. With `save`, request a save and stop instead."""
     _check(run_dir)
     jobs = list(known_jobs(run_dir))
     alive = job_states(jobs)
@@ -144,10 +144,10 @@ def cancel(run_dir: Path, *, save: bool) -> str:
         if waiting:
             _scancel(waiting)
             if len(waiting) == len(alive):
-                return f"cancelled {', '.join(waiting)}; nothing ran, so there was nothing to save"
+                return f"cancelled {', '.join(waiting)}; no job was running, so nothing was saved"
         (run_dir / CANCEL_FILE).touch()
         (run_dir / "STOP").touch()
-        return f"asked {run_dir} to save and stop; it is not requeued; `pacs-megatron status {run_dir}` shows it"
+        return f"requested {run_dir} to save and stop, without a requeue; see `pacs-megatron status {run_dir}`"
     if not alive:
         raise ConfigError(f"{run_dir} has no job in the queue (known: {', '.join(jobs) or 'none'}); nothing to cancel")
     _scancel(list(alive))

@@ -1,7 +1,7 @@
-"""`slurm/selftest.sbatch`: what a site can find out and this project's own machines cannot. Prints a JSON certificate.
+"""`slurm/selftest.sbatch`: tests a site's GPUs and network, and prints a JSON certificate.
 
-Real training commands on a small random model, each with another layout, compared with one rank's numbers; save and
-resume; FP8 beside bf16; SGLang's weight sync; the network. On CPU over gloo the same program runs, so it is tested.
+It runs real training commands on a small random model and compares each layout with one rank. It also tests save and
+resume, FP8 against bf16, SGLang's weight sync and the network. The same program runs on CPU with gloo, in the tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.preflight.doctor import installed
 
 REL_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
-"""Of the first step's gradient norm against one rank's."""
+"""Relative tolerance of the first step's gradient norm, compared with one rank."""
 COMPARED = ("objective/loss", "optimizer/grad_norm", "reward/mean", "policy/entropy")
 LAYOUTS: Mapping[str, tuple[int, dict[str, object]]] = {
     "dp2": (2, {}),
@@ -41,10 +41,10 @@ LAYOUTS: Mapping[str, tuple[int, dict[str, object]]] = {
     "tp2 pp2 dp2": (8, {"tp": 2, "pp": 2}),
 }
 SAMPLING = {"max_response_tokens": 12, "stop": list("abcdefghijklmnopqrstuvwxyz012345")}
-"""A random model never says that it is done: common letters end most answers, or all would count as truncated.
-SGLang takes 32 at most."""
+"""A random model rarely samples the end token. Common letters stop most responses, so that few are truncated.
+SGLang allows at most 32."""
 MARKER = ".pacs-selftest"
-"""In a folder that may be emptied."""
+"""Marks a folder that this program may empty."""
 REWARD = "def reward(prompt, response):\n    return float(sum(response.encode()) % 2)\n"
 
 
@@ -60,7 +60,7 @@ class Outcome:
 
 
 class SelfTest:
-    """Runs the parts in one folder, on `ranks` ranks at most."""
+    """Runs all parts in one folder, on at most `ranks` ranks."""
 
     def __init__(self, folder: Path, ranks: int, gpus: int, sglang_python: str | None) -> None:
         self._folder = folder
@@ -70,7 +70,7 @@ class SelfTest:
         self.outcomes: list[Outcome] = []
 
     def run(self) -> bool:
-        """Every part; whether none failed."""
+        """Run every part; returns whether none failed."""
         self._folder.mkdir(parents=True, exist_ok=True)
         make_model(self._folder / "model")
         (self._folder / "reward.py").write_text(REWARD, encoding="utf-8")
@@ -100,13 +100,13 @@ class SelfTest:
     ) -> None:
         assert callable(action)
         if ranks > self._ranks:
-            self._note(Outcome(name, "not run", f"needs {ranks} ranks, there are {self._ranks}", 0.0))
+            self._note(Outcome(name, "not run", f"requires {ranks} ranks, got {self._ranks}", 0.0))
             return
         if needs_gpu and not self._gpus:
-            self._note(Outcome(name, "not run", "needs a GPU", 0.0))
+            self._note(Outcome(name, "not run", "requires a GPU", 0.0))
             return
         if needs_sglang and self._sglang_python is None:
-            self._note(Outcome(name, "not run", "needs --sglang-python", 0.0))
+            self._note(Outcome(name, "not run", "requires --sglang-python", 0.0))
             return
         start = time.perf_counter()
         try:
@@ -129,7 +129,7 @@ class SelfTest:
     def _one(self) -> str:
         text = self._train("one", 1, {})
         if not self._row("one")["optimizer/grad_norm"] > 0:
-            raise PartFailedError("the gradient is zero, so nothing below would compare anything")
+            raise PartFailedError("the gradient is zero, so the other parts have nothing to compare")
         return text
 
     def _same_as_one(self, name: str, ranks: int, parallel: Mapping[str, object]) -> str:
@@ -223,11 +223,11 @@ class SelfTest:
 
 
 class PartFailedError(Exception):
-    """One part of the self-test found something wrong."""
+    """A part of the self-test failed."""
 
 
 def _in_tasks(program: Sequence[str]) -> list[str]:
-    """The site's words for srun and for the tasks' interpreter, which a container may hold (slurm/clusters/example.env)."""
+    """The site's srun arguments and interpreter, possibly in a container (slurm/clusters/example.env), before the program."""
     python = os.environ.get("PACS_PYTHON")
     interpreter = shlex.split(python) if python is not None else [program[0]]
     return [*shlex.split(os.environ.get("PACS_SRUN_ARGS", "")), *interpreter, *program[1:]]
@@ -271,7 +271,7 @@ def make_model(folder: Path) -> None:
 
 
 def certificate(outcomes: Sequence[Outcome], gpus: int) -> dict[str, object]:
-    """What was found, with what, when."""
+    """The results with versions, hardware and time."""
     gpu = "none"
     if gpus:
         import torch
@@ -290,10 +290,10 @@ def certificate(outcomes: Sequence[Outcome], gpus: int) -> dict[str, object]:
 
 
 def make_folder(folder: Path) -> None:
-    """Empty, and ours. Raises ConfigError for a folder with files that no earlier self-test wrote."""
+    """Create or empty the folder. Raises ConfigError if it contains files of anything but a self-test."""
     marker = folder / MARKER
     if folder.exists() and not marker.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there and not a self-test's; name a new folder, or one that is empty")
+        raise ConfigError(f"{folder} is not empty and not of a self-test; name a new or empty folder")
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -301,14 +301,14 @@ def make_folder(folder: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0 when nothing failed."""
+    """Returns 0 if nothing failed."""
     parser = argparse.ArgumentParser(prog="python -m pacs_megatron.launch.selftest")
     parser.add_argument(
-        "folder", type=Path, help="on a file system that all nodes share; an earlier self-test's is emptied"
+        "folder", type=Path, help="on a file system that all nodes share; emptied if it is of an earlier self-test"
     )
-    parser.add_argument("--ranks", type=int, required=True, help="how many ranks there are")
-    parser.add_argument("--gpus", type=int, default=0, help="how many GPUs this node has")
-    parser.add_argument("--sglang-python", help="an interpreter that has sglang")
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks")
+    parser.add_argument("--gpus", type=int, default=0, help="number of GPUs per node")
+    parser.add_argument("--sglang-python", help="interpreter of an environment with SGLang")
     args = parser.parse_args(arguments)
     folder = args.folder.absolute()
     try:

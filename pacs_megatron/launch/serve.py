@@ -1,13 +1,13 @@
-"""SGLang servers of a node: `python -m pacs_megatron.launch.serve <folder> <config> [key=value ...]`.
+"""SGLang servers of one node: `python -m pacs_megatron.launch.serve <folder> <config> [key=value ...]`.
 
-One process a node: on rollout nodes started by srun beside the trainer, on the trainer's own nodes (colocated) by the
-first rank there (`launch.colocated`). It starts this node's share of `rollout.servers`, writes their
-addresses to `<folder>/<node>.urls` once all are ready, and starts a server that ended anew. They listen on this node's
-own address, which the other nodes of the job reach: set rollout.api_key_env on a network that others share.
+One process per node. srun starts it on rollout nodes; for colocated servers the first rank of each trainer node does
+(`launch.colocated`). It starts this node's share of `rollout.servers`, writes their URLs to `<folder>/<node>.urls` when
+all are ready, and restarts a server that exits. Servers listen on the node's network address: set rollout.api_key_env
+on a shared network.
 
-How it ends: by `<folder>/stop`, which the batch script writes after the trainer; by SIGINT; or by SIGTERM, which Slurm
-sends to trainer and servers alike, and then only after the trainer's last word, so that it can save. SIGUSR1, which asks
-the trainer to save before the time limit, is not meant for it.
+It stops on `<folder>/stop`, which the batch script writes after the trainer has ended, or on SIGINT. On SIGTERM, which
+Slurm sends to the trainer too, it stops after the trainer has written its exit code, so that the trainer can save. It
+ignores SIGUSR1, the stop request to the trainer.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from pacs_megatron.sglang.server import ManagedServer
 
 STOP_FILE = "stop"
-"""In the folder of addresses: the trainer has ended."""
+"""File in the folder of URLs: the trainer has ended."""
 POLL_S = 0.5
 _log = logging.getLogger(__name__)
 
 
 def servers_here(config: RunConfig) -> int:
-    """Servers that each rollout node starts, or each trainer node where they are colocated.
+    """Number of servers per rollout node, or per trainer node if colocated.
 
-    Raises ConfigError where they do not divide.
+    Raises ConfigError if the nodes do not divide `rollout.servers.count`.
     """
     rollout, resources = config.rollout, config.resources
     if not isinstance(rollout, SglangRollout) or rollout.servers is None:
-        raise ConfigError("rollout.servers is not set; rollout nodes need rollout.engine=sglang with rollout.servers")
+        raise ConfigError("rollout.servers is not set; rollout nodes require rollout.engine=sglang and rollout.servers")
     key, nodes = ("nodes", resources.nodes) if rollout.servers.colocated else ("rollout_nodes", resources.rollout_nodes)
     nodes = max(1, nodes)
     if rollout.servers.count % nodes:
@@ -58,11 +58,11 @@ def servers_here(config: RunConfig) -> int:
 
 
 class Ending:
-    """Whether it is time to end; see the module's text."""
+    """Tells whether to stop; the module docstring has the rules."""
 
     def __init__(self, folder: Path, run_dir: Path) -> None:
         self._stop_file = folder / STOP_FILE
-        self._trainers_word = run_dir / EXIT_CODE_FILE
+        self._exit_code_file = run_dir / EXIT_CODE_FILE
         self._since = time.time()
         self._terms = 0
         self._interrupted = False
@@ -85,16 +85,16 @@ class Ending:
 
     def _trainer_has_ended(self) -> bool:
         try:
-            return self._trainers_word.stat().st_mtime >= self._since
+            return self._exit_code_file.stat().st_mtime >= self._since
         except FileNotFoundError:
             return False
 
 
 def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
-    """Start the servers, publish their addresses, wait until `ending` is due, end them. Returns the exit code."""
+    """Start the servers, publish their URLs, run until `ending` is due, and stop them. Returns the exit code."""
     from pacs_megatron.sglang.build import server_specs, start_servers
 
-    # Under several slurmd on one host (tests) the nodes differ in name but not in address.
+    # With several slurmd on one host (tests), nodes differ in name but not in address.
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     host = os.environ.get("PACS_NODE_ADDR") or node
     rollout = config.rollout
@@ -117,9 +117,10 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
 
 
 def _watch(servers: Sequence[ManagedServer], max_restarts: int, ending: Ending) -> int:
-    """Until the end; 1 when a server cannot be brought back at its address.
+    """Restart servers that exit, until `ending` is due. Returns 1 if one cannot be restarted at its URL.
 
-    A server comes back with the weights of the folder; the trainer's probes tell it from the others until the next push.
+    A restarted server has the weights of the model folder. The trainer's probes recognize it as STALE until the next
+    weight update.
     """
     restarts = dict.fromkeys(range(len(servers)), 0)
     while not ending.is_due():
@@ -131,17 +132,21 @@ def _watch(servers: Sequence[ManagedServer], max_restarts: int, ending: Ending) 
             url = server.url
             if restarts[index] > max_restarts:
                 _log.error(
-                    "server %s ended with %s, restarted %s times before; see %s",
+                    "server %s exited with code %s after %s restarts; see %s",
                     url,
                     code,
                     max_restarts,
                     server.log_path,
                 )
                 return 1
-            _log.warning("server %s ended with %s; starting it anew, see %s", url, code, server.log_path)
+            _log.warning("server %s exited with code %s; restarting it, see %s", url, code, server.log_path)
             server.start()
             if server.url != url:
-                _log.error("server %s is back at %s, where nobody looks for it: its port was taken", url, server.url)
+                _log.error(
+                    "server %s restarted at %s: its old port is in use, and the trainer does not know the new one",
+                    url,
+                    server.url,
+                )
                 return 1
         time.sleep(POLL_S)
     return 0
@@ -156,10 +161,10 @@ def _publish(path: Path, text: str) -> None:
 def wait_for_urls(
     folder: Path, num_nodes: int, timeout_s: float, exit_code: Callable[[], int | None] = lambda: None
 ) -> list[str]:
-    """Addresses of the servers on all rollout nodes, once every node has published its own.
+    """Wait until all nodes have published their servers, and return the URLs.
 
-    `exit_code` is of this node's own process, where the caller started one: None while it runs. Raises the error that a
-    node left, or RolloutError when one has not answered after `timeout_s` or has ended without a word.
+    `exit_code` returns the exit code of this node's own serve process, None while it runs. Raises the error that a node
+    wrote, or RolloutError on timeout or if the own process exits without an error file.
     """
     deadline = time.monotonic() + timeout_s
     code = None
@@ -170,20 +175,20 @@ def wait_for_urls(
             raise kind(f"node {path.stem}: {left['message']}")
         if code is not None:
             raise RolloutError(
-                f"this node's server process ended with {code} and left no word; see the logs under {folder}"
+                f"this node's server process exited with code {code} and wrote no error; see the logs in {folder}"
             )
         if time.monotonic() > deadline:
             raise RolloutError(
                 f"SGLang servers of {len(files)} of {num_nodes} rollout nodes are up after {timeout_s:.0f} s "
-                f"(rollout.servers.start_timeout_s); see the logs under {folder}"
+                f"(rollout.servers.start_timeout_s); see the logs in {folder}"
             )
-        code = exit_code()  # looked at before the files: its last word is there before it ends
+        code = exit_code()  # read before the files: the process writes them before it exits
         time.sleep(POLL_S)
     return [url for file in files for url in file.read_text(encoding="utf-8").split()]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code; an error is left in the folder too, for whoever waits for the addresses."""
+    """Returns the exit code. An error is also written to the folder, for `wait_for_urls`."""
     if len(arguments) < 2:
         sys.stderr.write("usage: python -m pacs_megatron.launch.serve <folder> <config> [key=value ...]\n")
         return 2

@@ -1,8 +1,8 @@
-"""`submit`: the run as a NeMo-Run experiment on Slurm, one job or a chain, one run or a sweep of them.
+"""`submit`: submit a run or a sweep to Slurm as a NeMo-Run experiment, one job or a chain per run.
 
-The job does what slurm/train.sbatch does by hand: it opens an attempt, every rank is a task of srun (or a torchrun on
-each node), the signal before the time limit reaches the ranks, and the script's end decides about a requeue. NeMo-Run
-writes the batch script and submits it; its own retries stay off, because it would retry a wrong configuration too.
+The job does the same as slurm/train.sbatch: it opens an attempt, srun starts each rank (or a torchrun on each node), the
+signal before the time limit reaches the ranks, and the end of the script decides on a requeue. NeMo-Run writes and
+submits the batch script. Its retries are off, because it also retries an invalid configuration.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ EXPERIMENTS = ".nemo_run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the command line asks for."""
+    """Arguments of `submit`."""
 
     config: Path
     overrides: tuple[str, ...]
     cluster: ClusterConfig
     sweep: tuple[str, ...] = ()
-    """`key=a,b,c` each; every combination is a run."""
+    """`key=a,b,c` each; each combination is a run."""
     seeds: int = 1
     convert: bool = False
-    """A job before training that converts the model to a Megatron checkpoint."""
+    """Convert the model to a Megatron checkpoint in a job before training."""
     evaluate: bool = False
-    """A job after training that evaluates the exported model."""
+    """Evaluate the exported model in a job after training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +59,15 @@ class Job:
     overrides: tuple[str, ...]
     loaded: LoadedConfig
     converted: Path | None = None
-    """The checkpoint that a job before this one makes; the runs of a sweep share one for each model."""
+    """Checkpoint that the conversion job writes. Runs of a sweep with the same model share it."""
 
 
 def expand(request: Request) -> list[Job]:
-    """The runs of a request, each loaded and checked. Raises ConfigError before anything is submitted."""
+    """All runs of a request, loaded and checked. Raises ConfigError before anything is submitted."""
     axes = [_axis(text) for text in request.sweep]
     _check_axes(request)
     if request.seeds < 1:
-        raise ConfigError(f"--seeds {request.seeds}: expected how many runs to submit, 1 or more")
+        raise ConfigError(f"--seeds {request.seeds}: expected 1 or more")
     if request.seeds > 1:
         first = load_config(request.config, request.overrides).config.run.seed
         axes.append([f"run.seed={first + index}" for index in range(request.seeds)])
@@ -79,15 +79,15 @@ def expand(request: Request) -> list[Job]:
         loaded = load_config(request.config, overrides)
         check_model_and_layout(loaded, ranks_to_start(loaded.config))
         if request.evaluate and not loaded.config.evaluation.benchmarks:
-            raise ConfigError("--evaluate: evaluation.benchmarks is empty, so there is nothing to evaluate; add one")
+            raise ConfigError("--evaluate: evaluation.benchmarks is empty; add a benchmark")
         if name in {job.name for job in jobs}:
-            raise ConfigError(f"two runs of this request would both be {name}; sweep over values whose names differ")
+            raise ConfigError(f"two runs of this request have the name {name}; sweep over values with different names")
         jobs.append(Job(name=name, overrides=overrides, loaded=loaded))
     return _with_conversions(jobs, base.run.name) if request.convert else jobs
 
 
 def _with_conversions(jobs: Sequence[Job], base: str) -> list[Job]:
-    """The same jobs with the checkpoint each starts from: in the run's folder, or beside the folders of a sweep."""
+    """The jobs with their converted checkpoints: in the run folder, or beside the run folders of a sweep."""
     if len(jobs) == 1:
         return [replace(jobs[0], converted=(run_folder(jobs[0].loaded) / "converted").resolve())]
     models = list(dict.fromkeys(_model_of(job) for job in jobs))
@@ -105,10 +105,10 @@ def _check_axes(request: Request) -> None:
     keys = [text.partition("=")[0] for text in request.sweep] + ["run.seed"] * (request.seeds > 1)
     for key in keys:
         if key == "run.name":
-            raise ConfigError("--sweep run.name: each run is named by its values; sweep over another key")
+            raise ConfigError("--sweep run.name: runs are named by their values; sweep over another key")
         if keys.count(key) > 1:
-            word = "--sweep and --seeds both set" if key == "run.seed" and request.seeds > 1 else "--sweep twice sets"
-            raise ConfigError(f"{word} {key}; give all its values in one --sweep {key}=a,b,c")
+            options = "--sweep and --seeds both set" if key == "run.seed" and request.seeds > 1 else "two --sweep set"
+            raise ConfigError(f"{options} {key}; give all its values in one --sweep {key}=a,b,c")
 
 
 def _axis(text: str) -> list[str]:
@@ -120,7 +120,7 @@ def _axis(text: str) -> list[str]:
 
 
 def _split(values: str) -> list[str]:
-    """At commas, but for those inside brackets or quotes: `[a,b],[c]` are two values."""
+    """Split at commas outside of brackets and quotes: `[a,b],[c]` are two values."""
     parts, depth, quote = [""], 0, ""
     for letter in values:
         if quote:
@@ -143,7 +143,7 @@ def _short(override: str) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- commands
 def train_command(job: Job, request: Request) -> str:
-    """What every task of the trainer runs."""
+    """Shell lines that each task of the trainer runs."""
     arguments = [str(request.config.resolve()), *job.overrides]
     if job.converted is not None:
         arguments.append(f"model.path={job.converted}")
@@ -174,7 +174,7 @@ def train_command(job: Job, request: Request) -> str:
 
 
 def serve_command(job: Job, request: Request) -> str:
-    """What the task of each rollout node runs."""
+    """Shell lines that the task of each rollout node runs."""
     arguments = shlex.join([str(request.config.resolve()), *job.overrides])
     return (
         f"cd {shlex.quote(os.getcwd())}\n"
@@ -183,8 +183,8 @@ def serve_command(job: Job, request: Request) -> str:
 
 
 def site_lines(cluster: ClusterConfig) -> str:
-    """Shell lines of every batch script before its first srun: environment, modules, the site's setup, the folder."""
-    # Not by NeMo-Run's env_vars: it writes names in capitals and values without quotes.
+    """Shell lines of each batch script before its first srun: environment, modules, setup, working directory."""
+    # NeMo-Run's env_vars writes names in capitals and values without quotes.
     lines = [f"export {name}={shlex.quote(value)}" for name, value in cluster.task_environment().items()]
     lines.extend(f"module load {module}" for module in cluster.modules)
     lines.extend(cluster.setup)
@@ -192,9 +192,9 @@ def site_lines(cluster: ClusterConfig) -> str:
 
 
 def setup_lines(job: Job, request: Request) -> str:
-    """Shell lines of the trainer's batch script before its first srun: the site's setup, the attempt, the end."""
+    """Shell lines of the trainer's batch script before its first srun: setup, begin and end of the attempt."""
     cluster, config = request.cluster, job.loaded.config
-    # The batch script runs on the bare node, where an image's interpreter is not: there the one that submits serves.
+    # The batch script runs outside of the container, so it uses the interpreter that runs `submit`.
     python = shlex.join(cluster.python if cluster.container is None else (sys.executable,))
     run_dir = shlex.quote(str(run_folder(job.loaded).resolve()))
     stop_servers = 'touch "$PACS_ATTEMPT/servers/stop"; ' if config.resources.rollout_nodes else ""
@@ -205,7 +205,7 @@ def setup_lines(job: Job, request: Request) -> str:
             "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))",
             f"export PACS_ATTEMPT; PACS_ATTEMPT=$({python} -m pacs_megatron.launch.job begin {run_dir}) || exit $?",
             'PACS_ATTEMPT=$(readlink -f "$PACS_ATTEMPT")',
-            # Where NeMo-Run has srun write: the attempt's log, as train.sbatch keeps it.
+            # Link the log that srun writes for NeMo-Run as the attempt's log.
             'pacs_out=$(scontrol show job "$SLURM_JOB_ID" | sed -n "s/^ *StdOut=//p" | head -n 1)',
             'ln -sfn "$(dirname "$pacs_out")/log-${SLURM_JOB_NAME}_${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}.out" '
             '"$PACS_ATTEMPT/output.log"',
@@ -233,31 +233,29 @@ def _nemo_run() -> Any:
         import nemo_run
     except ImportError as error:
         raise ConfigError(
-            f"NeMo-Run is not usable here ({error}); pip install nemo-run==0.11.1 leptonai==0.27.0, or: sbatch "
+            f"cannot import NeMo-Run ({error}); pip install nemo-run==0.11.1 leptonai==0.27.0, or: sbatch "
             "slurm/train.sbatch CONFIG"
         ) from None
     return nemo_run
 
 
 def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
-    """Yields what to print: for a dry run each batch script and resolved configuration, else the jobs' ids.
+    """Submit, and yield lines to print: the job ids, or for a dry run each batch script and resolved configuration.
 
     Raises ConfigError before anything is submitted.
     """
     jobs = expand(request)
     if not dry_run:
         if shutil.which("sbatch") is None:
-            raise ConfigError(
-                "there is no `sbatch` on PATH; submit from the cluster's login node, or look with --dry-run"
-            )
+            raise ConfigError("`sbatch` is not on PATH; submit from the cluster's login node, or use --dry-run")
         _check_models_are_here(jobs, request.cluster)
         _refuse_what_is_queued(jobs)
     yield from _warnings(jobs)
-    # NeMo-Run reads these when it is imported.
+    # NeMo-Run reads these variables on import.
     os.environ.setdefault("NEMORUN_HOME", str((Path(jobs[0].loaded.config.run.dir) / EXPERIMENTS).resolve()))
     os.environ.setdefault("NEMORUN_SKIP_CONFIRM_DRYRUN", "1")
     run = _nemo_run()
-    # Jobs depend on each other within an experiment only: the runs of a sweep that share a conversion are one.
+    # Jobs can depend on each other within one experiment only, so runs that share a conversion are in one.
     shares = request.convert and len(jobs) > 1
     submitted: list[str] = []
     for group in [jobs] if shares else [[job] for job in jobs]:
@@ -280,13 +278,13 @@ def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
 
 
 def _warnings(jobs: Sequence[Job]) -> Iterator[str]:
-    """What `plan` has against a run; its figures are assumed in part, so that they stop nothing."""
+    """Warnings of `plan`. They do not stop a submission, because some of its constants are assumed."""
     for job in jobs:
         if find_spec(job.loaded.config.model.path) is not None and not (plan := make_plan(job.loaded)).fits:
             share = plan.peak.total / (constants.GPUS[plan.gpu.name].memory_gib * constants.GIB) if plan.gpu else 0.0
             yield (
-                f"# warning: {job.name} does not fit on a GPU as planned ({share:.0%} at the peak); `pacs-megatron plan` says "
-                "what to change"
+                f"# warning: {job.name} does not fit on a GPU according to `pacs-megatron plan` ({share:.0%} at the peak); "
+                "run it for a fix"
             )
 
 
@@ -305,11 +303,11 @@ def _dry_run(experiment: Any, jobs: Sequence[Job]) -> Iterator[str]:
         yield f"# {title}: {script.name}, run by every task\n{script.read_text(encoding='utf-8')}"
     shutil.rmtree(folder)
     with suppress(OSError):
-        folder.parent.rmdir()  # where no other experiment of the name is
+        folder.parent.rmdir()  # only if no other experiment has this name
 
 
 def _launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
-    """Slurm id of each task. Raises ConfigError when sbatch refuses one; then none of this experiment stays."""
+    """Slurm id of each task. If sbatch refuses one, cancels the others of the experiment and raises ConfigError."""
     from invoke.exceptions import UnexpectedExit
 
     try:
@@ -321,30 +319,30 @@ def _launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
         if submitted:
             subprocess.run(["scancel", *submitted], capture_output=True, check=False)
         shutil.rmtree(experiment._exp_dir, ignore_errors=True)
-        said = "; ".join(line.removeprefix("sbatch: error: ") for line in error.result.stderr.strip().splitlines())
+        reason = "; ".join(line.removeprefix("sbatch: error: ") for line in error.result.stderr.strip().splitlines())
         stay = f"; submitted before it: {', '.join(before)}" if before else ", nothing was submitted"
         raise ConfigError(
-            f"sbatch refused the job: {said}; correct the cluster's file (--cluster) or `resources`{stay}"
+            f"sbatch refused the job: {reason}; correct the cluster's file (--cluster) or `resources`{stay}"
         ) from None
     return {str(task.id): _job_id(task) for task in experiment.jobs}
 
 
 def _check_models_are_here(jobs: Sequence[Job], cluster: ClusterConfig) -> None:
-    """Not for a dry run, nor with an image, which may have folders of its own. Raises ConfigError."""
+    """Raises ConfigError for a missing model. Skipped with a container, which may have other folders."""
     for job in jobs:
         if cluster.container is None:
             check_model_is_here(job.loaded)
 
 
 def _refuse_what_is_queued(jobs: Sequence[Job]) -> None:
-    """Two jobs of one run would write the same folder. Raises ConfigError."""
+    """Raises ConfigError if a job of the same run is in the queue: both would write to one folder."""
     for job in jobs:
         run_dir = run_folder(job.loaded)
         states = job_states(list(known_jobs(run_dir)))
         if states:
             job_id, state = next(iter(states.items()))
             raise ConfigError(
-                f"{run_dir} has job {job_id} in the queue already ({state}); `pacs-megatron cancel {run_dir}` first, or choose "
+                f"{run_dir} has job {job_id} in the queue ({state}); run `pacs-megatron cancel {run_dir}` first, or choose "
                 "another run.name"
             )
 
@@ -354,7 +352,7 @@ def _job_id(task: Any) -> str:
 
 
 def _add_tasks(run: Any, experiment: Any, jobs: Sequence[Job], request: Request) -> list[tuple[str, str, str | None]]:
-    """(label, task, the run's name; None for what all of them share) of every task."""
+    """(label, task, run name) of every task; the run name is None for a shared conversion."""
     python = f"cd {shlex.quote(os.getcwd())} && exec {_python(request.cluster)} -m pacs_megatron"
     found: list[tuple[str, str, str | None]] = []
     conversions: dict[Path, str] = {}
@@ -363,7 +361,7 @@ def _add_tasks(run: Any, experiment: Any, jobs: Sequence[Job], request: Request)
         suffix = "" if alone else f"-{job.name}"
         target = job.converted
         if target is not None and target not in conversions:
-            # It appears whole or not at all; a run that is submitted again has it.
+            # The conversion is atomic. A resubmitted run reuses it.
             words = ["convert", "to-megatron", "--hf", job.loaded.config.model.path, "--out", str(target)]
             text = f"[ -e {shlex.quote(str(target))} ] && exit 0\n{python} {shlex.join(words)}"
             name = "convert" if not conversions else f"convert-{len(conversions) + 1}"
@@ -384,7 +382,7 @@ def _add_tasks(run: Any, experiment: Any, jobs: Sequence[Job], request: Request)
 
 
 def _add_trainer(run: Any, experiment: Any, job: Job, request: Request, place: tuple[str, list[str]]) -> str:
-    """The trainer, with rollout nodes as one heterogeneous job; `place` is its name and what it waits for."""
+    """Add the trainer, with rollout nodes as one heterogeneous job. `place` is its name and its dependencies."""
     config, (name, before) = job.loaded.config, place
     per_node = ranks_to_start(config) // config.resources.nodes
     tasks = 1 if request.cluster.launcher == "torchrun" else per_node
@@ -406,7 +404,7 @@ def _executor(run: Any, job: Job, cluster: ClusterConfig, *, nodes: int, tasks: 
     gpus = config.resources.gpus_per_node
     pyxis = container is not None and container.runtime == "pyxis"
     srun_args = ["--label", *([f"--cpu-bind={cluster.cpu_bind}"] if cluster.cpu_bind else []), *cluster.srun_args]
-    # `requeue` keeps the job's id and place over attempts; without B: the signal reaches the tasks, that is the ranks.
+    # `requeue` keeps the job's id. Without `B:` the signal goes to the tasks, which are the ranks.
     return run.SlurmExecutor(
         account=cluster.account,
         partition=cluster.partition,
@@ -422,7 +420,7 @@ def _executor(run: Any, job: Job, cluster: ClusterConfig, *, nodes: int, tasks: 
         exclusive=True if cluster.exclusive else None,
         time=config.resources.time_limit,
         signal=f"USR1@{config.resources.signal_lead_s}",
-        # A job whose dependency failed would wait for ever.
+        # Without it a job whose dependency failed stays pending.
         additional_parameters={"requeue": True, "kill_on_invalid_dep": "yes"},
         retries=0,
         container_image=container.image if pyxis and container is not None else None,

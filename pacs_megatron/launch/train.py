@@ -1,6 +1,6 @@
-"""`train`: check the configuration, then start the ranks, or become one where torchrun or srun started this process.
+"""`train`: check the configuration and start the ranks, or become a rank if torchrun or srun started this process.
 
-Training is started as a command, never imported: a rank's environment is complete before Python loads torch.
+Training runs as a command and is not imported, so a rank's environment is complete before Python loads torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def run_train(config_path: Path, overrides: Sequence[str]) -> int:
-    """Train, and return the exit code. Raises ConfigError before anything is started or written."""
+    """Train and return the exit code. Raises ConfigError before anything is started or written."""
     loaded = load_config(config_path, overrides)
     place = find_rank(os.environ)
     world_size = place.world_size if place is not None else ranks_to_start(loaded.config)
@@ -45,7 +45,7 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
         )
     command = [TRAINING_MODULE, str(config_path), *overrides]
     if place is not None:
-        # Not at the top: servers' own processes import this module.
+        # Not at module level: server processes import this module.
         from pacs_megatron.launch.colocated import are_on_every_node, attach
 
         if are_on_every_node(loaded.config):
@@ -57,7 +57,7 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
 
 
 def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
-    """Raises ConfigError or ConversionError where the ranks or the model's shape do not fit the layout."""
+    """Raises ConfigError or ConversionError if the world size or the model's shape does not fit the layout."""
     from pacs_megatron.models import load_spec
 
     config = loaded.config
@@ -72,13 +72,13 @@ def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
 
 
 def check_model_is_here(loaded: LoadedConfig) -> None:
-    """Raises ConfigError for a `model.path` that is neither a folder of this host nor a hub id."""
+    """Raises ConfigError if `model.path` is neither a folder on this host nor a hub id."""
     from pacs_megatron.models.hub import is_hub_id
 
     path = loaded.config.model.path
     if not Path(path).expanduser().is_dir() and not is_hub_id(path):
         raise ConfigError(
-            f"model.path={path}: no such folder; correct the path, or make what it names first "
+            f"model.path={path}: no such folder; correct the path, or create the folder first "
             f"({loaded.where('model.path')})"
         )
 
@@ -86,8 +86,8 @@ def check_model_is_here(loaded: LoadedConfig) -> None:
 def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path) -> int:
     """Run `python -m <command>` on `num_ranks` ranks of this host under torchrun; returns the exit code.
 
-    A first SIGTERM or SIGINT goes to the ranks alone, which save and stop in their own time (torchrun would kill them
-    after 30 s); a second one to torchrun too; a third one kills.
+    The first SIGTERM or SIGINT goes to the ranks only, which save and stop without a time limit (torchrun kills them
+    after 30 s). The second goes to torchrun too. The third kills all.
     """
     before = _stamp(exit_code_file)
     agent = [
@@ -114,7 +114,7 @@ def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path) ->
 
 
 class _Forwarding(AbstractContextManager["_Forwarding"]):
-    """Passes this process's signals on to the ranks, harder each time."""
+    """Forwards signals of this process to the ranks, with more force each time."""
 
     def __init__(self) -> None:
         self.signals: list[int] = []
@@ -133,7 +133,7 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def watch(self, agent_pid: int) -> None:
-        """Signals go to this process and its children; one that came earlier goes there now."""
+        """Forward signals to this process and its children, including signals received before this call."""
         self._agent_pid = agent_pid
         if self.signals:
             self._pass_on()
@@ -154,11 +154,11 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
             else:
                 os.killpg(pid, signal.SIGTERM if attempt <= 2 else signal.SIGKILL)
         except (psutil.NoSuchProcess, ProcessLookupError):
-            return  # it has ended already; wait() says how
+            return  # it has already exited; wait() returns its code
 
 
 def _end_group(pid: int) -> None:
-    """Kill what the ranks may have left behind: servers and workers share the session."""
+    """Kill remaining processes of the ranks: servers and workers share the session."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,6 +1,6 @@
 """Maps `reward.name` to the reward function."""
 
-from pacs_megatron.config.schema import ArithmeticReward, CustomReward, FormatReward, MathReward
+from pacs_megatron.config.reward_options import ArithmeticReward, CustomReward, FormatReward, MathReward
 from pacs_megatron.contracts import RewardFn
 
 AnyReward = MathReward | ArithmeticReward | FormatReward | CustomReward

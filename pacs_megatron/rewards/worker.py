@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import numpy as np
 from pydantic import TypeAdapter
 
-from pacs_megatron.config.schema import RewardOptions
+from pacs_megatron.config.reward_options import RewardOptions
 from pacs_megatron.contracts import Prompt, RewardFn
 from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards.custom import describe

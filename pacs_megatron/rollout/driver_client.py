@@ -25,14 +25,14 @@ _POLL_S = 1.0
 class DriverClient:
     """One driver process."""
 
-    def __init__(self, run_dir: Path, model_dir: Path, *, timeout_s: float, heartbeat_s: float) -> None:
+    def __init__(self, run_dir: Path, model_dir: Path, *, timeout_s: float, heartbeat_interval_s: float) -> None:
         self._asked = 0
         self.is_lost = False
         """it has died or does not answer: nothing can be asked any more"""
         self.on_progress: Callable[[int, int], None] = lambda _done, _total: None
         """called with (finished, all) samples of the question that is outstanding"""
         self._timeout_s = timeout_s
-        self._heartbeat_s = heartbeat_s
+        self._heartbeat_s = heartbeat_interval_s
         ours, theirs = socket.socketpair()
         log_dir = run_dir / "logs"
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ class DriverClient:
             self.reply({"op": "abandon"})
 
     def receive(self, on_wait: Callable[[], None] | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """The next answer; `on_wait` is called every second (or `heartbeat_s`) while it is outstanding.
+        """The next answer; `on_wait` is called every second (or `heartbeat_interval_s`) while it is outstanding.
 
         The time limit starts anew whenever the driver reports progress. Raises the error that the driver named, or
         RolloutError for a time-out or its death.

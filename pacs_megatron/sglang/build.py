@@ -142,7 +142,7 @@ def _engine(options: SglangRollout, servers: list[Server], vocab_size: int) -> S
         servers,
         FleetLimits(
             max_in_flight=options.max_in_flight,
-            probe_s=options.probe_s,
+            probe_interval_s=options.probe_interval_s,
             probe_timeout_s=options.probe_timeout_s,
             dead_after_s=options.dead_after_s,
             max_failures=options.max_failures,

@@ -66,7 +66,7 @@ class FleetLimits:
     """The schema's options of the same names."""
 
     max_in_flight: int
-    probe_s: float
+    probe_interval_s: float
     probe_timeout_s: float
     dead_after_s: float
     max_failures: int
@@ -237,7 +237,7 @@ class Fleet:
     def needs_weights(self) -> bool:
         """Whether only a new push makes a server usable: no server is HEALTHY or SUSPECT, and some are STALE, for
         example because they were restarted while the trainer waits for samples."""
-        if self.current is None or self._settling or self.down_s() < STALE_PROBES * self.limits.probe_s:
+        if self.current is None or self._settling or self.down_s() < STALE_PROBES * self.limits.probe_interval_s:
             return False
         states = {server.health for server in self.servers}
         return Health.STALE in states and states <= {Health.STALE, Health.DEAD}
@@ -256,7 +256,7 @@ class Fleet:
     async def _watch(self, server: Server) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake[server].wait(), self.limits.probe_s)
+                await asyncio.wait_for(self._wake[server].wait(), self.limits.probe_interval_s)
             self._wake[server].clear()
             self._notice_exit(server)
             if server.health is Health.DEAD and server.own is not None:

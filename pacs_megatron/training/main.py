@@ -104,7 +104,7 @@ def _build(loaded: LoadedConfig, run_dir: Path, rank_number: int, stack: ExitSta
             run_dir,
             model_dir,
             timeout_s=loaded.config.parallel.control_timeout_s,
-            heartbeat_s=loaded.config.parallel.heartbeat_s,
+            heartbeat_interval_s=loaded.config.parallel.heartbeat_interval_s,
         )
         stack.callback(driver.close)
     run = context.build_on_all_ranks(loaded.config, run_dir, model_dir, driver, stop)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pacs_megatron.config.schema import ArithmeticReward, CustomReward, FormatReward, MathReward
+from pacs_megatron.config.reward_options import ArithmeticReward, CustomReward, FormatReward, MathReward
 from pacs_megatron.contracts import Prompt, RewardFn
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards import RewardPool, build_reward, label_of

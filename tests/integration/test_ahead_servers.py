@@ -71,7 +71,7 @@ def start(
     folder.mkdir(exist_ok=True)
     config = write_tiny_run(folder, model)
     rollout = (
-        f"{{engine: sglang, urls: ['{url}'], max_staleness: {max_staleness}, sampling: {{max_response_tokens: 48}}, probe_s: 0.2, "
+        f"{{engine: sglang, urls: ['{url}'], max_staleness: {max_staleness}, sampling: {{max_response_tokens: 48}}, probe_interval_s: 0.2, "
         "dead_after_s: 2.0, all_down_after_s: 3.0, sync: {transport: disk, verify: 'off', pause: in_place, timeout_s: 5.0}}"
     )
     values = (f"run.steps={STEPS}", f"rollout={rollout}", "parallel.tp=1", "checkpoint.every=null", *overrides)

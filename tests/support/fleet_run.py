@@ -34,7 +34,7 @@ class FleetRun:
         self.run_dir = folder / "runs" / "tiny"
         self.steps = steps
         sampling = {"max_response_tokens": 96, "stop": STOP}
-        quick = {"probe_s": 0.3, "probe_timeout_s": 3.0, "dead_after_s": 5.0, "all_down_after_s": 200.0}
+        quick = {"probe_interval_s": 0.3, "probe_timeout_s": 3.0, "dead_after_s": 5.0, "all_down_after_s": 200.0}
         self._overrides = (
             f"run.steps={steps}",
             f"batch.prompts_per_step={PROMPTS}",

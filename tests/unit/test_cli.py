@@ -55,7 +55,7 @@ def test_config_explain(config: str, capsys: pytest.CaptureFixture[str]) -> None
 def test_config_explain_refuses_ranks_that_do_not_factor(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "explain", config, "parallel.tp=2", "--ranks", "3"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("ConfigError: 3 ranks do not factor into")
+    assert error.startswith("ConfigError: 3 ranks are not a multiple of")
     assert error.count("\n") == 1
 
 

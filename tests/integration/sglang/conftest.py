@@ -54,7 +54,7 @@ class Lab:
 
     def options(self, *urls: str, **changes: Any) -> SglangRollout:
         sync = {"transport": "broadcast", "verify": "full", "timeout_s": 30.0} | changes.pop("sync", {})
-        quick = {"probe_s": 0.2, "probe_timeout_s": 3.0, "dead_after_s": 6.0, "all_down_after_s": 60.0}
+        quick = {"probe_interval_s": 0.2, "probe_timeout_s": 3.0, "dead_after_s": 6.0, "all_down_after_s": 60.0}
         return SglangRollout(
             engine="sglang",
             urls=urls or (self.url,),

@@ -92,7 +92,7 @@ def test_an_owned_server_killed_while_it_generates_is_replaced(
     """kill -9 of the real launcher process: nothing of it stays, it is started anew, is STALE, takes weights, serves.
     With an API key on all of it."""
     monkeypatch.setenv("ROLLOUT_KEY", "sesame")
-    options = own_options(api_key_env="ROLLOUT_KEY", probe_s=0.2, all_down_after_s=300.0)
+    options = own_options(api_key_env="ROLLOUT_KEY", probe_interval_s=0.2, all_down_after_s=300.0)
     with sglang.open_engine(options, ModelOptions(path=str(lab_folders[0])), tmp_path) as engine:
         [api] = sglang.server_apis(options, (engine.status()[0].url,))
         api.set_weight_version("1:aa")

@@ -46,7 +46,7 @@ def start(folder: Path, model: Path, url: str, **changes: Any) -> subprocess.Pop
     options = {"sync": "{transport: disk, verify: 'off', pause: in_place}"} | changes
     rollout = (
         f"{{engine: sglang, urls: ['{url}'], dtype: bf16, max_staleness: {options['max_staleness']}, sync: {options['sync']}, "
-        f"probe_s: 0.3, sampling: {{max_response_tokens: {options['tokens']}, stop: ['a', 'b']}}}}"
+        f"probe_interval_s: 0.3, sampling: {{max_response_tokens: {options['tokens']}, stop: ['a', 'b']}}}}"
     )
     benchmark = f"{{path: {folder}/test.jsonl, name: test, columns: {{problem: problem, answer: answer}}}}"
     overrides = (

@@ -45,23 +45,23 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (
             ["run.nproc=6", "parallel.tp=4"],
-            "6 ranks do not factor into parallel.tp*pp*cp=4*1*1=4 times data parallel; start a multiple of 4 ranks, or make tp*pp*cp one of 1, 2, 3, 6 (override)",
+            "6 ranks are not a multiple of parallel.tp*pp*cp=4*1*1=4; start a multiple of 4 ranks, or make tp*pp*cp one of 1, 2, 3, 6 (override)",
         ),
-        (["precision={dtype: fp32, fp8: {recipe: delayed}}"], "FP8 needs bf16; set precision.dtype=bf16 (override)"),
-        (["parallel.sequence_parallel=true"], "parallel.sequence_parallel=true needs parallel.tp > 1"),
-        (["parallel.vpp=2"], "parallel.vpp=2 needs parallel.pp > 1"),
+        (["precision={dtype: fp32, fp8: {recipe: delayed}}"], "FP8 requires bf16; set precision.dtype=bf16 (override)"),
+        (["parallel.sequence_parallel=true"], "parallel.sequence_parallel=true requires parallel.tp > 1"),
+        (["parallel.vpp=2"], "parallel.vpp=2 requires parallel.pp > 1"),
         (["parallel.recompute.num_layers=2"], "used by granularity=full only, got none; remove it"),
-        (["batch.samples_per_prompt=1"], "no siblings to compare; use at least 2 (override)"),
+        (["batch.samples_per_prompt=1"], "compares the samples of a prompt; use at least 2 (override)"),
         (
             ["objective.actor_term=0.5", "batch.updates_per_step=2"],
             "actor_term to 0 or updates_per_step to 1 (override)",
         ),
         (["run.name=''"], "run.name='': expected letters, digits"),
         (["run.name=../other"], "run.name='../other': expected letters"),
-        (["run.name=a b"], "rename it (run.dir says where the folder is) (override)"),
+        (["run.name=a b"], "rename it (run.dir sets the parent folder) (override)"),
         (
             ["resources.time_limit=00:05:00"],
-            "not longer than resources.signal_lead_s=300, so that the signal would come",
+            "not longer than resources.signal_lead_s=300; the stop signal would arrive",
         ),
         (
             [*SERVERS, "rollout.servers.tp=16"],
@@ -69,7 +69,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             [*SERVERS, "resources.rollout_nodes=2", "rollout.servers.tp=16"],
-            "a server stays on one node, which has resources.gpus_per_node=8; use at most 8",
+            "a server runs on one node with resources.gpus_per_node=8; use at most 8",
         ),
         (
             [*SERVERS, "resources.rollout_nodes=3", "rollout.servers.count=4"],
@@ -79,7 +79,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["objective.score=grpo"], "or use score rloo (base.yaml:6)"),
         (
             ["batch.updates_per_step=9"],
-            "batch.updates_per_step=9 is more than batch.prompts_per_step=8: an update needs a whole group; use at most 8",
+            "batch.updates_per_step=9 is more than batch.prompts_per_step=8: an update requires at least one group; use at most 8",
         ),
         (
             ["batch.tokens_per_microbatch=1023"],
@@ -90,7 +90,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["rollout.engine=demonstrations", "rollout.max_response_tokens=5"],
             "set rollout.engine=embedded or objective.name=sft",
         ),
-        (["reward=null"], "`reward` is missing; sampled answers need a verifier"),
+        (["reward=null"], "`reward` is missing; sampled responses require a verifier"),
         (["admission.oversample=1.5"], "set drop_one_class_groups=true or oversample=1 (override)"),
         ([*AHEAD, "rollout.shares_gpus=true"], "rollout.max_staleness=1 with rollout.shares_gpus=true"),
         ([*SFT, "rollout.max_staleness=1"], "max_staleness"),
@@ -103,7 +103,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             ["data.train.preset=null"],
-            "data.train: exactly one of `preset` and `columns` names the columns, got neither",
+            "data.train: exactly one of `preset` and `columns` must be set, got neither",
         ),
         (["data.train.columns={problem: p, answer: a}"], "got both; set one"),
         (
@@ -111,15 +111,18 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "optimizer.min_lr=1.0 is above optimizer.lr=1e-06; lower it",
         ),
         (["optimizer.min_lr=1e-8"], "optimizer.min_lr is not used by optimizer.schedule=constant"),
-        (["optimizer.schedule=linear", "optimizer.warmup_updates=10"], "leaves nothing of the run's 10 updates"),
+        (
+            ["optimizer.schedule=linear", "optimizer.warmup_updates=10"],
+            "leaves no update for the decay: the run has 10",
+        ),
         ([BENCH], "`evaluation.sampling` is missing"),
         (
             [f"{SGLANG}, sampling: {{max_response_tokens: 8, stop: {list('abcdefghijklmnopqrstuvwxyz0123456')}}}}}"],
-            "rollout.sampling.stop has 33 strings, but SGLang takes at most 32; shorten it",
+            "rollout.sampling.stop has 33 strings, but SGLang allows at most 32; shorten it",
         ),
         (
             [BENCH, SAMPLING, "evaluation.k=[1, 8]"],
-            "evaluation.k=8: pass@k needs 1 <= k <= evaluation.samples_per_prompt=4",
+            "evaluation.k=8: pass@k requires 1 <= k <= evaluation.samples_per_prompt=4",
         ),
         (
             [
@@ -127,7 +130,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 SAMPLING,
                 "evaluation.benchmarks=[{path: a, preset: aime, name: x}, {path: b, preset: aime, name: x}]",
             ],
-            "name=x is taken by benchmark 0; rename it",
+            "name=x is also the name of benchmark 0; rename it",
         ),
         (["evaluation.every=5"], "`evaluation.every` is not used without evaluation.benchmarks"),
     ],
@@ -177,7 +180,7 @@ class Shape:
             Shape(moe=Experts()),
             "parallel.ep=3 does not divide num_experts=128 of M; use one of 1, 2",
         ),
-        (["parallel.tp=2"], Shape(moe=Experts()), "needs parallel.sequence_parallel=true"),
+        (["parallel.tp=2"], Shape(moe=Experts()), "requires parallel.sequence_parallel=true"),
         ([], Shape(max_positions=100), "positions, but M has max_position_embeddings=100; lower one of them"),
         (
             [],

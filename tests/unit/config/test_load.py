@@ -171,7 +171,11 @@ def test_wrong_overrides(base: Path, overrides: list[str], expected: str) -> Non
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("  steps: 10\n", "", "`run.steps` is missing; add it: Training steps (rollout batches). (bad.yaml:1)"),
+        (
+            "  steps: 10\n",
+            "",
+            "`run.steps` is missing; add it: Number of training steps (rollout batches). (bad.yaml:1)",
+        ),
         (
             "  name: math\n",
             "  workers: 2\n",
@@ -194,7 +198,7 @@ def test_wrong_overrides(base: Path, overrides: list[str], expected: str) -> Non
         (
             "run:\n",
             "include: nothere.yaml\nrun:\n",
-            "include='nothere.yaml': no such file nothere.yaml; paths start at the including file (bad.yaml:1)",
+            "include='nothere.yaml': no such file nothere.yaml; paths are relative to the including file (bad.yaml:1)",
         ),
         (
             "run:\n",

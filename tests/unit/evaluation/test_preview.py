@@ -2,7 +2,8 @@
 
 import pytest
 
-from pacs_megatron.config.schema import ArithmeticReward, DataOptions, DatasetOptions, FormatReward, MathReward
+from pacs_megatron.config.reward_options import ArithmeticReward, FormatReward, MathReward
+from pacs_megatron.config.schema import DataOptions, DatasetOptions
 from pacs_megatron.evaluation.preview import preview_with_reward
 from tests.support.problem_files import PRESET_OF_FILE, SAMPLES, problem_folder
 from tests.support.tiny_models import save_tokenizer

@@ -106,7 +106,7 @@ def test_bad_layouts_are_refused_before_anything_starts(
     (tmp_path / "run.yaml").write_text(BASE)
     with pytest.raises(ConfigError, match=r"parallel\.tp=3 does not divide num_key_value_heads=.*; use"):
         run_train(Path("run.yaml"), [f"model.path={tiny_qwen3}", "parallel.tp=3"])
-    with pytest.raises(ConfigError, match="6 ranks do not factor"):
+    with pytest.raises(ConfigError, match="6 ranks are not a multiple of"):
         run_train(Path("run.yaml"), ["parallel.tp=4", "run.nproc=6"])
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pacs_megatron.config.schema import ArithmeticReward, CustomReward, FormatReward, MathReward
+from pacs_megatron.config.reward_options import ArithmeticReward, CustomReward, FormatReward, MathReward
 from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards import RewardPool, build_reward
 
@@ -238,7 +238,7 @@ def test_workers_end_with_a_killed_parent(custom, tmp_path):
         textwrap.dedent(
             f"""
             import time, numpy as np, psutil
-            from pacs_megatron.config.schema import CustomReward
+            from pacs_megatron.config.reward_options import CustomReward
             from pacs_megatron.contracts import Prompt
             from pacs_megatron.rewards import RewardPool
             pool = RewardPool(CustomReward(name="custom", function={str(custom().function)!r}, workers=2))

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pacs_megatron.config.schema import AdmissionOptions, CustomReward
+from pacs_megatron.config.reward_options import CustomReward
+from pacs_megatron.config.schema import AdmissionOptions
 from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest, SamplingParams, Span, Stop
 from pacs_megatron.errors import CheckpointError, RewardError, RolloutError
 from pacs_megatron.rewards.pool import RewardPool
@@ -218,7 +219,7 @@ def test_a_sample_that_comes_twice_counts_once(judge: Judge) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- driver
 def test_answers_to_abandoned_questions_are_not_taken_for_others(tmp_path: Path) -> None:
-    client = DriverClient(tmp_path, tmp_path, timeout_s=20.0, heartbeat_s=1.0)
+    client = DriverClient(tmp_path, tmp_path, timeout_s=20.0, heartbeat_interval_s=1.0)
     client._process.kill()
     client._connection.close()
     ours, theirs = socket.socketpair()

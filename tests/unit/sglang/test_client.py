@@ -47,7 +47,7 @@ def engine(servers: Sequence[FakeSglang], **changes: Any) -> Iterator[SglangEngi
     """All servers hold the current weights unless the caller says otherwise."""
     fleet = {
         "max_in_flight": 64,
-        "probe_s": 0.05,
+        "probe_interval_s": 0.05,
         "probe_timeout_s": 1.0,
         "dead_after_s": 1.5,
         "max_failures": 3,
@@ -328,7 +328,7 @@ def test_an_answer_with_weights_of_an_update_that_failed_is_refused(fakes: Calla
 def test_weights_that_change_behind_our_back_are_noticed(fakes: Callable[..., list[FakeSglang]]) -> None:
     """A server that falls back to older weights between two probes: its answer is refused, then it is STALE."""
     [server] = fakes(1)
-    with engine([server], probe_s=1.0, all_down_after_s=1.5, max_failures=100) as client:
+    with engine([server], probe_interval_s=1.0, all_down_after_s=1.5, max_failures=100) as client:
         client.set_current(0, "old")
         server.weight_version = "0:old"
         list(client.stream(requests(1, tag="0")))
@@ -432,7 +432,7 @@ def test_the_key_is_sent(fakes: Callable[..., list[FakeSglang]]) -> None:
     wrong = Server(SglangApi(url=server.url, api_key="sesame"))
     limits = FleetLimits(
         max_in_flight=1,
-        probe_s=0.05,
+        probe_interval_s=0.05,
         probe_timeout_s=1,
         dead_after_s=1,
         max_failures=1,

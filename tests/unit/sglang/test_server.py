@@ -109,7 +109,7 @@ def test_an_exit_is_noticed_when_an_update_begins_and_the_server_comes_back(tmp_
     own.wait_ready(TOOK_S)
     limits = FleetLimits(
         max_in_flight=1,
-        probe_s=30.0,
+        probe_interval_s=30.0,
         probe_timeout_s=1.0,
         dead_after_s=60.0,
         max_failures=1,
