@@ -92,7 +92,7 @@ def test_the_time_limit_is_survived(slurm: Slurm, repo: Path, tmp_path: Path) ->
     assert len(rows) >= 2
     assert [row["code"] for row in rows] == [75] * (len(rows) - 1) + [0]
     assert all(row["end"] - row["begin"] < 180 for row in rows)
-    assert "signal: asking the run to save and stop" in (tmp_path / "job.log").read_text()
+    assert "signal: requesting the run to save and stop" in (tmp_path / "job.log").read_text()
     assert steps(run_dir) == list(range(1, 17))
 
 
@@ -137,7 +137,7 @@ def test_status_logs_and_cancel_of_real_jobs(nemo_run: None, slurm: Slurm, tmp_p
     )
     assert re.search(rf"job {waiting['train']} \(train\): PENDING", command("status", str(run_dir)))
     assert "has job" in refused("submit", str(config), *TWO_NODES, "--cluster", str(tmp_path / "cluster.yaml"))
-    assert "nothing ran" in command("cancel", "--save", str(run_dir))
+    assert "no job was running" in command("cancel", "--save", str(run_dir))
     assert {slurm.wait(job, 20)["JobState"] for job in waiting.values()} == {"CANCELLED"}
     slurm.run("scancel", blocker)
     assert "nothing to cancel" in refused("cancel", str(run_dir))
@@ -147,7 +147,7 @@ def test_status_logs_and_cancel_of_real_jobs(nemo_run: None, slurm: Slurm, tmp_p
     wait_for_rows(run_dir, 1, 120)
     said = command("status", str(run_dir))
     assert re.search(rf"attempt 1  job {job}: RUNNING \S+ n\[1-2\]", said)
-    assert re.search(r"ranks +\S.*: \S.*, no sign of life for at most \d+ s", said)
+    assert re.search(r"ranks +\S.*: \S.*, no progress for at most \d+ s", said)
     assert "metrics    step " in said
     assert command("logs", str(run_dir), "--lines", "3").strip()
     assert "asked" in command("cancel", "--save", str(run_dir))
@@ -162,9 +162,9 @@ def test_status_logs_and_cancel_of_real_jobs(nemo_run: None, slurm: Slurm, tmp_p
     assert_nothing_runs(str(tmp_path))
 
     nowhere = tmp_path / "nowhere"
-    assert "give a run's folder" in refused("status", str(nowhere))
-    assert "give a run's folder" in refused("logs", str(nowhere))
-    assert "give a run's folder" in refused("cancel", str(nowhere))
+    assert "give a run folder" in refused("status", str(nowhere))
+    assert "give a run folder" in refused("logs", str(nowhere))
+    assert "give a run folder" in refused("cancel", str(nowhere))
 
 
 def test_what_sbatch_refuses_is_one_line(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:

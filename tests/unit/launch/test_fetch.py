@@ -85,9 +85,9 @@ def test_a_job_needs_no_network_after_it(hub: Hub, tmp_path: Path, config: Path)
     before = len(hub.downloads)
     code, out = call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url)
     assert code == 0, out
-    assert hub.downloads[before:].count("model.safetensors") == 0  # a second call loads nothing again
+    assert hub.downloads[before:].count("model.safetensors") == 0  # a second call downloads nothing
     nobody = f"http://127.0.0.1:{free_port()}"
-    # Not told to be offline, and yet nothing is asked: preflight reads the caches only.
+    # preflight reads the caches only, even without HF_HUB_OFFLINE.
     code, out = call(tmp_path, "preflight", config, *OVERRIDES, url=nobody)
     assert code == 0, out
     assert f"ok    data.train.path: {DATA}: 16 prompts" in out
@@ -102,10 +102,10 @@ def test_a_run_trains_from_the_caches(hub: Hub, tmp_path: Path, config: Path) ->
     assert (tmp_path / "runs" / "tiny" / "hf" / "model.safetensors").is_file()
 
 
-def test_a_connection_that_breaks_is_taken_up_near_the_break(
+def test_an_interrupted_download_resumes(
     sources: tuple[Path, Path], tmp_path: Path, config: Path
 ) -> None:
-    """The client writes pieces of 10 MiB, and goes on behind the last whole one."""
+    """The client writes pieces of 10 MiB and resumes after the last complete one."""
     piece = 10 * 2**20
     model = shutil.copytree(sources[0], tmp_path / "large")
     (model / "notes.txt").write_bytes(os.urandom(piece + 4096))
@@ -119,11 +119,11 @@ def test_a_connection_that_breaks_is_taken_up_near_the_break(
 
 
 @pytest.mark.full
-def test_whole_files_are_kept_when_a_download_fails(hub: Hub, tmp_path: Path, config: Path) -> None:
+def test_complete_files_are_kept_when_a_download_fails(hub: Hub, tmp_path: Path, config: Path) -> None:
     hub.cut["model.safetensors"] = LFS_SIZE
     code, out = call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url)
     assert code == 2, out
-    assert "whole files are kept" in out.strip().splitlines()[-1]
+    assert "complete files are kept" in out.strip().splitlines()[-1]
     assert hub.downloads.count("tokenizer.json") == 1
     hub.cut.clear()
     code, out = call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url)
@@ -165,9 +165,9 @@ def no_id(_hub: Hub) -> tuple[str, ...]:
 FAILURES = {
     no_such_repository: "model.path=tiny/nothing: http://127.0.0.1",
     gated: "accept its terms at",
-    broken: "answers HTTP 500",
-    larger_than_the_disk: "GiB more and",
-    another_architecture: "is not what `plan` assumes",
+    broken: "returned HTTP 500",
+    larger_than_the_disk: "GiB more, but",
+    another_architecture: "differs from what `plan` assumes",
     no_such_data: "tiny/nothing",
     no_id: "neither a folder nor a hub id",
 }
@@ -185,7 +185,7 @@ def test_what_fails_is_one_line(failure: object, hub: Hub, tmp_path: Path, confi
 
 def test_no_network_is_one_line(tmp_path: Path, config: Path) -> None:
     code, out = call(tmp_path, "fetch", config, *OVERRIDES, url=f"http://127.0.0.1:{free_port()}")
-    assert code == 2 and "was not reached" in out and "HTTPS_PROXY" in out and "Traceback" not in out, out
+    assert code == 2 and "is unreachable" in out and "HTTPS_PROXY" in out and "Traceback" not in out, out
     code, out = call(tmp_path, "fetch", config, *OVERRIDES, url="http://127.0.0.1:9", offline=True)
     assert code == 2 and "HF_HUB_OFFLINE is set" in out
 

@@ -1,4 +1,4 @@
-"""Attempts of a run: their folders, when another one is worth it, and what status, logs and cancel say."""
+"""Attempts of a run: folders, requeues, and the output of status, logs and cancel."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def checkpoint(run_dir: Path, step: int, updates: int = 0) -> None:
 
 
 def attempt(
-    run_dir: Path, code: int, *, saves: int | Position | None = None, told: int | None = None
+    run_dir: Path, code: int, *, saves: int | Position | None = None, written: int | None = None
 ) -> tuple[int, bool, str]:
     begin(run_dir, "7")
     if saves is not None:
         checkpoint(run_dir, *(saves if isinstance(saves, Position) else (saves,)))
-    if told is not None:
-        (run_dir / "exit_code").write_text(f"{told}\n")
+    if written is not None:
+        (run_dir / "exit_code").write_text(f"{written}\n")
     return end(run_dir, code, 3)
 
 
 def test_attempts_have_folders_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "STOP").write_text("")
     first = begin(tmp_path, "1")
-    assert not (tmp_path / "STOP").exists()  # it belonged to the attempt before
+    assert not (tmp_path / "STOP").exists()  # it belonged to the previous attempt
     end(tmp_path, 75, 3)
     second = begin(tmp_path, "2")
     assert (first.name, second.name) == ("attempt_1", "attempt_2")
@@ -54,15 +54,15 @@ def test_attempts_have_folders_of_their_own(tmp_path: Path) -> None:
         (137, True),
     ],
 )
-def test_which_codes_are_worth_another_attempt(tmp_path: Path, code: int, again: bool) -> None:
+def test_exit_codes_that_requeue(tmp_path: Path, code: int, again: bool) -> None:
     assert attempt(tmp_path, code)[1] == again
 
 
-def test_rank_0s_word_wins_over_the_launchers(tmp_path: Path) -> None:
-    assert attempt(tmp_path, 1, told=75)[:2] == (75, True)
+def test_the_exit_code_of_rank_0_has_precedence(tmp_path: Path) -> None:
+    assert attempt(tmp_path, 1, written=75)[:2] == (75, True)
 
 
-def test_an_old_word_does_not_count(tmp_path: Path) -> None:
+def test_an_old_exit_code_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "exit_code").write_text("0\n")
     os.utime(tmp_path / "exit_code", (1, 1))
     assert attempt(tmp_path, 137)[0] == 137
@@ -77,7 +77,7 @@ def test_a_crash_loop_stops_and_progress_resets_it(tmp_path: Path) -> None:
 
 def test_lost_nodes_with_progress_are_no_crash_loop(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        begin(tmp_path, "7")  # and nobody ends it
+        begin(tmp_path, "7")  # the node is lost: no `end`
         checkpoint(tmp_path, step)
     assert [attempt(tmp_path, 1)[1] for _ in range(3)] == [True, True, False]
 
@@ -98,10 +98,10 @@ def test_two_jobs_never_train_one_run(tmp_path: Path, monkeypatch: pytest.Monkey
         begin(run_dir, "8")
     assert begin(run_dir, "7").name == "attempt_2"  # a requeue of the same job
     fake_squeue(tmp_path, monkeypatch, "")
-    assert begin(run_dir, "8").name == "attempt_3"  # the other one is gone without a word
+    assert begin(run_dir, "8").name == "attempt_3"  # the other job was lost
 
 
-def test_status_knows_what_waits_and_what_ranks_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_shows_queued_jobs_and_the_phase_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_squeue(
         tmp_path,
         monkeypatch,
@@ -118,10 +118,10 @@ def test_status_knows_what_waits_and_what_ranks_do(tmp_path: Path, monkeypatch: 
     for rank, phase in enumerate(["update", "update", "rollout wait", "update"]):
         (beats / f"rank{rank}.json").write_text(json.dumps({"rank": rank, "phase": phase, "silent_s": 40.0 + rank}))
     text = status(run_dir)
-    assert "ranks      0-1, 3: update, no sign of life for at most 43 s" in text
-    assert "ranks      2: rollout wait, no sign of life for at most 42 s" in text
+    assert "ranks      0-1, 3: update, no progress for at most 43 s" in text
+    assert "ranks      2: rollout wait, no progress for at most 42 s" in text
     end(run_dir, 0, 3)
-    assert "sign of life" not in status(run_dir)
+    assert "no progress" not in status(run_dir)
 
 
 def test_a_half_written_checkpoint_is_no_progress(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_half_written_checkpoint_is_no_progress(tmp_path: Path) -> None:
 
 
 def test_updates_of_a_step_are_progress(tmp_path: Path) -> None:
-    for updates in range(4):  # more attempts than may end without progress
+    for updates in range(4):  # more attempts than max_attempts
         assert attempt(tmp_path, 75, saves=Position(0, updates + 1))[1]
     assert [row["end_updates"] for row in read_attempts(tmp_path)] == [1, 2, 3, 4]
     assert newest_position(tmp_path) == Position(0, 4) and newest_step(tmp_path) is None
@@ -141,7 +141,7 @@ def test_updates_of_a_step_are_progress(tmp_path: Path) -> None:
     assert [attempt(tmp_path, 1)[1] for _ in range(3)] == [True, True, False]
 
 
-def test_rows_of_before_checkpoints_within_a_step(tmp_path: Path) -> None:
+def test_rows_of_version_0_1(tmp_path: Path) -> None:
     attempt(tmp_path, 75, saves=2)
     log = tmp_path / "logs" / "attempts.jsonl"
     old = {key: value for key, value in read_attempts(tmp_path)[0].items() if not key.endswith("updates")}
@@ -149,26 +149,26 @@ def test_rows_of_before_checkpoints_within_a_step(tmp_path: Path) -> None:
     assert attempt(tmp_path, 1) == (1, True, "failed with code 1; the next attempt resumes from step 2")
 
 
-def test_cancel_with_save_keeps_it_from_coming_back(tmp_path: Path) -> None:
+def test_cancel_with_save_prevents_a_requeue(tmp_path: Path) -> None:
     begin(tmp_path, "7")
-    assert "not requeued" in cancel(tmp_path, save=True)
+    assert "without a requeue" in cancel(tmp_path, save=True)
     assert (tmp_path / "STOP").exists()
     code, again, reason = end(tmp_path, 75, 3)
     assert (code, again) == (75, False)
     assert "cancel --save" in reason
     begin(tmp_path, "8")
-    assert end(tmp_path, 75, 3)[1]  # a new submission counts anew
+    assert end(tmp_path, 75, 3)[1]  # a new submission is independent
 
 
 def test_status_and_logs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give a run's folder"):
+    with pytest.raises(ConfigError, match="give a run folder"):
         status(tmp_path / "nothere")
     checkpoint(tmp_path, 4)
     folder = begin(tmp_path, "12")
     (folder / "output.log").write_text("one\ntwo\nthree\n")
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 4, "reward/mean": 0.5}) + "\n")
     text = status(tmp_path)
-    assert "attempt 1  job 12: ended without a word" in text
+    assert "attempt 1  job 12: ended without an exit code" in text
     assert "checkpoint step 4" in text
     assert "reward/mean 0.5" in text
     end(tmp_path, 75, 3)
@@ -181,7 +181,7 @@ def test_status_and_logs(tmp_path: Path) -> None:
     assert read_attempts(tmp_path)[0]["job_id"] == "12"
 
 
-def test_what_a_lost_node_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_truncated_rows_are_skipped(tmp_path: Path) -> None:
     begin(tmp_path, "7")
     logs = tmp_path / "logs"
     for name in ("attempts.jsonl", "jobs.jsonl"):
@@ -194,17 +194,17 @@ def test_what_a_lost_node_cut_off_is_left_out(tmp_path: Path) -> None:
         (beats / f"rank{rank}.json").write_text(text)
     (tmp_path / "exit_code").write_text("")
     text = status(tmp_path)
-    assert "attempt 1  job 7: ended without a word" in text
+    assert "attempt 1  job 7: ended without an exit code" in text
     assert "step 4" in text
     with pytest.raises(ConfigError, match="no job in the queue"):
         cancel(tmp_path, save=False)
-    assert end(tmp_path, 75, 3)[:2] == (75, True)  # an empty exit_code says nothing
+    assert end(tmp_path, 75, 3)[:2] == (75, True)  # an empty exit_code is ignored
     (logs / "attempts.jsonl").write_text((logs / "attempts.jsonl").read_text() + '{"attempt": 2, "jo')
     assert begin(tmp_path, "8").name == "attempt_2"
     assert [row["job_id"] for row in read_attempts(tmp_path)] == ["7", "8"]
 
 
-def test_logs_are_of_the_attempt_that_was_asked_for(tmp_path: Path) -> None:
+def test_logs_of_one_attempt(tmp_path: Path) -> None:
     folder = begin(tmp_path / "a run", "7")
     (folder.parent / "rank0.log").write_text("rank\n")
     assert list(log_lines(tmp_path / "a run", None, 2, follow=False)) == ["rank"]
@@ -221,16 +221,16 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().err.startswith(f"ConfigError: {tmp_path}/logs: File exists; correct run.dir")
 
 
-def test_describe_is_what_the_batch_script_needs() -> None:
+def test_describe() -> None:
     found = describe(BIG, ["run.dir=somewhere"])
     assert found["RUN_DIR"] == "somewhere/pacs-qwen3-14b-2n8g-tp4"
-    wanted = {"TRAIN_NODES": "1", "ROLLOUT_NODES": "1", "RANKS_PER_NODE": "8", "SYNC_WAY": "broadcast"}
+    wanted = {"TRAIN_NODES": "1", "ROLLOUT_NODES": "1", "RANKS_PER_NODE": "8", "SYNC_TRANSPORT": "broadcast"}
     assert wanted.items() <= found.items()
     with pytest.raises(ConfigError, match="does not divide over resources"):
         describe(BIG, ["resources.rollout_nodes=3"])
 
 
-def test_urls_are_waited_for(tmp_path: Path) -> None:
+def test_wait_for_urls(tmp_path: Path) -> None:
     (tmp_path / "b.urls").write_text("http://b:1\nhttp://b:2\n")
     with pytest.raises(RolloutError, match="1 of 2 rollout nodes are up after 0 s"):
         wait_for_urls(tmp_path, 2, 0.0)

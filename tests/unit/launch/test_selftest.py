@@ -31,7 +31,7 @@ def test_no_folder_of_others_is_emptied(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "thesis.tex").write_text("years of work")
     for folder in (tmp_path, tmp_path / "thesis.tex"):
         assert main([str(folder), "--ranks=1"]) == 2
-        assert f"{folder} is there and not a self-test's; name a new folder" in capsys.readouterr().err
+        assert f"{folder} is not empty and not of a self-test; name a new" in capsys.readouterr().err
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
     make_folder(tmp_path / "new" / "folder")
     (tmp_path / "new" / "folder" / "certificate.json").touch()

@@ -113,7 +113,7 @@ def test_an_error_is_left_for_whoever_waits(tmp_path: Path, capsys: pytest.Captu
 def test_a_process_that_ends_without_a_word_is_not_waited_for(tmp_path: Path) -> None:
     """Killed by the kernel for memory, say: fifteen minutes of `start_timeout_s` would pass."""
     began = time.monotonic()
-    with pytest.raises(RolloutError, match=r"server process ended with -9 and left no word"):
+    with pytest.raises(RolloutError, match=r"server process exited with code -9 and wrote no error"):
         wait_for_urls(tmp_path, 1, 900.0, lambda: -9)
     assert time.monotonic() - began < 5
     (tmp_path / "n1.error").write_text('{"code": 2, "message": "no such model"}')

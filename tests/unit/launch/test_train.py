@@ -45,7 +45,7 @@ def test_a_killed_rank_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert start_ranks([PROBE, str(tmp_path), "die_on_1"], 2, tmp_path / "exit_code") == 128 + signal.SIGKILL
     error = capfd.readouterr().err
     assert "rank 1 (pid" in error
-    assert "was ended by SIGKILL" in error
+    assert "was killed by SIGKILL" in error
     assert "Traceback" not in error
     assert_gone(tmp_path)
 
