@@ -98,9 +98,12 @@ class Rollouts:
         return benchmarks
 
     # --------------------------------------------------------------------------------------------------------- state
-    def state(self, trained: int) -> DriverState:
-        """What the checkpoint after `trained` steps keeps; empty on all ranks but 0. Collective; raises on every rank."""
-        header, arrays = self._ask_alone({"op": "state", "trained": trained}, None)
+    def state(self, trained: int, *, final: bool) -> DriverState:
+        """State for the checkpoint after `trained` steps; empty on all ranks but 0. Collective; raises on every rank.
+
+        `final`: nothing is judged any more, because the run ends after this checkpoint.
+        """
+        header, arrays = self._ask_alone({"op": "state", "trained": trained, "final": final}, None)
         if not header:
             return DriverState(order=None, buffer=None)
         works = header["buffer"]["works"]

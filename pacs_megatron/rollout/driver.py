@@ -268,8 +268,13 @@ class Driver:
         self._open = None
 
     # --------------------------------------------------------------------------------------------------------- state
-    def state(self, trained: int) -> Message:
-        """What a checkpoint after `trained` steps keeps: the data's position, and the steps on their way."""
+    def state(self, trained: int, *, final: bool) -> Message:
+        """The position in the data and the rollouts of later steps, for a checkpoint after `trained` steps.
+
+        `final` ends the reward workers first. The run does not keep later verdicts, so they would be computed twice.
+        """
+        if final and self._judge is not None:
+            self._judge.close()
         self._buffer.forget(trained)
         header, arrays = self._buffer.state()
         return {"kind": "state", "order": self._data.order.state_dict(), "buffer": header}, arrays
@@ -328,7 +333,7 @@ class Driver:
             case "evaluate":
                 self._or_error(number, partial(self.evaluate, number, question["step"]))
             case "state":
-                self._answer(number, partial(self.state, question["trained"]))
+                self._answer(number, partial(self.state, question["trained"], final=question["final"]))
             case "load_state":
                 self._answer(number, partial(self.load_state, question, arrays))
             case "begin_update":

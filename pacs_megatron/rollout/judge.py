@@ -44,7 +44,13 @@ class Judge:
         self._again = itertools.count(1)
         self._lock = threading.Lock()
         self._ended: RewardError | None = None
-        threading.Thread(target=self._collect, name="judge", daemon=True).start()
+        self._thread = threading.Thread(target=self._collect, name="judge", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the pool. Delivers the verdicts that exist and a RewardError for every pending sample before it returns."""
+        self._pool.close()
+        self._thread.join()
 
     def submit(self, sample: Sample, prompt: Prompt, done: Judged) -> None:
         """Has `sample` judged; returns at once, `done` is called later. Raises RewardError when the pool has ended."""

@@ -93,7 +93,7 @@ def train(run: RunContext) -> ExitCode:
             _save_before_error(run, progress)
             raise
         except Interrupted:
-            save(run, progress)
+            save(run, progress, final=True)
             out.report()
             if run.rank.rank == 0:
                 logger.info("stopped after %s; saved; the same command continues", progress.position)
@@ -167,16 +167,16 @@ def _save_before_error(run: RunContext, progress: RunProgress) -> None:
     if progress.position == Position(0):
         return
     try:
-        save(run, progress)
+        save(run, progress, final=True)
     except RolloutError as error:
         logger.warning("not saved: %s", error)
 
 
-def save(run: RunContext, progress: RunProgress) -> None:
-    """Saves the position of the run, with all finished samples of later steps. Collective."""
+def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None:
+    """Saves the position of the run, with all finished samples of later steps. Collective. `final`: the run ends."""
     has_reference = run.policy.reference is not None
     with run.timer.span("checkpoint"):
-        driver = run.rollouts.state(progress.step)
+        driver = run.rollouts.state(progress.step, final=final)
         contents = run_checkpoint.Contents(
             sharded=policy_state.sharded_state(run.policy, is_loading=False, with_reference=has_reference),
             state={

@@ -6,6 +6,7 @@ import json
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -187,6 +188,26 @@ def test_the_same_sample_may_be_judged_again_while_it_still_is(judge: Judge) -> 
     assert all(isinstance(answer, Sample) and answer.id == request.id and answer.label == 1 for answer in found)
 
 
+def test_a_closed_judge_has_delivered_every_verdict_and_starts_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "import time\nfrom pathlib import Path\ncalls = Path(__file__).with_name('calls')\n\n\n"
+        "def reward(prompt, response):\n    with calls.open('a') as file:\n        file.write('x')\n"
+        "    time.sleep(3600 if calls.stat().st_size == 4 else 0)\n    return 1.0\n"
+    )
+    options = CustomReward(name="custom", function=f"{file}:reward", workers=1, timeout_s=3600)
+    judge = Judge(RewardPool(options), lambda _ids: "", threshold=None, max_failure_frac=0.5)
+    answers: list[Sample | RewardError] = []
+    for request in requests_of([prompt(k) for k in range(4)], 1):
+        judge.submit(sample(request, "a"), prompt(0), answers.append)
+    calls = tmp_path / "calls"
+    while not calls.exists() or calls.stat().st_size < 4:
+        time.sleep(0.01)
+    judge.close()
+    assert [isinstance(answer, RewardError) for answer in answers] == [False] * 3 + [True] * 5
+    assert calls.stat().st_size == 4
+
+
 def test_a_reward_that_is_no_label_is_an_error_of_that_work_alone(judge: Judge) -> None:
     woken = threading.Event()
     pipeline = RolloutBuffer(judge, None, lambda step: rollouts(step, step), woken.set)
@@ -231,7 +252,7 @@ def test_answers_to_abandoned_questions_are_not_taken_for_others(tmp_path: Path)
     driver.send({"kind": "groups", "ask": 1})  # it was on its way
     driver.send({"kind": "progress", "ask": 2, "done": 3, "total": 8})
     driver.send({"kind": "state", "ask": 2, "order": {}})
-    assert client.ask({"op": "state", "trained": 0})[0]["kind"] == "state"
+    assert client.ask({"op": "state", "trained": 0, "final": False})[0]["kind"] == "state"
     assert told == [(3, 8)]
     asked = [driver.receive()[0] for _ in range(3)]
     assert [(q["op"], q["ask"]) for q in asked] == [("rollout", 1), ("abandon", 1), ("state", 2)]

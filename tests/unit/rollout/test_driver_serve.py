@@ -152,7 +152,7 @@ def test_rollouts_are_written_after_their_answer_and_before_the_next_one(
         assert one.next()["kind"] == "groups"
         path = rollout_path(tmp_path, 1)
         assert not path.exists()
-        one.ask(op="state", trained=0)
+        one.ask(op="state", trained=0, final=False)
         may_write.set()
         assert one.next()["kind"] == "state"
         assert path.read_bytes().count(b"\n") == 16

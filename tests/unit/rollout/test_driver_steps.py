@@ -128,7 +128,7 @@ def test_a_step_of_demonstrations_goes_on_from_a_checkpoint(tmp_path: Path) -> N
         answers.append(undisturbed._step_message(undisturbed._buffer.dispatch(step, step)[0]))
     first.rollout(1, 1)
     first.rollout(2, 2)
-    header, arrays = first.state(1)
+    header, arrays = first.state(1, final=False)
     assert [rollouts["step"] for rollouts in header["buffer"]["works"]] == [2]
     second.load_state(json.loads(json.dumps(header)), arrays)
     for step in (2, 3):
