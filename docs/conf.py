@@ -23,7 +23,7 @@ myst_heading_anchors = 4
 nitpicky = True
 
 _CONTENTS = {
-    "Start": ["Overview <../README>", "architecture", "objective", "configuration", "reference"],
+    "Start": ["Overview <../README>", "architecture", "objective", "configuration", "reference", "metrics"],
     "Use": ["operations", "../slurm/README", "../conversion/README", "../examples/README"],
     "Background": ["families", "compatibility", "experiments", "../CONTRIBUTING", "../CHANGELOG"],
 }

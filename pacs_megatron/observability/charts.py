@@ -1,7 +1,8 @@
-"""Line and stacked-bar charts as inline SVG: no library, no script, colours from the page's style sheet.
+"""Line and stacked-bar charts as inline SVG, with colours from the page's style sheet.
 
-Colours are CSS variables (`--s0` ...), so one drawing serves light and dark. Each figure carries its values as JSON for
-the page's small hover script; without the script nothing is lost but the hover.
+No chart library: those that work offline inline 1 to 4 MB of script into every report (Plotly, Vega), and Matplotlib's
+SVG has fixed colours and no hover. Colours are CSS variables (`--s0` ...), so one drawing fits light and dark. Each
+figure contains its values as JSON for the page's hover script.
 """
 
 import json
@@ -17,10 +18,10 @@ WIDTH, HEIGHT = 420, 220
 LEFT, RIGHT, TOP, BOTTOM = 48, 18, 10, 26
 NUM_COLOURS = 8
 MAX_POINTS = 400
-"""A longer series is thinned to the extremes of each stretch of steps: spikes stay, the file stays small."""
+"""A longer series is reduced to the extremes of each interval of steps, so that spikes remain visible."""
 MAX_BARS = 80
 MEANS_FROM = 120
-"""From so many points on, a curve is drawn faint under a line through means of neighbouring points."""
+"""A curve with at least this many points is drawn faint, under a line through means of neighbouring points."""
 _NUM_MEANS = 60
 _TICKS = 5
 _LOG_FROM_RATIO = 50.0
@@ -38,13 +39,13 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Curves over the step, under one title. `note` says unit or denominator."""
+    """Curves over the step, under one title. `note` is the unit or the denominator."""
 
     title: str
     series: Sequence[Series]
     note: str = ""
     may_be_log: bool = False
-    """A logarithmic axis where the values span more than a factor of 50."""
+    """True: the axis is logarithmic if the values span more than a factor of 50."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class _Axis:
 
 
 def line_chart(chart: Chart) -> str:
-    """A <figure> with the chart, its legend (from two series on) and its values for the hover."""
+    """Returns a <figure> with the chart, its legend (for two or more series) and its values for the hover script."""
     steps = [step for series in chart.series for step, _ in series.points]
     x_axis = _step_axis(min(steps), max(steps))
     y_axis = _value_axis(chart)
@@ -87,7 +88,7 @@ def line_chart(chart: Chart) -> str:
 
 
 def stacked_bars(title: str, note: str, steps: Sequence[int], stacks: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """Bars of `stacks` (name, value at each step) piled up; neighbouring steps share a bar (their mean) if many."""
+    """Returns stacked bars of `stacks` (name, value per step); above MAX_BARS, neighbouring steps share a bar (mean)."""
     size = max(1, math.ceil(len(steps) / MAX_BARS))
     starts = range(0, len(steps), size)
     bars = [(name, [_mean(values[i : i + size]) for i in starts]) for name, values in stacks]
@@ -128,7 +129,7 @@ def stacked_bars(title: str, note: str, steps: Sequence[int], stacks: Sequence[t
 # ------------------------------------------------------------------------------------------------------------- pieces
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Title, what the values are, and the latest one."""
+    """Title, unit or denominator, and the latest value."""
 
     title: str
     note: str
@@ -138,7 +139,7 @@ class Heading:
 def _figure(
     heading: Heading, body: Sequence[str], label: str, legend: Sequence[tuple[str, str, str]], hover: dict[str, object]
 ) -> str:
-    # "<" must not end the data block early; \u003c is the same string to JSON.
+    # "<" could end the data block early; \u003c is the same string in JSON.
     data = json.dumps(hover, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     items = "".join(
         f'<li><i class="{escape(colour)}"></i>{escape(name)} <b>{escape(value)}</b></li>'
@@ -208,7 +209,7 @@ def _thin(points: Sequence[Point]) -> Sequence[Point]:
         }
         kept.extend(stretch[i] for i in sorted(extremes))
     if kept[-1] != points[-1]:
-        kept.append(points[-1])  # the curve ends where the run does
+        kept.append(points[-1])  # the last point of the run
     return kept
 
 
@@ -233,14 +234,14 @@ def _value_axis(chart: Chart) -> _Axis:
     if chart.may_be_log and low > 0 and high / low > _LOG_FROM_RATIO:
         return _log_axis(low, high)
     if low >= 0 and high <= 1 and (high - low > 0.2 or any("@" in series.name for series in chart.series)):
-        return _linear_axis(0.0, 1.0)  # shares keep their natural frame
+        return _linear_axis(0.0, 1.0)  # shares use the whole range
     if low >= 0 and low < 0.5 * high:
         low = 0.0
     return _linear_axis(low, high)
 
 
 def _linear_axis(low: float, high: float) -> _Axis:
-    if high - low <= 1e-6 * max(abs(low), abs(high), 1e-300):  # flat: no axis made of rounding noise
+    if high - low <= 1e-6 * max(abs(low), abs(high), 1e-300):  # a flat curve: the axis must not magnify rounding noise
         margin = abs(high) * 0.1 or 1.0
         low, high = (low if low == 0 else low - margin), high + margin
     ticks = _nice_ticks(low, high, _TICKS)
@@ -272,7 +273,7 @@ def _nice_ticks(low: float, high: float, wanted: int) -> list[float]:
 
 # ------------------------------------------------------------------------------------------------------------ numbers
 def _tick(value: float, step: float) -> str:
-    """As many decimals as tell two neighbouring ticks apart."""
+    """Enough decimals to distinguish two neighbouring ticks."""
     if abs(value) >= 10000 or abs(value) < 1e-3:
         return format_number(value)
     return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"

@@ -1,4 +1,4 @@
-"""Logging: one line a record, the rank in it, a file for each rank, and a console that respects the progress bar."""
+"""Logging: one line per record with the rank, one file per rank, and console lines above the progress bar."""
 
 import logging
 import re
@@ -10,16 +10,16 @@ from typing import TextIO
 from tqdm import tqdm
 
 PROGRESS_LOGGER = "pacs_megatron.progress"
-"""Progress lines go here: always into the log file, to the console only where no live bar is drawn."""
+"""Logger of progress lines: always written to the log file, to the console only without a live bar."""
 
 _ESCAPES = {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class LineFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00 [rank 0] INFO message`; control characters of the message are shown, not obeyed.
+    """`2026-01-31 12:00:00 [rank 0] INFO message`; control characters of the message are escaped.
 
-    Model output ends up in messages; it must forge no line and move no cursor. A traceback keeps its lines.
+    Messages contain model output, which must not forge a line or move the cursor. A traceback keeps its lines.
     """
 
     def __init__(self, rank: int) -> None:
@@ -37,7 +37,7 @@ def _show(match: re.Match[str]) -> str:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Writes above the live bar, if there is one. A console that has gone (a closed session) does not end a run."""
+    """Writes above the live bar. Losing the terminal does not stop a run."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class _ConsoleHandler(logging.Handler):
         line = self.format(record) + "\n"
         with suppress(OSError, ValueError):  # ValueError: the stream was closed
             if record.name == PROGRESS_LOGGER and is_terminal(self._stream):
-                return  # the bar shows it
+                return  # the bar shows the same
             with tqdm.external_write_mode(file=self._stream):
                 self._stream.write(line)
                 self._stream.flush()
@@ -56,8 +56,8 @@ class _ConsoleHandler(logging.Handler):
 def setup_logging(log_dir: Path | None, rank: int, *, stream: TextIO | None = None) -> None:
     """Log to `stream` (default: stderr) and, with `log_dir`, to `<log_dir>/rank<k>.log` (appended).
 
-    Rank 0 shows INFO and above on the console, other ranks only warnings; the files have INFO of every rank. Calling
-    it again replaces what the last call set up.
+    The console shows INFO and above of rank 0 and warnings of other ranks; the files contain INFO of every rank. A
+    second call replaces the handlers of the first.
     """
     root = logging.getLogger()
     for handler in list(root.handlers):
@@ -73,7 +73,7 @@ def setup_logging(log_dir: Path | None, rank: int, *, stream: TextIO | None = No
     for handler in handlers:
         handler.setFormatter(LineFormatter(rank))
         root.addHandler(handler)
-    # Others' INFO chatter stays out; ours is wanted.
+    # INFO of this package only, not of other libraries.
     root.setLevel(logging.WARNING)
     logging.getLogger("pacs_megatron").setLevel(logging.INFO)
     # A CUDA build of torch warns here on every host without a GPU; nothing that we run builds an extension.
@@ -85,5 +85,5 @@ class _RankFile(logging.FileHandler):
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a live bar can be drawn on `stream`."""
+    """True if a live bar can be drawn on `stream`."""
     return stream.isatty()

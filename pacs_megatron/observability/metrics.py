@@ -1,12 +1,12 @@
 """Metrics: a value with its denominator, and `metrics.jsonl`, one JSON object a step.
 
-A row holds `step` and numbers. Keys are `<group>/<name>`; evaluation results sit in the row of their step
+A row contains `step` and numbers. Keys are `<group>/<name>`; evaluation results are in the row of their step
 (`eval/<benchmark>/pass@1`). A value is null where its denominator is zero in that step (for example the mean score of
-correct samples when there is none); NaN and Inf are refused. Keys ending in `_max` and `_min` are extremes, all others
-are means or counts.
+correct samples in a step without any). NaN and Inf raise NonFiniteError. Keys ending in `_max` and `_min` are extremes;
+all others are means or counts.
 
-Rows are written in order of their step, and before the step's checkpoint, so every row up to a checkpoint's step is
-on disk once the checkpoint is.
+Rows are written in order of their step, and before the step's checkpoint. So every row up to the step of a checkpoint
+is on disk before the checkpoint.
 """
 
 import logging
@@ -33,7 +33,7 @@ Row = dict[str, MetricValue]
 # ------------------------------------------------------------------------------------------------------- accumulation
 @dataclass(frozen=True, slots=True)
 class MetricSum:
-    """A sum and what to divide it by; adding two of them and then dividing is exact under any split."""
+    """A sum with its denominator. Adding two of them before the division is exact under any split."""
 
     total: float
     count: float
@@ -43,21 +43,21 @@ class MetricSum:
 
     @property
     def mean(self) -> float | None:
-        """total / count, or None when nothing was counted."""
+        """total / count, or None if the count is 0."""
         return self.total / self.count if self.count else None
 
 
 @dataclass(slots=True)
 class MetricSums:
-    """Metrics of a step, collected from its updates or parts: sums with denominators, and extremes."""
+    """Metrics of a step, accumulated over its updates: sums with denominators, and extremes."""
 
     sums: dict[str, MetricSum] = field(default_factory=dict)
     extremes: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, total: float, count: float) -> None:
-        """Add `total` over `count` things (samples, tokens, groups) to the mean `name`."""
+        """Add `total` over `count` samples, tokens or groups to the mean `name`."""
         if _extreme_of(name) is not None:
-            raise ValueError(f"{name} ends like an extreme; use add_extreme, or rename the mean")
+            raise ValueError(f"{name} has the suffix of an extreme; use add_extreme, or rename the mean")
         self.sums[name] = self.sums.get(name, MetricSum(0.0, 0.0)) + MetricSum(float(total), float(count))
 
     def add_extreme(self, name: str, value: float) -> None:
@@ -74,9 +74,9 @@ class MetricSums:
             self.extremes[name] = choose(self.extremes[name], value)
 
     def add_means(self, metrics: Mapping[str, float | None], count: float) -> None:
-        """Fold in finished metrics of one update: means over `count` samples, and extremes by their suffix.
+        """Add the metrics of one update: means over `count` samples, and extremes by their suffix.
 
-        None (nothing to average in that update) adds nothing to the denominator.
+        None (an empty mean) adds nothing to the denominator.
         """
         for name, value in metrics.items():
             if value is None:
@@ -87,7 +87,7 @@ class MetricSums:
                 self.add(name, value * count, count)
 
     def merge(self, other: "MetricSums") -> None:
-        """Fold in what another part of the step collected."""
+        """Add the sums and extremes of another part of the step."""
         for name, item in other.sums.items():
             self.add(name, item.total, item.count)
         for name, value in other.extremes.items():
@@ -106,9 +106,9 @@ def _extreme_of(name: str) -> Any:
 
 # --------------------------------------------------------------------------------------------------------------- file
 class MetricsWriter:
-    """Appends rows to `<run_dir>/metrics.jsonl`; a row is on disk when `append` returns.
+    """Appends rows to `<run_dir>/metrics.jsonl` and flushes each row to disk.
 
-    Call `truncate_after` first when resuming. Raises DataError when the file is malformed.
+    On resume, call `truncate_after` first. Raises DataError if the file is malformed.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -119,14 +119,14 @@ class MetricsWriter:
         self.last_step: int | None = rows[-1]["step"] if rows else None
         whole = sum(len(line) + 1 for line in lines)
         if self.path.exists() and self.path.stat().st_size != whole:
-            # A torn tail would swallow the next row.
+            # The next row would be appended to the incomplete last line.
             os.truncate(self.path, whole)
         self._file: IO[bytes] = self.path.open("ab")
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row: `step` first, the other keys sorted.
 
-        Raises NonFiniteError naming the key of a NaN or Inf, ValueError when the step does not follow the last one.
+        Raises NonFiniteError with the key of a NaN or Inf, ValueError if the step is not after the last one.
         """
         clean = clean_row(row)
         step = clean["step"]
@@ -148,7 +148,10 @@ class MetricsWriter:
 
 
 def clean_row(row: Mapping[str, Any]) -> Row:
-    """Plain Python numbers, `step` first, then sorted. Raises NonFiniteError, TypeError on anything but a number."""
+    """Returns `row` as plain Python numbers, `step` first, then sorted.
+
+    Raises NonFiniteError, or TypeError for a value that is not a number.
+    """
     step = row["step"]
     if isinstance(step, bool) or not isinstance(step, numbers.Integral) or step < 0:
         raise TypeError(f"step must be an int >= 0, got {step!r}")
@@ -168,15 +171,15 @@ def _clean_value(key: str, value: Any, step: int) -> MetricValue:
     number = float(value)
     if not math.isfinite(number):
         raise NonFiniteError(
-            f"metric {key} of step {step}: got {number}, expected a finite number; nothing of this step was recorded"
+            f"metric {key} of step {step}: got {number}, expected a finite number; the row of this step was not written"
         )
     return number
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Rows of a `metrics.jsonl` (or of the run folder that holds it), in order; a torn last line is left out.
+    """Returns the rows of a `metrics.jsonl` (or of its run folder) in order, without an incomplete last line.
 
-    Raises DataError naming the file and line of a malformed one; [] when there is no file.
+    Returns [] if there is no file. Raises DataError with file and line of a malformed row.
     """
     if path.is_dir():
         path = path / METRICS_FILE
@@ -184,7 +187,7 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def truncate_metrics(run_dir: Path, step: int) -> int:
-    """Cut `metrics.jsonl` back to rows of steps <= `step`, whole or not at all. Returns how many rows went."""
+    """Atomically remove the rows of steps > `step` from `metrics.jsonl`. Returns the number of removed rows."""
     path = run_dir / METRICS_FILE
     if not path.exists():
         return 0
@@ -194,7 +197,7 @@ def truncate_metrics(run_dir: Path, step: int) -> int:
     last = rows[keep - 1]["step"] if keep else None
     if last != step and step > 0:
         logger.warning("%s ends at step %s, before the checkpoint's step %d: its curves have a gap", path, last, step)
-    kept = [line + b"\n" for line in lines[:keep]]  # the very bytes: rows are not written anew
+    kept = [line + b"\n" for line in lines[:keep]]  # the same bytes, not formatted again
     if path.stat().st_size != sum(map(len, kept)):
         write_atomically(path, kept)
     return len(rows) - keep
@@ -213,15 +216,15 @@ def _checked(records: Iterable[dict[str, Any]], path: Path) -> list[dict[str, An
 
 # --------------------------------------------------------------------------------------------------------- comparison
 def depends_on_time(key: str) -> bool:
-    """Whether a metric differs between two runs that compute the same thing: seconds, rates, memory."""
+    """True if a metric differs between two runs with equal results: seconds, rates, memory."""
     return key.startswith(("time/", "memory/")) or key.endswith("_per_s")
 
 
 def strip_times(row: Mapping[str, MetricValue]) -> Row:
-    """`row` without time-dependent keys: what the same seed must reproduce bit for bit."""
+    """Returns `row` without time-dependent keys. The same seed reproduces it bit for bit."""
     return {key: value for key, value in row.items() if not depends_on_time(key)}
 
 
 def reproducible_bytes(path: Path) -> bytes:
-    """`metrics.jsonl` without time-dependent keys, as bytes: equal for two runs of the same seed."""
+    """Returns `metrics.jsonl` without time-dependent keys as bytes, equal for two runs of the same seed."""
     return b"".join(json_line(strip_times(row)) for row in read_metrics(path))

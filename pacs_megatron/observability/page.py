@@ -1,4 +1,4 @@
-"""The frame of `report.html`: style sheet, the hover script, and text made safe for it."""
+"""The frame of `report.html`: style sheet, hover script, and escaping of text."""
 
 import base64
 import hashlib
@@ -9,12 +9,12 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 
 
 def safe_text(text: str) -> str:
-    """`text` for HTML; control characters, direction overrides and lone surrogates are shown as their code."""
+    """Returns `text` escaped for HTML; control characters, direction overrides and lone surrogates become their code."""
     return escape(_CONTROL.sub(lambda m: f"\\u{ord(m[0]):04x}", text.replace("\r\n", "\n")))
 
 
 def page(title: str, body: str) -> str:
-    """The whole document. The policy in it forbids the network and every script but ours (by its hash)."""
+    """Returns the whole document. Its security policy forbids the network and all scripts except the hover script."""
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     return (
@@ -27,7 +27,7 @@ def page(title: str, body: str) -> str:
     )
 
 
-# Series colours keep their order of lightness for readers who cannot tell hues apart.
+# Series colours differ in lightness too, for readers who cannot distinguish hues.
 _STYLE = """
 :root{--bg:#f6f7f9;--card:#fff;--ink:#1b1f27;--soft:#5b6472;--line:#e3e6eb;--good:#0b7a4b;--bad:#b3261e;--code:#f3f4f7;
 --s0:#2563c9;--s1:#d9660d;--s2:#12876a;--s3:#b0378a;--s4:#6f56d9;--s5:#8a7a00;--s6:#0c8ba6;--s7:#8b95a5}

@@ -1,4 +1,4 @@
-"""`report.html`: one file that shows a run, made from the run folder alone. No network, no dependency, any time."""
+"""`report.html`: one self-contained file that shows a run, made from the run folder alone."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from tqdm import tqdm
 
 from pacs_megatron.errors import DataError
 from pacs_megatron.observability.charts import MEANS_FROM, Chart, Series, format_number, line_chart, stacked_bars
 from pacs_megatron.observability.metrics import Row, read_metrics
 from pacs_megatron.observability.page import page, safe_text
-from pacs_megatron.observability.progress import format_duration
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_files
 from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, REPORT_FILE
 
 _MAX_TEXT = 6000
-"""Characters of one prompt or response in the report; the whole text is in rollouts/."""
+"""Maximum characters of one prompt or response in the report; the whole text is in rollouts/."""
 
 _REST = "Other metrics"
-"""Section of the keys that no chart above shows; folded."""
+"""Collapsed section of the keys that no chart above shows."""
 
 _SUMMARY = (
     ("model", ("model.path",)),
@@ -42,7 +42,7 @@ _SUMMARY = (
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What the report reads from a run folder."""
+    """Content of a run folder for the report."""
 
     name: str
     rows: Sequence[Row]
@@ -51,10 +51,10 @@ class _Run:
 
 
 def write_report(run_dir: Path, *, num_samples: int) -> Path:
-    """Write `<run_dir>/report.html` with up to `num_samples` answers of the first and of the last step.
+    """Write `<run_dir>/report.html` with up to `num_samples` samples of the first and of the last step.
 
-    Reads metrics.jsonl, config.yaml, environment.json and rollouts/ where they are; a missing one leaves its part
-    out. Raises DataError when one is malformed. Returns the report's path.
+    Reads metrics.jsonl, config.yaml, environment.json and rollouts/; the part of a missing file is omitted. Raises
+    DataError if one is malformed. Returns the path of the report.
     """
     run = _read(run_dir)
     body = [_header(run), _tiles(run.rows)]
@@ -88,9 +88,9 @@ def _mapping(path: Path, parse: Callable[[str], Any], malformed: type[Exception]
     try:
         found = parse(path.read_text(encoding="utf-8"))
     except (malformed, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be parsed ({str(error).splitlines()[0]}); restore it or delete it") from error
+        raise DataError(f"{path}: cannot be parsed ({str(error).splitlines()[0]}); restore or delete it") from error
     if not isinstance(found, dict):
-        raise DataError(f"{path}: expected a mapping, got {type(found).__name__}; restore it or delete it")
+        raise DataError(f"{path}: expected a mapping, got {type(found).__name__}; restore or delete it")
     return found
 
 
@@ -142,14 +142,14 @@ def _tiles(rows: Sequence[Row]) -> str:
         tiles.append(("tokens/s, mean of steps", format_number(sum(value for _, value in rates) / len(rates))))
     seconds = _points(rows, "time/step_s")
     if seconds:
-        tiles.append(("time in steps", format_duration(sum(value for _, value in seconds))))
+        tiles.append(("time in steps", tqdm.format_interval(sum(value for _, value in seconds))))
     inner = "".join(f"<div><span>{safe_text(label)}</span><b>{safe_text(value)}</b></div>" for label, value in tiles)
     return f'<div class="tiles">{inner}</div>' if tiles else ""
 
 
 # ------------------------------------------------------------------------------------------------------------- charts
 def _sections(rows: Sequence[Row]) -> Iterable[tuple[str, list[str]]]:
-    """Sections with their charts; each key of the metrics is in exactly one chart."""
+    """Yields sections with their charts; every key of the metrics is in exactly one chart."""
     left = {key for row in rows for key, value in row.items() if key != "step" and value is not None}
 
     def draw(title: str, keys: Iterable[str], note: str = "", *, may_be_log: bool = False) -> list[str]:
@@ -190,7 +190,7 @@ def _sections(rows: Sequence[Row]) -> Iterable[tuple[str, list[str]]]:
 
 
 def _pass_charts(rows: Sequence[Row], left: set[str]) -> list[str]:
-    """One chart a benchmark, one curve for each k, with the standard error as a band."""
+    """Returns one chart per benchmark with one curve per k and the standard error as a band."""
     charts = []
     for benchmark in sorted({key.rpartition("/")[0] for key in left if key.startswith("eval/") and _is_pass(key)}):
         keys = sorted((key for key in left if key.startswith(f"{benchmark}/") and _is_pass(key)), key=_k_of)
@@ -208,7 +208,7 @@ def _pass_charts(rows: Sequence[Row], left: set[str]) -> list[str]:
 
 
 def _phases(rows: Sequence[Row], left: set[str]) -> list[str]:
-    """Where the time of a step goes: the outermost spans, and what no span covers."""
+    """Returns the chart of the time of a step: the outermost spans, and the time outside all spans."""
     timed = [row for row in rows if row.get("time/step_s") is not None]
     if not timed:
         return []
@@ -225,7 +225,7 @@ def _phases(rows: Sequence[Row], left: set[str]) -> list[str]:
 
 
 def _short_names(keys: Sequence[str]) -> list[str]:
-    """Last parts of the keys, without the stem that all of them share."""
+    """Returns the last parts of the keys without their common prefix."""
     names = [key.rpartition("/")[2] for key in keys]
     stem = names[0]
     while not all(name.startswith(stem) for name in names):
@@ -251,7 +251,7 @@ def _points(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
 
 
 def _number(row: Row, key: str) -> float:
-    return float(row.get(key) or 0.0)  # a phase that did not run in this step took no time
+    return float(row.get(key) or 0.0)  # the phase did not run in this step
 
 
 def _step(row: Row) -> int:
@@ -272,10 +272,10 @@ def _samples(run_dir: Path, num_samples: int) -> str:
 
 
 def _spread(records: Sequence[dict[str, Any]], wanted: int) -> list[dict[str, Any]]:
-    """Evenly over the file, so that several prompts show; the same file always gives the same choice."""
+    """Returns records at even distances, so that several prompts appear. Deterministic."""
     if len(records) <= wanted:
         return list(records)
-    # One past an even stride, or every choice would be the first sample of its group.
+    # Plus a changing offset; otherwise every choice would be the first sample of its group.
     return [records[(index * len(records)) // wanted + index % (len(records) // wanted)] for index in range(wanted)]
 
 
@@ -284,7 +284,7 @@ def _sample(record: Mapping[str, Any], path: Path) -> str:
         record
     )
     if missing:
-        raise DataError(f"{path}: a sample lacks {', '.join(sorted(missing))}; restore the file or delete it")
+        raise DataError(f"{path}: a sample lacks {', '.join(sorted(missing))}; restore or delete the file")
     if record["failure"] is not None:
         verdict = f'<span class="verdict wrong">not judged: {safe_text(str(record["failure"]))}</span>'
     elif record["label"] is None:

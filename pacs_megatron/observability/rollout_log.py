@@ -20,29 +20,29 @@ from pacs_megatron.runtime.files import (
 ROLLOUT_FOLDER = "rollouts"
 RolloutKind = Literal["step", "eval"]
 RECORD_SUFFIX = ".safetensors"
-"""Of the same samples as arrays, beside the text (`rollout.record`)."""
+"""The same samples as arrays, in a file beside the text (`rollout.record`)."""
 _NAME = re.compile(r"(step|eval)_(\d{6,})\.(jsonl|safetensors)")
 
 
 def rollout_path(run_dir: Path, step: int, kind: RolloutKind = "step") -> Path:
-    """Where the samples of `step` are written; `eval` holds the evaluation of that step."""
+    """Returns the file of the samples of `step`; kind `eval` is the evaluation of that step."""
     return run_dir / ROLLOUT_FOLDER / f"{kind}_{step:06d}.jsonl"
 
 
 def write_rollouts(
     path: Path, samples: Sequence[Sample], prompts: Mapping[str, Prompt], decode: Callable[[np.ndarray], str]
 ) -> None:
-    """Write `samples`, ordered by prompt id and sample number, so arrival order does not show in the bytes.
+    """Write `samples` ordered by prompt id and sample number, so the bytes do not depend on the order of arrival.
 
-    `prompts` by prompt id; `decode` turns int32 [response] token ids into text.
+    `prompts` is indexed by prompt id; `decode` maps int32 [response] token ids to text.
     """
     ordered = sorted(samples, key=_order)
-    # One line at a time: a step of 8,192 long answers is gigabytes of text.
+    # One line at a time: a step of 8,192 long responses is gigabytes of text.
     write_atomically(path, (json_line(rollout_record(s, prompts[s.prompt_id], decode)) for s in ordered))
 
 
 def rollout_record(sample: Sample, prompt: Prompt, decode: Callable[[np.ndarray], str]) -> dict[str, Any]:
-    """One line: texts, verdict, lengths in tokens, mean sampler log-prob in nats, and the weights it came from."""
+    """Returns one line: texts, verdict, lengths in tokens, mean sampler log-prob in nats, and weight versions."""
     return {
         "id": sample.id,
         "prompt_id": sample.prompt_id,
@@ -62,12 +62,12 @@ def rollout_record(sample: Sample, prompt: Prompt, decode: Callable[[np.ndarray]
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """The records of one file, in order. Raises DataError naming the line of a malformed one."""
+    """Returns the records of one file in order. Raises DataError with the line of a malformed one."""
     return list(parse_lines(complete_lines(path), path))
 
 
 def rollout_files(run_dir: Path, kind: RolloutKind = "step") -> list[tuple[int, Path]]:
-    """(step, path) of every finished file, by step."""
+    """Returns (step, path) of every finished file, ordered by step."""
     return _files(run_dir, f"{kind}_*.jsonl")
 
 
@@ -77,7 +77,7 @@ def _files(run_dir: Path, pattern: str) -> list[tuple[int, Path]]:
 
 
 def truncate_rollouts(run_dir: Path, step: int) -> int:
-    """Delete the files of steps after `step`, and unfinished ones. Returns how many files went."""
+    """Delete unfinished files and the files of steps after `step`. Returns the number of deleted files."""
     gone = [path for number, path in _files(run_dir, "*") if number > step]
     gone += (run_dir / ROLLOUT_FOLDER).glob(f"*{PARTIAL_SUFFIX}")
     for path in gone:

@@ -1,18 +1,18 @@
-"""Seconds by phase of a step, and who is told when the phase changes."""
+"""Seconds per phase of a step, and callbacks for a change of the phase."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PhaseHook = Callable[[tuple[str, ...]], None]
-"""Called with the names of the open spans, outermost first; () when none is open."""
+"""Called with the names of the open spans, outermost first; () if none is open."""
 
 
 class Timer:
-    """Collects the seconds spent in named spans until `take` reads and clears them. One thread only.
+    """Sums the seconds of named spans until `take` returns and clears them. For one thread only.
 
-    Spans nest: `update` with `forward` inside gives `time/update_s` (all of it) and `time/update/forward_s`. Spans of
-    the same name add up. Time outside every span shows as `time/step_s` minus the outermost spans.
+    Spans nest: `update` with `forward` inside gives `time/update_s` (total) and `time/update/forward_s`. Spans of
+    the same name add up. The time outside all spans is `time/step_s` minus the outermost spans.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -23,7 +23,7 @@ class Timer:
         self._since = clock()
 
     def on_change(self, hook: PhaseHook) -> None:
-        """Call `hook` at each beginning and end of a span (heartbeats, the progress bar, hang reports)."""
+        """Call `hook` at the start and end of every span (heartbeats, the progress bar, hang reports)."""
         self._hooks.append(hook)
 
     @property
@@ -33,31 +33,31 @@ class Timer:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time the body, also when it raises."""
+        """Time the body, also if it raises."""
         if not name or "/" in name:
-            raise ValueError(f"span name {name!r} must be non-empty and hold no slash; nest spans instead")
+            raise ValueError(f"span name {name!r} must be non-empty without a slash; nest spans instead")
         self._open.append(name)
         path = "/".join(self._open)
         started = self._clock()
         try:
-            self._tell()
+            self._notify()
             yield
         finally:
             self._seconds[path] = self._seconds.get(path, 0.0) + self._clock() - started
             self._open.pop()
-            self._tell()
+            self._notify()
 
     def take(self) -> dict[str, float]:
-        """`time/<phase>_s` of every span ended since the last call, and `time/step_s`, all of the time since then."""
+        """Returns `time/<phase>_s` of all spans that ended since the last call, and `time/step_s`, the time since then."""
         now = self._clock()
         taken = {f"time/{path}_s": seconds for path, seconds in sorted(self._seconds.items())}
         if "time/step_s" in taken:
-            raise ValueError("a span may not be called 'step': time/step_s is the time between two calls of take")
+            raise ValueError("a span must not have the name 'step': time/step_s is the time between two calls of take")
         taken["time/step_s"] = now - self._since
         self._seconds.clear()
         self._since = now
         return taken
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for hook in self._hooks:
             hook(self.phase)

@@ -1,4 +1,4 @@
-"""Cuts a run folder back to a checkpoint."""
+"""Removes the metrics and rollouts after a checkpoint."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from pacs_megatron.observability.rollout_log import truncate_rollouts
 
 
 def truncate_after(run_dir: Path, step: int) -> None:
-    """Cut metrics and rollouts back to `step`, the step of the checkpoint that the run resumes from.
+    """Remove metrics and rollouts after `step`, the step of the checkpoint that the run resumes from.
 
-    `step = -1` (no checkpoint, start over) removes every row, also that of the evaluation before step 1. Idempotent:
-    a kill in the middle is cured by the next call.
+    `step = -1` (no checkpoint) removes every row, including that of the evaluation before step 1. Idempotent: after a
+    kill the next call completes the work.
     """
     truncate_metrics(run_dir, step)
     truncate_rollouts(run_dir, step)

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: copies of `metrics.jsonl` for those who live in them. Use on rank 0 only."""
+"""TensorBoard and Weights & Biases: copies of `metrics.jsonl`. For rank 0 only."""
 
 import importlib
 import os
@@ -20,7 +20,7 @@ _WANDB_MODES_WITHOUT_KEY = ("offline", "disabled", "dryrun")
 
 
 class MetricSink(Protocol):
-    """Takes the row of each step."""
+    """Receives the row of each step."""
 
     def write(self, row: Mapping[str, MetricValue]) -> None: ...
 
@@ -28,10 +28,10 @@ class MetricSink(Protocol):
 
 
 class TensorBoardWriter:
-    """Event files under `<run_dir>/tensorboard`, written by the tensorboard package itself (no TensorFlow, no torch).
+    """Event files under `<run_dir>/tensorboard`, written by the tensorboard package (no TensorFlow, no torch).
 
-    `first_step` is the first step this process will write: what an earlier process wrote from there on (and lost with
-    a kill) is declared void, so no step shows twice.
+    `first_step` is the first step that this process writes. Events of an earlier process from that step on are marked
+    invalid, so no step appears twice.
     """
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
@@ -40,7 +40,7 @@ class TensorBoardWriter:
                 "logging.tensorboard=true: the package tensorboard is not installed; "
                 "run `pip install tensorboard` or set logging.tensorboard=false"
             )
-        # Lazily: importing it takes a good part of a second.
+        # Imported here because the import takes most of a second.
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -51,7 +51,7 @@ class TensorBoardWriter:
         self._writer.flush()
 
     def write(self, row: Mapping[str, MetricValue]) -> None:
-        """One scalar for each key; nulls are left out."""
+        """Write one scalar per key, without nulls."""
         event = self._pb.Event(wall_time=time.time(), step=int(row["step"] or 0))
         for key, value in row.items():
             if key != "step" and value is not None:
@@ -64,9 +64,9 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """One W&B run for a run folder; a resumed run continues it.
+    """One W&B run per run folder; a resumed run continues it.
 
-    W&B ignores steps that it already has. That is right here: a resumed run computes the same values again.
+    W&B ignores steps that it already has. That is correct here: a resumed run computes the same values again.
     """
 
     def __init__(self, run_dir: Path, name: str, options: WandbOptions, config: Mapping[str, Any]) -> None:
@@ -92,7 +92,7 @@ class WandbWriter:
         )
 
     def write(self, row: Mapping[str, MetricValue]) -> None:
-        """One W&B step; nulls are left out."""
+        """Log one W&B step, without nulls."""
         values = {key: value for key, value in row.items() if key != "step" and value is not None}
         self._run.log(values, step=row["step"])
 
@@ -108,7 +108,7 @@ def _run_id(run_dir: Path) -> str:
 
 
 class MetricSinks:
-    """All sinks that the run asked for, as one."""
+    """All configured sinks as one."""
 
     def __init__(self, sinks: Sequence[MetricSink]) -> None:
         self._sinks = tuple(sinks)
@@ -131,7 +131,7 @@ class MetricSinks:
 def open_sinks(
     run_dir: Path, name: str, options: LoggingOptions, *, first_step: int, config: Mapping[str, Any]
 ) -> MetricSinks:
-    """The sinks that `options` asks for. Raises ConfigError naming a package or key that is missing."""
+    """Returns the sinks of `options`. Raises ConfigError with the package or key that is missing."""
     sinks: list[MetricSink] = []
     if options.wandb is not None:
         sinks.append(WandbWriter(run_dir, name, options.wandb, config))

@@ -102,9 +102,7 @@ def test_a_run_trains_from_the_caches(hub: Hub, tmp_path: Path, config: Path) ->
     assert (tmp_path / "runs" / "tiny" / "hf" / "model.safetensors").is_file()
 
 
-def test_an_interrupted_download_resumes(
-    sources: tuple[Path, Path], tmp_path: Path, config: Path
-) -> None:
+def test_an_interrupted_download_resumes(sources: tuple[Path, Path], tmp_path: Path, config: Path) -> None:
     """The client writes pieces of 10 MiB and resumes after the last complete one."""
     piece = 10 * 2**20
     model = shutil.copytree(sources[0], tmp_path / "large")
