@@ -32,7 +32,7 @@ PACS: Setting = {"clip": 0.0, "lr": 2e-4, "beta": 1.0, "weighting": "question", 
 GRPO: Setting = {"clip": 1.0, "lr": 2e-4, "updates": 2}
 SFT: Setting = {"clip": 1.0, "lr": 2e-3}
 KEYS = {
-    "clip": "optimizer.clip_grad",
+    "clip": "objective.clip_grad",
     "lr": "optimizer.lr",
     "beta": "objective.beta",
     "weighting": "objective.weighting",

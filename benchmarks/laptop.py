@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from step_overhead import make_inputs, run_loop
 
 PROMPTS, SAMPLES, NEW_TOKENS = 16, 8, 48
+SAME = ("batch.updates_per_step=1", "objective.clip_grad=1.0")
+"""as in the plain loop, whatever the quickstart uses"""
 SUFFIX = r"Answer in \boxed{}."
 
 
@@ -116,7 +118,7 @@ def main() -> int:
         plain = PlainLoop(folder)
         plain.step()
         before = [plain.step() for _ in range(options.steps // 2)]
-        ours = run_loop(folder, options.steps, f"batch.prompts_per_step={PROMPTS}")
+        ours = run_loop(folder, options.steps, f"batch.prompts_per_step={PROMPTS}", *SAME)
         after = [plain.step() for _ in range(options.steps - options.steps // 2)]
     rows = {"this package": ours, "plain loop": before + after}
     medians = {

@@ -23,6 +23,27 @@ _MAX_TEXT = 6000
 _REST = "Other metrics"
 """Collapsed section of the keys that no chart above shows."""
 
+_GUIDES = {
+    "Learning": (
+        "pacs/residual_mean",
+        "reward is the share of right answers among the step's samples. pass@k is the share of held-out problems with a "
+        "right answer in k draws. The distance to the label is 0.5 where ψ = 0, so also in the first update of a step whose "
+        "reference is the step's own start. It falls below 0.5 when an update separates right from wrong answers.",
+    ),
+    "Optimization": (
+        "pacs/residual_mean",
+        "With weighting `question` the loss is log 2 = 0.693 where every ψ = 0, and falls below it when ψ has the sign of "
+        "the label. Both curves are means over the updates of a step.",
+    ),
+    "Scores": (
+        "pacs/psi_mean_pos",
+        "ψ compares the log-ratio of a response to the reference with the log-ratios of its siblings. PACS classifies the "
+        "label by σ(ψ), so ψ of right answers (pos) should lie above 0 and ψ of wrong ones (neg) below. A group of one class "
+        "has nothing to separate; their share rises as the policy learns, and the curves return to 0.",
+    ),
+}
+"""Section -> a metric, and how to read the section's charts in a run that has this metric."""
+
 _SUMMARY = (
     ("model", ("model.path",)),
     (
@@ -65,7 +86,7 @@ def write_report(run_dir: Path, *, num_samples: int) -> Path:
         if title == _REST and charts:
             body.append(f"<details><summary><h2>{title} ({len(charts)})</h2></summary>{grid}</details>")
         elif charts:
-            body.append(f"<h2>{title}</h2>{grid}")
+            body.append(f"<h2>{title}</h2>{_guide(title, run.rows)}{grid}")
     if len(run.rows) >= MEANS_FROM:
         body.append(
             '<p class="soft"><small>Faint lines are single steps, strong lines means of neighbours.</small></p>'
@@ -148,6 +169,11 @@ def _tiles(rows: Sequence[Row]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- charts
+def _guide(section: str, rows: Sequence[Row]) -> str:
+    key, text = _GUIDES.get(section, ("", ""))
+    return f'<p class="soft"><small>{safe_text(text)}</small></p>' if any(key in row for row in rows) else ""
+
+
 def _sections(rows: Sequence[Row]) -> Iterable[tuple[str, list[str]]]:
     """Yields sections with their charts; every key of the metrics is in exactly one chart."""
     left = {key for row in rows for key, value in row.items() if key != "step" and value is not None}

@@ -6,29 +6,27 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-MIN_STEPS = 20
-
 
 class ClippingWarning:
-    """Warns once when more than half of the updates were clipped, over all steps of this attempt and at least `MIN_STEPS`."""
+    """Counts the updates of an attempt whose gradient was clipped. Every step has the same number of updates."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._clipped = 0.0
-        self._is_given = False
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Counts one step's row of metrics; every step has the same number of updates."""
+        """Counts one step's row of metrics."""
         share = row.get("optimizer/clipped_frac")
-        if share is None:
-            return
-        self._steps += 1
-        self._clipped += share
-        if self._steps >= MIN_STEPS and self._clipped > self._steps / 2 and not self._is_given:
-            self._is_given = True
+        if share is not None:
+            self._steps += 1
+            self._clipped += share
+
+    def report(self) -> None:
+        """Warns at the end of an attempt if more than half of the updates were clipped."""
+        # Not earlier: the first updates from random weights are clipped in a healthy run too.
+        if self._clipped > self._steps / 2:
             logger.warning(
-                "step %d: %.0f %% of the updates so far were clipped to a gradient norm of objective.clip_grad, so large "
-                "and small gradients give updates of one length; raise clip_grad, set it to 0, or lower optimizer.lr",
-                row["step"],
+                "%.0f %% of the updates were clipped to a gradient norm of objective.clip_grad, so large and small "
+                "gradients gave updates of one length; raise clip_grad, set it to 0, or lower optimizer.lr",
                 100 * self._clipped / self._steps,
             )

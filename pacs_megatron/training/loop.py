@@ -67,6 +67,7 @@ class Outputs:
 
     def report(self) -> None:
         if self._on:
+            self._clipping.report()
             write_report(self._run.run_dir, num_samples=self._run.config.logging.samples_in_report)
 
 

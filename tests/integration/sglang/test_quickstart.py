@@ -55,7 +55,7 @@ def test_the_quickstart_learns_through_sglang(tmp_path: Path) -> None:
     )
     run_dir = tmp_path / "quickstart-sglang"
     rows = read_metrics(run_dir)
-    assert rows[-1]["step"] == 120
+    assert rows[-1]["step"] == 80
     curve = [float(row["eval/test/pass@1"] or 0.0) for row in rows if "eval/test/pass@1" in row]
     print("pass@1", curve)
     assert 0.1 <= curve[0] <= 0.5
@@ -63,8 +63,8 @@ def test_the_quickstart_learns_through_sglang(tmp_path: Path) -> None:
     # The server samples in fp32 here: what is left is the order of additions.
     # (Rows of steps whose labels are all equal have no update, and so no comparison.)
     apart = [float(row["mismatch/logprob_abs_mean"] or 1.0) for row in rows if "mismatch/logprob_abs_mean" in row]
-    assert len(apart) > 100 and max(apart) < 1e-5
-    for step in (1, 60, 120):
+    assert len(apart) > 70 and max(apart) < 1e-5
+    for step in (1, 40, 80):
         versions = {
             span["version"] for sample in read_rollouts(rollout_path(run_dir, step)) for span in sample["spans"]
         }

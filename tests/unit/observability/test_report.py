@@ -123,6 +123,14 @@ def test_every_curve_of_the_issue_is_there(tmp_path: Path) -> None:
         assert fact in page.text
 
 
+@pytest.mark.parametrize("objective", ["pacs", "grpo"])
+def test_the_curves_of_pacs_are_explained_in_its_runs_only(tmp_path: Path, objective: str) -> None:
+    rows = [{name: value for name, value in step_row(1).items() if objective == "pacs" or "pacs/" not in name}]
+    _, page = report(tmp_path, rows)
+    assert ("log 2 = 0.693" in page.text) == (objective == "pacs")
+    assert ("ψ of right answers (pos) should lie above 0" in page.text) == (objective == "pacs")
+
+
 def test_nothing_is_loaded_from_anywhere(tmp_path: Path) -> None:
     write_samples(tmp_path, 1, "see https://example.org/x.js")
     html, page = report(tmp_path, [step_row(1), step_row(2)])
