@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.contracts import SampleRequest, SamplingParams
 from pacs_megatron.sglang.build import open_engine, server_apis
 from pacs_megatron.sglang.client import SglangEngine

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.models import load_spec
 from pacs_megatron.sglang.build import server_apis, server_specs, start_servers
 from pacs_megatron.sglang.weights.build import server_sync

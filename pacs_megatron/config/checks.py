@@ -13,14 +13,8 @@ from dataclasses import dataclass
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.objective_options import SftOptions
 from pacs_megatron.config.options import Options
-from pacs_megatron.config.schema import (
-    MAX_SGLANG_STOPS,
-    DatasetOptions,
-    DemonstrationRollout,
-    RunConfig,
-    SglangRollout,
-    SglangServers,
-)
+from pacs_megatron.config.rollout_options import MAX_SGLANG_STOPS, SglangRollout, SglangServers
+from pacs_megatron.config.schema import DatasetOptions, RunConfig
 
 _RUN_NAME = re.compile(r"\w[\w.+=,@:-]*")
 
@@ -47,10 +41,7 @@ def max_sequence_tokens(config: RunConfig) -> int:
 
 def max_response_tokens(config: RunConfig) -> int:
     """Maximum response length in training, in tokens."""
-    rollout = config.rollout
-    if isinstance(rollout, DemonstrationRollout):
-        return rollout.max_response_tokens
-    return rollout.sampling.max_response_tokens
+    return config.rollout.sampling.max_response_tokens
 
 
 def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
@@ -113,12 +104,12 @@ def _run(config: RunConfig) -> Iterator[Problem]:
 
 
 def _rollout_place(config: RunConfig) -> Iterator[Problem]:
-    resources, rollout = config.resources, config.rollout
-    if not isinstance(rollout, SglangRollout):
+    resources, rollout = config.resources, config.rollout.sglang
+    if rollout is None:
         if resources.rollout_nodes:
             yield Problem(
                 "resources.rollout_nodes",
-                f"resources.rollout_nodes={resources.rollout_nodes} needs rollout.engine=sglang, got {rollout.engine}; set 0",
+                f"resources.rollout_nodes={resources.rollout_nodes} needs rollout.engine=sglang, got {config.rollout.engine}; set 0",
             )
         return
     if resources.rollout_nodes and rollout.sync.transport == "ipc":
@@ -202,8 +193,8 @@ def _colocated_on_nodes(rollout: SglangRollout, servers: SglangServers, nodes: i
 
 
 def _ahead(config: RunConfig) -> Iterator[Problem]:
-    rollout = config.rollout
-    if not isinstance(rollout, SglangRollout) or not rollout.max_staleness:
+    rollout = config.rollout.sglang
+    if rollout is None or not rollout.max_staleness:
         return
     is_colocated = rollout.servers is not None and rollout.servers.colocated
     if is_colocated or rollout.shares_gpus:
@@ -281,7 +272,7 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
 
 
 def _strategy(config: RunConfig) -> Iterator[Problem]:
-    is_sft, is_demo = isinstance(config.objective, SftOptions), isinstance(config.rollout, DemonstrationRollout)
+    is_sft, is_demo = isinstance(config.objective, SftOptions), not config.rollout.is_sampled
     if is_sft and not is_demo:
         yield Problem(
             "rollout.engine",
@@ -389,7 +380,7 @@ def _evaluation(config: RunConfig) -> Iterator[Problem]:
 
 
 def _stop_strings(config: RunConfig) -> Iterator[Problem]:
-    if not isinstance(config.rollout, SglangRollout):
+    if config.rollout.sglang is None:
         return
     places = {"rollout.sampling": config.rollout.sampling, "evaluation.sampling": config.evaluation.sampling}
     for place, sampling in places.items():
@@ -402,8 +393,7 @@ def _stop_strings(config: RunConfig) -> Iterator[Problem]:
 
 def response_key(config: RunConfig) -> str:
     """Dotted key of the response limit."""
-    is_demo = isinstance(config.rollout, DemonstrationRollout)
-    return "rollout.max_response_tokens" if is_demo else "rollout.sampling.max_response_tokens"
+    return "rollout.sampling.max_response_tokens" if config.rollout.is_sampled else "rollout.max_response_tokens"
 
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (

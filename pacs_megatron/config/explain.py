@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pacs_megatron.config.checks import layout_problems, max_response_tokens, max_sequence_tokens
 from pacs_megatron.config.layout import layout_of
 from pacs_megatron.config.load import LoadedConfig, leaves
-from pacs_megatron.config.schema import DemonstrationRollout, RunConfig
+from pacs_megatron.config.schema import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def derived_values(config: RunConfig, world_size: int) -> list[Derived]:
     shares = _share(batch.prompts_per_step, batch.updates_per_step)
     per_update = " or ".join(str(groups * batch.samples_per_prompt) for groups in shares)
     response = max_response_tokens(config)
-    is_demo = isinstance(config.rollout, DemonstrationRollout)
+    is_demo = not config.rollout.is_sampled
     values = [
         Derived("ranks", str(world_size), "run.nproc, or tp * pp * cp, or what torchrun / srun starts"),
         Derived("data-parallel replicas", str(layout.dp), "ranks / (tp * pp * cp)"),

@@ -14,7 +14,7 @@ from pacs_megatron.config.checks import (
     one_of,
     response_key,
 )
-from pacs_megatron.config.schema import RunConfig, SglangRollout
+from pacs_megatron.config.schema import RunConfig
 
 
 class ExpertShape(Protocol):
@@ -104,13 +104,13 @@ def _positions(config: RunConfig, shape: ModelShape, model_name: str) -> Iterato
 
 def _server_shape(config: RunConfig, shape: ModelShape, model_name: str) -> Iterator[Problem]:
     """SGLang shards heads evenly, and shards key-value heads evenly or replicates each equally often."""
-    rollout = config.rollout
-    if not isinstance(rollout, SglangRollout) or rollout.servers is None:
+    servers = config.rollout.managed_servers
+    if servers is None:
         return
     works = [tp for tp in divisors(shape.num_heads) if shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0]
-    if rollout.servers.tp not in works:
+    if servers.tp not in works:
         yield Problem(
             "rollout.servers.tp",
-            f"rollout.servers.tp={rollout.servers.tp} does not divide num_attention_heads={shape.num_heads} and "
+            f"rollout.servers.tp={servers.tp} does not divide num_attention_heads={shape.num_heads} and "
             f"num_key_value_heads={shape.num_kv_heads} of {model_name}; {one_of([tp for tp in works if tp <= 16])}",
         )

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pacs_megatron.config.schema import EmbeddedRollout
+from pacs_megatron.config.rollout_options import EmbeddedRollout
 from pacs_megatron.contracts import Interrupted, Sample, SampleRequest, Span, Stop
 from pacs_megatron.data import stop_token_ids
 from pacs_megatron.embedded.kv_cache import ATTENTION, DecodingCache

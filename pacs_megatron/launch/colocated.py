@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pacs_megatron.config import RunConfig
-from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.serve import wait_for_urls
 from pacs_megatron.runtime.environment import RankPlace
@@ -25,8 +24,7 @@ from pacs_megatron.runtime.run_folder import ATTEMPT_VARIABLE
 
 def are_on_every_node(config: RunConfig) -> bool:
     """Whether each of several trainer nodes starts its own servers."""
-    rollout = config.rollout
-    own = rollout.servers if isinstance(rollout, SglangRollout) else None
+    own = config.rollout.managed_servers
     return own is not None and own.colocated and config.resources.nodes > 1
 
 
@@ -54,12 +52,12 @@ def attach(config: RunConfig, config_path: Path, overrides: Sequence[str], place
                 start_new_session=True,  # it ignores signals to the ranks
                 preexec_fn=lambda: die_with_parent(signal.SIGINT),
             )
-    assert isinstance(config.rollout, SglangRollout)
-    assert config.rollout.servers is not None
+    servers = config.rollout.managed_servers
+    assert servers is not None
     urls = wait_for_urls(
         folder,
         config.resources.nodes,
-        config.rollout.servers.start_timeout_s,
+        servers.start_timeout_s,
         lambda: None if serving is None else serving.poll(),
     )
     return ["rollout.servers=null", f"rollout.urls=[{','.join(urls)}]", "rollout.shares_gpus=true"]

@@ -20,7 +20,6 @@ from pathlib import Path
 from pacs_megatron.checkpoint.names import Position, newest_position
 from pacs_megatron.config import load_config
 from pacs_megatron.config.layout import ranks_to_start
-from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError
 from pacs_megatron.launch.serve import servers_here, wait_for_urls
 from pacs_megatron.launch.train import check_model_and_layout
@@ -48,7 +47,7 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
     resources, rollout = config.resources, config.rollout
     if resources.rollout_nodes:
         servers_here(config)
-    servers = rollout.servers if isinstance(rollout, SglangRollout) else None
+    servers = rollout.managed_servers
     return {
         "RUN_DIR": str(run_folder(loaded)),
         "RUN_NAME": config.run.name,
@@ -56,7 +55,7 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
         "ROLLOUT_NODES": str(resources.rollout_nodes),
         "RANKS_PER_NODE": str(world_size // resources.nodes),
         "GPUS_PER_NODE": str(resources.gpus_per_node),
-        "SYNC_TRANSPORT": rollout.sync.transport if isinstance(rollout, SglangRollout) else "none",
+        "SYNC_TRANSPORT": rollout.sglang.sync.transport if rollout.sglang is not None else "none",
         "SERVER_TIMEOUT_S": str(servers.start_timeout_s if servers is not None else 0),
         "TIME_LIMIT": resources.time_limit,
         "SIGNAL_LEAD_S": str(resources.signal_lead_s),

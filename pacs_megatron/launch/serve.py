@@ -26,7 +26,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from pacs_megatron.config import RunConfig, load_config
-from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.errors import ConfigError, PacsError, RolloutError
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
 
@@ -44,8 +43,8 @@ def servers_here(config: RunConfig) -> int:
 
     Raises ConfigError if the nodes do not divide `rollout.servers.count`.
     """
-    rollout, resources = config.rollout, config.resources
-    if not isinstance(rollout, SglangRollout) or rollout.servers is None:
+    rollout, resources = config.rollout.sglang, config.resources
+    if rollout is None or rollout.servers is None:
         raise ConfigError("rollout.servers is not set; rollout nodes require rollout.engine=sglang and rollout.servers")
     key, nodes = ("nodes", resources.nodes) if rollout.servers.colocated else ("rollout_nodes", resources.rollout_nodes)
     nodes = max(1, nodes)
@@ -97,10 +96,9 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
     # With several slurmd on one host (tests), nodes differ in name but not in address.
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     host = os.environ.get("PACS_NODE_ADDR") or node
-    rollout = config.rollout
+    rollout = config.rollout.sglang
     count = servers_here(config)
-    assert isinstance(rollout, SglangRollout)
-    assert rollout.servers is not None
+    assert rollout is not None and rollout.servers is not None
     tp = rollout.servers.tp
     folder.mkdir(parents=True, exist_ok=True)
     specs = []

@@ -23,7 +23,6 @@ from typing import Any
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.cluster import ClusterConfig
 from pacs_megatron.config.layout import ranks_to_start
-from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.job import job_states, known_jobs, note_jobs
 from pacs_megatron.launch.train import check_model_and_layout, check_model_is_here
@@ -158,8 +157,8 @@ def train_command(job: Job, request: Request) -> str:
             f"urls=$({python} -m pacs_megatron.launch.job urls {folder} {timeout} {resources.rollout_nodes}) || exit $?"
         )
         attached = ' rollout.servers=null "rollout.urls=[$urls]"'
-        rollout = job.loaded.config.rollout
-        if isinstance(rollout, SglangRollout) and rollout.sync.transport == "broadcast":
+        rollout = job.loaded.config.rollout.sglang
+        if rollout is not None and rollout.sync.transport == "broadcast":
             attached += ' "rollout.sync.host=$MASTER_ADDR"'
     if request.cluster.launcher == "torchrun":
         start = (
@@ -221,10 +220,9 @@ def _python(cluster: ClusterConfig) -> str:
 
 
 def _server_timeout(job: Job) -> float:
-    rollout = job.loaded.config.rollout
-    assert isinstance(rollout, SglangRollout)
-    assert rollout.servers is not None
-    return rollout.servers.start_timeout_s
+    servers = job.loaded.config.rollout.managed_servers
+    assert servers is not None
+    return servers.start_timeout_s
 
 
 # ------------------------------------------------------------------------------------------------------------- NeMo-Run

@@ -13,7 +13,8 @@ from functools import lru_cache
 
 from pacs_megatron.config.checks import max_sequence_tokens
 from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
-from pacs_megatron.config.schema import DemonstrationRollout, EmbeddedRollout, RunConfig, SglangRollout
+from pacs_megatron.config.rollout_options import SglangRollout
+from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.models import ModelSpec, weight_table
 from pacs_megatron.models.table import Entry, WeightTable
@@ -285,8 +286,7 @@ def host_step_bytes(config: RunConfig) -> float:
 
     Ids (int32) and the sampler's log-probs (fp32) of this step and of the steps sampled ahead.
     """
-    rollout = config.rollout
-    steps = 1 if isinstance(rollout, DemonstrationRollout) else 1 + rollout.max_staleness
+    steps = 1 + config.rollout.steps_ahead
     samples = config.batch.prompts_per_step * config.batch.samples_per_prompt * steps
     total = max_sequence_tokens(config)
     return samples * (4.0 * total + 4.0 * (total - config.data.max_prompt_tokens))
@@ -329,9 +329,10 @@ def train_memory(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int)
     peak = sum(item.num_bytes for item in items)
     items.append(Item("allocator fragmentation", peak * constants.FRAGMENTATION.value, constants.FRAGMENTATION.source))
     items.extend(_process_items(layout))
-    if isinstance(config.rollout, SglangRollout):
+    if config.rollout.sglang is not None:
         items.append(Item("weight sync: a bucket and the largest tensor", sync_bytes(config, spec), "computed"))
-        if config.rollout.servers is not None and config.rollout.servers.colocated:
+        servers = config.rollout.managed_servers
+        if servers is not None and servers.colocated:
             left = constants.SGLANG_RELEASED_BYTES
             items.append(Item("SGLang server that released its memory", left.value, left.source))
     return StageMemory("train", stage, tuple(items))
@@ -348,9 +349,9 @@ def _process_items(layout: Layout) -> list[Item]:
 
 def sync_bytes(config: RunConfig, spec: ModelSpec) -> float:
     """GPU memory that a weight sync needs on the trainer: one bucket and the largest whole tensor."""
-    assert isinstance(config.rollout, SglangRollout)
+    assert config.rollout.sglang is not None
     largest = max(math.prod(entry.megatron_shape) for entry in table_of(spec).entries)
-    return config.rollout.sync.bucket_mib * 2**20 + largest * 2
+    return config.rollout.sglang.sync.bucket_mib * 2**20 + largest * 2
 
 
 def kv_bytes_per_token(spec: ModelSpec, tp: int, width: int = 2) -> float:
@@ -380,12 +381,12 @@ def sampler_weight_bytes(rollout: SglangRollout, spec: ModelSpec) -> float:
 
 def rollout_memory(config: RunConfig, spec: ModelSpec, layout: Layout, gpu_bytes: float) -> StageMemory | None:
     """One GPU during sampling; None if this plan's GPUs sample nothing (external servers or no servers)."""
-    rollout = config.rollout
+    embedded, rollout = config.rollout.embedded, config.rollout.sglang
     table = table_of(spec)
-    if isinstance(rollout, EmbeddedRollout):
-        width = 4 if rollout.dtype == "fp32" else 2
-        longest = config.data.max_prompt_tokens + rollout.sampling.max_response_tokens
-        cache = kv_bytes_per_token(spec, 1, width) * rollout.batch_sequences * longest
+    if embedded is not None:
+        width = 4 if embedded.dtype == "fp32" else 2
+        longest = config.data.max_prompt_tokens + embedded.sampling.max_response_tokens
+        cache = kv_bytes_per_token(spec, 1, width) * embedded.batch_sequences * longest
         trainer = state_items(config, spec, layout, 0)
         return StageMemory(
             "rollout",
@@ -393,13 +394,13 @@ def rollout_memory(config: RunConfig, spec: ModelSpec, layout: Layout, gpu_bytes
             (
                 Item("trainer's weights, gradients and optimizer", sum(item.num_bytes for item in trainer), "exact"),
                 Item(
-                    f"sampler's weights ({rollout.dtype}), whole on every rank", table.num_parameters * width, "exact"
+                    f"sampler's weights ({embedded.dtype}), whole on every rank", table.num_parameters * width, "exact"
                 ),
-                Item(f"{_KV_CACHE} of {rollout.batch_sequences} sequences", cache, "computed"),
+                Item(f"{_KV_CACHE} of {embedded.batch_sequences} sequences", cache, "computed"),
                 *_process_items(layout),
             ),
         )
-    if not isinstance(rollout, SglangRollout) or rollout.servers is None:
+    if rollout is None or rollout.servers is None:
         return None
     servers = rollout.servers
     kind = rollout.dtype if rollout.sync.quantize == "none" else rollout.sync.quantize

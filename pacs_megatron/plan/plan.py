@@ -17,7 +17,6 @@ from pacs_megatron.config.checks import (
     max_sequence_tokens,
 )
 from pacs_megatron.config.layout import layout_of, ranks_to_start
-from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.config.shape import shape_problems
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.errors import ConfigError
@@ -44,7 +43,7 @@ class Plan:
     @property
     def is_ahead(self) -> bool:
         """Whether servers sample later steps during training."""
-        return isinstance(self.config.rollout, SglangRollout) and self.config.rollout.max_staleness > 0
+        return self.config.rollout.sglang is not None and self.config.rollout.steps_ahead > 0
 
     @property
     def step_s(self) -> float:
@@ -78,23 +77,18 @@ class Plan:
     @property
     def small_cache(self) -> str | None:
         """The key to change if one sample of the greatest length exceeds a server's KV cache; else None."""
-        rollout = self.config.rollout
-        if (
-            self.gpu is None
-            or self.rollout is None
-            or not isinstance(rollout, SglangRollout)
-            or rollout.servers is None
-        ):
+        rollout, servers = self.config.rollout.sglang, self.config.rollout.managed_servers
+        if self.gpu is None or self.rollout is None or rollout is None or servers is None:
             return None
-        per_token = memory.kv_bytes_per_token(self.spec, rollout.servers.tp)
+        per_token = memory.kv_bytes_per_token(self.spec, servers.tp)
         longest = max_sequence_tokens(self.config)
         holds = int(memory.kv_cache_bytes(self.rollout) / per_token)
         if holds >= longest:
             return None
-        limit = rollout.servers.max_total_tokens
+        limit = servers.max_total_tokens
         if limit is not None and limit < longest:
             return f"rollout.servers.max_total_tokens (now {limit}; at least {longest})"
-        need = memory.sampler_weight_bytes(rollout, self.spec) / rollout.servers.tp + per_token * longest
+        need = memory.sampler_weight_bytes(rollout, self.spec) / servers.tp + per_token * longest
         share = math.ceil(100 * need / (self.gpu.memory_gib * GIB)) / 100
         least = f"rollout.servers.mem_fraction (at least {share:.2f}) or " if share < 0.95 else ""
         return f"{least}rollout.servers.tp (higher): beside the weights, {holds} of {longest} tokens fit"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pacs_megatron.config.checks import max_response_tokens
 from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
-from pacs_megatron.config.schema import DemonstrationRollout, EmbeddedRollout, RunConfig, SglangRollout
+from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.models import ModelSpec
 from pacs_megatron.plan import constants
@@ -129,7 +129,7 @@ def step_phases(
     samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
     forward = forward_flops(spec, samples * lengths.total, lengths.total, samples * lengths.response)
     phases = []
-    if not isinstance(config.rollout, DemonstrationRollout):
+    if config.rollout.is_sampled:
         phases.append(_rollout(config, spec, layout, gpu, sampling, lengths))
     passes = num_forward_passes(config)
     if passes:
@@ -140,7 +140,7 @@ def step_phases(
     seconds = train_seconds(config, layout, gpu, flops, lengths=lengths, forward_only=False)
     idle = bubble(config, layout, lengths)
     phases.append(Phase("updates", seconds, flops, f"{config.batch.updates_per_step} updates, bubble {idle:.0%}"))
-    if isinstance(config.rollout, SglangRollout):
+    if config.rollout.sglang is not None:
         phases.append(_sync(config, spec, gpu))
     return phases
 
@@ -162,8 +162,8 @@ def _rollout(
     fits = cache / (per_token * (lengths.prompt + lengths.response / 2))
     limit = _max_running(config)
     concurrent = max(1.0, min(fits, limit, samples / replicas))
-    rollout = config.rollout
-    bytes_held = sampler_weight_bytes(rollout, spec) if isinstance(rollout, SglangRollout) else 4 * num_parameters(spec)
+    rollout = config.rollout.sglang
+    bytes_held = 4 * num_parameters(spec) if rollout is None else sampler_weight_bytes(rollout, spec)
     weights = bytes_held / tp
     if spec.moe is not None:  # few sequences read few experts; many read all
         touched = min(1.0, concurrent * spec.moe.top_k / spec.moe.num_experts)
@@ -202,23 +202,24 @@ def _decode_step(spec: ModelSpec, gpu: Gpu, server: _Server, concurrent: float, 
 
 def sampling_replicas(config: RunConfig, layout: Layout) -> tuple[int, int]:
     """(samplers, GPUs of each)."""
-    rollout = config.rollout
-    if isinstance(rollout, SglangRollout) and rollout.servers is not None:
-        return rollout.servers.count, rollout.servers.tp
+    servers = config.rollout.managed_servers
+    if servers is not None:
+        return servers.count, servers.tp
     return layout.world_size, 1
 
 
 def _max_running(config: RunConfig) -> float:
-    if isinstance(config.rollout, EmbeddedRollout):
-        return config.rollout.batch_sequences
-    assert isinstance(config.rollout, SglangRollout)
-    return config.rollout.max_in_flight
+    if config.rollout.embedded is not None:
+        return config.rollout.embedded.batch_sequences
+    assert config.rollout.sglang is not None
+    return config.rollout.sglang.max_in_flight
 
 
 def _sync(config: RunConfig, spec: ModelSpec, gpu: Gpu) -> Phase:
-    assert isinstance(config.rollout, SglangRollout)
-    num_bytes = sampler_weight_bytes(config.rollout, spec)
-    transport = config.rollout.sync.transport
+    rollout = config.rollout.sglang
+    assert rollout is not None
+    num_bytes = sampler_weight_bytes(rollout, spec)
+    transport = rollout.sync.transport
     if transport == "disk":
         seconds = 2 * num_bytes / (constants.DISK_GB_S.value * 1e9)
     else:

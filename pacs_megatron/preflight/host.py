@@ -18,7 +18,6 @@ from packaging.version import Version
 
 from pacs_megatron.config import LoadedConfig
 from pacs_megatron.config.cluster import ClusterConfig
-from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.errors import PacsError
 from pacs_megatron.plan import constants, memory
 from pacs_megatron.plan.constants import GIB
@@ -246,8 +245,8 @@ def _cgroup_limit() -> float:
 # ------------------------------------------------------------------------------------------------------------- network
 def check_ports(loaded: LoadedConfig) -> Iterator[Check]:
     """Checks that the rendezvous port is free and that the configured addresses belong to this host."""
-    rollout = loaded.config.rollout
-    if isinstance(rollout, SglangRollout) and rollout.sync.transport == "broadcast" and rollout.servers is not None:
+    rollout = loaded.config.rollout.sglang
+    if rollout is not None and rollout.sync.transport == "broadcast" and rollout.servers is not None:
         reason = _bind_problem(rollout.sync.host, 0)
         if reason is not None:
             level: Level = "fail" if rollout.sync.host.startswith("127.") else severity()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pacs_megatron.config import LoadedConfig
 from pacs_megatron.config.checks import max_sequence_tokens
-from pacs_megatron.config.schema import SglangRollout, SglangServers
+from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
 from pacs_megatron.errors import PacsError
 from pacs_megatron.preflight.check import Check, attempt
 
@@ -26,8 +26,8 @@ def check_servers(loaded: LoadedConfig, model_dir: Path | None, *, start: bool) 
 
     `model_dir` is the model's local folder; if it is None, no server is started.
     """
-    rollout = loaded.config.rollout
-    if not isinstance(rollout, SglangRollout):
+    rollout = loaded.config.rollout.sglang
+    if rollout is None:
         return
     checks = list(_options(loaded, rollout))
     yield from checks

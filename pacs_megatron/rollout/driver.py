@@ -26,7 +26,7 @@ import numpy as np
 
 from pacs_megatron.batching.tables import facts_to_arrays, tabulate, tokens_to_arrays
 from pacs_megatron.config import load_config
-from pacs_megatron.config.schema import DemonstrationRollout, RunConfig, SglangRollout
+from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Group, Sample, Stop
 from pacs_megatron.data import load_prompts, load_tokenizer
 from pacs_megatron.errors import ExitCode, PacsError, RolloutError
@@ -84,7 +84,7 @@ class Driver:
         self._data = TrainData(config, model_dir, self._tokenizer)
         self._benchmarks = [load_prompts(b, config.data, self._tokenizer) for b in config.evaluation.benchmarks]
         rollout = config.rollout
-        self._max_staleness = 0 if isinstance(rollout, DemonstrationRollout) else rollout.max_staleness
+        self._max_staleness = rollout.steps_ahead
         self._open: _Open | None = None
         self._to_start: list[StepRollouts] = []
         """SGLang: works that may be sampled and were not asked for yet"""
@@ -105,9 +105,9 @@ class Driver:
                 threshold=config.reward.label_threshold,
                 max_failure_frac=config.reward.max_failure_frac,
             )
-        if isinstance(rollout, SglangRollout):
+        if rollout.sglang is not None:
             model = config.model.model_copy(update={"path": str(model_dir)})
-            self._engine = open_engine(rollout, model, run_dir / "servers")
+            self._engine = open_engine(rollout.sglang, model, run_dir / "servers")
         self._buffer = RolloutBuffer(self._judge, self._engine, self._data.take, self._wake, self._admits)
 
     def close(self) -> None:
@@ -124,9 +124,10 @@ class Driver:
     # ------------------------------------------------------------------------------------------------------- weights
     def begin_update(self) -> Message:
         """Nothing is asked of the servers from here to `set_current`; the servers that take the update."""
-        assert self._engine is not None and isinstance(self._config.rollout, SglangRollout)
+        rollout = self._config.rollout.sglang
+        assert self._engine is not None and rollout is not None
         self._engine.begin_update()
-        deadline = time.monotonic() + self._config.rollout.all_down_after_s
+        deadline = time.monotonic() + rollout.all_down_after_s
         while True:
             status = self._engine.status()
             urls = [server.url for server in status if server.health is not Health.DEAD]
@@ -172,7 +173,7 @@ class Driver:
         """The judged and admitted samples of a step. Raises RewardError when too many could not be judged."""
         config, step = self._config, rollouts.step
         judged = rollouts.in_order()
-        is_sampled = not isinstance(config.rollout, DemonstrationRollout)
+        is_sampled = config.rollout.is_sampled
         if self._judge is not None and is_sampled:
             self._judge.check(judged)
         if not rollouts.is_returned:

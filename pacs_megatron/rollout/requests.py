@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from pacs_megatron.config.schema import SamplingOptions
+from pacs_megatron.config.rollout_options import SamplingOptions
 from pacs_megatron.contracts import Prompt, SampleRequest, SamplingParams
 from pacs_megatron.rollout.seeds import sample_seed
 

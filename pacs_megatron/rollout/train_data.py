@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pacs_megatron.config.schema import DemonstrationRollout, RunConfig
+from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Prompt, Sample, SampleRequest, Span, Stop
 from pacs_megatron.data import PromptOrder, load_prompts, stop_token_ids
 from pacs_megatron.data.prompts import PromptSet
@@ -37,13 +37,13 @@ class TrainData:
                 config.data.max_prompt_tokens,
             )
         self.prompts = loaded.prompts
-        if isinstance(config.rollout, DemonstrationRollout):
-            self._demonstrations = self._encode(loaded, config.rollout.max_response_tokens, model_dir)
+        if not config.rollout.is_sampled:
+            self._demonstrations = self._encode(loaded, config.rollout.sampling.max_response_tokens, model_dir)
             self.prompts = tuple(p for p in loaded.prompts if p.id in self._demonstrations)
             if not self.prompts:
                 raise DataError(
                     f"{config.data.train.path}: no demonstration fits rollout.max_response_tokens="
-                    f"{config.rollout.max_response_tokens}; raise it"
+                    f"{config.rollout.sampling.max_response_tokens}; raise it"
                 )
             if len(self.prompts) < len(loaded.prompts):
                 dropped = len(loaded.prompts) - len(self.prompts)
@@ -74,7 +74,7 @@ class TrainData:
     def requests(self, prompts: Sequence[Prompt], step: int) -> list[SampleRequest]:
         """One for each sample of a group; none for demonstrations."""
         config = self._config
-        if isinstance(config.rollout, DemonstrationRollout):
+        if not config.rollout.is_sampled:
             return []
         return sample_requests(
             prompts,

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from pacs_megatron.config.schema import ModelOptions, SglangRollout, SglangServers
+from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
+from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.models import load_spec
 from pacs_megatron.sglang.api import SglangApi, check_url

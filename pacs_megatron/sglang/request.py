@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from pacs_megatron.config.schema import MAX_SGLANG_STOPS
+from pacs_megatron.config.rollout_options import MAX_SGLANG_STOPS
 from pacs_megatron.contracts.samples import SampleRequest
 from pacs_megatron.errors import RolloutError
 

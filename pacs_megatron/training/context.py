@@ -11,7 +11,7 @@ from pacs_megatron.checkpoint.megatron_weights import is_megatron_checkpoint, op
 from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint
 from pacs_megatron.config.layout import layout_of
 from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
-from pacs_megatron.config.schema import DemonstrationRollout, EmbeddedRollout, RunConfig, SglangRollout
+from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Objective
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
@@ -107,7 +107,6 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) 
     """The model and the engines. If the run has a checkpoint, the weights are arbitrary until `loop.resume`."""
     rank = joined.rank
     rollout = config.rollout
-    temperature = 1.0 if isinstance(rollout, DemonstrationRollout) else rollout.sampling.temperature
     policy = MegatronPolicy(
         load_spec(model_dir),
         rank,
@@ -117,27 +116,27 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) 
         clip_grad=config.objective.clip_grad,
         total_updates=config.run.steps * config.batch.updates_per_step,
         tokens_per_microbatch=config.batch.tokens_per_microbatch,
-        temperature=temperature,
+        temperature=rollout.sampling.temperature,
     )
     if latest_checkpoint(run_dir) is None:
         stored = open_weights(weights_dir(model_dir))
         policy.load_weights(lambda name: stored.get(name).to(policy.config.params_dtype))
     policy.mismatch_threshold = config.mismatch.threshold
-    policy.compare_with_sampler = not isinstance(rollout, DemonstrationRollout)
+    policy.compare_with_sampler = rollout.is_sampled
     engine = None
-    if isinstance(rollout, EmbeddedRollout):
+    if rollout.embedded is not None:
         tokenizer = load_tokenizer(str(model_dir), config.model.trust_remote_code)
         engine = EmbeddedEngine(
             model_dir,
-            rollout,
+            rollout.embedded,
             Vocabulary.from_tokenizer(tokenizer, str(model_dir)),
             rank=rank.rank,
             num_ranks=rank.layout.world_size,
             device=rank.device,
         )
     server_sync = None
-    if isinstance(rollout, SglangRollout) and rank.rank == 0:
-        server_sync = build_server_sync(rollout, policy.spec, run_dir / "weights")
+    if rollout.sglang is not None and rank.rank == 0:
+        server_sync = build_server_sync(rollout.sglang, policy.spec, run_dir / "weights")
     return RunContext(
         config=config,
         run_dir=run_dir,

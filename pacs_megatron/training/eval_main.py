@@ -13,7 +13,8 @@ import torch
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import Problem
-from pacs_megatron.config.schema import EmbeddedRollout, RunConfig
+from pacs_megatron.config.rollout_options import EmbeddedRollout
+from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Sample, SampleRequest, WeightReceiver
 from pacs_megatron.contracts.digest import WeightDigest
 from pacs_megatron.data import load_prompts, load_tokenizer
@@ -116,8 +117,8 @@ def _check(loaded: LoadedConfig) -> None:
 
 def _engine(folder: HfFolder, config: RunConfig, vocabulary: Vocabulary) -> EmbeddedEngine:
     """The run's own embedded engine, or one with default options where the run samples otherwise."""
-    options = config.rollout
-    if not isinstance(options, EmbeddedRollout):
+    options = config.rollout.embedded
+    if options is None:
         assert config.evaluation.sampling is not None
         options = EmbeddedRollout(engine="embedded", sampling=config.evaluation.sampling)
     device = "cuda" if torch.cuda.is_available() else "cpu"

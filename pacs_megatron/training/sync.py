@@ -2,7 +2,6 @@
 
 import logging
 
-from pacs_megatron.config.schema import SglangRollout
 from pacs_megatron.contracts import WeightReceiver
 from pacs_megatron.errors import PacsError, SyncError
 from pacs_megatron.sglang.build import server_apis
@@ -17,7 +16,7 @@ def sync(run: RunContext, step: int) -> None:
 
     Collective; raises SyncError on every rank. Only rank 0 talks to servers; the export needs all ranks.
     """
-    if run.engine is None and not isinstance(run.config.rollout, SglangRollout):
+    if not run.config.rollout.is_sampled:
         return
     with run.timer.span("sync"):
         try:
@@ -46,7 +45,7 @@ def _check_equal(first: str, digest: str, rank: int) -> None:
 def _push(run: RunContext) -> str:
     """The digest of an export that reached at least one receiver. Collective; raises on every rank."""
     receivers: list[WeightReceiver] = [run.engine] if run.engine is not None else []
-    if isinstance(run.config.rollout, SglangRollout):
+    if run.config.rollout.sglang is not None:
         run.channel.run_together(lambda: _name_targets(run))
         receivers = [run.server_sync] if run.server_sync is not None else []
     return run.channel.run_together(lambda: push(run.policy.version, run.policy.export_weights(), receivers).digest)
@@ -54,10 +53,7 @@ def _push(run: RunContext) -> str:
 
 def release_memory(run: RunContext) -> None:
     """Colocated servers free their GPU memory for the training step, until the next `sync`."""
-    rollout = run.config.rollout
-    if not isinstance(rollout, SglangRollout):
-        return
-    if rollout.shares_gpus or (rollout.servers is not None and rollout.servers.colocated):
+    if run.config.rollout.on_trainer_gpus:
         run.channel.run_together(lambda: _release(run))
 
 
@@ -77,7 +73,8 @@ def _name_targets(run: RunContext) -> None:
     """Rank 0: the servers of this update; the driver sends them no request until it ends."""
     if run.driver is None:
         return
-    assert run.server_sync is not None and isinstance(run.config.rollout, SglangRollout)
+    rollout = run.config.rollout.sglang
+    assert run.server_sync is not None and rollout is not None
     header, _ = run.driver.ask({"op": "begin_update"})
     urls = tuple(header["urls"])
-    run.server_sync.set_targets(server_apis(run.config.rollout, urls))
+    run.server_sync.set_targets(server_apis(rollout, urls))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pacs_megatron.config.schema import EmbeddedRollout
+from pacs_megatron.config.rollout_options import EmbeddedRollout
 from pacs_megatron.contracts import SampleFacts, TokenBuffers
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.observability.metrics import read_metrics, reproducible_bytes

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.contracts import SampleRequest, SamplingParams
 from pacs_megatron.models import load_spec
 from pacs_megatron.sglang import build as sglang

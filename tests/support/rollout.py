@@ -68,7 +68,7 @@ def embedded_engine(
     """An fp32 engine on the CPU, with the folder's own weights as version 0 unless `filled` is False."""
     from transformers import AutoTokenizer
 
-    from pacs_megatron.config.schema import EmbeddedRollout, SamplingOptions
+    from pacs_megatron.config.rollout_options import EmbeddedRollout, SamplingOptions
     from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

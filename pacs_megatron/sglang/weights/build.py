@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pacs_megatron.config.schema import SglangRollout
+from pacs_megatron.config.rollout_options import SglangRollout
 from pacs_megatron.models import ModelSpec
 from pacs_megatron.sglang.weights.checksums import ModelDims
 from pacs_megatron.sglang.weights.server_sync import ServerSync, SyncSettings

@@ -17,7 +17,8 @@ import pytest
 import requests
 import torch
 
-from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.contracts import SampleRequest, SamplingParams
 from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
 from pacs_megatron.models import load_spec

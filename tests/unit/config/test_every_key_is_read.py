@@ -2,7 +2,8 @@
 
 A key counts as read where an attribute of its name is taken from something that is recognisably its section: the
 expression ends in the section's name (`config.checkpoint.every`, `checkpoint.every`), or the file names the options
-class, its base or a union that holds it. A union's tag is read by pydantic itself. Checks, messages and `config explain` do not count: they act on nothing.
+class, its base or a union that contains it, or a property of the options class reads the key and such code reads the
+property. A union's tag is read by pydantic itself. Checks, messages and `config explain` do not count: they act on nothing.
 """
 
 import ast
@@ -57,6 +58,17 @@ def unions() -> dict[str, set[str]]:
     return found
 
 
+def read_by_properties(files: list[Reads]) -> set[tuple[str, str]]:
+    """(class, key) of every key that a property of the rollout options reads, if a file reads the property."""
+    found = set()
+    used = {name for reads in files for name in reads.attributes}
+    for node in ast.walk(ast.parse((PACKAGE / "config" / "rollout_options.py").read_text(encoding="utf-8"))):
+        for function in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(function, ast.FunctionDef) and function.decorator_list and function.name in used:
+                found |= {(node.name, read.attr) for read in ast.walk(function) if isinstance(read, ast.Attribute)}
+    return found
+
+
 def tags() -> set[tuple[str, str]]:
     """(class, key) of every key that chooses between strategies."""
     slots = [slot_of(field) for _, _, field in all_keys()]
@@ -64,10 +76,11 @@ def tags() -> set[tuple[str, str]]:
 
 
 def test_every_key_is_read() -> None:
-    files, named, chosen_by_tag = list(readers()), unions(), tags()
+    files, named = list(readers()), unions()
+    read_elsewhere = tags() | read_by_properties(files)
     unread = []
     for key, owner, _ in all_keys():
-        if (owner.__name__, key.rsplit(".", 1)[-1]) in chosen_by_tag:
+        if (owner.__name__, key.rsplit(".", 1)[-1]) in read_elsewhere:
             continue
         *_, section, field = ["", *key.split(".")]
         owners = [base.__name__ for base in owner.__mro__ if field in getattr(base, "__annotations__", {})]

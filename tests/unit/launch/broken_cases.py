@@ -204,7 +204,7 @@ DATA = [
     Case(
         "template that raises",
         key="data.train.path",
-        fix="repair the template",
+        fix="correct the template",
         breaks=write("model/chat_template.jinja", '{{ raise_exception("no") }}'),
     ),
     Case(
@@ -214,7 +214,7 @@ DATA = [
         breaks=write("model/chat_template.jinja", '{{ "" }}'),
     ),
     Case("data that is no JSON", key="data.train.path", fix="correct it", breaks=write("train.jsonl", "hello\n")),
-    Case("data of lists", key="data.train.path", fix="expected an object", breaks=write("train.jsonl", "[1]\n")),
+    Case("data of lists", key="data.train.path", fix="expected a JSON object", breaks=write("train.jsonl", "[1]\n")),
     Case(
         "data of another kind",
         ["data.train.path=train.csv"],
@@ -249,7 +249,7 @@ REWARD = [
     Case(
         "reward without a number",
         key="reward",
-        fix="returned NoneType, expected a float",
+        fix="returned NoneType, expected a number",
         breaks=write("reward.py", "def reward(p, r):\n    pass\n"),
     ),
     Case(
@@ -275,7 +275,7 @@ REWARD = [
     Case(
         "reward that cannot be imported",
         key="reward",
-        fix="must be importable",
+        fix="must be able to import it",
         breaks=write("reward.py", "import nosuchmodule\n"),
     ),
 ]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pacs_megatron.config.schema import MAX_SGLANG_STOPS
+from pacs_megatron.config.rollout_options import MAX_SGLANG_STOPS
 from pacs_megatron.launch.selftest import SAMPLING, _in_tasks, main, make_folder
 
 PROGRAM = ["/bare/python", "-m", "pacs_megatron", "train", "run.yaml"]

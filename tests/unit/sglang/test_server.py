@@ -14,7 +14,8 @@ import pytest
 from pydantic import ValidationError
 
 import tests.support.dummy_server as dummy
-from pacs_megatron.config.schema import ModelOptions, SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.sglang import build as sglang
 from pacs_megatron.sglang import guard as sglang_guard

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pacs_megatron.config.schema import SamplingOptions, SglangRollout, SglangSync
+from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangSync
 from pacs_megatron.errors import SyncError
 from pacs_megatron.models import load_spec
 from pacs_megatron.sglang.api import SglangApi, WeightVersion

@@ -1,0 +1,277 @@
+"""Options of the rollout engines, and the facts about an engine that other packages read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from pacs_megatron.config.options import Options
+
+
+class SamplingOptions(Options):
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Probability mass of nucleus sampling; 1 disables it."""
+    top_k: int = Field(default=0, ge=0)
+    """Number of most likely tokens to sample from; 0 disables it."""
+    max_response_tokens: PositiveInt
+    """Maximum response length, in tokens. A longer response is truncated."""
+    stop: tuple[str, ...] = Field(default=(), strict=False)
+    """Strings that end a response."""
+
+
+class RolloutEngineOptions(Options):
+    """Facts about a rollout engine that other packages read, so that they need not know its class."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """False: the responses come from the data set."""
+        return True
+
+    @property
+    def embedded(self) -> EmbeddedRollout | None:
+        """These options, if the ranks sample."""
+        return None
+
+    @property
+    def sglang(self) -> SglangRollout | None:
+        """These options, if SGLang servers sample."""
+        return None
+
+    @property
+    def managed_servers(self) -> SglangServers | None:
+        """The servers that the run starts; None for external servers and for engines without servers."""
+        return None
+
+    @property
+    def on_trainer_gpus(self) -> bool:
+        """Whether servers release their GPU memory during the training step."""
+        return False
+
+    @property
+    def steps_ahead(self) -> int:
+        """`max_staleness`; 0 if nothing is sampled."""
+        return 0
+
+
+class EmbeddedRollout(RolloutEngineOptions):
+    """Samples inside the training ranks with `transformers`."""
+
+    engine: Literal["embedded"]
+    """Rollout engine. `embedded` samples inside the ranks, `sglang` on servers, `demonstrations` not at all."""
+    sampling: SamplingOptions
+    """Sampling of training responses."""
+    batch_sequences: PositiveInt = 64
+    """Sequences decoded together. Ranks receive whole batches, so results do not depend on the number of ranks."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the sampler's weights."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Maximum off-policy lag, in steps. Sampling and training do not overlap on the same ranks; use it to study the
+    effect of stale samples."""
+
+    @property
+    def embedded(self) -> EmbeddedRollout:
+        return self
+
+    @property
+    def steps_ahead(self) -> int:
+        return self.max_staleness
+
+
+class DemonstrationRollout(RolloutEngineOptions):
+    """Uses the data set's solutions as responses, for `sft`. Nothing is sampled."""
+
+    engine: Literal["demonstrations"]
+    """Rollout engine. `embedded` samples inside the ranks, `sglang` on servers, `demonstrations` not at all."""
+    max_response_tokens: PositiveInt
+    """Maximum response length, in tokens. Longer solutions are dropped."""
+
+    @property
+    def is_sampled(self) -> bool:
+        return False
+
+    @property
+    def sampling(self) -> SamplingOptions:
+        """Only the response limit and the temperature at which log-probs are computed."""
+        return SamplingOptions(max_response_tokens=self.max_response_tokens)
+
+
+MAX_SGLANG_STOPS = 32
+"""Maximum number of stop strings in a request to SGLang."""
+
+
+SET_ELSEWHERE = {
+    "--api-key": "set rollout.api_key_env; other users can read command lines",
+    "--admin-api-key": "rollout.api_key_env protects all requests",
+    "--port": "a free port is chosen",
+    "--nccl-port": "a free port is chosen",
+    "--model": "use model.path",
+    "--model-path": "use model.path",
+    "--device": "use rollout.servers.device",
+    "--dtype": "use rollout.dtype",
+    "--tp": "use rollout.servers.tp",
+    "--tp-size": "use rollout.servers.tp",
+    "--tensor-parallel-size": "use rollout.servers.tp",
+    "--dp": "use rollout.servers.count",
+    "--dp-size": "use rollout.servers.count",
+    "--data-parallel-size": "use rollout.servers.count",
+    "--mem-fraction-static": "use rollout.servers.mem_fraction",
+    "--max-total-tokens": "use rollout.servers.max_total_tokens",
+    "--context-length": "use rollout.servers.context_length",
+    "--trust-remote-code": "use model.trust_remote_code",
+}
+"""SGLang arguments that `extra_args` may not contain -> what to use instead."""
+
+
+class SglangServers(Options):
+    """Managed servers: the run starts and stops them."""
+
+    python: tuple[str, ...] = Field(strict=False, min_length=1)
+    """Interpreter of an environment with SGLang, as a list of words: `[.venv-sglang/bin/python]`, or a container command
+    followed by its Python."""
+    count: PositiveInt = 1
+    """Number of servers."""
+    device: Literal["cpu", "cuda"] = "cuda"
+    """Device of the servers."""
+    visible_devices: tuple[str, ...] = Field(default=(), strict=False)
+    """CUDA_VISIBLE_DEVICES of each server; if empty, all servers inherit the trainer's."""
+    tp: PositiveInt = 1
+    """Tensor-parallel size of a server: its number of GPUs."""
+    mem_fraction: float | None = Field(default=None, gt=0, lt=1)
+    """Fraction of GPU memory for weights and KV cache; null uses SGLang's default."""
+    max_total_tokens: PositiveInt | None = None
+    """Size of the KV cache, in tokens; null uses the available memory. Set it on CPU."""
+    context_length: PositiveInt | None = None
+    """Maximum length of prompt and response, in tokens; null uses the model's."""
+    colocated: bool = False
+    """Run the servers on the trainer's GPUs and release their memory during the training step. With several
+    `resources.nodes`, each node starts an equal share of `count`."""
+    deterministic: bool = False
+    """Use batch-invariant kernels (GPU only). Without them a sample's seed has no effect."""
+    start_timeout_s: float = Field(default=900.0, gt=0)
+    """Timeout of a server's start, in seconds."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Maximum number of restarts of a server in a run. After that it stays DEAD."""
+    extra_args: tuple[str, ...] = Field(default=(), strict=False)
+    """More arguments of `sglang.launch_server`."""
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> SglangServers:
+        if self.visible_devices and len(self.visible_devices) != self.count:
+            raise ValueError(
+                f"visible_devices has {len(self.visible_devices)} entries, count={self.count}; use one entry per server"
+            )
+        if self.device == "cpu" and (self.deterministic or self.visible_devices):
+            raise ValueError("device=cpu does not use deterministic or visible_devices; remove them")
+        for arg in self.extra_args:
+            key = SET_ELSEWHERE.get(arg.partition("=")[0].replace("_", "-"))
+            if key is not None:
+                # The error does not repeat the value, which may be a secret.
+                raise ValueError(f"extra_args contains {arg.partition('=')[0]}; remove it: {key}")
+        return self
+
+
+class SglangSync(Options):
+    """Transfer of updated weights to the servers."""
+
+    transport: Literal["disk", "broadcast", "ipc"]
+    """`disk`: a safetensors folder that all servers read. `broadcast`: NCCL on GPU, gloo on CPU. `ipc`: shared memory on
+    one host (CUDA handles when colocated)."""
+    quantize: Literal["none", "fp8_blockwise"] = "none"
+    """`fp8_blockwise` sends linear weights as e4m3 with one scale per 128 x 128 block, for servers that run the model in
+    this format (managed servers are started with it; GPU only). `verify` then skips these weights."""
+    host: str = "127.0.0.1"
+    """Trainer address for `transport: broadcast`. Use loopback unless servers run on other hosts."""
+    folder: str | None = None
+    """Folder for `transport: disk`, on a file system that the servers can read. The run creates a subfolder in it. null
+    uses the run folder."""
+    pause: Literal["abort", "retract", "in_place"] = "abort"
+    """Handling of requests in flight during a weight update. `abort` restarts them; `retract` keeps their tokens and
+    recomputes their KV cache; `in_place` keeps both, so cached prompts stay from the old weights. The last two produce
+    samples with several weight versions."""
+    bucket_mib: PositiveInt = 512
+    """Size of one transfer, in MiB. The trainer needs memory for one bucket, or for the largest tensor if it is larger."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Timeout of each request of a weight update, in seconds."""
+    verify: Literal["off", "sample", "full"] = "sample"
+    """Compare the servers' checksums with the exported weights: `sample` compares 8 parameters, others at each update;
+    `full` compares all."""
+
+
+class SglangRollout(RolloutEngineOptions):
+    """Samples on SGLang servers, managed or external."""
+
+    engine: Literal["sglang"]
+    """Rollout engine. `embedded` samples inside the ranks, `sglang` on servers, `demonstrations` not at all."""
+    sampling: SamplingOptions
+    """Sampling of training responses."""
+    sync: SglangSync
+    """Transfer of updated weights to the servers."""
+    urls: tuple[str, ...] = Field(default=(), strict=False)
+    """URLs of external servers. Set exactly one of `urls` and `servers`."""
+    servers: SglangServers | None = None
+    """Servers that the run starts and stops."""
+    shares_gpus: bool = False
+    """The external servers run on the trainer's GPUs and release their memory during the training step."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Type of the servers' weights. The policy's weights are cast to it for the transfer."""
+    api_key_env: str | None = None
+    """Environment variable that contains the servers' API key."""
+    max_in_flight: PositiveInt = 512
+    """Maximum number of requests in flight per server. Further requests are queued in the client."""
+    request_timeout_s: float = Field(default=3600.0, gt=0)
+    """Timeout of one generation request, in seconds."""
+    retries: int = Field(default=3, ge=0)
+    """Maximum number of retries of a request."""
+    probe_interval_s: float = Field(default=2.0, gt=0)
+    """Interval of the health probes, in seconds."""
+    probe_timeout_s: float = Field(default=10.0, gt=0)
+    """Timeout of one health probe, in seconds."""
+    dead_after_s: float = Field(default=60.0, gt=0)
+    """Seconds without a successful probe after which a server is marked DEAD. Its requests are retried on other servers."""
+    max_failures: PositiveInt = 5
+    """Number of consecutive failed requests after which a server is marked DEAD, even if its probes succeed."""
+    all_down_after_s: float = Field(default=900.0, gt=0)
+    """Seconds without a usable server after which the run saves and stops."""
+    decode_workers: PositiveInt = 1
+    """Number of processes that decode long responses."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Maximum off-policy lag, in steps; 0 is synchronous. With the weights after s steps, step t may be sampled if
+    t <= s + 1 + max_staleness. See `sync.pause` and the importance correction of the objectives."""
+
+    @property
+    def sglang(self) -> SglangRollout:
+        return self
+
+    @property
+    def managed_servers(self) -> SglangServers | None:
+        return self.servers
+
+    @property
+    def on_trainer_gpus(self) -> bool:
+        return self.shares_gpus or (self.servers is not None and self.servers.colocated)
+
+    @property
+    def steps_ahead(self) -> int:
+        return self.max_staleness
+
+    @model_validator(mode="after")
+    def _check_servers(self) -> SglangRollout:
+        if bool(self.urls) == (self.servers is not None):
+            raise ValueError("rollout.engine=sglang requires exactly one of `urls` and `servers`")
+        if self.shares_gpus and self.servers is not None:
+            raise ValueError("shares_gpus applies to external servers (`urls`); use servers.colocated=true instead")
+        if self.sync.folder is not None and self.sync.transport != "disk":
+            raise ValueError(f"sync.folder is not used by sync.transport={self.sync.transport}; remove it")
+        if self.sync.host != "127.0.0.1" and self.sync.transport != "broadcast":
+            raise ValueError(f"sync.host is not used by sync.transport={self.sync.transport}; remove it")
+        if self.sync.quantize != "none" and self.servers is not None and self.servers.device == "cpu":
+            raise ValueError(
+                f"sync.quantize={self.sync.quantize} requires servers.device=cuda; SGLang has no FP8 on CPU"
+            )
+        return self
+
+
+RolloutOptions = Annotated[EmbeddedRollout | SglangRollout | DemonstrationRollout, Field(discriminator="engine")]
