@@ -109,7 +109,8 @@ def _rollout_place(config: RunConfig) -> Iterator[Problem]:
         if resources.rollout_nodes:
             yield Problem(
                 "resources.rollout_nodes",
-                f"resources.rollout_nodes={resources.rollout_nodes} needs rollout.engine=sglang, got {config.rollout.engine}; set 0",
+                f"resources.rollout_nodes={resources.rollout_nodes} needs rollout.engine=sglang, got "
+                f"{config.rollout.engine}; set 0",
             )
         return
     if resources.rollout_nodes and rollout.sync.transport == "ipc":

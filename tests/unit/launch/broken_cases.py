@@ -210,7 +210,7 @@ DATA = [
     Case(
         "template that writes nothing",
         key="data.train.path",
-        fix="repair chat_template.jinja",
+        fix="correct chat_template.jinja",
         breaks=write("model/chat_template.jinja", '{{ "" }}'),
     ),
     Case("data that is no JSON", key="data.train.path", fix="correct it", breaks=write("train.jsonl", "hello\n")),
