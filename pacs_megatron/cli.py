@@ -11,15 +11,16 @@ from typing import TypeAlias
 
 from pacs_megatron import __version__
 from pacs_megatron.errors import ConfigError, PacsError
+from pacs_megatron.runtime.shipped import cluster_file, run_file
 
 Verb = Callable[[argparse.Namespace], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code. A PacsError is printed as one line on stderr."""
-    parsed = _parse(arguments)
-    verb: Verb = parsed.run_verb
     try:
+        parsed = _parse(arguments)
+        verb: Verb = parsed.run_verb
         return int(verb(parsed))
     except PacsError as error:
         text = " ".join(str(error).split("\n"))
@@ -76,7 +77,7 @@ def _add_verb(verbs: _SubParsers, name: str, text: str, run_verb: Verb) -> argpa
 
 def _add_config_verb(verbs: _SubParsers, name: str, text: str, run_verb: Verb) -> argparse.ArgumentParser:
     parser = _add_verb(verbs, name, text, run_verb)
-    parser.add_argument("config", type=Path, help="a run's YAML file (configs/runs/)")
+    parser.add_argument("config", type=run_file, help="a run's YAML file, or the name of one in configs/runs/")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="an override, such as optimizer.lr=1e-6; the last one wins"
     )
@@ -126,7 +127,9 @@ def _add_planning(verbs: _SubParsers) -> None:
     parser.add_argument("--response-tokens", type=float, help="mean response length; default: a fraction of the limit")
     parser = _add_config_verb(verbs, "preflight", "check a run before submission, or inside its job", _preflight)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--cluster", type=Path, help="also check this cluster file (configs/clusters/)")
+    parser.add_argument(
+        "--cluster", type=cluster_file, help="also check this cluster file, or a name in configs/clusters/"
+    )
     parser.add_argument("--skip-servers", action="store_true", help="do not start or probe SGLang servers")
     parser = _add_config_verb(verbs, "fetch", "download model, tokenizer and data for jobs without a network", _fetch)
     parser.add_argument("--wheels", type=Path, help="also download the wheels of the lock file to this folder")
@@ -136,7 +139,9 @@ def _add_planning(verbs: _SubParsers) -> None:
 
 def _add_jobs(verbs: _SubParsers) -> None:
     parser = _add_config_verb(verbs, "submit", "submit a run or a sweep to Slurm", _submit)
-    parser.add_argument("--cluster", type=Path, required=True, help="the cluster file (configs/clusters/)")
+    parser.add_argument(
+        "--cluster", type=cluster_file, required=True, help="a cluster file, or the name of one in configs/clusters/"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only print batch scripts and resolved configurations")
     parser.add_argument("--sweep", action="append", default=[], metavar="key=a,b,c", help="one run per value")
     parser.add_argument("--seeds", type=int, default=1, help="number of runs, with seeds run.seed, run.seed + 1, ...")

@@ -23,11 +23,12 @@ from pacs_megatron.models.hub import HUB_FILES, snapshot
 from pacs_megatron.plan.constants import GIB
 from pacs_megatron.plan.known_models import KNOWN_MODELS
 from pacs_megatron.preflight.check import existing_parent
+from pacs_megatron.runtime.shipped import shipped_folder
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
 
-LOCK = Path(__file__).parents[2] / "requirements" / "base.lock"
+LOCK = shipped_folder("requirements") / "base.lock"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from pacs_megatron.runtime.shipped import shipped_folder
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -89,6 +91,7 @@ def _python() -> list[Finding]:
     return [
         Finding("Python", "ok" if good else "bad", found, "" if good else "use Python 3.11 or 3.12"),
         Finding("machine", "ok", f"{platform.platform()}, {cores} cores, {memory:.0f} GiB memory"),
+        Finding("shipped files", "ok", f"configs and slurm in {shipped_folder('configs').parent}"),
     ]
 
 
