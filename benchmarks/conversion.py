@@ -1,10 +1,10 @@
-"""Conversion of a synthetic Qwen3 both ways, against `cp` + fsync of the same bytes in the same run.
+"""Conversion of a synthetic Qwen3 in both directions, beside `cp` + fsync of the same bytes in the same run.
 
     python benchmarks/conversion.py --shape 8B --work /path/with/space [--json out.json]
 
-Prints seconds, GB/s, the share of cp's speed, and the peak of anonymous memory of each conversion's process. The file
-cache is emptied of the source before every stage. Needs twice the model's bytes of disk; each stage is deleted once it
-was checked: the digests of the tensors that come back are compared with those of the tensors that went in.
+Prints seconds, GB/s, the share of cp's speed, and the peak anonymous memory of each conversion. The source is removed
+from the file cache before every stage. Needs disk space of twice the model's bytes. Compares the digests of the tensors
+before and after the round trip; each stage is deleted after its check.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def make_model(folder: Path, shape: str, *, seed: int = 0) -> int:
     with HfFolderWriter(folder, infos, max_shard_bytes=5 * 10**9) as writer:
         for number, info in enumerate(infos):
             count = info.nbytes // 2
-            # Another start for each tensor, so that two swapped tensors of one shape are noticed.
+            # A different offset for each tensor, so that two swapped tensors of one shape are detected.
             start = (number * 7919) % 4096
             repeated = (
                 noise[start:].repeat(count // (len(noise) - start) + 1) if count > len(noise) - start else noise[start:]
@@ -109,7 +109,7 @@ def make_model(folder: Path, shape: str, *, seed: int = 0) -> int:
 
 
 def run_measured(command: Sequence[str]) -> tuple[float, int]:
-    """(seconds, peak of RssAnon in bytes) of a command. Raises CalledProcessError when it fails."""
+    """(seconds, peak of RssAnon in bytes) of a command. Raises CalledProcessError."""
     start = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     peak = 0
@@ -152,13 +152,13 @@ def copy_and_sync(source: Path, target: Path) -> float:
 
 
 def hf_digests(folder: Path) -> dict[str, str]:
-    """Of the Hugging Face side, from the certificate in `folder`."""
+    """Digests of the Hugging Face side, from the certificate in `folder`."""
     certificate = json.loads((folder / "certificate.json").read_text())
     return {record["name"]: record["xxh3_128"] for record in certificate["hf"]["tensors"]}
 
 
 def run(shape: str, work: Path) -> dict[str, Any]:
-    """All stages; returns what is printed."""
+    """Runs all stages; returns the results."""
     hf, copy, checkpoint, back = (work / name for name in ("hf", "copy", "checkpoint", "back"))
     num_bytes = make_model(hf, shape)
     stages: list[Stage] = []

@@ -1,12 +1,12 @@
-"""One training step beside a plain PyTorch + transformers loop on the same model, in one run, with the ratio.
+"""One training step beside a plain PyTorch + transformers loop on the same model, in one run.
 
     python benchmarks/laptop.py [--steps 10]
 
 Both: the quickstart's model (random weights), 16 prompts x 8 samples, 48 new tokens at most, fp32, one thread, PACS with
-`reference: step_start`. The plain loop is what one would write in an afternoon: `model.generate` on the left-padded batch,
+`reference: step_start`. The plain loop is a simple script: `model.generate` on the left-padded batch,
 one padded forward over all samples, PACS's loss by autograd through BCE, clip, AdamW. Half of the plain loop's
-steps run before and half after ours, so that a slow change of the machine's load meets both. On a machine that does other
-work the CPU seconds (of the main process) compare better than the wall clock.
+steps run before and half after this package's steps, so that a slow change of the load affects both. On a busy machine the
+CPU seconds (of the main process) are a better comparison than the wall clock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from step_overhead import make_inputs, run_loop
 
 PROMPTS, SAMPLES, NEW_TOKENS = 16, 8, 48
 SAME = ("batch.updates_per_step=1", "objective.clip_grad=1.0")
-"""as in the plain loop, whatever the quickstart uses"""
+"""as in the plain loop, not as in the quickstart"""
 SUFFIX = r"Answer in \boxed{}."
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/objective.py
 
-Prints the median over repeated calls for every score, in the order the trainer hands the samples over and shuffled; and,
-timed in the same run, the direct way to the same coefficients: one loop over the groups, differentiated by autograd.
-Exits with 1 when the default setting misses the target.
+Prints the median over repeated calls for every score, with samples in the trainer's order and shuffled. In the same run
+it times a direct computation of the same coefficients: one loop over the groups, differentiated by autograd. Exits with
+1 if the default setting misses the target.
 """
 
 import statistics

@@ -1,14 +1,14 @@
-"""How long the trainer waits for samples: synchronous training against rollout.max_staleness 1 and 2.
+"""Time that the trainer waits for samples: synchronous training beside rollout.max_staleness 1 and 2.
 
     python benchmarks/overlap.py [--steps 12] [--prompts 8] [--ratio 1.0]
 
-A real training run (one rank, CPU, a tiny random model) with a server that does no work: it answers with long-tailed
-lengths, each after the time that it would take, so that trainer and server do not fight for the same cores. First a run
-without latency measures the training step; then the latencies are set so that a synchronous rollout takes `ratio` times
-as long, and corrected once by a trial. Prints one table and a JSON object; exits with 1 when the idle share with max_staleness
-1 or 2 is not below 5 %.
+A real training run (one rank, CPU, a tiny random model) with a server that does not compute: its responses have
+long-tailed lengths, each after the time of its sampling, so that trainer and server do not compete for cores. First a run
+without latency measures the training step. Then the latencies are set so that a synchronous rollout takes `ratio` times
+as long, and corrected once by a trial run. Prints one table and a JSON object; exits with 1 if the idle share with
+max_staleness 1 or 2 is not below 5 %.
 
-idle: time that the trainer waits for samples, over all time, after the first 1 + max_staleness steps (they fill the pipeline).
+idle: time that the trainer waits for samples, over all time, after the first 1 + max_staleness steps (they fill the buffer).
 """
 
 import argparse
@@ -32,7 +32,7 @@ SAMPLES_PER_PROMPT = 8
 def train(
     folder: Path, config: Path, name: str, url: str, steps: int, prompts: int, max_staleness: int
 ) -> dict[str, Any]:
-    """Runs it; returns rollout and all seconds of every step that counts."""
+    """Runs training; returns the seconds of rollout and in total of every counted step."""
     from pacs_megatron.observability.metrics import read_metrics
 
     rollout = (
@@ -76,7 +76,7 @@ def main() -> int:
         config = write_tiny_run(folder, model)
         rows = [{"problem": f"{a} + 1 = ?", "answer": str(a + 1)} for a in range(max(64, args.prompts))]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        gc.freeze()  # the server answers from this process; a collection through torch's objects would hold it up for 0.2 s
+        gc.freeze()  # the server runs in this process; a garbage collection over torch's objects would pause it for 0.2 s
         with ReplaySglang(token_s=0.0, median_tokens=MEDIAN_TOKENS, spread=SPREAD) as server:
 
             def measure(name: str, max_staleness: int) -> dict[str, Any]:
@@ -85,14 +85,14 @@ def main() -> int:
             free = measure("free", 0)
             training_s = free["step_s"] - free["rollout_s"]
             tokens = longest(server, args.prompts)
-            # What the rollout takes without any latency (HTTP, verifying) is part of it, and hidden behind it in part.
+            # The rollout without latency (HTTP, verification) is part of it and partly hidden behind it.
             server.token_s = max(0.0, args.ratio * training_s - free["rollout_s"]) / tokens
             trial = measure("trial", 0)
             training_s = trial["step_s"] - trial["rollout_s"]
             server.token_s = max(0.0, server.token_s + (args.ratio * training_s - trial["rollout_s"]) / tokens)
             results = [measure(f"lag{max_staleness}", max_staleness) for max_staleness in (0, 1, 2)]
     print(f"training {training_s:.3f} s a step, synchronous rollout {results[0]['rollout_s']:.3f} s")
-    print("max_staleness  steps  wait s  step s   idle  lag mean")
+    print("max_staleness  steps  wait s  step s   idle  staleness")
     for result in results:
         print(
             f"{result['max_staleness']:7d} {result['steps']:6d} {result['rollout_s']:7.3f} {result['step_s']:7.3f} "
@@ -103,7 +103,7 @@ def main() -> int:
 
 
 def longest(server: Any, prompts: int) -> float:
-    """Mean over many batches of the longest answer in tokens: a synchronous rollout waits for it."""
+    """Mean over many batches of the longest response in tokens, for which a synchronous rollout waits."""
     size = prompts * SAMPLES_PER_PROMPT
 
     def length(seed: int) -> int:

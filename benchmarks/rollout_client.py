@@ -1,12 +1,12 @@
-"""Output tokens/s of our client against SGLang's own `bench_serving`, on the same server under the same load.
+"""Output tokens/s of the rollout client beside SGLang's own `bench_serving`, on one server under the same load.
 
     python benchmarks/rollout_client.py [--requests 512] [--tokens 64] [--rounds 5] [--url http://127.0.0.1:30000]
 
-Both ask for fixed-length answers with log-probs, not streamed, with the same number of requests in flight, by turns
-and in changing order. Prints one JSON object (with the CPU time of our client for a request, which a busy host changes
-little) and exits with 1 when the median of the rounds' ratios is below 0.95. Without --url it starts a server of a tiny
+Both request fixed-length responses with log-probs, not streamed, with the same number of requests in flight, in
+alternating order. Prints one JSON object (with the client's CPU time per request, which depends little on other load) and
+exits with 1 if the median of the rounds' ratios is below 0.95. Without --url it starts a server of a tiny
 random model on CPU from .venv-sglang; a given server needs `--preferred-sampling-params '{"ignore_eos": true}'`
-(bench_serving ignores the end of sequence; our client never does).
+(bench_serving ignores the end of sequence; the client does not).
 """
 
 import argparse
@@ -117,7 +117,7 @@ def main() -> int:
         ours(engine, args, 0)  # warm-up of the server
         rounds = []
         for number in range(1, args.rounds + 1):
-            # By turns, so that a host that becomes busier or idler favours neither.
+            # Alternating order, so that a change of the host's load affects both.
             if number % 2:
                 (mine, cpu_ms), reference = ours(engine, args, number), theirs(url, model, args, number)
             else:

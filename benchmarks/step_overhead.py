@@ -27,7 +27,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 WARMUP_STEPS = 2
-# A random model answers nothing right, and groups of one class have no gradient: labels come from the answer's text.
+# A random model has no correct answers, and groups of one class have no gradient: labels are a function of the text.
 REWARD = """def reward(prompt, response):
     return float(sum(response.encode()) % 2)
 """
@@ -57,7 +57,7 @@ class Stopwatch:
 
 @contextmanager
 def instrumented(watch: Stopwatch, rows: list[dict[str, float]]) -> Any:
-    """Inside: every step of the loop appends its seconds to `rows`."""
+    """Inside the block, every step of the loop appends its seconds to `rows`."""
     from pacs_megatron.embedded.engine import EmbeddedEngine
     from pacs_megatron.policy import engine, passes
     from pacs_megatron.training import loop

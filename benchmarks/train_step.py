@@ -4,10 +4,10 @@
     python benchmarks/train_step.py --dry-run-cpu --out results/dry_run      # the same path with tiny shapes, no GPU
 
 The real MegatronPolicy on random weights (nothing is downloaded), one PACS update a step. Every case is a process of its
-own, so that one that fails or runs out of memory leaves the others' figures whole; it is in the table with its reason.
+own, so a case that fails or runs out of memory does not affect the others; the table has its reason.
 
     tokens/s     all packed tokens of a step / its seconds (forward, backward, clip, Adam); median of the steps
-    fwd tok/s    the same for a forward-only pass, as the score pass and `step_start` take it
+    fwd tok/s    the same for a forward-only pass, as in the score pass and `step_start`
     TFLOP/s      3 x forward FLOPs by Megatron's formula (plan/timing.py), output layer counted for response tokens only
     of peak      share of the GPU's dense bf16 peak (989 TFLOP/s on H100 and H200), for FP8 too, so that rows compare
     peak GiB     torch.cuda.max_memory_allocated over the timed steps
@@ -64,7 +64,7 @@ CASE_TIMEOUT_S = 900
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What one process measures."""
+    """The measurement of one process."""
 
     kind: str
     """speed, check or head"""
@@ -78,7 +78,7 @@ class Setup:
     steps: int
     cpu: bool
     reference: str | None = None
-    """check: the CPU path's file, to compare with"""
+    """check: the CPU path's file, for the comparison"""
 
 
 # ------------------------------------------------------------------------------------------------------------- workers
@@ -132,7 +132,7 @@ def this_rank() -> Any:
 
 
 def build_policy(setup: Setup) -> Any:
-    """(policy, what it uses) on one rank."""
+    """(policy, its resources) on one rank."""
     from pacs_megatron.config.schema import OptimizerOptions, ParallelOptions, PrecisionOptions
     from pacs_megatron.policy import precision
     from pacs_megatron.policy.engine import MegatronPolicy
@@ -187,7 +187,7 @@ def sync() -> None:
 
 
 def timed(work: Callable[[], Any], repeats: int) -> list[float]:
-    """Seconds of each call, after two that warm up."""
+    """Seconds of each call, after two warm-up calls."""
     seconds = []
     for number in range(repeats + 2):
         sync()
@@ -232,7 +232,7 @@ def measure_speed(setup: Setup) -> dict[str, Any]:
 
 
 def measure_check(setup: Setup) -> dict[str, Any]:
-    """Log-probs, SFT loss, PACS gradient norm, score floor and drift; compared when the CPU path's file is there."""
+    """Log-probs, SFT loss, PACS gradient norm, score floor and drift; compared with the CPU path's file if it exists."""
     from pacs_megatron.config.objective_options import PacsOptions, SftOptions
     from pacs_megatron.objectives import build_objective
 
@@ -266,7 +266,7 @@ def measure_check(setup: Setup) -> dict[str, Any]:
 
 
 def measure_head(setup: Setup) -> dict[str, Any]:
-    """Peak memory and seconds of log-probs and their gradients, chunked and plain; and that they agree."""
+    """Peak memory and seconds of log-probs and their gradients, chunked and plain, and their difference."""
     import torch.distributed as dist
 
     from pacs_megatron.policy.head import token_logprobs
@@ -315,7 +315,7 @@ WORKERS = {"speed": measure_speed, "check": measure_check, "head": measure_head}
 
 
 def run_worker(setups: list[Setup], out: Path) -> None:
-    """In the child: kind -> result, or one line that says why there is none; written after each, whatever comes next."""
+    """In the child: kind -> result, or one line with the reason for none; written to disk after each."""
     from pacs_megatron.errors import PacsError
 
     results: dict[str, Any] = {}
@@ -425,8 +425,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--response", type=int, default=3840)
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--only-check", action="store_true", help="correctness figures alone, nothing timed")
-    parser.add_argument("--dry-run-cpu", action="store_true", help="tiny shapes on the CPU: shows that the script runs")
+    parser.add_argument("--only-check", action="store_true", help="only the correctness figures")
+    parser.add_argument("--dry-run-cpu", action="store_true", help="tiny shapes on the CPU: tests the script")
     parser.add_argument("--out", type=Path, required=True, help="folder for result.json and raw.log")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()

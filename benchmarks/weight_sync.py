@@ -1,4 +1,4 @@
-"""GB/s of each way of weight sync into a real SGLang server, against a plain copy of the same bytes.
+"""GB/s of each weight-sync transport into a real SGLang server, beside a plain copy of the same bytes.
 
     python benchmarks/weight_sync.py [--hidden 768] [--layers 8] [--repeats 5] [--bucket-mib 64]
 
@@ -31,7 +31,7 @@ START_S = 600.0
 
 
 def plain_copy(weights: dict[str, torch.Tensor], repeats: int) -> float:
-    """GB/s of copying every tensor into memory that is already there."""
+    """GB/s of a copy of every tensor into allocated memory."""
     into = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     rates = []
@@ -86,7 +86,7 @@ def main() -> int:
                 sync = server_sync(run, load_spec(model), tmp / "weights")
                 sync.set_targets(server_apis(run, (server.url,)))
                 seconds = []
-                for _ in range(args.repeats + 1):  # the first one connects and is left out
+                for _ in range(args.repeats + 1):  # the first one connects and is not counted
                     version += 1
                     push(version, weights.items(), [sync])
                     seconds.append(sync.report.seconds)

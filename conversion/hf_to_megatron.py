@@ -6,7 +6,7 @@ The same as `pacs-megatron convert to-megatron`.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from a checkout as it stands
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from a checkout
 
 from pacs_megatron.convert.commands import script
 

@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# What the quickstart says first, so that those words become one token; the rest fills the vocabulary.
+# The words of the quickstart come first, so that each becomes one token; the rest fills the vocabulary.
 FREQUENT_TEXT = "user\nsystem\nassistant\nWhat is 1 + 2? Answer in \\boxed{}. 1+2+0=03, \\boxed{3}"
 OTHER_TEXT = (
     "Please reason step by step, and put your final answer within \\boxed{}. "

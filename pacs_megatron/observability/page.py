@@ -113,10 +113,10 @@ for (const figure of document.querySelectorAll("figure.chart")) {
       "\\n" + s.name + "  " + found[i][1] + (found[i][0] === step ? "" : " (step " + found[i][0] + ")")).join("");
     tip.hidden = false;
     cursor.setAttribute("x1", at); cursor.setAttribute("x2", at); cursor.style.visibility = "visible";
-    const room = figure.clientWidth - tip.offsetWidth - 6;
+    const space = figure.clientWidth - tip.offsetWidth - 6;
     const frame = figure.getBoundingClientRect();
     const place = event.clientX - frame.left + 14;
-    tip.style.left = Math.max(4, place > room ? place - tip.offsetWidth - 28 : place) + "px";
+    tip.style.left = Math.max(4, place > space ? place - tip.offsetWidth - 28 : place) + "px";
     tip.style.top = box.top - frame.top + 6 + "px";
   });
   svg.addEventListener("pointerleave", () => { tip.hidden = true; cursor.style.visibility = "hidden"; });

@@ -1,7 +1,7 @@
-"""A stand-in for `python -m sglang.launch_server` in tests of its life and death: answers /ready and has children.
+"""Replaces `python -m sglang.launch_server` in tests of start and end: responds to /ready and has children.
 
-Like the real one it leaves children that do not end by themselves. `--dummy-exit N` ends at once with status N,
-`--dummy-never-ready` answers nothing, `--dummy-shared TAG` maps shared memory of its own and of a trainer.
+Like the real one it leaves children that keep running. `--dummy-exit N` exits at once with status N,
+`--dummy-never-ready` sends no response, `--dummy-shared TAG` maps shared memory of its own and of a trainer.
 """
 
 import mmap
@@ -23,7 +23,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def stubborn() -> None:
-    """A child that ignores SIGTERM, as a scheduler in a long kernel does."""
+    """A child that ignores SIGTERM, like a scheduler in a long kernel."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
         time.sleep(0.5)
@@ -32,7 +32,7 @@ def stubborn() -> None:
 if __name__ == "__main__":
     args = sys.argv[1:]
     if "--dummy-exit" in args:
-        print("dummy server: told to fail")
+        print("dummy server: --dummy-exit")
         sys.exit(int(args[args.index("--dummy-exit") + 1]))
     for _ in range(2):
         multiprocessing.get_context("fork").Process(target=stubborn).start()

@@ -1,7 +1,7 @@
-"""A server with SGLang's answers, chosen latency, and faults on command. Held to the real one by
-tests/integration/sglang/test_generation.py.
+"""A server with SGLang's API, configurable latency and faults.
 
-Runs in a thread of the test's process. It samples nothing: response i of a request is token `(seed + i) % 251`.
+tests/integration/sglang/test_generation.py compares it with the real one. It runs in a thread of the test's process and
+samples nothing: token i of a response is `(seed + i) % 251`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class FakeSglang:
         self.weight_version = "default"
         self.paused = False
         self.asked: Counter[str] = Counter()
-        """request id without the try -> times it was asked"""
+        """request id without the try -> number of requests"""
         self.bodies: list[dict[str, Any]] = []
         self.answered = 0
         self.aborted: list[str] = []
         self.most_in_flight = 0
         self.raw: dict[str, bytes] = {}
-        """path -> bytes to send as they are, without any HTTP around them; then the connection is closed"""
+        """path -> bytes to send as they are, without HTTP; then the connection is closed"""
         self._active: set[str] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -73,7 +73,7 @@ class FakeSglang:
     async def _open(self) -> None:
         app = web.Application(client_max_size=1 << 30, middlewares=[self._raw, self._authorize])
         self._routes(app)
-        # handler_cancellation: a client that goes away ends its request, as on the real server.
+        # handler_cancellation: a client that disconnects ends its request, as on the real server.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
@@ -168,7 +168,7 @@ class FakeSglang:
         if self.fault == "short_logprobs":
             logprobs.pop()
         if self.fault == "nan":
-            logprobs[-1][0] = None  # what the real server's JSON makes of NaN and Inf
+            logprobs[-1][0] = None  # as the real server encodes NaN and Inf
         meta = {
             "id": "somebody-else" if self.fault == "other_id" else rid,
             "finish_reason": {"type": "length", "length": num_tokens},

@@ -1,4 +1,4 @@
-"""A reverse proxy that makes the real server behind it misbehave, in a thread of the test's process."""
+"""A reverse proxy that injects faults in front of a real server, in a thread of the test's process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import aiohttp
 from aiohttp import web
 
 Spoil = Callable[[bytes], bytes | int]
-"""Gets the real answer to `/generate`; returns other bytes, or an HTTP status to answer instead."""
+"""Maps the real response of `/generate` to other bytes, or to an HTTP status."""
 UPDATE_PATHS = ("/update_weights_from_distributed", "/update_weights_from_tensor", "/update_weights_from_disk")
 
 
 class FaultProxy:
-    """`spoil` and `delay_s` concern `/generate` only, `sync_fault` weights; all may be changed at any time.
+    """`spoil` and `delay_s` affect `/generate` only, `sync_fault` weight updates; all may change at any time.
 
     Use as a context manager.
     """
@@ -27,12 +27,12 @@ class FaultProxy:
         self.delay_s = 0.0
         self.spoiled = 0
         self.sync_fault: Callable[[int], str | None] = lambda _: None
-        """number of the weight call since the start, from 1 -> None, `break` (not passed on, connection closed) or
-        `hang` (not passed on, no answer)"""
+        """number of the weight call since the start, from 1 -> None, `break` (not forwarded, connection closed) or
+        `hang` (not forwarded, no response)"""
         self.counts: Counter[str] = Counter()
-        """path -> requests that came"""
+        """path -> number of requests"""
         self.in_flight = 0
-        """requests to `/generate` without an answer yet"""
+        """requests to `/generate` without a response yet"""
         self.port = 0
         self._target = target
         self._loop = asyncio.new_event_loop()

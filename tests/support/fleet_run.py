@@ -1,4 +1,4 @@
-"""A training run over SGLang servers as a user starts it, for tests that disturb it on the way."""
+"""A training run with SGLang servers as a user starts it, for tests that disturb it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.support.tiny_run import write_tiny_run
 
 PROMPTS, SAMPLES = 8, 4
 STOP = list("abcdefgh")
-"""Ends most answers of a random model early, and leaves some long."""
+"""Ends most responses of a random model early and keeps some long."""
 
 
 class FleetRun:
-    """One run folder; `start` may be called again after the run ended. `end_all` ends what a failed test left."""
+    """One run folder; `start` may be called again after the run ended. `end_all` ends the processes of a failed test."""
 
     _started: ClassVar[list[FleetRun]] = []
 
@@ -65,7 +65,7 @@ class FleetRun:
         )
 
     def finish(self, timeout_s: float = 300.0) -> tuple[int, str]:
-        """Exit code and standard error; kills it when it takes longer."""
+        """Exit code and standard error; kills the run at the timeout."""
         try:
             _, err = self.process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -103,8 +103,7 @@ class FleetRun:
         return path.read_text() if path.is_file() else ""
 
     def assert_whole(self, max_staleness: int = 0) -> set[str]:
-        """Every step has each of its samples once, and each token is of weights that the lag allows: none stale. Returns
-        the ids of all samples."""
+        """Checks that every step has each sample once and no token exceeds `max_staleness`. Returns the sample ids."""
         assert [row["step"] for row in read_metrics(self.run_dir)] == list(range(1, self.steps + 1))
         digest_of: dict[int, str] = {}
         seen: set[str] = set()
@@ -131,7 +130,7 @@ class FleetRun:
 
 
 def _is_server(process: psutil.Process) -> bool:
-    """A guard, or what is below it."""
+    """A guard or one of its children."""
     try:
         words = [str(word) for word in process.cmdline()]
     except psutil.NoSuchProcess:

@@ -18,19 +18,19 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?")
 _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 LFS_SIZE = 4096
-"""From this size on a file is announced as a large one, with its SHA-256."""
+"""A file of at least this size is listed as a large file with its SHA-256."""
 
 
 class Hub:
-    """Folders by repository id; `gated`, `broken` and `cut` change how requests are answered."""
+    """Folders by repository id; `gated`, `broken` and `cut` change the responses."""
 
     def __init__(self, models: Mapping[str, Path], datasets: Mapping[str, Path]) -> None:
         self.folders = {"models": dict(models), "datasets": dict(datasets)}
         self.gated: set[str] = set()
         self.broken = False
-        """every request is answered with 500"""
+        """every response is a 500"""
         self.announced: dict[str, int] = {}
-        """sizes that listings tell instead of the true ones, by file name"""
+        """false sizes in listings, by file name"""
         self.cut: dict[str, int] = {}
         """bytes after which the connection breaks, every time, by file name"""
         self.cut_once: dict[str, int] = {}
@@ -62,7 +62,7 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def serve(models: Mapping[str, Path], datasets: Mapping[str, Path] | None = None) -> Iterator[Hub]:
-    """The server on a free port of 127.0.0.1 for the length of the block; `hub.url` is its HF_ENDPOINT."""
+    """The server on a free port of 127.0.0.1 inside the block; `hub.url` is its HF_ENDPOINT."""
     hub = Hub(models, datasets or {})
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     server.daemon_threads = True

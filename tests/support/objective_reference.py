@@ -1,6 +1,6 @@
-"""PACS written the slow way: one loop a group, autograd in float64. What the objective's closed forms are held against.
+"""The reference for the closed forms of PACS: one loop per group, autograd in float64.
 
-Nothing of the package's arithmetic is used here, only its data classes.
+It uses data classes of the package, but none of its arithmetic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Batch:
     mask: torch.Tensor
     sample_of_token: torch.Tensor
     sampler: torch.Tensor | None = None
-    """log-probs of who sampled"""
+    """log-probs of the sampler"""
 
     def record(self, tokens: torch.Tensor | None = None, logprobs: torch.Tensor | None = None) -> TokenRecord:
         """The tokens `tokens` (default: all); `logprobs` [t] of the whole batch replace the stored ones."""
@@ -72,7 +72,7 @@ def make_facts(
 
 
 def random_batch(seed: int, sizes: Sequence[int] = (2, 3, 4, 5, 6, 7, 8, 4, 3), spread: float = 0.5) -> Batch:
-    """Groups of `sizes`, dealt at random over the batch; mixed and one-class groups; some tokens masked out."""
+    """Groups of `sizes` at random positions in the batch; mixed and one-class groups; some tokens masked out."""
     rng = np.random.default_rng(seed)
     groups = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
     labels = rng.integers(0, 2, len(groups)).astype(float)
@@ -158,9 +158,9 @@ def reference_loss(
 def objective_gradient(
     objective: Objective, batch: Batch, prepared: Prepared, cuts: int = 1, seed: int = 0
 ) -> tuple[torch.Tensor, float]:
-    """d(sum of token_loss)/d logprobs [t], and the sum, as an engine gets it: micro-batches, masked sums, no division.
+    """d(sum of token_loss)/d logprobs [t], and the sum, as an engine computes it: micro-batches, masked sums, no division.
 
-    Whole samples are dealt to `cuts` micro-batches in a random order, so siblings are cut apart.
+    Whole samples are assigned to `cuts` micro-batches in a random order, so siblings are separated.
     """
     logprobs = batch.logprobs.clone().requires_grad_(True)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(batch.facts.num_samples))
@@ -176,6 +176,6 @@ def objective_gradient(
 
 
 def objective_scores(objective: Objective, batch: Batch) -> torch.Tensor:
-    """r [n] as an engine gets it."""
+    """r [n] as an engine computes it."""
     with torch.no_grad():
         return batch.sums(objective.token_scores(batch.record()))

@@ -1,6 +1,6 @@
-"""The training loop written the plain way: transformers, autograd through the whole loss, torch's AdamW.
+"""A plain training loop as the reference: transformers, autograd through the whole loss, torch's AdamW.
 
-Nothing of the package's arithmetic is used here: the losses are objective.md's formulas on log-probs with a graph.
+It uses none of the package's arithmetic: the losses are the formulas of objective.md on log-probs with a graph.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def sft_loss(logps: Logps) -> torch.Tensor:
 
 
 class PlainTrainer:
-    """A transformers model and torch's AdamW; `clip` 0 switches clipping off."""
+    """A transformers model and torch's AdamW; `clip` 0 disables clipping."""
 
     def __init__(self, folder: Path, *, clip: float = 1.0, temperature: float = 1.0) -> None:
         from transformers import AutoModelForCausalLM
@@ -116,7 +116,7 @@ class PlainTrainer:
         self.optimizer.state.clear()
 
     def weights(self) -> dict[str, np.ndarray]:
-        """As transformers saves them: its names in a checkpoint, where the experts are single again."""
+        """Weights under the names of a transformers checkpoint, with one tensor per expert."""
         from safetensors.numpy import load_file
 
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A policy on any layout, random mini-batches, and the plain PyTorch + transformers reference that it must equal."""
+"""A policy on any layout, random mini-batches, and the plain PyTorch + transformers reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pacs_megatron.config.schema import OptimizerOptions, ParallelOptions, Preci
 from pacs_megatron.contracts import Layout, MiniBatch, SampleFacts, TokenBuffers
 
 # adam_eps is large so that the update is a smooth function of the gradient: at 1e-8 Adam turns rounding noise of a zero
-# gradient into a full step, and no two implementations agree.
+# gradient into a full step, so that two correct implementations differ.
 OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-3}
 CLIP_GRAD = 1.0
 
@@ -115,7 +115,7 @@ def make_part(facts: SampleFacts, tokens: TokenBuffers, policy: Any, tokens_per_
 
 
 def train(policy: Any, objective: Any, steps: list[tuple[SampleFacts, TokenBuffers]], **part_options: Any) -> list[Any]:
-    """One update a step with all the passes the objective asks for; the reports."""
+    """Runs one update with all passes that the objective needs; returns the reports."""
     reports = []
     for facts, tokens in steps:
         minibatch = make_part(facts, tokens, policy, **part_options)
@@ -164,7 +164,7 @@ def reference_pacs_loss(
 
 
 class ReferenceTrainer:
-    """Plain PyTorch AdamW on a transformers model; never sees Megatron or the weight table."""
+    """Plain PyTorch AdamW on a transformers model; uses neither Megatron nor the weight table."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM

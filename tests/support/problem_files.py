@@ -1,4 +1,4 @@
-"""Where problem files are: the shipped samples, and real ones on machines that have them."""
+"""Paths of problem files: the shipped samples, and real ones on machines that have them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = _ROOT / "tests" / "data" / "problems"
-"""A few rows of our own for each preset; a file is named as its preset."""
+"""A few made-up rows for each preset; the file name is the preset."""
 
 PRESET_OF_FILE = {
     "deepscaler_300.json": "deepscaler",
@@ -20,7 +20,7 @@ PRESET_OF_FILE = {
 
 
 def problem_folder() -> Path | None:
-    """PACS_PROBLEMS, else ../shared/data/problems beside the checkout; None when there is no such folder."""
+    """PACS_PROBLEMS, else ../shared/data/problems beside the checkout; None without such a folder."""
     named = os.environ.get("PACS_PROBLEMS")
     folder = Path(named) if named else _ROOT.parent / "shared" / "data" / "problems"
     return folder if folder.is_dir() else None

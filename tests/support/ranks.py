@@ -1,4 +1,4 @@
-"""Several ranks in one test: import torch and Megatron once, then fork; gloo over loopback; a limit that holds."""
+"""Several ranks in one test: import torch and Megatron once, then fork; gloo over loopback; a time limit."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 GRACE_S = 2.0
-"""After the first failure the others get this long to fail by themselves: their messages often say more."""
+"""Time for the other ranks to fail after the first failure: their messages are often more specific."""
 
 
 class RankError(AssertionError):
-    """A rank raised, died or ran past the limit. The message holds the traceback of each failed rank."""
+    """A rank raised, died or ran past the limit. The message contains the traceback of each failed rank."""
 
 
 @dataclass(slots=True)
@@ -38,11 +38,11 @@ class _Child:
     pipe: int
     data: bytearray = field(default_factory=bytearray)
     status: int | None = None
-    """wait status, None while the process lives"""
+    """wait status, None while the process runs"""
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that was free a moment ago; prefer port 0 where the server can tell what it got."""
+    """A TCP port of 127.0.0.1 that was free; prefer port 0 if the server reports its port."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -55,13 +55,13 @@ def run_ranks(
 
     fn may be a closure (nothing is pickled on the way in); its result must be picklable. RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR and MASTER_PORT are set as torchrun sets them; with `init_process_group` the default group (gloo, a file
-    store) is up before fn and destroyed after it. One thread a rank.
+    store) exists during fn. One thread a rank.
 
     Raises RankError when a rank raised, died by a signal, or `timeout` seconds passed. No child outlives the call.
     """
     _import_heavy_modules()
     if threading.active_count() > 1:
-        # A fork copies only this thread; a lock that another one held would never open again.
+        # A fork copies only this thread; a lock of another thread would never be released.
         names = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         _log(f"run_ranks: forking while other threads live: {names}")
     port = free_port()
@@ -126,7 +126,7 @@ def _fork(
 def _child_main(
     fn: Callable[[int, int], Any], rank: int, world_size: int, port: int, store: str | None, timeout: float, pipe: int
 ) -> NoReturn:
-    """Never returns into pytest: whatever happens ends in os._exit."""
+    """Never returns into pytest: every outcome ends in os._exit."""
     signal.setitimer(signal.ITIMER_REAL, 0)  # pytest-timeout's alarm belongs to the parent
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     os.environ.update(
@@ -142,7 +142,7 @@ def _child_main(
     try:
         payload: tuple[bool, Any] = (True, _call(fn, rank, world_size, store, timeout))
         data = pickle.dumps(payload)
-    except BaseException:  # noqa: BLE001  # the parent must hear of everything, SystemExit too
+    except BaseException:  # noqa: BLE001  # every failure is reported to the parent, SystemExit too
         data = pickle.dumps((False, traceback.format_exc()))
         code = 1
     with os.fdopen(pipe, "wb") as file:
@@ -170,7 +170,7 @@ def _call(fn: Callable[[int, int], T], rank: int, world_size: int, store: str | 
 
 
 def _collect(children: list[_Child], deadline: float) -> bool:
-    """Reads results and wait statuses until all have ended; True when the deadline came first."""
+    """Reads results and wait statuses until all have ended; True if the deadline passed."""
     open_pipes = {child.pipe: child for child in children}
     while any(child.status is None for child in children):
         now = time.monotonic()

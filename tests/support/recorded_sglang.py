@@ -1,8 +1,8 @@
-"""A server that answers every request with what another run recorded for it, for replays of whole training runs.
+"""A server that responds to every request with the sample that another run recorded, for replays of whole runs.
 
-It answers as the recorded server did, weights included: a sample whose tokens came from several weights is answered once
-the newest of them arrived here, and no step ends, which would bring new weights, before all is asked for that was begun
-with the old ones. Weights come by `sync.transport: disk`; it believes what it is told they are.
+The weight versions are those of the recording: the response for a sample with tokens of several versions is sent when
+the newest of them has arrived here, and no step ends (which would bring new weights) before every request that started
+with the old weights has arrived. Weights come by `sync.transport: disk`; it does not check them.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ POLL_S = 0.002
 
 
 class RecordedSglang(FakeSglang):
-    """`run_dir` is the recorded run's. While `holds(sample)` is true, a sample is kept back."""
+    """`run_dir` is the recorded run's. While `holds(sample)` is true, the response is delayed."""
 
     def __init__(self, run_dir: Path) -> None:
         self.samples: dict[str, Sample] = {}
         for path in sorted((run_dir / ROLLOUT_FOLDER).glob(f"*{RECORD_SUFFIX}")):
             self.samples |= {sample.id: sample for sample in read_record(path)}
         self.steps: dict[int, set[str]] = {}
-        """step -> ids of its samples, evaluations aside"""
+        """step -> ids of its samples, without evaluations"""
         for sample_id in self.samples:
             if not sample_id.startswith("eval"):
                 self.steps.setdefault(int(sample_id.partition(":")[0]), set()).add(sample_id)
         self._begun_by = {step: self._with_weights_before(step) for step in self.steps}
         self.holds: Callable[[Sample], bool] = lambda _: False
         self.finished: set[str] = set()
-        """ids of samples that were answered"""
+        """ids of samples whose response was sent"""
         super().__init__()
 
     def _routes(self, app: web.Application) -> None:
@@ -64,7 +64,7 @@ class RecordedSglang(FakeSglang):
                 {"version": f"{span.version}:{span.digest}", "start": span.start, "end": span.end}
                 for span in sample.spans
             ],
-            # A float32 written as the float64 that it is comes back as the same float32.
+            # A float32 written as a float64 is read as the same float32.
             "output_token_logprobs": [
                 [value, token, None] for value, token in zip(sample.sampler_logprobs.tolist(), ids, strict=True)
             ],
@@ -74,12 +74,12 @@ class RecordedSglang(FakeSglang):
         return web.json_response({"text": "", "output_ids": ids, "meta_info": meta})
 
     def _with_weights_before(self, step: int) -> set[str]:
-        """Samples that the recorded run began with weights from before the update of `step` (one update a step)."""
+        """Samples that the recorded run started with weights from before the update of `step` (one update a step)."""
         ids: set[str] = set().union(*self.steps.values())
         return {sample_id for sample_id in ids if self.samples[sample_id].spans[0].version < step}
 
     def _is_due(self, sample: Sample) -> bool:
-        """Whether the weights of its last token are here, and its step may end."""
+        """True if the weights of its last token have arrived and its step may end."""
         held = WeightVersion.parse(self.weight_version)
         if held is None or held.version < sample.spans[-1].version:
             return False

@@ -1,6 +1,6 @@
-"""A fake SGLang server for whole training runs: answers of long-tailed length, each after the time that it would take.
+"""A fake SGLang server for whole training runs: responses of long-tailed length, each after the time of its sampling.
 
-Length and tokens are a function of a request's seed. It takes weights by `sync.transport: disk` without looking at them.
+Length and tokens are a function of the seed of a request. It accepts weights by `sync.transport: disk` unread.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from aiohttp import web
 from tests.support.fake_sglang import FakeSglang
 
 FIRST, LAST = ord("a"), ord("z")
-"""Bytes that answers are made of; a tiny model's token ids are bytes."""
+"""The bytes of responses; token ids of a tiny model are bytes."""
 
 
 class ReplaySglang(FakeSglang):
-    """`token_s` seconds a token; it works on any number of requests at a time."""
+    """`token_s` seconds a token; it processes any number of requests at a time."""
 
     def __init__(self, *, token_s: float, median_tokens: float, spread: float) -> None:
         """Lengths are log-normal: `median_tokens`, and `spread` the standard deviation of their logarithm."""
         self.token_s = token_s
         self._median, self._spread = median_tokens, spread
         self.finished: set[str] = set()
-        """request ids, without the try, that were answered"""
+        """request ids, without the try, whose response was sent"""
         super().__init__(latency_s=lambda body: self.token_s * len(self.tokens(body)))
 
     def tokens(self, body: dict[str, Any]) -> list[int]:
-        """The answer's token ids."""
+        """The token ids of the response."""
         params = body["sampling_params"]
         generator = np.random.default_rng(int(params["sampling_seed"]))
         length = round(generator.lognormal(np.log(self._median), self._spread))
@@ -42,7 +42,7 @@ class ReplaySglang(FakeSglang):
         app.router.add_post("/update_weights_from_disk", self._empty)
 
     async def _answer(self, request: web.Request, body: dict[str, Any], rid: str) -> web.StreamResponse:
-        while self.paused:  # as `pause: in_place`: what is finished waits for the update's end
+        while self.paused:  # as `pause: in_place`: finished responses wait until the update ends
             await asyncio.sleep(0.002)
         ids = self.tokens(body)
         is_cut = len(ids) == int(body["sampling_params"]["max_new_tokens"])

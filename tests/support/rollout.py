@@ -1,4 +1,4 @@
-"""Requests, and an embedded engine filled from a Hugging Face folder as a policy's export would fill it."""
+"""Requests, and an embedded engine with the weights of a Hugging Face folder, as from a policy's export."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def random_prompts(
 
 
 def checkpoint_weights(folder: Path) -> list[tuple[str, Any]]:
-    """(name, tensor) of a folder's safetensors: what an export of the same policy would yield."""
+    """(name, tensor) of a folder's safetensors: as an export of the same policy yields them."""
     from safetensors.torch import load_file
 
     return [item for file in sorted(folder.glob("*.safetensors")) for item in sorted(load_file(file).items())]

@@ -21,7 +21,7 @@ _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun", "squ
 
 
 def slurm_missing() -> str | None:
-    """Why a Slurm cannot be started here, or None."""
+    """The reason why Slurm cannot be started here, or None."""
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
     if missing:
         return f"{', '.join(missing)} (make install-slurm)"
@@ -30,7 +30,7 @@ def slurm_missing() -> str | None:
 
 @dataclass(slots=True)
 class Slurm:
-    """A running cluster of two nodes with four pretended CPUs each."""
+    """A running cluster of two nodes with four virtual CPUs each."""
 
     folder: Path
     env: dict[str, str]
@@ -53,7 +53,7 @@ class Slurm:
         return dict(part.split("=", 1) for part in text.split() if "=" in part)
 
     def wait(self, job_id: str, timeout_s: float = 60.0) -> dict[str, str]:
-        """The job's fields once it has ended for good. Raises AssertionError after `timeout_s`, the job cancelled."""
+        """The job's fields after it has ended without a requeue. Raises AssertionError after `timeout_s`, the job cancelled."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             fields = self.job(job_id)

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every supported family, saved by transformers: names and shapes are its own."""
+"""Tiny random checkpoints of every supported family, saved by transformers, with its names and shapes."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def make_tiny_qwen3(folder: Path, *, tied: bool = False, seed: int = 0, dtype: s
     """Writes the whole checkpoint to `folder` and returns it.
 
     Weights are drawn wider than the usual initialisation (0.02), so that attention and logits are far from uniform and
-    a wrong weight shows; norm weights differ from 1 for the same reason.
+    a wrong weight is visible; norm weights differ from 1 for the same reason.
     """
     import torch
     from transformers import Qwen3ForCausalLM

@@ -46,7 +46,7 @@ checkpoint:
 logging:
   tensorboard: false
 """
-# A random model answers nothing right: its labels come from the text itself, the same on every machine.
+# A random model has no correct answers: labels are a function of the text, the same on every machine.
 REWARD = """import time
 
 
@@ -59,13 +59,13 @@ def reward(prompt, response):
 def write_tiny_run(folder: Path, model: Path, delay_s: float = 0.0) -> Path:
     """Writes data, reward and configuration below `folder` and returns the configuration's path.
 
-    Every answer takes its verifier `delay_s`, so that a test can stop a run in the middle.
+    The verifier takes `delay_s` per response, so that a test can stop a run in the middle.
     """
     rows = [{"problem": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(4) for b in range(4)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD.format(delay_s=delay_s))
     path = folder / "run.yaml"
-    # A random model never ends its answer by itself, and a truncated answer counts as wrong: letters end most of them.
+    # A random model rarely ends a response, and a truncated response has label 0: stop strings end most of them.
     stop = ", ".join(f"'{letter}'" for letter in "abcdefghijklmnopqrstuvwxyz0123456789")
     path.write_text(CONFIG.format(folder=folder, model=model, stop=stop))
     return path

@@ -1,6 +1,6 @@
-"""The fake server with weights: SGLang's calls of an update, in memory, and faults on command.
+"""The fake server with weights: SGLang's calls of a weight update, in memory, with faults.
 
-Its model has no fused parameters: what is sent under a name is held under that name.
+Its model has no fused parameters: a tensor keeps the name under which it is sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.fake_sglang import FakeSglang
 
 
 class WeightServer(FakeSglang):
-    """`held` are its weights, `calls` the paths it was asked for in order. Use as a context manager."""
+    """`held` are its weights, `calls` the requested paths in order. Use as a context manager."""
 
     def __init__(
         self, weights: Mapping[str, torch.Tensor], *, sessions: bool = True, api_key: str | None = None
@@ -31,20 +31,20 @@ class WeightServer(FakeSglang):
         self.session_open = False
         self.calls: list[str] = []
         self.keys: set[str | None] = set()
-        """Authorization headers that came"""
+        """received Authorization headers"""
         self.fail: dict[str, int] = {}
-        """path -> how often it answers `fail_status` from now on"""
+        """path -> number of responses with `fail_status`"""
         self.fail_status = 500
         self.refuse_kindly = False
-        """`/update_weights_from_disk` says `success: false` with a status of 200"""
+        """`/update_weights_from_disk` responds with `success: false` with a status of 200"""
         self.before: dict[str, Callable[[], None]] = {}
-        """path -> what happens just before its next call"""
+        """path -> function that runs before its next call"""
         self.spoil: Callable[[Any], Any] = lambda answer: answer
-        """changes the answer of `/weights_checker`"""
+        """changes the response of `/weights_checker`"""
         super().__init__(api_key=api_key)
 
     def restart(self) -> None:
-        """As after a crash: nothing of an update is left."""
+        """As after a crash: the update is lost."""
         self.held, self.session_open, self.weight_version, self.paused = dict(self.initial), False, "default", False
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
@@ -69,7 +69,7 @@ class WeightServer(FakeSglang):
         self.before.pop(request.path, lambda: None)()
         if self.fail.get(request.path, 0) > 0:
             self.fail[request.path] -= 1
-            return web.Response(status=self.fail_status, text="told to fail")
+            return web.Response(status=self.fail_status, text="fails by request")
         response: web.StreamResponse = await handler(request)
         return response
 
@@ -88,7 +88,7 @@ class WeightServer(FakeSglang):
         return web.json_response({"success": True})
 
     async def _in_memory(self, request: web.Request) -> web.Response:
-        """Not SGLang's: a bucket came another way."""
+        """Not SGLang's: stores a bucket that did not arrive by HTTP."""
         if self.sessions and not self.session_open:
             return web.json_response({"error": "no weight update is open"}, status=400)
         return web.json_response({"success": True})
@@ -100,7 +100,7 @@ class WeightServer(FakeSglang):
         if self.refuse_kindly:
             return web.json_response({"success": False, "message": "not a model folder"})
         body = await request.json()
-        if body.get("load_format") != "auto":  # the real one takes its own, which may be `dummy`, and refuses
+        if body.get("load_format") != "auto":  # the real one uses its own format, which may be `dummy`, and fails
             return web.json_response({"success": False, "message": "Failed to get model loader"}, status=400)
         folder = Path(body["model_path"])
         for file in sorted(folder.glob("*.safetensors")):
@@ -115,7 +115,7 @@ class WeightServer(FakeSglang):
 
 
 class InMemory:
-    """A transport that hands buckets to `WeightServer`s of this process, with SGLang's sessions around."""
+    """A transport that passes buckets to `WeightServer`s of this process, inside SGLang's sessions."""
 
     def __init__(self, servers: Mapping[str, WeightServer]) -> None:
         self._servers = servers

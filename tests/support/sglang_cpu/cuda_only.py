@@ -1,7 +1,7 @@
-"""Stand-ins for CUDA-only packages: everything can be imported, nothing can be called.
+"""Replacements of CUDA-only packages: every import works, every call raises NotImplementedError.
 
-SGLang imports names from `sgl_kernel` and `torchvision` at module level whatever the device; neither package loads
-without CUDA. A call is a bug in our belief that a dense text model on CPU needs none of them, so it raises.
+SGLang imports names from `sgl_kernel` and `torchvision` at module level on every device; neither package loads
+without CUDA. A dense text model on CPU calls none of them.
 """
 
 import importlib.abc
@@ -18,7 +18,9 @@ class CudaOnly:
         self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{self.__name__} needs CUDA; this is the CPU stand-in of tests/support/sglang_cpu")
+        raise NotImplementedError(
+            f"{self.__name__} needs CUDA; this is the CPU replacement of tests/support/sglang_cpu"
+        )
 
     def __getattr__(self, name: str) -> "CudaOnly":
         if name.startswith("__"):
@@ -51,7 +53,7 @@ class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def attribute_of(module: str) -> Any:
-    """The module-level `__getattr__` of a stand-in."""
+    """The module-level `__getattr__` of a replacement."""
 
     def get(name: str) -> CudaOnly:
         if name.startswith("__"):

@@ -18,12 +18,25 @@ PASSED = "echo '==== 3 passed, 1 skipped in 1.00s ===='"
         (PASSED, "echo '==== 2 passed, 7 deselected in 61.00s (0:01:01) ===='", "5 passed, 0 failed", 0),
         (PASSED, "echo '==== 1 failed, 2 passed, 1 error in 3.00s ===='; exit 1", "5 passed, 2 failed", 1),
         (PASSED, "echo '==== no tests ran in 0.10s ===='; exit 5", "3 passed, 0 failed", 0),
-        (PASSED, "echo '!!!! KeyboardInterrupt !!!!'; echo '==== 2 passed in 9.00s ===='; exit 2", "5 passed, 0 failed", 0),
+        (
+            PASSED,
+            "echo '!!!! KeyboardInterrupt !!!!'; echo '==== 2 passed in 9.00s ===='; exit 2",
+            "5 passed, 0 failed",
+            0,
+        ),
         (PASSED, "echo '==== 1 passed in 9.00s ===='; exit 3", "4 passed, 1 failed", 1),
         ("echo '==== 1 failed, 3 passed in 1.00s ===='; exit 2", "echo never; exit 1", "3 passed, 1 failed", 1),
         ("echo 'install: no usable Python'; exit 2", "echo never; exit 1", "0 passed, 1 failed", 1),
     ],
-    ids=["passes", "slice-fails", "slice-ran-none", "slice-out-of-time", "pytest-broke", "test-fails", "no-installation"],
+    ids=[
+        "passes",
+        "slice-fails",
+        "slice-ran-none",
+        "slice-out-of-time",
+        "pytest-broke",
+        "test-fails",
+        "no-installation",
+    ],
 )
 def test_the_last_line_counts_both_sessions(tmp_path: Path, test: str, full: str, last: str, code: int) -> None:
     (tmp_path / ".ci").mkdir()

@@ -1,4 +1,4 @@
-"""CPU stand-in for SGLang's CUDA kernels (see cuda_only.py)."""
+"""CPU replacement of SGLang's CUDA kernels (see cuda_only.py)."""
 
 from cuda_only import install
 

@@ -1,4 +1,4 @@
-"""CPU stand-in for torchvision, which SGLang imports for its image models (see cuda_only.py)."""
+"""CPU replacement of torchvision, which SGLang imports for its image models (see cuda_only.py)."""
 
 from cuda_only import install
 
