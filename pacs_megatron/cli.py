@@ -90,6 +90,8 @@ def _add_group(verbs: _SubParsers, name: str, text: str) -> _SubParsers:
 
 
 def _add_evaluation(verbs: _SubParsers) -> None:
+    from pacs_megatron.convert.commands import NO_VERIFY_HELP
+
     parser = _add_config_verb(verbs, "eval", "pass@k of a model on the configured benchmarks", _eval)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder to evaluate instead of model.path")
     parser.add_argument("--out", type=Path, help="folder for the results; default: <run folder>/eval")
@@ -97,6 +99,7 @@ def _add_evaluation(verbs: _SubParsers) -> None:
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--step", type=int, help="the checkpoint to export; default: the newest")
     parser.add_argument("--out", type=Path, help="target folder; default: <run>/hf_exports/step_<n>")
+    parser.add_argument("--no-verify", action="store_true", help=NO_VERIFY_HELP)
 
 
 def _add_groups(verbs: _SubParsers) -> None:
@@ -181,7 +184,7 @@ def _eval(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from pacs_megatron.launch.export import export
 
-    print(export(args.run, step=args.step, out=args.out))
+    print(export(args.run, step=args.step, out=args.out, verify=not args.no_verify))
     return 0
 
 

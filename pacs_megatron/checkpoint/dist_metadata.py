@@ -1,25 +1,32 @@
 """The index of a `torch_dist` checkpoint, read and written without Megatron and without running pickled code.
 
-`.metadata` is a pickle of torch's `Metadata` record. It is read through a list of allowed classes, so that a checkpoint
-from elsewhere cannot run code here; Megatron's own loader has no such guard, so call `check_metadata` before it.
+`.metadata` is a pickle of torch's `Metadata` record. Only a list of allowed classes is loaded from it, so a checkpoint of
+unknown origin cannot run code. Megatron's own loader has no such guard: call `check_metadata` before it.
 """
 
 from __future__ import annotations
 
-import json
+import io
 import pickle
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, cast
 
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from pacs_megatron.errors import CheckpointError
+from pacs_megatron.runtime.json_reader import read_object
 
 METADATA_NAME = ".metadata"
 CONFIG_NAME = "metadata.json"
 COMMON_NAME = "common.pt"
 MODEL_PREFIX = "model."
-"""Before every key of the policy's weights"""
+"""Prefix of every key of the policy's weights"""
 CONFIG = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -55,39 +62,64 @@ _ALLOWED: dict[str, frozenset[str]] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], path: Path) -> None:
-        super().__init__(file)
-        self._path = path
+class _Unpickler(pickle._Unpickler):
+    """Python's own, not the faster C one, which allocates gigabytes for a damaged memo index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):
-            raise CheckpointError(
-                f"{self._path} wants to load {module}.{name}, which no checkpoint needs; do not use this checkpoint"
-            )
+            raise pickle.UnpicklingError(f"it loads {module}.{name}, which is not part of a checkpoint")
         return super().find_class(module, name)
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The index of a checkpoint's `dist` folder. Raises CheckpointError where it is missing, damaged or unsafe."""
+    """The index of a checkpoint's `dist` folder. Raises CheckpointError if it is missing, damaged or unsafe."""
     _check_config(folder)
     path = folder / METADATA_NAME
     try:
-        with path.open("rb") as file:
-            metadata = _Unpickler(file, path).load()
+        metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        _check_types(metadata)
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is missing; the checkpoint was not written to its end, use another one"
-        ) from None
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}); use another copy") from None
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{path} is no index of a torch_dist checkpoint; use another copy")
-    return metadata
+        raise CheckpointError(f"{path} is missing; the checkpoint is not complete, use another one") from None
+    except Exception as error:  # noqa: BLE001  a damaged pickle can raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise CheckpointError(f"{path} is damaged or unsafe ({reason}); use another copy") from None
+    return cast("Metadata", metadata)
+
+
+def _check_types(metadata: Any) -> None:
+    """Raises TypeError or ValueError unless every field that is read has its type."""
+    _expect(metadata, Metadata)
+    for key, entry in _expect(metadata.state_dict_metadata, dict).items():
+        _expect(key, str)
+        if isinstance(entry, BytesStorageMetadata):
+            continue
+        _expect(_expect(entry, TensorStorageMetadata).properties.dtype, torch.dtype)
+        rank = len(_sizes(entry.size))
+        for chunk in _expect(entry.chunks, list):
+            if {len(_sizes(chunk.offsets)), len(_sizes(chunk.sizes))} != {rank}:
+                raise ValueError(f"a piece of {key} has another number of dimensions")
+    for index, info in _expect(metadata.storage_data, dict).items():
+        _expect(_expect(index, MetadataIndex).fqn, str)
+        _expect(info.relative_path, str)
+        _sizes((info.offset, info.length))
+
+
+def _expect(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    """Raises unless all of them are integers from 0 to 2**62."""
+    for value in _expect(values, tuple):
+        if not 0 <= _expect(value, int) < 2**62:
+            raise ValueError(f"the size {value} is out of range")
+    return tuple(values)
 
 
 def check_metadata(folder: Path) -> None:
-    """Raises CheckpointError unless Megatron may load this folder: whole, known format, index without foreign code."""
+    """Raises CheckpointError unless Megatron may load this folder: complete, of a known format, no code in the index."""
     metadata = read_metadata(folder)
     needed: dict[str, int] = {}
     for info in metadata.storage_data.values():
@@ -97,19 +129,15 @@ def check_metadata(folder: Path) -> None:
             raise CheckpointError(f"{folder / METADATA_NAME} names {name!r}, which is not a file of this folder")
         file = folder / name
         if not file.is_file():
-            raise CheckpointError(f"{file} is missing; the checkpoint is not whole, use another copy")
+            raise CheckpointError(f"{file} is missing; the checkpoint is not complete, use another copy")
         if file.stat().st_size < num_bytes:
             raise CheckpointError(f"{file} is {file.stat().st_size} bytes, expected {num_bytes}: truncated")
 
 
 def _check_config(folder: Path) -> None:
     path = folder / CONFIG_NAME
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; {folder} is no Megatron distributed checkpoint") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); use another copy") from None
-    found = config.get("sharded_backend") if isinstance(config, dict) else config
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; {folder} is no Megatron distributed checkpoint")
+    found = read_object(path, error=CheckpointError).get("sharded_backend")
     if found != CONFIG["sharded_backend"]:
         raise CheckpointError(f"{path}: sharded_backend is {found!r}, expected {CONFIG['sharded_backend']!r}")

@@ -1,21 +1,33 @@
-"""manifest.json: what a checkpoint folder is and which files it must have. Written last, so it marks a whole checkpoint.
+"""manifest.json: which checkpoint a folder contains, and its files with their digests. Written last: it marks a complete
+checkpoint.
 
 A checkpoint folder: `manifest.json`, `dist/` (Megatron's torch_dist format), `hf/` (config.json and tokenizer, what an
-export needs besides the weights). Others may stand beside them.
+export needs besides the weights). There may be other files.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
-from pacs_megatron.checkpoint.names import MANIFEST_NAME
+from pacs_megatron.checkpoint.names import (
+    CHECKPOINTS_FOLDER,
+    MANIFEST_NAME,
+    Position,
+    position_of,
+    read_run_identity,
+)
 from pacs_megatron.checkpoint.staging import write_file
 from pacs_megatron.errors import CheckpointError
+from pacs_megatron.runtime.json_reader import read_object
+
+logger = logging.getLogger(__name__)
 
 DIST_FOLDER = "dist"
 HF_FOLDER = "hf"
@@ -33,33 +45,106 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """`step` is the training step, None for a conversion. `files` maps paths relative to the folder to their facts."""
+    """`files` maps paths relative to the folder to their facts."""
 
     step: int | None
+    """training steps; None for a conversion"""
     files: Mapping[str, FileFacts]
+    updates: int | None = 0
+    """of the next step; None: an earlier release did not record it"""
+    run: str | None = None
+    """identity of the run; None for a conversion, and for a run of an earlier release"""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes and flushes manifest.json."""
     files = {name: {"bytes": f.nbytes, "xxh3_128": f.xxh3_128} for name, f in sorted(manifest.files.items())}
-    content = {"format": FORMAT, "step": manifest.step, "files": files}
+    content = {
+        "format": FORMAT,
+        "run": manifest.run,
+        "step": manifest.step,
+        "updates": manifest.updates,
+        "files": files,
+    }
     write_file(folder / MANIFEST_NAME, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError where it is missing, damaged or of another version."""
+    """Raises CheckpointError if it is missing, damaged or of another version."""
     path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; {folder} is no checkpoint, or was not written completely")
+    content = read_object(path, error=CheckpointError)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        manifest = Manifest(
+            step=_number(content["step"]),
+            updates=_number(content.get("updates")),
+            run=_expect(content.get("run"), str | None),
+            files={_relative(name): _facts(entry) for name, entry in content["files"].items()},
+        )
         number = content["format"]
-        files = {name: FileFacts(f["bytes"], f["xxh3_128"]) for name, f in content["files"].items()}
-        manifest = Manifest(step=content["step"], files=files)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; {folder} is no checkpoint, or was not written to its end") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({error!r}); use another checkpoint") from None
     if number != FORMAT:
         raise CheckpointError(f"{path} has format {number}, this release reads {FORMAT}; use the release that wrote it")
+    return manifest
+
+
+def _facts(entry: Mapping[str, Any]) -> FileFacts:
+    nbytes = _number(entry["bytes"])
+    if nbytes is None:
+        raise ValueError("a file without size")
+    return FileFacts(nbytes, _expect(entry["xxh3_128"], str | None))
+
+
+def _number(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 0):
+        raise ValueError(f"expected a number, got {value!r}")
+    return value
+
+
+def _expect(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"unexpected {value!r}")
+    return value
+
+
+def _relative(name: str) -> str:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{name!r} is outside of the folder")
+    return name
+
+
+def check_identity(folder: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError unless the folder's name and the run around it are those of the manifest.
+
+    Two swapped checkpoints would otherwise pass, since each of them is complete.
+    """
+    position = position_of(folder.name)
+    if position is not None and manifest.step is not None:
+        found = Position(manifest.step, position.updates if manifest.updates is None else manifest.updates)
+        if found != position:
+            raise CheckpointError(
+                f"{folder} contains the checkpoint of {found}; folders were renamed or swapped, restore the name {found.name}"
+            )
+    if folder.parent.name != CHECKPOINTS_FOLDER or manifest.run is None:
+        return
+    identity = read_run_identity(folder.parent.parent)
+    if identity is not None and identity != manifest.run:
+        raise CheckpointError(
+            f"{folder} belongs to run {manifest.run}, but {folder.parent.parent} is run {identity}; restore the run's own "
+            "checkpoint, or start a new run folder from this one"
+        )
+
+
+def check_checkpoint(folder: Path, *, digests: bool = True) -> Manifest:
+    """The manifest of a complete checkpoint. Raises CheckpointError for a wrong identity or a missing or altered file."""
+    manifest = read_manifest(folder)
+    check_identity(folder, manifest)
+    if digests:
+        size = sum(facts.nbytes for facts in manifest.files.values())
+        logger.info("%s: checking the digests of %.2f GB", folder, size / 1e9)
+    check_files(folder, manifest, digests=digests)
     return manifest
 
 
@@ -79,7 +164,7 @@ def check_files(folder: Path, manifest: Manifest, *, digests: bool) -> None:
     for name, facts in manifest.files.items():
         path = folder / name
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing; the checkpoint is not whole, use another copy")
+            raise CheckpointError(f"{path} is missing; the checkpoint is not complete, use another copy")
         size = path.stat().st_size
         if size != facts.nbytes:
             raise CheckpointError(f"{path} is {size} bytes, expected {facts.nbytes}: truncated or altered")

@@ -1,4 +1,4 @@
-"""The policy's weights in a Megatron checkpoint, by the weight table: for export, and as if it were a HF folder."""
+"""The policy's weights in a Megatron checkpoint, by the weight table: for export, and under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import torch
 from pacs_megatron.checkpoint.dist_metadata import MODEL_PREFIX
 from pacs_megatron.checkpoint.dist_reader import DistReader
 from pacs_megatron.checkpoint.hf_folder import HfFolder
-from pacs_megatron.checkpoint.manifest import DIST_FOLDER, HF_FOLDER, check_files, read_manifest
+from pacs_megatron.checkpoint.manifest import DIST_FOLDER, HF_FOLDER, check_checkpoint, read_manifest
 from pacs_megatron.checkpoint.names import MANIFEST_NAME, position_of
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.models import Entry, load_config, read_spec, weight_table
 
 _NOT_WEIGHTS = "._extra_state"
-"""Objects that Megatron's linear layers add (FP8 scales, or nothing)"""
+"""Objects that Megatron's linear layers add (FP8 scales, or empty ones)"""
 
 
 class MegatronWeights:
-    """Opens a converted or training checkpoint. `get` answers Hugging Face names, as HfFolder does.
+    """A converted or training checkpoint. `get` takes Hugging Face names, as HfFolder does.
 
-    Raises CheckpointError for files that are missing or truncated, a key that no row of the table maps, a row without a
-    key, or a wrong shape.
+    Raises CheckpointError for files that are missing or altered, a checkpoint under another one's name, a key that no row
+    of the table maps, a row without a key, or a wrong shape.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, digests: bool = True) -> None:
+        """`digests`: read every file first and compare its digest with the manifest's."""
         self.path = Path(path)
-        self.manifest = read_manifest(self.path)
-        check_files(self.path, self.manifest, digests=False)
+        self.manifest = check_checkpoint(self.path, digests=digests)
         self.metadata_folder = self.path / HF_FOLDER
         self.config: dict[str, Any] = load_config(self.metadata_folder)
         self.table = weight_table(read_spec(self.config))
         self._reader = DistReader(self.path / DIST_FOLDER)
-        # q, k and v are asked for one after the other, and come from one tensor.
+        # q, k and v are read one after the other, and come from one tensor.
         self._newest: tuple[Entry, tuple[torch.Tensor, ...]] | None = None
         self._check_keys()
 
@@ -91,21 +91,21 @@ def is_megatron_checkpoint(path: str | Path) -> bool:
     return (Path(path) / MANIFEST_NAME).is_file()
 
 
-def open_weights(path: str | Path) -> HfFolder | MegatronWeights:
-    """What `model.path` names: a Hugging Face folder, a converted checkpoint or a training checkpoint."""
-    return MegatronWeights(path) if is_megatron_checkpoint(path) else HfFolder(path)
+def open_weights(path: str | Path, *, digests: bool = True) -> HfFolder | MegatronWeights:
+    """The weights at `model.path`: a Hugging Face folder, a converted checkpoint or a training checkpoint."""
+    return MegatronWeights(path, digests=digests) if is_megatron_checkpoint(path) else HfFolder(path)
 
 
 def find_checkpoint(path: str | Path, step: int | None) -> Path:
-    """`path` itself, or in a run's folder (or its `checkpoints`) the one after `step`; None: after the newest one.
+    """`path` itself, or the checkpoint of `step` in a run's folder (or its `checkpoints`); None: the newest one.
 
-    Raises CheckpointError naming the steps that are there.
+    Raises CheckpointError with the steps that exist.
     """
     folder = Path(path)
     if is_megatron_checkpoint(folder):
         found = read_manifest(folder).step
         if step is not None and step != found:
-            raise CheckpointError(f"{folder} is the checkpoint of step {found}, asked for step {step}")
+            raise CheckpointError(f"{folder} is the checkpoint of step {found}, not of step {step}; correct --step")
         return folder
     parent = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     by_step: dict[int, Path] = {}
@@ -115,7 +115,7 @@ def find_checkpoint(path: str | Path, step: int | None) -> Path:
         if child_step is not None and ".partial" not in child.name and not (position and position.updates):
             by_step[child_step] = child
     if not by_step:
-        raise CheckpointError(f"{folder} holds no checkpoint ({MANIFEST_NAME} is what marks one)")
+        raise CheckpointError(f"{folder} contains no complete checkpoint (one with {MANIFEST_NAME})")
     wanted = max(by_step) if step is None else step
     if wanted not in by_step:
         steps = ", ".join(str(s) for s in sorted(by_step))

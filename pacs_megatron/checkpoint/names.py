@@ -1,5 +1,7 @@
-"""Names of a run's checkpoints. `step_000010`: after step 10. `step_000010_plus_03`: three updates into step 11, of a run
-that was stopped there; only to be resumed from."""
+"""Names of a run's checkpoints, and the identity of the run.
+
+`step_000010`: after step 10. `step_000010_plus_03`: three updates into step 11, where a run was stopped; for resuming only.
+"""
 
 import re
 from pathlib import Path
@@ -8,18 +10,19 @@ from typing import NamedTuple
 CHECKPOINTS_FOLDER = "checkpoints"
 MANIFEST_NAME = "manifest.json"
 """Written last: a folder without it is not a checkpoint."""
+RUN_IDENTITY_FILE = "run_id"
 _NAME = re.compile(r"step_(\d{6,})(?:_plus_(\d{2,}))?")
 
 
 class Position(NamedTuple):
-    """How far a run is: `step` whole steps, and `updates` of the next one."""
+    """How far a run is: `step` complete steps, and `updates` of the next one."""
 
     step: int
     updates: int = 0
 
     @property
     def name(self) -> str:
-        """Of its checkpoint's folder."""
+        """of the checkpoint's folder"""
         return f"step_{self.step:06d}" + (f"_plus_{self.updates:02d}" if self.updates else "")
 
     def __str__(self) -> str:
@@ -27,13 +30,13 @@ class Position(NamedTuple):
 
 
 def position_of(name: str) -> Position | None:
-    """What a folder's name says; None for any other name."""
+    """The position in a folder's name; None for any other name."""
     match = _NAME.fullmatch(name)
     return None if match is None else Position(int(match[1]), int(match[2] or 0))
 
 
 def whole_checkpoints(run_dir: Path) -> list[tuple[Position, Path]]:
-    """Every checkpoint that was written to its end, in order."""
+    """Every complete checkpoint, in order."""
     return sorted(
         (position, path)
         for path in (run_dir / CHECKPOINTS_FOLDER).glob("step_*")
@@ -42,12 +45,18 @@ def whole_checkpoints(run_dir: Path) -> list[tuple[Position, Path]]:
 
 
 def newest_position(run_dir: Path) -> Position | None:
-    """Of the newest whole checkpoint; None without one."""
+    """Of the newest complete checkpoint; None if there is none."""
     whole = whole_checkpoints(run_dir)
     return whole[-1][0] if whole else None
 
 
 def newest_step(run_dir: Path) -> int | None:
-    """The newest checkpoint between two steps; None without one."""
+    """Of the newest checkpoint at a step boundary; None if there is none."""
     steps = [position.step for position, _ in whole_checkpoints(run_dir) if not position.updates]
     return steps[-1] if steps else None
+
+
+def read_run_identity(run_dir: Path) -> str | None:
+    """The identity that every checkpoint of the run records; None before the first save."""
+    file = run_dir / RUN_IDENTITY_FILE
+    return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else None

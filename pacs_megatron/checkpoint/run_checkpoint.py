@@ -1,16 +1,16 @@
-"""A training checkpoint on disk: written beside, digested in a manifest, renamed; the newest ones are kept.
+"""A training checkpoint on disk: written to a `.partial` folder, digested in a manifest, renamed; the newest ones are kept.
 
 `checkpoints/step_000010/`: `dist/` (Megatron's torch_dist: weights, optimizer, reference), `state.json` (counters, data
-position), `rng/` (one file a rank), `hf/` (config and tokenizer, for the export), `buffer.safetensors` and `buffer.json`
-(samples of steps that are not trained yet; only where there are some), `begun.safetensors` and `begun.json` (only where a
-step is in the middle of its updates), `manifest.json` (size and xxh3-128 of every file). A folder without manifest is
-not a checkpoint.
+position), `rng/` (one file a rank), `hf/` (config and tokenizer, for the export), `buffer.*` (samples of steps that are not
+trained yet, if any), `open_step.*` (only inside a step: updates done, their metrics, log-probs of the step), `manifest.json`
+(run, position, size and xxh3-128 of every file). A folder without manifest is not a checkpoint.
 """
 
 import json
 import logging
 import os
 import shutil
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,15 +28,25 @@ from pacs_megatron.checkpoint.manifest import (
     FileFacts,
     Manifest,
     check_files,
+    check_identity,
     digest_file,
     read_manifest,
     write_manifest,
 )
-from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, Position, whole_checkpoints
+from pacs_megatron.checkpoint.names import (
+    CHECKPOINTS_FOLDER,
+    MANIFEST_NAME,
+    RUN_IDENTITY_FILE,
+    Position,
+    read_run_identity,
+    whole_checkpoints,
+)
 from pacs_megatron.errors import CheckpointError
+from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
-from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays
+from pacs_megatron.parallel.transfer import gather_json
 from pacs_megatron.runtime.files import sync_folder, write_atomically
+from pacs_megatron.runtime.json_reader import read_object
 
 logger = logging.getLogger(__name__)
 _PARTIAL = ".partial"
@@ -47,7 +57,7 @@ Record = tuple[Mapping[str, Any], Mapping[str, np.ndarray]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a checkpoint holds."""
+    """What a checkpoint contains."""
 
     sharded: dict[str, Any]
     """weights, optimizer and reference, for dist_checkpointing"""
@@ -60,35 +70,35 @@ class Contents:
     dtype: torch.dtype
     """of the weights"""
     buffer: Record | None
-    """on rank 0: finished samples of later steps; None: there are none"""
+    """on rank 0: finished samples of later steps; None if there are none"""
     open_step: Record | None = None
     """on rank 0: state of a step of which some updates are done; None at a step boundary"""
 
 
 def checkpoint_folder(run_dir: Path, position: Position) -> Path:
-    """Where the checkpoint of `position` lives."""
+    """The folder of the checkpoint of `position`."""
     return run_dir / CHECKPOINTS_FOLDER / position.name
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest checkpoint that is whole, or None."""
+    """The newest complete checkpoint, or None."""
     whole = whole_checkpoints(run_dir)
     return whole[-1][1] if whole else None
 
 
 def finish_interrupted(run_dir: Path) -> None:
-    """Gives a checkpoint its name whose writer was killed after the last byte and before the renaming."""
+    """Renames a complete checkpoint whose writer was killed after the last byte and before the renaming."""
     for partial in (run_dir / "checkpoints").glob(f"step_*{_PARTIAL}"):
         try:
             read_manifest(partial)
         except CheckpointError:
-            continue  # not whole: the next save removes it
+            continue  # not complete: the next save removes it
         _replace(partial.with_name(partial.name.removesuffix(_PARTIAL)), partial)
-        logger.info("%s was whole but for its name", partial)
+        logger.info("%s was complete; renamed", partial)
 
 
 def _replace(final: Path, partial: Path) -> None:
-    """Renames `partial`, which has its manifest. Killed at any point, `final` or `partial` is whole afterwards."""
+    """Renames `partial`, which has its manifest. After a kill at any point `final` or `partial` is complete."""
     if final.exists():
         _remove(final)
     os.rename(partial, final)
@@ -96,13 +106,13 @@ def _replace(final: Path, partial: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    # Without its manifest it is no checkpoint any more, even if the removal is interrupted.
+    # Without its manifest it is no checkpoint, even if the removal is interrupted.
     (folder / MANIFEST_NAME).unlink(missing_ok=True)
     shutil.rmtree(folder)
 
 
 def save_checkpoint(run_dir: Path, position: Position, rank: Rank, contents: Contents, *, keep_last: int) -> Path:
-    """Write a whole checkpoint. Collective. An interrupted one leaves only a `.partial` folder, removed next time."""
+    """Writes a checkpoint. Collective. An interrupted one leaves a `.partial` folder, which the next save removes."""
     from safetensors.torch import save_file
 
     final = checkpoint_folder(run_dir, position)
@@ -124,7 +134,8 @@ def save_checkpoint(run_dir: Path, position: Position, rank: Rank, contents: Con
     dist.barrier(group=rank.control)
     files = _digest_all(partial, rank)
     if rank.rank == 0:
-        write_manifest(partial, Manifest(step=position.step, files=files))
+        identity = _run_identity(run_dir)
+        write_manifest(partial, Manifest(run=identity, step=position.step, updates=position.updates, files=files))
         _replace(final, partial)
         _prune(run_dir, keep_last)
     dist.barrier(group=rank.control)
@@ -148,7 +159,7 @@ def _read_record(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, np.
 
 
 def read_buffer(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-    """What `Contents.buffer` was; None when the checkpoint has none."""
+    """`Contents.buffer` as saved."""
     return _read_record(folder, _BUFFER)
 
 
@@ -163,7 +174,7 @@ def read_open_step(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 def _prune(run_dir: Path, keep_last: int) -> None:
-    """Keeps the newest `keep_last` between two steps; one in the middle of a step only while it is the newest of all."""
+    """Keeps the newest `keep_last` at step boundaries; one inside a step only while it is the newest of all."""
     whole = whole_checkpoints(run_dir)
     between = [path for position, path in whole if not position.updates]
     kept = {*between[-keep_last:], whole[-1][1]}
@@ -176,44 +187,48 @@ def _files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
+def _run_identity(run_dir: Path) -> str:
+    """Of the run; created at its first save. A run that continues a copied checkpoint keeps that run's identity."""
+    identity = read_run_identity(run_dir)
+    if identity is None:
+        newest = latest_checkpoint(run_dir)
+        identity = (None if newest is None else read_manifest(newest).run) or uuid.uuid4().hex
+        write_atomically(run_dir / RUN_IDENTITY_FILE, [f"{identity}\n".encode()])
+    return identity
+
+
 def _digest_all(folder: Path, rank: Rank) -> dict[str, FileFacts]:
-    """Size and digest of every file; the files are dealt over the ranks. Filled on rank 0. Collective."""
-    mine = {name: asdict(digest_file(folder / name)) for name in _files(folder)[rank.rank :: rank.layout.world_size]}
-    wire = {"json": np.frombuffer(json.dumps(mine).encode(), dtype=np.uint8)}
-    gathered = gather_arrays(wire, group=rank.control)
-    merged: dict[str, FileFacts] = {}
-    for part in gathered or []:
-        merged |= {name: FileFacts(**facts) for name, facts in json.loads(part["json"].tobytes()).items()}
-    return dict(sorted(merged.items()))
+    """Size and digest of every file, on rank 0; each rank digests a share of them. Collective."""
+    own = {name: asdict(digest_file(folder / name)) for name in _files(folder)[rank.rank :: rank.layout.world_size]}
+    shares = gather_json(own, group=rank.control) or []
+    return {name: FileFacts(**facts) for share in shares for name, facts in share.items()}
 
 
-def verify_checkpoint(folder: Path, rank: Rank) -> None:
-    """Every file is there with its size and digest. Collective; raises CheckpointError on every rank."""
-    manifest = read_manifest(folder)
-    mine = dict(sorted(manifest.files.items())[rank.rank :: rank.layout.world_size])
-    problem = ""
-    try:
-        check_files(folder, Manifest(step=manifest.step, files=mine), digests=True)
-    except CheckpointError as error:
-        problem = str(error)
-    gathered = gather_arrays({"p": np.frombuffer(problem.encode(), dtype=np.uint8)}, group=rank.control)
-    text = next((t for g in gathered or [] if (t := g["p"].tobytes().decode())), "")
-    answer = broadcast_arrays({"p": np.frombuffer(text.encode(), dtype=np.uint8)}, src=0, group=rank.control)
-    text = answer["p"].tobytes().decode()
-    if text:
-        raise CheckpointError(f"{text}; or remove {folder} to resume from an older one")
+def verify_checkpoint(folder: Path, channel: ControlChannel) -> None:
+    """Checks identity, and size and digest of every file. Collective; raises CheckpointError on every rank."""
+    manifest = channel.run_together(lambda: read_manifest(folder))
+    rank = channel.rank
+    own = dict(sorted(manifest.files.items())[rank.rank :: rank.layout.world_size])
+
+    def check() -> None:
+        check_identity(folder, manifest)
+        try:
+            check_files(folder, Manifest(step=manifest.step, files=own), digests=True)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; or remove {folder} to resume from an older one") from None
+
+    channel.run_together(check)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Counters and data position."""
-    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
-    return state
+    return read_object(folder / "state.json", error=CheckpointError)
 
 
 def load_checkpoint(
     folder: Path, rank: Rank, sharded: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor] | None]:
-    """(filled state dict, this rank's generators or None when another number of ranks saved). Collective."""
+    """The filled state dict, and this rank's generators (None if the number of ranks has changed). Collective."""
     from safetensors.torch import load_file
 
     filled = load_sharded(sharded, folder / DIST_FOLDER)

@@ -16,6 +16,7 @@ from pacs_megatron.errors import ConversionError, PacsError
 Verb = Literal["to-megatron", "to-hf", "verify"]
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB)?", re.IGNORECASE)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+NO_VERIFY_HELP = "do not check the digests of the checkpoint's files; the certificate records it"
 _DTYPES = ("fp32", "bf16", "fp16")
 
 DESCRIPTIONS: dict[Verb, str] = {
@@ -117,7 +118,11 @@ def _to_hf(arguments: argparse.Namespace) -> str:
 
     max_shard_bytes = parse_size(arguments.max_shard_size)
     options = Options(
-        out=arguments.out, dtype=arguments.dtype, verify=arguments.verify, digests=not arguments.no_digests
+        out=arguments.out,
+        dtype=arguments.dtype,
+        verify=arguments.verify,
+        digests=not arguments.no_digests,
+        verify_source=not arguments.no_verify,
     )
     return str(megatron_to_hf(arguments.checkpoint, options, step=arguments.step, max_shard_bytes=max_shard_bytes))
 

@@ -27,7 +27,7 @@ from pacs_megatron.checkpoint.staging import StagedFolder, check_free_disk
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME, Certificate, Check
 from pacs_megatron.convert.pipeline import WORKERS, Job, run_jobs
 from pacs_megatron.convert.source import DTYPES, check_names, local_hf_folder
-from pacs_megatron.convert.verify import compare
+from pacs_megatron.convert.verify import compare, files_check
 from pacs_megatron.models import Entry, WeightTable, read_spec, weight_table
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ class Options:
     dtype: str | None = None
     verify: bool = False
     digests: bool = True
+    verify_source: bool = True
+    """compare the files of a Megatron checkpoint with its manifest's digests before reading them"""
     show_progress: bool = True
     workers: int = WORKERS
 
@@ -96,7 +98,7 @@ def hf_to_megatron(hf: str, options: Options) -> Report:
         convert_s = time.perf_counter() - start
         verify_s = None
         if options.verify:
-            verify_s = _verified(folder, MegatronWeights(staged.path), certificate, options)
+            verify_s = _verified(folder, MegatronWeights(staged.path, digests=False), certificate, options)
         certificate.write(staged.path / CERTIFICATE_NAME)
         staged.commit()
     return Report(out=options.out, num_tensors=len(table.by_hf), nbytes=total, convert_s=convert_s, verify_s=verify_s)
@@ -105,7 +107,7 @@ def hf_to_megatron(hf: str, options: Options) -> Report:
 def megatron_to_hf(checkpoint: str | Path, options: Options, *, step: int | None, max_shard_bytes: int) -> Report:
     """Writes a Hugging Face folder from a converted or a training checkpoint (`step`; None: the newest)."""
     start = time.perf_counter()
-    weights = MegatronWeights(find_checkpoint(checkpoint, step))
+    weights = MegatronWeights(find_checkpoint(checkpoint, step), digests=options.verify_source)
     table = weights.table
     cast = None if options.dtype is None else DTYPES[options.dtype]
     infos = [info for entry in table.entries for info in hf_tensors([entry], cast or weights.dtype(entry))]
@@ -114,6 +116,7 @@ def megatron_to_hf(checkpoint: str | Path, options: Options, *, step: int | None
     certificate = Certificate(
         direction="megatron-to-hf", source=str(weights.path), target=str(options.out), spec=table.spec
     )
+    certificate.checks.append(files_check(weights, verified=options.verify_source))
     certificate.checks.append(Check("names and shapes", f"{len(table.entries)} rows give {len(infos)} tensors"))
     with HfFolderWriter(options.out, infos, max_shard_bytes=max_shard_bytes) as writer:
         jobs = [

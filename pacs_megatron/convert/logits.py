@@ -171,7 +171,7 @@ def run_rank(arguments: Sequence[str]) -> None:
     from pacs_megatron.policy import model, precision, weights
     from pacs_megatron.policy.logits import logits
 
-    source = MegatronWeights(Path(job["checkpoint"]))
+    source = MegatronWeights(Path(job["checkpoint"]), digests=False)
     spec = source.table.spec
     precision_options = PrecisionOptions(dtype="bf16" if options.dtype == "bf16" else "fp32")
     machine = precision.inspect_machine()

@@ -9,7 +9,6 @@ from typing import Literal
 import torch
 
 from pacs_megatron.checkpoint.hf_folder import HfFolder
-from pacs_megatron.checkpoint.manifest import check_files
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
 from pacs_megatron.convert.certificate import Certificate, Check
 from pacs_megatron.convert.logits import LogitsOptions, compare_logits
@@ -33,9 +32,7 @@ def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | Non
     certificate.checks.append(
         Check("names and shapes", f"{len(weights.table.by_hf)} tensors, {len(weights.table.entries)} rows")
     )
-    check_files(weights.path, weights.manifest, digests=True)
-    digested = sum(facts.xxh3_128 is not None for facts in weights.manifest.files.values())
-    certificate.checks.append(Check("files of the checkpoint", f"{digested} match the digests of the manifest"))
+    certificate.checks.append(files_check(weights, verified=True))
     result = compare(folder, weights, certificate, workers=WORKERS, show_progress=True)
     certificate.checks.append(result)
     summary = f"{folder.path} and {weights.path}: {result.result}"
@@ -47,6 +44,13 @@ def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | Non
         )
     certificate.write(certificate_file)
     return f"{summary}; certificate: {certificate_file}"
+
+
+def files_check(weights: MegatronWeights, *, verified: bool) -> Check:
+    """For the certificate: whether the files of the checkpoint were compared with its manifest."""
+    digested = sum(facts.xxh3_128 is not None for facts in weights.manifest.files.values())
+    result = f"{digested} match the digests of the manifest" if verified else "not verified (--no-verify)"
+    return Check("files of the checkpoint", result)
 
 
 def compare(

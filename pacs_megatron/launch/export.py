@@ -10,7 +10,7 @@ from pacs_megatron.errors import ConfigError
 MAX_SHARD_BYTES = 5 * 10**9
 
 
-def export(run_dir: Path, *, step: int | None, out: Path | None) -> str:
+def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = True) -> str:
     """Write the weights of `step` (default: the newest checkpoint) to `out`, and return a line to print.
 
     Raises ConfigError without a checkpoint, CheckpointError or ConversionError for an unreadable one.
@@ -30,4 +30,6 @@ def export(run_dir: Path, *, step: int | None, out: Path | None) -> str:
         raise ConfigError(f"{folder} does not exist or is incomplete; the newest checkpoint is step {newest}")
     target = out if out is not None else run_dir / "hf_exports" / Position(chosen).name
     setup_logging(None, 0)
-    return str(megatron_to_hf(folder, Options(out=target), step=None, max_shard_bytes=MAX_SHARD_BYTES))
+    return str(
+        megatron_to_hf(folder, Options(out=target, verify_source=verify), step=None, max_shard_bytes=MAX_SHARD_BYTES)
+    )

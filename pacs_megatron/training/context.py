@@ -8,7 +8,7 @@ import torch
 
 from pacs_megatron.checkpoint.manifest import HF_FOLDER
 from pacs_megatron.checkpoint.megatron_weights import is_megatron_checkpoint, open_weights
-from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint
+from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint, verify_checkpoint
 from pacs_megatron.config.layout import layout_of
 from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
 from pacs_megatron.config.schema import RunConfig
@@ -83,6 +83,8 @@ def build_on_all_ranks(
 ) -> RunContext:
     """Joins the other ranks and builds; an error on one rank is raised on all. Collective."""
     rank, channel = join(config)
+    if latest_checkpoint(run_dir) is None and is_megatron_checkpoint(weights_dir(model_dir)):
+        verify_checkpoint(weights_dir(model_dir), channel)
 
     def build_here() -> RunContext:
         run = build(config, run_dir, model_dir, RankSetup(rank=rank, channel=channel, driver=driver, stop=stop))
@@ -119,7 +121,7 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) 
         temperature=rollout.sampling.temperature,
     )
     if latest_checkpoint(run_dir) is None:
-        stored = open_weights(weights_dir(model_dir))
+        stored = open_weights(weights_dir(model_dir), digests=False)  # all ranks have shared the check
         policy.load_weights(lambda name: stored.get(name).to(policy.config.params_dtype))
     policy.mismatch_threshold = config.mismatch.threshold
     policy.compare_with_sampler = rollout.is_sampled

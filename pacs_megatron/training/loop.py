@@ -211,7 +211,7 @@ def resume(run: RunContext) -> RunProgress | None:
         if run.has_reference:
             run.policy.take_reference(reset_optimizer=False)
         return None
-    run_checkpoint.verify_checkpoint(folder, run.rank)
+    run_checkpoint.verify_checkpoint(folder, run.channel)
     saved = run_checkpoint.read_state(folder)
     if saved["has_reference"] and run.policy.reference is None:
         run.policy.take_reference(reset_optimizer=False)

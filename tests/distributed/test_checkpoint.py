@@ -14,6 +14,7 @@ from pacs_megatron.checkpoint.names import MANIFEST_NAME, Position
 from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.objectives import build_objective
+from pacs_megatron.parallel.control import ControlChannel
 from tests.support.policy_cases import make_policy, random_step, train
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_tiny_qwen3
@@ -46,7 +47,7 @@ def load(policy: Any, folder: Path) -> None:
 
     checkpoint = run_checkpoint.latest_checkpoint(folder)
     assert checkpoint is not None
-    run_checkpoint.verify_checkpoint(checkpoint, policy.rank)
+    run_checkpoint.verify_checkpoint(checkpoint, ControlChannel(policy.rank))
     policy.take_reference(reset_optimizer=False)
     sharded = state.sharded_state(policy, is_loading=True, with_reference=True)
     filled, _ = run_checkpoint.load_checkpoint(checkpoint, policy.rank, sharded)
@@ -142,14 +143,14 @@ def test_damage_is_named_and_old_checkpoints_go(model: Path, tmp_path: Path) -> 
         data[len(data) // 2] ^= 1
         shard.write_bytes(bytes(data))
         with pytest.raises(CheckpointError, match=shard.name):
-            run_checkpoint.verify_checkpoint(newest, policy.rank)
+            run_checkpoint.verify_checkpoint(newest, ControlChannel(policy.rank))
         (newest / MANIFEST_NAME).unlink()
         before = run_checkpoint.latest_checkpoint(tmp_path)
         assert before is not None
-        run_checkpoint.verify_checkpoint(before, policy.rank)
+        run_checkpoint.verify_checkpoint(before, ControlChannel(policy.rank))
         (before / "state.json").unlink()
         with pytest.raises(CheckpointError, match=r"state\.json is missing"):
-            run_checkpoint.verify_checkpoint(before, policy.rank)
+            run_checkpoint.verify_checkpoint(before, ControlChannel(policy.rank))
         return kept
 
     assert run_ranks(on_rank, 1)[0] == ["step_000002", "step_000003"]

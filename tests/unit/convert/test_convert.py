@@ -298,7 +298,7 @@ def _wider_config(folder: Path) -> None:
 
 
 CHECKPOINT_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no manifest": (lambda f: (f / "manifest.json").unlink(), "holds no checkpoint"),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "no complete checkpoint"),
     "file missing": (lambda f: (f / "dist" / "__0_0.distcp").unlink(), r"__0_0\.distcp is missing"),
     "file truncated": (lambda f: os.truncate(f / "dist" / "__0_0.distcp", 10), "truncated or altered"),
     "key without a row": (_deeper_config, r"holds model\.decoder\.layers\.1\..*which no row"),
@@ -316,6 +316,26 @@ def test_a_bad_checkpoint_is_one_line_and_no_output(fault: str, converted: Path,
         to_hf(copy, tmp_path / "back")
     assert "\n" not in str(caught.value)
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("name", ["dist/__0_0.distcp", "dist/common.pt", "dist/.metadata", "hf/tokenizer.json"])
+def test_a_flipped_bit_is_refused_and_no_verify_is_recorded(name: str, converted: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(converted, tmp_path / "ckpt")
+    flip_a_bit(copy / name)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} was altered"):
+        to_hf(copy, tmp_path / "back")
+    with pytest.raises(CheckpointError, match="was altered"):
+        MegatronWeights(copy)
+    if name.startswith("hf/"):
+        exported = to_hf(copy, tmp_path / "back", verify_source=False)
+        checks = json.loads((exported / "certificate.json").read_text())["checks"]
+        assert {"name": "files of the checkpoint", "result": "not verified (--no-verify)"} in checks
 
 
 def test_an_existing_output_and_a_full_disk(tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +368,7 @@ def test_finding_a_step_of_a_run(converted: Path, tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path / "checkpoints", 10).name == "step_000010"
     with pytest.raises(CheckpointError, match="no checkpoint of step 30; there are 10, 20"):
         find_checkpoint(tmp_path, 30)
-    with pytest.raises(CheckpointError, match="checkpoint of step 10, asked for step 20"):
+    with pytest.raises(CheckpointError, match="checkpoint of step 10, not of step 20"):
         find_checkpoint(tmp_path / "checkpoints" / "step_000010", 20)
 
 
