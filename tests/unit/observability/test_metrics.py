@@ -49,7 +49,7 @@ def test_sums_weight_updates_by_their_samples_and_keep_extremes() -> None:
     }
 
 
-def test_sums_of_nothing_is_none_and_nan_extreme_survives_in_any_order() -> None:
+def test_empty_sums_are_none_and_nan_extremes_are_kept_in_any_order() -> None:
     sums = MetricSums()
     sums.add_means({"x": None}, 4)
     assert sums.values() == {"x": None}
@@ -60,28 +60,28 @@ def test_sums_of_nothing_is_none_and_nan_extreme_survives_in_any_order() -> None
         assert math.isnan(extremes.values()["d_max"] or 0.0)
 
 
-def test_wrong_kind_of_name_is_refused() -> None:
+def test_name_of_the_wrong_kind_is_rejected() -> None:
     with pytest.raises(ValueError, match="add_extreme"):
         MetricSums().add("drift_max", 1.0, 1.0)
     with pytest.raises(ValueError, match="_max or _min"):
         MetricSums().add_extreme("drift", 1.0)
 
 
-def test_bytes_are_step_first_sorted_and_round_trip_exactly(tmp_path: Path) -> None:
+def test_row_has_step_first_then_sorted_keys_and_round_trips(tmp_path: Path) -> None:
     loss = 0.1 + 0.2
     path = write(tmp_path, {"b": loss, "step": np.int64(1), "a": np.float32(0.5), "n": np.int32(3), "none": None})
     assert path.read_bytes() == b'{"step": 1, "a": 0.5, "b": 0.30000000000000004, "n": 3, "none": null}\n'
     assert read_metrics(tmp_path)[0]["b"] == loss
 
 
-def test_key_order_of_the_caller_does_not_show(tmp_path: Path) -> None:
+def test_row_does_not_depend_on_the_key_order_of_the_caller(tmp_path: Path) -> None:
     one = write(tmp_path / "one", {"step": 1, "x": 1.0, "y": 2.0})
     two = write(tmp_path / "two", {"y": 2.0, "x": 1.0, "step": 1})
     assert one.read_bytes() == two.read_bytes()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, np.float32("nan")])
-def test_non_finite_is_refused_by_name_and_nothing_is_written(tmp_path: Path, bad: float) -> None:
+def test_non_finite_value_is_rejected_by_name_and_writes_nothing(tmp_path: Path, bad: float) -> None:
     with MetricsWriter(tmp_path) as writer:
         writer.append({"step": 1, "ok": 1.0})
         with pytest.raises(NonFiniteError, match=r"optimizer/grad_norm of step 2"):
@@ -90,18 +90,18 @@ def test_non_finite_is_refused_by_name_and_nothing_is_written(tmp_path: Path, ba
 
 
 @pytest.mark.parametrize("bad", ["0.5", True, [1.0]])
-def test_only_numbers(tmp_path: Path, bad: object) -> None:
+def test_value_that_is_not_a_number_is_rejected(tmp_path: Path, bad: object) -> None:
     with MetricsWriter(tmp_path) as writer, pytest.raises(TypeError, match="metric x"):
         writer.append({"step": 1, "x": bad})
 
 
-def test_steps_must_rise_also_over_a_restart(tmp_path: Path) -> None:
+def test_steps_must_increase_across_restarts_too(tmp_path: Path) -> None:
     write(tmp_path, {"step": 0}, {"step": 3})
     with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match="truncate_after"):
         writer.append({"step": 3})
 
 
-def test_every_way_to_tear_the_last_line_is_survived(tmp_path: Path) -> None:
+def test_last_line_cut_at_every_byte_is_ignored(tmp_path: Path) -> None:
     path = write(tmp_path, {"step": 1, "x": 0.25}, {"step": 2, "x": 0.5})
     whole = path.read_bytes()
     first = whole.index(b"\n") + 1
@@ -112,7 +112,7 @@ def test_every_way_to_tear_the_last_line_is_survived(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
-def test_truncate_keeps_the_very_bytes_and_drops_the_rest(tmp_path: Path) -> None:
+def test_truncate_keeps_the_bytes_of_earlier_rows(tmp_path: Path) -> None:
     path = write(tmp_path, *({"step": step, "x": step / 3} for step in range(6)))
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines) + b'{"step": 6, "x"')
@@ -123,7 +123,7 @@ def test_truncate_keeps_the_very_bytes_and_drops_the_rest(tmp_path: Path) -> Non
     assert path.read_bytes() == b""
 
 
-def test_truncate_repairs_a_torn_tail_even_when_no_row_goes(tmp_path: Path) -> None:
+def test_truncate_removes_an_incomplete_last_line_without_removing_rows(tmp_path: Path) -> None:
     path = write(tmp_path, {"step": 1})
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"st')
@@ -131,16 +131,16 @@ def test_truncate_repairs_a_torn_tail_even_when_no_row_goes(tmp_path: Path) -> N
     assert path.read_bytes() == whole
 
 
-def test_truncate_leaves_the_old_file_whole_when_it_cannot_finish(tmp_path: Path) -> None:
+def test_failed_truncate_leaves_the_old_file_unchanged(tmp_path: Path) -> None:
     path = write(tmp_path, {"step": 1}, {"step": 2})
     whole = path.read_bytes()
-    (tmp_path / (METRICS_FILE + PARTIAL_SUFFIX)).mkdir()  # writing beside fails
+    (tmp_path / (METRICS_FILE + PARTIAL_SUFFIX)).mkdir()  # writing the new file fails
     with pytest.raises(IsADirectoryError):
         truncate_metrics(tmp_path, 1)
     assert path.read_bytes() == whole
 
 
-def test_truncate_without_a_file_and_with_rows_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_truncate_without_a_file_and_with_missing_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert truncate_metrics(tmp_path, 5) == 0
     write(tmp_path, {"step": 1})
     truncate_metrics(tmp_path, 5)
@@ -157,7 +157,7 @@ def test_truncate_without_a_file_and_with_rows_missing(tmp_path: Path, caplog: p
         (b'\xff\xfe{"step": 1}\n', ":1: not JSON"),
     ],
 )
-def test_malformed_lines_are_named(tmp_path: Path, content: bytes, complaint: str) -> None:
+def test_malformed_line_is_reported(tmp_path: Path, content: bytes, complaint: str) -> None:
     path = tmp_path / METRICS_FILE
     path.write_bytes(content)
     with pytest.raises(DataError) as raised:

@@ -1,4 +1,4 @@
-"""report.html: self-contained, complete, safe, for runs of any length."""
+"""report.html is self-contained, complete and safe for runs of any length."""
 
 import math
 import re
@@ -23,7 +23,7 @@ VOID = {"meta", "img", "br", "input", "link"}
 
 
 class Page(HTMLParser):
-    """Collects elements and text; complains about a tag that is closed but not open."""
+    """Collects elements and text; fails for a tag that is closed but not open."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def write_samples(run_dir: Path, step: int, text: str, num: int = 8) -> None:
     write_rollouts(rollout_path(run_dir, step), samples, {"p/0": prompt}, lambda _: text)
 
 
-def test_every_curve_of_the_issue_is_there(tmp_path: Path) -> None:
+def test_report_has_every_curve(tmp_path: Path) -> None:
     rows = [step_row(step) for step in range(1, 11)]
     rows[4] |= {"eval/toy/pass@1": 0.3, "eval/toy/pass@1_se": 0.05, "eval/toy/pass@8": 0.8}
     rows[9] |= {"eval/toy/pass@1": 0.9, "eval/toy/pass@1_se": 0.02, "eval/toy/pass@8": 1.0}
@@ -131,7 +131,7 @@ def test_the_curves_of_pacs_are_explained_in_its_runs_only(tmp_path: Path, objec
     assert ("ψ of right answers (pos) should lie above 0" in page.text) == (objective == "pacs")
 
 
-def test_nothing_is_loaded_from_anywhere(tmp_path: Path) -> None:
+def test_report_loads_nothing(tmp_path: Path) -> None:
     write_samples(tmp_path, 1, "see https://example.org/x.js")
     html, page = report(tmp_path, [step_row(1), step_row(2)])
     for tag, attrs in page.elements:
@@ -171,7 +171,7 @@ def test_every_svg_is_well_formed_and_finite(tmp_path: Path) -> None:
     drawings = re.findall(r"<svg.*?</svg>", html, flags=re.S)
     assert len(drawings) == page.count("figure") > 8
     for drawing in drawings:
-        ET.fromstring(drawing)  # noqa: S314 (our own text)
+        ET.fromstring(drawing)  # noqa: S314 (trusted text)
         assert not re.search(r"\b(nan|inf)\b", drawing)
 
 
@@ -186,7 +186,7 @@ def test_an_empty_run_and_a_run_of_one_step(tmp_path: Path) -> None:
     assert page.count("figure") == 2
 
 
-def test_a_folder_that_holds_nothing(tmp_path: Path) -> None:
+def test_report_of_an_empty_folder(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path, num_samples=8).read_text())
     assert "No step has been recorded yet." in page.text
 
@@ -224,7 +224,7 @@ def test_one_file_of_samples_is_shown_once(tmp_path: Path) -> None:
         ("rollouts/step_000001.jsonl", '{"id": 1}\n', "a sample lacks answer"),
     ],
 )
-def test_malformed_inputs_are_named_and_the_old_report_stays(
+def test_malformed_input_is_reported_and_the_old_report_is_kept(
     tmp_path: Path, name: str, content: str, complaint: str
 ) -> None:
     path = tmp_path / name
@@ -250,7 +250,7 @@ def curve_places(figure: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in (pair.split(",") for pair in points.split())]
 
 
-def test_a_curve_is_where_its_values_are() -> None:
+def test_curve_has_the_positions_of_its_values() -> None:
     figure = line_chart(Chart(title="t", series=[Series(name="x", points=[(0, 0.0), (5, 1.0), (10, 0.5)])]))
     (x0, y0), (x1, y1), (x2, y2) = curve_places(figure)
     assert x1 - x0 == pytest.approx(x2 - x1)
@@ -291,7 +291,7 @@ def test_axes_of_any_range_have_distinct_labels(values: list[float]) -> None:
     assert all(0 <= y <= 220 for _, y in curve_places(figure))
 
 
-def test_a_wide_range_gets_a_logarithmic_axis_only_where_asked() -> None:
+def test_logarithmic_axis_only_if_allowed() -> None:
     series = [Series(name="x", points=[(1, 0.01), (2, 1.0), (3, 100.0)])]
     (_, a), (_, b), (_, c) = curve_places(line_chart(Chart(title="t", series=series, may_be_log=True)))
     assert a - b == pytest.approx(b - c, abs=0.2)
@@ -299,7 +299,7 @@ def test_a_wide_range_gets_a_logarithmic_axis_only_where_asked() -> None:
     assert a - b < 0.02 * (b - c)
 
 
-def test_bars_pile_up_to_the_sum() -> None:
+def test_stacked_bars_add_up_to_the_sum() -> None:
     figure = stacked_bars("t", "s", [1, 2], [("a", [1.0, 2.0]), ("b", [3.0, 2.0])])
     heights = [float(h) for h in re.findall(r'<rect[^>]* height="([\d.]+)"', figure)]
     assert heights[1] == pytest.approx(3 * heights[0], abs=0.2)

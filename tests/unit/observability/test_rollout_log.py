@@ -44,7 +44,7 @@ def decode(ids: np.ndarray) -> str:
     return " ".join(str(i) for i in ids)
 
 
-def test_a_record_holds_text_verdict_lengths_and_weights(tmp_path: Path) -> None:
+def test_record_contains_text_verdict_lengths_and_weights(tmp_path: Path) -> None:
     path = rollout_path(tmp_path, 12)
     assert path == tmp_path / "rollouts" / "step_000012.jsonl"
     write_rollouts(path, [sample("12:toy/0#0")], {"toy/0": prompt("toy/0")}, decode)
@@ -68,7 +68,7 @@ def test_a_record_holds_text_verdict_lengths_and_weights(tmp_path: Path) -> None
     ]
 
 
-def test_arrival_order_does_not_show_and_numbers_sort_as_numbers(tmp_path: Path) -> None:
+def test_order_of_arrival_has_no_effect_and_numbers_sort_as_numbers(tmp_path: Path) -> None:
     ids = [f"1:toy/{p}#{g}" for p in range(3) for g in range(12)]
     prompts = {f"toy/{p}": prompt(f"toy/{p}") for p in range(3)}
     contents = []
@@ -100,7 +100,7 @@ def test_unjudged_aborted_and_empty(tmp_path: Path) -> None:
     assert (record["stop"], record["response_tokens"], record["sampler_logprob_mean"]) == ("aborted", 0, None)
 
 
-def test_a_failed_write_leaves_nothing_that_is_read(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_readable_file(tmp_path: Path) -> None:
     def fail(ids: np.ndarray) -> str:
         raise UnicodeError("tokenizer broke")
 
@@ -109,7 +109,7 @@ def test_a_failed_write_leaves_nothing_that_is_read(tmp_path: Path) -> None:
     assert rollout_files(tmp_path) == []
 
 
-def test_resume_cuts_metrics_and_rollouts_alike(tmp_path: Path) -> None:
+def test_resume_truncates_metrics_and_rollouts_to_the_same_step(tmp_path: Path) -> None:
     prompts = {"toy/0": prompt("toy/0")}
     with MetricsWriter(tmp_path) as writer:
         for step in range(5):

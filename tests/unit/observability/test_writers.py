@@ -24,7 +24,7 @@ def scalars(run_dir: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def test_values_arrive_and_nulls_do_not(tmp_path: Path) -> None:
+def test_values_are_written_without_nulls(tmp_path: Path) -> None:
     writer = TensorBoardWriter(tmp_path, first_step=0)
     writer.write({"step": 0, "eval/a/pass@1": 0.25, "x": None})
     writer.write({"step": 1, "reward/mean": 0.5, "n": 3})
@@ -39,7 +39,7 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
     first = TensorBoardWriter(tmp_path, first_step=1)
     for step in range(1, 8):
         first.write({"step": step, "x": float(step)})
-    # Killed: the process never closes its file, and the last record is torn.
+    # Killed: the process does not close its file, and the last record is incomplete.
     (path,) = (tmp_path / "tensorboard").iterdir()
     content = path.read_bytes()
     first.close()
@@ -87,7 +87,7 @@ def test_missing_wandb_is_a_clear_error_and_nothing_is_written(tmp_path: Path, m
 
 
 class Recorder:
-    """Stands in for the wandb package, which the locked environment does not have: records the calls."""
+    """Replaces the wandb package, which the locked environment does not have, and records the calls."""
 
     def __init__(self) -> None:
         self.inits: list[dict[str, Any]] = []
@@ -137,9 +137,7 @@ def test_wandb_gets_rows_and_a_resumed_run_keeps_its_id(tmp_path: Path, wandb: R
     assert wandb.finished == 3
 
 
-def test_wandb_without_key_is_refused_but_offline_is_not(
-    tmp_path: Path, wandb: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_requires_a_key_unless_offline(tmp_path: Path, wandb: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY")
     with pytest.raises(ConfigError, match="WANDB_API_KEY is not set"):
         WandbWriter(tmp_path, "name", WandbOptions(project="p"), {})
@@ -149,8 +147,8 @@ def test_wandb_without_key_is_refused_but_offline_is_not(
     assert len(wandb.inits) == 1
 
 
-def test_the_real_wandb_takes_the_same_calls(tmp_path: Path) -> None:
-    """Offline, in a process of its own: it starts a service. Keeps the stand-in above honest where wandb is there."""
+def test_real_wandb_accepts_the_same_calls(tmp_path: Path) -> None:
+    """Offline, in a process of its own because it starts a service. Compares the replacement above with the real package."""
     if importlib.util.find_spec("wandb") is None:
         pytest.skip("wandb is not installed (the optional extra `wandb`)")
     code = (
