@@ -134,8 +134,8 @@ class Checkout:
 
     def __init__(self, root: Path, inputs: Path, work: Path) -> None:
         self.root, self.inputs, self.work = root, inputs, work
-        schema = root / "pacs_megatron" / "config" / "schema.py"
-        self.is_old = "max_staleness" not in schema.read_text()
+        sources = (root / "pacs_megatron" / "config").glob("*.py")
+        self.is_old = not any("max_staleness" in source.read_text() for source in sources)
 
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "pacs_megatron", *arguments]
