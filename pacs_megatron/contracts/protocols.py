@@ -100,6 +100,8 @@ class UpdateReport:
     is_clipped: bool
     lr: float
     metrics: Mapping[str, float]
+    denominators: Mapping[str, float] = field(default_factory=dict)
+    """weights of `metrics` in a mean over updates, where the weight is not the number of samples"""
 
 
 @runtime_checkable

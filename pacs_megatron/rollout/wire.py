@@ -7,7 +7,7 @@ import json
 import select
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from pacs_megatron.parallel.transfer import pack_arrays, unpack_arrays
 
 _PREFIX = struct.Struct("<qq")
 _CHUNK = 1 << 20
+_ON_WAIT_S = 1.0
 
 
 class Connection:
@@ -28,13 +29,23 @@ class Connection:
         self._peer = peer
         self._sock.settimeout(timeout_s)
 
-    def send(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Raises RolloutError when the other end is gone."""
+    def send(
+        self,
+        header: Mapping[str, Any],
+        arrays: Mapping[str, np.ndarray] | None = None,
+        on_wait: Callable[[], None] | None = None,
+    ) -> None:
+        """Calls `on_wait` every second while the other end reads nothing. Raises RolloutError when it has ended."""
         head = json.dumps(header).encode()
         payload = pack_arrays(arrays) if arrays else b""
         try:
-            self._sock.sendall(_PREFIX.pack(len(head), len(payload)) + head)
-            self._sock.sendall(payload)
+            for data in (_PREFIX.pack(len(head), len(payload)) + head, payload):
+                view = memoryview(data)
+                while view:
+                    if on_wait is not None and not select.select([], [self._sock], [], _ON_WAIT_S)[1]:
+                        on_wait()
+                    else:
+                        view = view[self._sock.send(view) :]
         except TimeoutError as error:
             raise self._stuck() from error
         except OSError as error:

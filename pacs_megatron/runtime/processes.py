@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -26,3 +27,18 @@ def ignore_job_signals() -> None:
     """For helper processes: their owner decides when they end."""
     for number in JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def process_facts(pid: int) -> tuple[str, str] | None:
+    """Linux: state letter (`T`: stopped) and start time in clock ticks of a process; None after its end."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else (fields[0], fields[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP (or a debugger) holds the process."""
+    facts = process_facts(pid)
+    return facts is not None and facts[0] in "Tt"

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pacs_megatron.errors import ConfigError, ExitCode
+from pacs_megatron.runtime.processes import process_facts
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ def _own_lease(command: str) -> Lease:
         host=socket.gethostname(),
         namespace=_namespace(),
         pid=os.getpid(),
-        started=_started(os.getpid()) or "",
+        started=(process_facts(os.getpid()) or ("", ""))[1],
         since=time.strftime("%Y-%m-%d %H:%M:%S"),
         token=uuid.uuid4().hex,
     )
@@ -185,7 +186,8 @@ def _own_lease(command: str) -> Lease:
 
 def _is_alive(path: Path, lease: Lease) -> bool:
     if (lease.host, lease.namespace) == (socket.gethostname(), _namespace()):
-        return lease.started == _started(lease.pid)
+        facts = process_facts(lease.pid)
+        return facts is not None and facts[1] == lease.started
     try:
         if time.time() - path.stat().st_mtime > _CERTAINLY_STALE_S:
             return False
@@ -202,15 +204,6 @@ def _is_alive(path: Path, lease: Lease) -> bool:
         elif (found.token, found.heartbeat) != (lease.token, lease.heartbeat):
             return True
     return False
-
-
-def _started(pid: int) -> str | None:
-    """Start time of a process that runs (a stopped one too); None when it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
 
 
 def _namespace() -> str:

@@ -34,7 +34,8 @@ class OpenStep:
         """Counts an update of `num_samples` samples."""
         # Only the first update computes with the weights that sampled.
         metrics = {k: v for k, v in report.metrics.items() if self.updates == 0 or not k.startswith("mismatch/")}
-        self.sums.add_means(metrics, num_samples)
+        for name, value in metrics.items():
+            self.sums.add_means({name: value}, report.denominators.get(name, num_samples))
         optimizer = {"grad_norm": report.grad_norm, "clipped_frac": float(report.is_clipped), "lr": report.lr}
         self.sums.add_means({f"optimizer/{name}": value for name, value in optimizer.items()}, 1)
         self.updates += 1

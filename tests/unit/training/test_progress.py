@@ -72,3 +72,19 @@ def test_only_the_first_update_reports_the_mismatch_to_the_sampler() -> None:
         "optimizer/clipped_frac": 0.5,
         "optimizer/lr": 1e-3,
     }
+
+
+def test_every_metric_keeps_its_denominator_over_several_updates() -> None:
+    step = OpenStep()
+    for positives, psi in ((6.0, 0.1), (2.0, 0.5)):
+        report = UpdateReport(
+            grad_norm=1.0,
+            is_clipped=False,
+            lr=1e-3,
+            metrics={"pacs/psi_mean_pos": psi, "pacs/truncated_frac": psi},
+            denominators={"pacs/psi_mean_pos": positives},
+        )
+        step.add(report, 8)
+    values = step.sums.values()
+    assert values["pacs/psi_mean_pos"] == pytest.approx((6 * 0.1 + 2 * 0.5) / 8)  # of the correct samples
+    assert values["pacs/truncated_frac"] == pytest.approx(0.3)  # of all samples
