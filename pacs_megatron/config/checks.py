@@ -120,6 +120,7 @@ def _rollout_place(config: RunConfig) -> Iterator[Problem]:
             "or disk",
         )
     servers = rollout.servers
+    yield from _ipc(config, rollout)
     if servers is None:
         return
     if resources.rollout_nodes and servers.colocated:
@@ -140,11 +141,6 @@ def _rollout_place(config: RunConfig) -> Iterator[Problem]:
         offered, where = resources.nodes * resources.gpus_per_node, "resources.nodes * gpus_per_node"
     else:
         offered, where = resources.gpus_per_node, "resources.gpus_per_node"
-        if servers.count > 1 and not servers.visible_devices:
-            yield Problem(
-                "rollout.servers.visible_devices",
-                f"rollout.servers.count={servers.count} on the same GPUs; list the GPUs of each server in visible_devices",
-            )
     if wanted > offered:
         fix = (
             f"use at most {offered // servers.tp} servers"
@@ -167,6 +163,25 @@ def _rollout_place(config: RunConfig) -> Iterator[Problem]:
             "rollout.servers.count",
             f"rollout.servers.count={servers.count} does not divide over resources.rollout_nodes={resources.rollout_nodes}; "
             f"use a multiple of {resources.rollout_nodes}",
+        )
+
+
+def _ipc(config: RunConfig, rollout: SglangRollout) -> Iterator[Problem]:
+    """A handle of GPU memory can be opened on the same GPU only: each rank sends weights to the servers on its own."""
+    if rollout.sync.transport != "ipc":
+        return
+    servers, resources = rollout.servers, config.resources
+    if servers is None and resources.nodes * resources.gpus_per_node > 1:
+        yield Problem(
+            "rollout.sync.transport",
+            "rollout.sync.transport=ipc with rollout.urls on several GPUs: the GPU of a server is known for rollout.servers "
+            "only; use broadcast or disk, or let the run start the servers",
+        )
+    if servers is not None and servers.device == "cuda" and not servers.colocated:
+        yield Problem(
+            "rollout.sync.transport",
+            "rollout.sync.transport=ipc passes handles of GPU memory, which a server on another GPU cannot open; set "
+            "rollout.servers.colocated=true, or use broadcast",
         )
 
 

@@ -136,7 +136,8 @@ class SglangServers(Options):
     device: Literal["cpu", "cuda"] = "cuda"
     """Device of the servers."""
     visible_devices: tuple[str, ...] = Field(default=(), strict=False)
-    """CUDA_VISIBLE_DEVICES of each server; if empty, all servers inherit the trainer's."""
+    """CUDA_VISIBLE_DEVICES of each server, with `tp` GPUs each. If empty, the servers share the trainer's GPUs in order:
+    the first `tp` for server 0, and so on."""
     tp: PositiveInt = 1
     """Tensor-parallel size of a server: its number of GPUs."""
     mem_fraction: float | None = Field(default=None, gt=0, lt=1)
@@ -163,6 +164,9 @@ class SglangServers(Options):
             raise ValueError(
                 f"visible_devices has {len(self.visible_devices)} entries, count={self.count}; use one entry per server"
             )
+        wrong = [devices for devices in self.visible_devices if len(devices.split(",")) != self.tp]
+        if wrong:
+            raise ValueError(f"visible_devices has {wrong[0]!r}, expected {self.tp} GPUs (tp) for each server")
         if self.device == "cpu" and (self.deterministic or self.visible_devices):
             raise ValueError("device=cpu does not use deterministic or visible_devices; remove them")
         for arg in self.extra_args:

@@ -99,12 +99,9 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
     rollout = config.rollout.sglang
     count = servers_here(config)
     assert rollout is not None and rollout.servers is not None
-    tp = rollout.servers.tp
     folder.mkdir(parents=True, exist_ok=True)
-    specs = []
-    for index, spec in enumerate(server_specs(rollout, rollout.servers, config.model, folder / node)[:count]):
-        gpus = ",".join(str(index * tp + gpu) for gpu in range(tp)) if rollout.servers.device == "cuda" else None
-        specs.append(replace(spec, host=host, visible_devices=gpus))
+    here = rollout.servers.model_copy(update={"count": count})
+    specs = [replace(spec, host=host) for spec in server_specs(rollout, here, config.model, folder / node)]
     servers = start_servers(specs, rollout.servers.start_timeout_s, ending.is_due)
     try:
         _publish(folder / f"{node}.urls", "".join(f"{server.url}\n" for server in servers))

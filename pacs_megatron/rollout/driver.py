@@ -123,16 +123,16 @@ class Driver:
 
     # ------------------------------------------------------------------------------------------------------- weights
     def begin_update(self) -> Message:
-        """Nothing is asked of the servers from here to `set_current`; the servers that take the update."""
+        """Stops requests until `set_current`; returns the servers of the update and the trainer rank of each."""
         rollout = self._config.rollout.sglang
         assert self._engine is not None and rollout is not None
         self._engine.begin_update()
         deadline = time.monotonic() + rollout.all_down_after_s
         while True:
             status = self._engine.status()
-            urls = [server.url for server in status if server.health is not Health.DEAD]
-            if urls:
-                return {"kind": "updating", "urls": urls}, {}
+            alive = [(server.url, server.trainer_rank) for server in status if server.health is not Health.DEAD]
+            if alive:
+                return {"kind": "updating", "servers": alive}, {}
             if time.monotonic() > deadline or not any(server.returning for server in status):
                 raise RolloutError("no rollout server is alive: " + "; ".join(f"{s.url}: {s.reason}" for s in status))
             time.sleep(_RESTART_POLL_S)

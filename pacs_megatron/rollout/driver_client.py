@@ -17,6 +17,7 @@ import numpy as np
 
 from pacs_megatron import errors
 from pacs_megatron.rollout.wire import Connection
+from pacs_megatron.runtime.environment import VISIBLE_GPUS, visible_gpus
 
 _CLOSE_GRACE_S = 10.0
 _POLL_S = 1.0
@@ -44,7 +45,12 @@ class DriverClient:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    VISIBLE_GPUS: ",".join(visible_gpus(os.environ)),  # for servers that the driver starts
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "OMP_NUM_THREADS": "1",
+                },
             )
         theirs.close()
         self._connection = Connection(ours, "rollout driver", timeout_s)

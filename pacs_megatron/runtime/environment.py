@@ -16,6 +16,16 @@ _KNOWN_WARNINGS = (
 )
 
 
+VISIBLE_GPUS = "PACS_VISIBLE_GPUS"
+"""CUDA_VISIBLE_DEVICES of the trainer, for a process that itself sees no GPU but starts servers (the driver)."""
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Names of the GPUs that the trainer's ranks see, by local rank; empty without CUDA_VISIBLE_DEVICES (all GPUs)."""
+    text = environ.get(VISIBLE_GPUS, environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 @dataclass(frozen=True, slots=True)
 class RankPlace:
     """This process's place among the ranks."""

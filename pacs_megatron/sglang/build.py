@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.models import load_spec
+from pacs_megatron.runtime.environment import visible_gpus
 from pacs_megatron.sglang.api import SglangApi, check_url
 from pacs_megatron.sglang.client import ClientLimits, SglangEngine
 from pacs_megatron.sglang.fleet import FleetLimits, Server
@@ -64,7 +65,7 @@ def server_specs(options: SglangRollout, servers: SglangServers, model: ModelOpt
             model_path=model.path,
             python=_command(servers.python),
             device=servers.device,
-            visible_devices=servers.visible_devices[i] if servers.visible_devices else None,
+            visible_devices=devices_of(servers, i, visible_gpus(os.environ)) if servers.device == "cuda" else None,
             tp=servers.tp,
             dtype=options.dtype,
             mem_fraction=servers.mem_fraction,
@@ -78,6 +79,40 @@ def server_specs(options: SglangRollout, servers: SglangServers, model: ModelOpt
         )
         for i in range(servers.count)
     ]
+
+
+def devices_of(servers: SglangServers, index: int, visible: Sequence[str]) -> str:
+    """CUDA_VISIBLE_DEVICES of server `index`: configured, or `tp` GPUs in order from those that the trainer sees.
+
+    Raises ConfigError if the trainer sees fewer.
+    """
+    if servers.visible_devices:
+        return servers.visible_devices[index]
+    numbers = range(index * servers.tp, (index + 1) * servers.tp)
+    if visible and numbers.stop > len(visible):
+        raise ConfigError(
+            f"rollout.servers: server {index} with tp={servers.tp} needs GPUs {numbers.start} to {numbers.stop - 1}, but "
+            f"CUDA_VISIBLE_DEVICES lists {len(visible)}; lower rollout.servers.count, or set visible_devices"
+        )
+    return ",".join(visible[number] if visible else str(number) for number in numbers)
+
+
+def trainer_rank_of(devices: str | None, visible: Sequence[str]) -> int:
+    """Trainer rank on the first of a server's GPUs: only that rank can pass it CUDA IPC handles.
+
+    0 for servers without GPUs. Raises ConfigError for a GPU that no rank uses.
+    """
+    if devices is None:
+        return 0
+    first = devices.split(",")[0].strip()
+    if first in visible:
+        return visible.index(first)
+    if not visible and first.isdecimal():
+        return int(first)
+    raise ConfigError(
+        f"rollout.servers.visible_devices: the trainer does not use GPU {first} (it sees {', '.join(visible) or 'all'}); "
+        "rollout.sync.transport=ipc needs servers on the trainer's GPUs; correct it, or use broadcast"
+    )
 
 
 def start_servers(
@@ -127,7 +162,7 @@ def open_engine(options: SglangRollout, model: ModelOptions, folder: Path) -> Sg
     else:
         specs = server_specs(options, options.servers, model, folder)
         owned = start_servers(specs, options.servers.start_timeout_s)
-        servers = [Server(own.api, own) for own in owned]
+        servers = [Server(own.api, own, trainer_rank=_feeder(options, own)) for own in owned]
     try:
         return _engine(options, servers, vocab_size)
     except BaseException:
@@ -135,6 +170,12 @@ def open_engine(options: SglangRollout, model: ModelOptions, folder: Path) -> Sg
             if server.own is not None:
                 server.own.close()
         raise
+
+
+def _feeder(options: SglangRollout, own: ManagedServer) -> int:
+    if options.sync.transport != "ipc":
+        return 0
+    return trainer_rank_of(own.spec.visible_devices, visible_gpus(os.environ))
 
 
 def _engine(options: SglangRollout, servers: list[Server], vocab_size: int) -> SglangEngine:

@@ -46,6 +46,8 @@ class Server:
 
     api: SglangApi
     own: ManagedServer | None = None
+    trainer_rank: int = 0
+    """trainer rank that sends it weights with `sync.transport: ipc`: the one on its first GPU"""
     health: Health = Health.STALE
     reason: str = "not probed yet"
     in_flight: int = 0
@@ -83,6 +85,7 @@ class ServerStatus:
     reason: str
     in_flight: int
     restarts: int
+    trainer_rank: int
     returning: bool
     """DEAD, but it is being restarted, will be restarted, or is external and may be restarted by its owner"""
 
@@ -229,6 +232,7 @@ class Fleet:
                 reason=s.reason,
                 in_flight=s.in_flight,
                 restarts=s.restarts,
+                trainer_rank=s.trainer_rank,
                 returning=self._is_returning(s),
             )
             for s in self.servers

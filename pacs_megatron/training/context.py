@@ -49,7 +49,7 @@ class RunContext:
     """on rank 0"""
     engine: EmbeddedEngine | None
     server_sync: ServerSync | None
-    """on rank 0 with SGLang"""
+    """with SGLang: on rank 0, with `sync.transport: ipc` on every rank"""
     timer: Timer
     stop: StopFlag
     digest: str = ""
@@ -137,7 +137,7 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) 
             device=rank.device,
         )
     server_sync = None
-    if rollout.sglang is not None and rank.rank == 0:
+    if rollout.sglang is not None and (rank.rank == 0 or rollout.sglang.sync.transport == "ipc"):
         server_sync = build_server_sync(rollout.sglang, policy.spec, run_dir / "weights")
     return RunContext(
         config=config,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,13 +24,20 @@ class PushResult:
     num_bytes: int
     """of the export, as exported"""
     seconds: float
+    error: SyncError | None = None
+    """of the first receiver that failed"""
 
 
-def push(version: int, export: Iterable[tuple[str, torch.Tensor]], receivers: Sequence[WeightReceiver]) -> PushResult:
+def stream(
+    version: int,
+    export: Iterable[tuple[str, torch.Tensor]],
+    receivers: Sequence[WeightReceiver],
+    on_exported: Callable[[], None] = lambda: None,
+) -> PushResult:
     """Streams an export into every receiver. All ranks call it; those without a receiver only take part in the export.
 
-    The export is collective, so it is always iterated to its end: a receiver that fails must not leave the other
-    ranks waiting. Afterwards its SyncError is raised, on this rank only: tell the others by a decision.
+    The export is collective, so it is always iterated to its end: a receiver that fails must not block the other ranks.
+    `on_exported` is called between the last weight and the receivers' `end_update`.
     """
     began = time.monotonic()
     live = list(receivers)
@@ -50,7 +57,20 @@ def push(version: int, export: Iterable[tuple[str, torch.Tensor]], receivers: Se
         digest.update(name, tensor)
         num_bytes += tensor.nbytes
         each("put", name, tensor)
+    on_exported()
     each("end_update", digest.hexdigest())
-    if errors:
-        raise errors[0]
-    return PushResult(version=version, digest=digest.hexdigest(), num_bytes=num_bytes, seconds=time.monotonic() - began)
+    return PushResult(
+        version=version,
+        digest=digest.hexdigest(),
+        num_bytes=num_bytes,
+        seconds=time.monotonic() - began,
+        error=errors[0] if errors else None,
+    )
+
+
+def push(version: int, export: Iterable[tuple[str, torch.Tensor]], receivers: Sequence[WeightReceiver]) -> PushResult:
+    """`stream` for receivers that must all succeed. Raises the first one's SyncError, on this rank only."""
+    pushed = stream(version, export, receivers)
+    if pushed.error is not None:
+        raise pushed.error
+    return pushed

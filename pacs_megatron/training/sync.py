@@ -2,11 +2,13 @@
 
 import logging
 
-from pacs_megatron.contracts import WeightReceiver
+import torch
+
 from pacs_megatron.errors import PacsError, SyncError
 from pacs_megatron.sglang.build import server_apis
+from pacs_megatron.sglang.weights.server_sync import ServerSync
 from pacs_megatron.training.context import RunContext
-from pacs_megatron.training.push import push
+from pacs_megatron.training.push import push, stream
 
 logger = logging.getLogger(__name__)
 
@@ -14,7 +16,7 @@ logger = logging.getLogger(__name__)
 def sync(run: RunContext, step: int) -> None:
     """Sends the weights after `step` to the rollout engine and compares versions and digests.
 
-    Collective; raises SyncError on every rank. Only rank 0 talks to servers; the export needs all ranks.
+    Collective; raises SyncError on every rank. The export needs all ranks.
     """
     if not run.config.rollout.is_sampled:
         return
@@ -44,37 +46,75 @@ def _check_equal(first: str, digest: str, rank: int) -> None:
 
 def _push(run: RunContext) -> str:
     """The digest of an export that reached at least one receiver. Collective; raises on every rank."""
-    receivers: list[WeightReceiver] = [run.engine] if run.engine is not None else []
-    if run.config.rollout.sglang is not None:
-        run.channel.run_together(lambda: _name_targets(run))
-        receivers = [run.server_sync] if run.server_sync is not None else []
-    return run.channel.run_together(lambda: push(run.policy.version, run.policy.export_weights(), receivers).digest)
+    if run.engine is not None:
+        engine = run.engine
+        return run.channel.run_together(lambda: push(run.policy.version, run.policy.export_weights(), [engine]).digest)
+    receivers = _targets(run)
+    _empty_caches(run)
+    pushed = run.channel.run_together(
+        lambda: stream(run.policy.version, run.policy.export_weights(), receivers, lambda: _empty_caches(run))
+    )
+    _require_a_server(run, bool(receivers), pushed.error)
+    return pushed.digest
 
 
 def release_memory(run: RunContext) -> None:
-    """Colocated servers free their GPU memory for the training step, until the next `sync`."""
-    if run.config.rollout.on_trainer_gpus:
-        run.channel.run_together(lambda: _release(run))
+    """Colocated servers free their GPU memory for the training step, until the next `sync`. Collective."""
+    if not run.config.rollout.on_trainer_gpus:
+        return
+    error = None
+    receivers = _targets(run)
+    for receiver in receivers:
+        try:
+            receiver.release_memory()
+        except SyncError as caught:
+            error = caught
+    _require_a_server(run, bool(receivers), error)
 
 
-def _release(run: RunContext) -> None:
-    if run.server_sync is not None:
-        _name_targets(run)
-        run.server_sync.release_memory()
+def _targets(run: RunContext) -> list[ServerSync]:
+    """The weight sync of this rank with its servers as targets; empty on ranks without servers. Collective.
+
+    Rank 0 updates all servers, except with `sync.transport: ipc`: then each rank updates the servers on its own GPU. The
+    driver sends these servers no request until the update ends.
+    """
+    header = run.channel.run_together(lambda: _begin_update(run), only=0)
+    servers = run.channel.broadcast_json(header)
+    mine = [url for url, trainer_rank in servers if trainer_rank == run.rank.rank]
+    if not mine:
+        return []
+    rollout = run.config.rollout.sglang
+    assert run.server_sync is not None and rollout is not None
+    run.server_sync.set_targets(server_apis(rollout, tuple(mine)))
+    return [run.server_sync]
+
+
+def _begin_update(run: RunContext) -> list[tuple[str, int]]:
+    assert run.driver is not None
+    header, _ = run.driver.ask({"op": "begin_update"})
+    return [(url, trainer_rank) for url, trainer_rank in header["servers"]]
+
+
+def _require_a_server(run: RunContext, has_servers: bool, error: SyncError | None) -> None:
+    """Returns if a server of any rank was reached; otherwise raises the first rank's error on all. Collective."""
+    if not run.channel.any_rank(has_servers and error is None):
+        run.channel.run_together(lambda: _raise(error))
+
+
+def _raise(error: SyncError | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _empty_caches(run: RunContext) -> None:
+    """Before colocated servers allocate their memory, every rank returns its unused memory to the GPU. Collective."""
+    if run.config.rollout.on_trainer_gpus and run.rank.device.type == "cuda":
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # blocks whose readers are done
+        torch.cuda.empty_cache()
+        run.channel.any_rank(False)  # a barrier: a server with tp > 1 uses the GPUs of several ranks
 
 
 def _set_current(run: RunContext, step: int) -> None:
     """Rank 0: the driver accepts samples of these weights from now on."""
     if run.driver is not None:
         run.driver.ask({"op": "set_current", "version": run.policy.version, "digest": run.digest, "trained": step})
-
-
-def _name_targets(run: RunContext) -> None:
-    """Rank 0: the servers of this update; the driver sends them no request until it ends."""
-    if run.driver is None:
-        return
-    rollout = run.config.rollout.sglang
-    assert run.server_sync is not None and rollout is not None
-    header, _ = run.driver.ask({"op": "begin_update"})
-    urls = tuple(header["urls"])
-    run.server_sync.set_targets(server_apis(rollout, urls))

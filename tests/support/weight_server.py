@@ -57,8 +57,8 @@ class WeightServer(FakeSglang):
         app.router.add_post("/end_weight_update", self._end)
         app.router.add_post("/update_weights_from_disk", self._from_disk)
         app.router.add_post("/weights_checker", self._checksums)
-        app.router.add_post("/release_memory_occupation", self._empty)
-        app.router.add_post("/resume_memory_occupation", self._empty)
+        app.router.add_post("/release_memory_occupation", self._release_memory)
+        app.router.add_post("/resume_memory_occupation", self._resume_memory)
         app.router.add_post("/init_weights_update_group", self._refuse)
         app.router.add_post("/in_memory", self._in_memory)
 
@@ -92,6 +92,12 @@ class WeightServer(FakeSglang):
         if self.sessions and not self.session_open:
             return web.json_response({"error": "no weight update is open"}, status=400)
         return web.json_response({"success": True})
+
+    async def _release_memory(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _resume_memory(self, request: web.Request) -> web.Response:
+        return web.Response()
 
     async def _refuse(self, request: web.Request) -> web.Response:
         return web.json_response({"success": False, "message": "no such backend"}, status=400)

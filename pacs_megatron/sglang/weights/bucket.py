@@ -61,6 +61,15 @@ class Bucket:
         self.items = []
         self.num_bytes = 0
 
+    def free(self) -> None:
+        """`clear`, and returns the memory to the GPU."""
+        on_gpu = self._buffer.is_cuda
+        self.clear()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        if on_gpu:
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+
     def _reserve(self, tensor: torch.Tensor) -> None:
         size = max(self._capacity, tensor.nbytes)
         if self._buffer.device != tensor.device or self._buffer.numel() < tensor.nbytes or self._buffer.numel() > size:

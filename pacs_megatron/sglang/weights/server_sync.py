@@ -152,6 +152,7 @@ class ServerSync:
         """Verifies and resumes the servers. Raises SyncError if none has the new weights."""
         self._flush()
         self._transport.commit()
+        self._bucket.free()  # colocated servers allocate their KV cache next
         self._each(lambda target: self._close(target, digest))
         if self._sample is None and self._settings.verify != "off":
             self._names = tuple(next(iter(self._expected.values())).by_name)

@@ -330,7 +330,8 @@ class IpcTransport:
         self._timeout_s = timeout_s
         self._tp: dict[str, int] = {}
         self._sessions: dict[str, bool] = {}
-        self._payload = ""
+        self._payloads: dict[str, list[str]] = {}
+        """url -> payload of each tensor-parallel rank"""
         self._shared: list[tuple[str, torch.Tensor]] = []
 
     def start(self, version: int) -> None:
@@ -345,8 +346,12 @@ class IpcTransport:
         self._shared = bucket.tensors()
         if bucket.data.is_cuda:
             torch.cuda.current_stream().synchronize()
+        # Every rank opens the full tensors and copies its part. A CUDA handle counts its readers, so each rank needs its own
+        # (SGLang 0.5.23, managers/tp_worker.py:194, deserialize_own_rank).
         try:
-            self._payload = shared_memory_payload(self._shared)
+            self._payloads = {
+                url: [shared_memory_payload(self._shared) for _ in range(tp)] for url, tp in self._tp.items()
+            }
         except RuntimeError as error:
             raise SyncError(
                 f"rollout.sync.transport=ipc: cannot share a bucket of {bucket.num_bytes} bytes: {error}; "
@@ -354,13 +359,12 @@ class IpcTransport:
             ) from error
 
     def send(self, api: SglangApi, bucket: Bucket) -> None:
-        # Every tensor-parallel rank opens the same full tensors and copies its part.
-        payloads = [self._payload] * self._tp[api.url]
+        payloads = self._payloads[api.url]
         body = {"serialized_named_tensors": payloads, "flush_cache": False, "abort_all_requests": False}
         api.post("/update_weights_from_tensor", body, self._timeout_s)
 
     def commit(self) -> None:
-        self._shared, self._payload = [], ""
+        self._shared, self._payloads = [], {}
 
     def finish(self, api: SglangApi) -> None:
         if self._sessions[api.url]:

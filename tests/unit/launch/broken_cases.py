@@ -160,7 +160,7 @@ MODEL = [
     Case(
         "weights of another architecture",
         key="model.path",
-        fix="of another architecture",
+        fix="of different archit",
         breaks=change_tensor("model.layers.9.mlp.up_proj.weight", lambda _: torch.zeros(2, 2)),
     ),
     Case(
@@ -172,13 +172,13 @@ MODEL = [
     Case(
         "stop token beyond the vocabulary",
         key="model.path (tokenizer)",
-        fix="tokenizer that belongs to the model",
+        fix="use the model's own tokenizer",
         breaks=write("model/generation_config.json", '{"eos_token_id": 99999}'),
     ),
     Case(
         "tokenizer of a larger model",
         key="model.path (tokenizer)",
-        fix="tokenizer that belongs to the model",
+        fix="use the model's own tokenizer",
         breaks=larger_tokenizer,
     ),
 ]
@@ -303,7 +303,7 @@ HOST = [
     Case(
         "quota used up",
         key="checkpoint.keep_last",
-        fix="make room",
+        fix="free some space",
         breaks=fake_program("quota", "#!/bin/sh\necho '{device} 5000* 4000 5000 0 10 0 0 0'\n"),
         env={"PATH": "{folder}/bin:" + os.environ["PATH"]},
     ),
@@ -339,7 +339,7 @@ HOST = [
         "a job without GPUs",
         GPUS,
         key="resources.gpus_per_node",
-        fix="ask Slurm for GPUs",
+        fix="request GPUs from Slurm",
         env={"SLURM_JOB_ID": "1"},
         needs_no_gpu=True,
     ),
@@ -356,5 +356,5 @@ HOST = [
     Case(
         "run's config.yaml is damaged", key="run.name", fix="fix the line", breaks=write("runs/tiny/config.yaml", "{")
     ),
-    Case("scratch that is not there", key="TMPDIR", fix="make it, or set TMPDIR", env={"TMPDIR": "{folder}/nothere"}),
+    Case("scratch that is not there", key="TMPDIR", fix="create it, or set TMPDIR", env={"TMPDIR": "{folder}/nothere"}),
 ]

@@ -197,14 +197,14 @@ SERVERS = [
         "interpreter that cannot run",
         [*CPU_SERVER, "rollout.servers.python=[./bin/python]"],
         key="rollout.servers.python",
-        fix="name an existing interpreter",
+        fix="set an existing interpreter",
         breaks=write("bin/python", ""),
     ),
     Case(
         "no SGLang there",
         [*CPU_SERVER, "rollout.servers.python=[/nothere/python]"],
         key="rollout.servers.python",
-        fix="name an existing interpreter",
+        fix="set an existing interpreter",
     ),
     Case(
         "context too short",

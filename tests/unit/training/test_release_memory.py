@@ -43,8 +43,11 @@ def test_only_servers_on_the_trainers_gpus(place: dict[str, Any], released: list
     recorder = Recorder()
     world: Any = SimpleNamespace(
         config=SimpleNamespace(rollout=options),
-        channel=SimpleNamespace(run_together=lambda action: action()),
-        driver=SimpleNamespace(ask=lambda _question: ({"urls": [URL]}, {})),
+        channel=SimpleNamespace(
+            run_together=lambda action, only=None: action(), broadcast_json=lambda value: value, any_rank=bool
+        ),
+        rank=SimpleNamespace(rank=0),
+        driver=SimpleNamespace(ask=lambda _question: ({"servers": [[URL, 0]]}, {})),
         server_sync=recorder,
     )
     release_memory(world)

@@ -1,0 +1,214 @@
+"""A modelled node of eight GPUs: stand-in SGLang servers and trainer ranks without CUDA. Each behaviour cites its source.
+
+Lines are of SGLang 0.5.23 (`sglang/srt`). tests/integration/sglang/test_node_contract.py holds the real server to those
+that a CPU can show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from aiohttp import web
+from safetensors.torch import load_file, save_file
+
+from pacs_megatron.errors import PacsError
+from tests.support.weight_server import WeightServer
+
+T = TypeVar("T")
+NUM_GPUS = 8
+
+
+def gpu_uuid(number: int) -> str:
+    """The UUID of GPU `number` of the node."""
+    return f"GPU-{number:08d}"
+
+
+def ipc_payload(tensors: Sequence[tuple[str, torch.Tensor]], gpu: int) -> str:
+    """What a trainer rank on `gpu` sends: the device's UUID and where the data is, with a name of its own for each reader."""
+    handle, path = tempfile.mkstemp(suffix=".safetensors", prefix="node-of-eight-")
+    os.close(handle)
+    save_file({name: tensor.contiguous() for name, tensor in tensors}, path)
+    return base64.b64encode(json.dumps({"device": gpu_uuid(gpu), "path": path}).encode()).decode()
+
+
+class OutOfMemoryError(RuntimeError):
+    """An allocation beyond a GPU's memory."""
+
+
+class Node:
+    """Memory of eight GPUs: owner -> bytes, per GPU."""
+
+    def __init__(self, gpu_bytes: int) -> None:
+        self.gpu_bytes = gpu_bytes
+        self._used: list[dict[str, int]] = [{} for _ in range(NUM_GPUS)]
+        self._lock = threading.Lock()
+
+    def free(self, gpu: int) -> int:
+        return self.gpu_bytes - sum(self._used[gpu].values())
+
+    def set(self, gpu: int, owner: str, num_bytes: int) -> None:
+        """Raises OutOfMemoryError."""
+        with self._lock:
+            before = self._used[gpu].pop(owner, 0)
+            if num_bytes > self.free(gpu):
+                self._used[gpu][owner] = before
+                raise OutOfMemoryError(f"GPU {gpu}: {owner} needs {num_bytes} bytes, {self.free(gpu)} are free")
+            self._used[gpu][owner] = num_bytes
+
+
+class GpuServer(WeightServer):
+    """A server on some of the node's GPUs.
+
+    - It sees the GPUs in `visible` only, and looks up a handle's UUID among them (utils/patch_torch.py:84-92). For another
+      UUID the scheduler raises, logs and ends the server (managers/scheduler.py, run_scheduler_process: SIGQUIT to the
+      parent).
+    - Each tensor-parallel rank reads its own entry of `serialized_named_tensors`; reading another rank's breaks the
+      producer's count of readers (managers/tp_worker.py:194).
+    - KV cache = free after loading - free before loading * (1 - mem_fraction) (mem_cache/kv_cache_configurator.py:3007).
+      Nothing left: ValueError at the start (the same file, 3051).
+    - Release and resume change what it occupies; a failed resume ends it (torch_memory_saver).
+    """
+
+    def __init__(
+        self, node: Node, weights: Mapping[str, torch.Tensor], visible: str, *, mem_fraction: float = 0.5
+    ) -> None:
+        self.node = node
+        self.gpus = [int(number) for number in visible.split(",")]
+        self.ended = ""
+        """why its scheduler ended; empty while it runs"""
+        self._readers: set[str] = set()
+        self.weight_bytes = sum(tensor.nbytes for tensor in weights.values()) // len(self.gpus)
+        self.kv_bytes = self._size_cache(mem_fraction)
+        super().__init__(weights)
+
+    @property
+    def owner(self) -> str:
+        return f"server{self.gpus}"
+
+    def _size_cache(self, mem_fraction: float) -> int:
+        before = min(self.node.free(gpu) for gpu in self.gpus)
+        for gpu in self.gpus:
+            self.node.set(gpu, f"{self.owner} weights", self.weight_bytes)
+        cache = int(min(self.node.free(gpu) for gpu in self.gpus) - before * (1 - mem_fraction))
+        if cache <= 0:
+            raise ValueError("Loaded weights leave no GPU memory for the KV cache")
+        for gpu in self.gpus:
+            self.node.set(gpu, f"{self.owner} kv_cache", cache)
+        return cache
+
+    def _routes(self, app: web.Application) -> None:
+        super()._routes(app)
+        app.router.add_post("/update_weights_from_tensor", self._from_tensor)
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        info = {"version": "0.5.23", "tp_size": len(self.gpus), "device": "cpu", "weight_version": "default"}
+        return web.json_response(info)
+
+    def _end_scheduler(self, reason: str) -> web.Response:
+        """The scheduler raised: the whole server ends, connections break."""
+        self.ended = self.ended or reason
+        threading.Thread(target=self.refuse, daemon=True).start()
+        raise asyncio.CancelledError(reason)
+
+    async def _from_tensor(self, request: web.Request) -> web.Response:
+        if not self.session_open:
+            return web.json_response({"success": False, "message": "must run between begin and end"}, status=400)
+        body = await request.json()
+        payloads = body["serialized_named_tensors"]
+        for rank in range(len(self.gpus)):
+            handle = json.loads(base64.b64decode(payloads[rank]))
+            if handle["device"] not in [gpu_uuid(gpu) for gpu in self.gpus]:
+                return self._end_scheduler(f"Invalid device_uuid={handle['device']}")
+            if handle["path"] in self._readers:
+                return self._end_scheduler(f"{handle['path']} was read twice: the producer's count of readers is wrong")
+            self._readers.add(handle["path"])
+            if rank == 0:
+                for name, tensor in load_file(handle["path"]).items():
+                    self.load(name, tensor)
+            Path(handle["path"]).unlink()
+        return web.json_response({"success": True})
+
+    async def _release_memory(self, request: web.Request) -> web.Response:
+        return await self._set_memory(request, {"weights": 0, "kv_cache": 0})
+
+    async def _resume_memory(self, request: web.Request) -> web.Response:
+        return await self._set_memory(request, {"weights": self.weight_bytes, "kv_cache": self.kv_bytes})
+
+    async def _set_memory(self, request: web.Request, sizes: Mapping[str, int]) -> web.Response:
+        for tag in (await request.json())["tags"]:
+            for gpu in self.gpus:
+                try:
+                    self.node.set(gpu, f"{self.owner} {tag}", sizes[tag])
+                except OutOfMemoryError as error:
+                    return self._end_scheduler(str(error))
+        return web.Response()
+
+
+class ThreadChannel:
+    """The control channel of ranks that are threads of one process (`parallel.control.ControlChannel`)."""
+
+    def __init__(self, rank: int, shared: SharedRanks) -> None:
+        self.rank = rank
+        self._shared = shared
+
+    def broadcast_json(self, value: Any) -> Any:
+        return json.loads(json.dumps(self._shared.gather(self.rank, value)[0]))
+
+    def any_rank(self, flag: bool) -> bool:
+        return any(self._shared.gather(self.rank, flag))
+
+    def run_together(self, action: Callable[[], T], *, only: int | None = None) -> T | None:
+        result, error = None, None
+        if only is None or only == self.rank:
+            try:
+                result = action()
+            except PacsError as caught:
+                error = caught
+        for found in self._shared.gather(self.rank, error):
+            if found is not None:
+                raise found
+        return result
+
+
+class SharedRanks:
+    """Collectives of `num_ranks` threads."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._barrier = threading.Barrier(num_ranks, timeout=60)
+        self._slots: list[Any] = [None] * num_ranks
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self._slots[rank] = value
+        self._barrier.wait()
+        found = list(self._slots)
+        self._barrier.wait()
+        return found
+
+    def run(self, action: Callable[[int], T]) -> list[T]:
+        """`action(rank)` in a thread per rank. Raises the first error."""
+        results: list[Any] = [None] * len(self._slots)
+        errors: list[BaseException] = []
+
+        def on_rank(rank: int) -> None:
+            try:
+                results[rank] = action(rank)
+            except BaseException as error:  # noqa: BLE001  # the caller raises it
+                errors.append(error)
+
+        threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(len(self._slots))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results

@@ -1,0 +1,141 @@
+"""Weight updates on a modelled node of eight GPUs: every colocated server gets handles of its own GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.errors import SyncError
+from pacs_megatron.sglang.api import SglangApi
+from pacs_megatron.sglang.build import devices_of, trainer_rank_of
+from pacs_megatron.sglang.weights import transports
+from pacs_megatron.sglang.weights.checksums import ModelDims
+from pacs_megatron.sglang.weights.server_sync import ServerSync, SyncSettings
+from pacs_megatron.sglang.weights.transports import IpcTransport
+from pacs_megatron.training import sync as training_sync
+from tests.support.node_of_eight import NUM_GPUS, GpuServer, Node, SharedRanks, ThreadChannel, ipc_payload
+
+WEIGHTS = {f"model.layers.{i}.norm.weight": torch.full((64,), float(i), dtype=torch.bfloat16) for i in range(20)}
+
+
+class Run:
+    """Eight ranks and the servers that a configuration starts, up to the weight update."""
+
+    def __init__(self, count: int, tp: int, stack: ExitStack) -> None:
+        options = SglangServers(python=("python",), count=count, tp=tp, colocated=True)
+        self.rollout = SglangRollout(
+            engine="sglang",
+            sampling=SamplingOptions(max_response_tokens=8),
+            sync=SglangSync(transport="ipc"),
+            servers=options,
+        )
+        devices = [devices_of(options, index, []) for index in range(count)]
+        old = {name: torch.zeros_like(tensor) for name, tensor in WEIGHTS.items()}
+        self.node = Node(1 << 20)
+        self.servers = [stack.enter_context(GpuServer(self.node, old, visible)) for visible in devices]
+        alive = [
+            (server.url, trainer_rank_of(visible, [])) for server, visible in zip(self.servers, devices, strict=True)
+        ]
+        self.shared = SharedRanks(NUM_GPUS)
+        self.contexts = [self._context(rank, alive) for rank in range(NUM_GPUS)]
+
+    def _context(self, rank: int, alive: list[tuple[str, int]]) -> Any:
+        settings = SyncSettings(
+            dtype=torch.bfloat16,
+            bucket_bytes=1024,
+            pause="abort",
+            verify="off",
+            timeout_s=10.0,
+            probe_timeout_s=5.0,
+            dims=ModelDims(num_kv_heads=2),
+        )
+        return SimpleNamespace(
+            config=SimpleNamespace(rollout=self.rollout),
+            channel=ThreadChannel(rank, self.shared),
+            rank=SimpleNamespace(rank=rank, device=torch.device("cpu")),
+            policy=SimpleNamespace(version=1, export_weights=lambda: iter(WEIGHTS.items())),
+            engine=None,
+            driver=SimpleNamespace(ask=lambda _request: ({"servers": alive}, {})) if rank == 0 else None,
+            server_sync=ServerSync(IpcTransport(10.0), settings),
+        )
+
+    def on_all_ranks(self, action: Any) -> list[Any]:
+        def on_rank(rank: int) -> Any:
+            LOCAL.rank = rank
+            return action(self.contexts[rank])
+
+        return self.shared.run(on_rank)
+
+    def has_new_weights(self, server: GpuServer) -> bool:
+        return all(torch.equal(server.held[name], tensor) for name, tensor in WEIGHTS.items())
+
+
+LOCAL = threading.local()
+
+
+@pytest.fixture
+def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
+    monkeypatch.setattr(transports, "shared_memory_payload", lambda tensors: ipc_payload(tensors, LOCAL.rank))
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.mark.parametrize(("count", "tp"), [(8, 1), (4, 2), (1, 8)])
+def test_every_colocated_server_gets_the_weights_from_its_own_gpu(count: int, tp: int, stack: ExitStack) -> None:
+    run = Run(count, tp, stack)
+    digests = run.on_all_ranks(training_sync._push)
+    assert [server.ended for server in run.servers] == [""] * count
+    assert all(run.has_new_weights(server) for server in run.servers)
+    assert len(set(digests)) == 1
+
+
+def test_a_server_that_ends_during_the_update_costs_no_other_its_weights(stack: ExitStack) -> None:
+    run = Run(8, 1, stack)
+    dead = run.servers[3]
+    dead.before["/update_weights_from_tensor"] = lambda: dead._end_scheduler("killed")
+    run.on_all_ranks(training_sync._push)
+    others = [server for server in run.servers if server is not dead]
+    assert dead.ended == "killed"
+    assert all(run.has_new_weights(server) and not server.paused for server in others)
+    assert not run.has_new_weights(dead)
+
+
+def test_an_update_that_reaches_no_server_raises_on_every_rank(stack: ExitStack) -> None:
+    run = Run(8, 1, stack)
+    for server in run.servers:
+        server.refuse()
+
+    def failed(context: Any) -> bool:
+        with pytest.raises(SyncError, match="reached no rollout server"):
+            training_sync._push(context)
+        return True
+
+    assert run.on_all_ranks(failed) == [True] * NUM_GPUS
+
+
+def test_each_rank_releases_the_memory_of_its_servers_and_the_update_takes_it_back(stack: ExitStack) -> None:
+    run = Run(4, 2, stack)
+    resident = run.node.free(5)
+    run.on_all_ranks(training_sync.release_memory)
+    assert all(run.node.free(gpu) == run.node.gpu_bytes for gpu in range(NUM_GPUS))
+    run.on_all_ranks(training_sync._push)
+    assert all(run.node.free(gpu) == resident for gpu in range(NUM_GPUS))
+    assert all(run.has_new_weights(server) for server in run.servers)
+
+
+def test_the_model_ends_a_server_that_gets_a_handle_of_another_gpu(stack: ExitStack) -> None:
+    """The contract that tests/integration/sglang/test_node_contract.py shows on the real server."""
+    run = Run(8, 1, stack)
+    api = SglangApi(url=run.servers[2].url, timeout_s=5.0)
+    api.begin_weight_update()
+    body = {"serialized_named_tensors": [ipc_payload(list(WEIGHTS.items()), gpu=0)]}
+    with pytest.raises(Exception, match="no response"):
+        api.post("/update_weights_from_tensor", body)
+    assert "Invalid device_uuid=GPU-00000000" in run.servers[2].ended
