@@ -33,7 +33,7 @@ packages() {
 
 find_uv() {
     if [ -z "${PIP_ARGS:-}" ] && ! "$py" -m pip config list |
-        grep -qE '\.(index-url|extra-index-url|find-links|no-index|proxy|client-cert|trusted-host|constraint|no-binary|only-binary)='; then
+        grep -E '\.(index-url|extra-index-url|find-links|no-index|proxy|client-cert|trusted-host|constraint|no-binary|only-binary)=' >/dev/null; then
         "$py" -m pip install -q uv==0.13.9 2>/dev/null && echo "$venv/bin/uv"
     fi
     return 0

@@ -29,7 +29,7 @@ from tests.support.tiny_run import write_tiny_run
 STEPS = 6
 SAMPLES = 16
 """of a step"""
-LIMIT_S = 200
+LIMIT_S = 800.0
 STOPPED_IN_STEP_3 = """
 import os, signal, sys
 from pacs_megatron.policy.engine import MegatronPolicy

@@ -35,7 +35,7 @@ def pass_at_1(run_dir: Path) -> list[float]:
 
 @pytest.mark.full
 def test_a_short_quickstart_leaves_a_run_and_an_identical_export(tmp_path: Path) -> None:
-    out = quickstart(tmp_path, "--short", timeout_s=270)
+    out = quickstart(tmp_path, "--short", timeout_s=850)
     checked = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
     assert checked["different_answers"] == 0 and checked["tokens"] > 100
     last = out.strip().splitlines()[-3:]

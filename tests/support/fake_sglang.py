@@ -68,7 +68,7 @@ class FakeSglang:
         self.close()
 
     def _run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(600)
 
     async def _open(self) -> None:
         app = web.Application(client_max_size=1 << 30, middlewares=[self._raw, self._authorize])

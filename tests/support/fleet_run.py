@@ -80,7 +80,7 @@ class FleetRun:
         for member in family:
             member.kill()
         psutil.wait_procs(family, timeout=20)
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=600)
         return [member.pid for member in family]
 
     def until_step(self, step: int, timeout_s: float = 300.0) -> None:

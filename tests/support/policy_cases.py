@@ -48,7 +48,7 @@ def make_policy(
         vpp=options.vpp,
         sequence_parallel=options.sequence_parallel,
     )
-    rank = groups.initialize(layout, seed=1, control_timeout_s=60.0)
+    rank = groups.initialize(layout, seed=1, control_timeout_s=600.0)
     from pacs_megatron.policy.engine import MegatronPolicy
 
     policy = MegatronPolicy(

@@ -94,7 +94,7 @@ class Slurm:
                 daemon.send_signal(signal.SIGTERM)
         for daemon in self._daemons:
             try:
-                daemon.wait(10)
+                daemon.wait(600)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()

@@ -109,7 +109,7 @@ def test_the_fake_server_answers_like_the_real_one(lab: Lab) -> None:
                 assert real[1].get("weight_version") is None or path != "/model_info" or real[1]["weight_version"]
 
 
-def _until(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
+def _until(condition: Callable[[], bool], within_s: float = 600.0) -> bool:
     deadline = time.monotonic() + within_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -128,7 +128,7 @@ def test_what_is_no_longer_needed_ends_on_the_server_too(lab: Lab) -> None:
         began = time.monotonic()
         assert _until(lambda: num_running(SglangApi(url=lab.url)) <= 2, 30)
         assert lab.engine.status()[0].in_flight <= 2
-        reader.join(120)
+        reader.join(600)
         assert sorted(s.id for s in done) == sorted(r.id for r in asked[:2])
         assert all(s.response_len == 900 or s.stop is Stop.EOS for s in done)
         assert (

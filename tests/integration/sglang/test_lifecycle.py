@@ -29,7 +29,7 @@ def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if sglang_guard.group_and_parent(pid) is not None]
 
 
-def gone(pids: list[int], within_s: float = 30.0) -> bool:
+def gone(pids: list[int], within_s: float = 600.0) -> bool:
     deadline = time.monotonic() + within_s
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.05)

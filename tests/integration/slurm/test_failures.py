@@ -47,7 +47,7 @@ def ranks_of(config: str) -> list[psutil.Process]:
     return [p for p in found if {"pacs_megatron.training.main", config} <= set(p.info["cmdline"] or ())]
 
 
-def assert_nothing_runs(word: str, within_s: float = 30.0) -> None:
+def assert_nothing_runs(word: str, within_s: float = 600.0) -> None:
     deadline = time.monotonic() + within_s
     while (left := running(word)) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -65,7 +65,7 @@ def test_a_lost_node_requeues_the_job_and_it_goes_on(slurm: Slurm, repo: Path, t
     for process in lost:
         process.kill()
     slurm.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while slurm.job(job)["JobState"] == "RUNNING" and time.monotonic() < deadline:
         time.sleep(0.2)
     # Refused where the node has registered anew meanwhile, and so is back by itself.

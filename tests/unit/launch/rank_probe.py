@@ -20,7 +20,7 @@ def main(folder: Path, mode: str) -> int:
     if mode == "die_on_1" and rank == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     if mode in ("wait", "fail_on_1", "die_on_1"):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not stopped and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.5)  # a save takes a while; nobody may cut it short

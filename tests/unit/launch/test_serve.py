@@ -35,7 +35,7 @@ def process(tmp_path: Path) -> subprocess.Popen[bytes]:
     (tmp_path / "run" / "exit_code").write_text("75\n")  # of an earlier attempt: not this trainer's word
     os.utime(tmp_path / "run" / "exit_code", (1, 1))
     started = subprocess.Popen([sys.executable, "-c", PROBE, str(tmp_path)])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     return started
@@ -50,14 +50,14 @@ def test_the_signal_before_the_time_limit_is_the_trainers(process: subprocess.Po
     process.send_signal(signal.SIGUSR1)
     assert still_runs(process)
     (tmp_path / "servers" / "stop").touch()
-    assert process.wait(10) == 0
+    assert process.wait(600) == 0
 
 
 def test_sigterm_waits_for_the_trainers_last_word(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert still_runs(process)
     (tmp_path / "run" / "exit_code").write_text("75\n")
-    assert process.wait(10) == 0
+    assert process.wait(600) == 0
 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
@@ -65,7 +65,7 @@ def test_impatience_ends_it_at_once(process: subprocess.Popen[bytes], numbers: l
     for number in numbers:
         process.send_signal(number)
         time.sleep(0.1)
-    assert process.wait(10) == 0
+    assert process.wait(600) == 0
 
 
 class FlakyServer:
@@ -141,10 +141,10 @@ except RolloutError as error:
     print(error)
 """
     started = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not list(tmp_path.glob("*.pid")) and time.monotonic() < deadline:
         time.sleep(0.05)
     started.send_signal(signal.SIGINT)
-    out, _ = started.communicate(timeout=20)
+    out, _ = started.communicate(timeout=600)
     assert out == "told to end while the rollout servers were starting\n"
     assert list(tmp_path.glob("*.pid")) == []

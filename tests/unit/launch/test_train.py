@@ -59,7 +59,7 @@ def test_a_signal_reaches_the_ranks_and_they_save(tmp_path: Path, number: signal
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
     wait_for_start(tmp_path, process)
     process.send_signal(number)
-    assert process.wait(30) == 75
+    assert process.wait(600) == 75
     assert {path.name for path in tmp_path.glob("saved_*")} == {"saved_0", "saved_1"}
     assert_gone(tmp_path)
 
@@ -69,7 +69,7 @@ def test_slurms_signal_to_torchrun_alone_reaches_its_ranks(tmp_path: Path) -> No
     process = subprocess.Popen([sys.executable, *agent, "-m", PROBE, str(tmp_path), "wait"])
     wait_for_start(tmp_path, process)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(30) == 75
+    assert process.wait(600) == 75
     assert {path.name for path in tmp_path.glob("saved_*")} == {"saved_0", "saved_1"}
     assert_gone(tmp_path)
 
@@ -83,14 +83,14 @@ def test_ranks_do_not_outlive_a_killed_command(tmp_path: Path) -> None:
     wait_for_start(tmp_path, process)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while any(psutil.pid_exists(pid) for pid in started_pids(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert_gone(tmp_path)
 
 
 def wait_for_start(folder: Path, process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while len(started_pids(folder)) < 2 and time.monotonic() < deadline:
         assert process.poll() is None
         time.sleep(0.1)

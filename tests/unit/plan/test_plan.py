@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -88,12 +89,12 @@ def test_every_model_has_both_objectives_and_precisions() -> None:
 
 
 def test_the_command_is_quick_and_needs_no_torch() -> None:
-    start = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     code = "import sys; from pacs_megatron.cli import main; c = main(sys.argv[1:]); print('torch' in sys.modules); sys.exit(c)"
     done = subprocess.run(
         [sys.executable, "-c", code, "plan", str(BIG)], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    assert time.perf_counter() - start < 5
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 5  # of the processor, not of the clock
     assert done.stdout.splitlines()[-1] == "False"
     assert "FITS: at most" in done.stdout
 

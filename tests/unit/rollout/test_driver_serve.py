@@ -23,7 +23,7 @@ from tests.support.replay_sglang import ReplaySglang
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 
-WAIT_S = 30.0
+WAIT_S = 600.0
 
 
 class Trainer:

