@@ -12,7 +12,7 @@ from pacs_megatron.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemCounts:
-    """What was sampled for one problem."""
+    """Counts of the responses to one problem."""
 
     problem_id: str
     num_samples: int
