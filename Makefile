@@ -15,7 +15,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 export PYTHON PIP_ARGS
 
-.PHONY: help install install-dev install-sglang install-slurm quickstart test test-full campaign test-fresh lint docs format clean
+.PHONY: help install install-dev install-sglang install-slurm quickstart test test-full campaign test-te test-current test-fresh lint docs format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -35,6 +35,8 @@ install-slurm: ## Slurm and munge from Debian, when root and missing
 quickstart: install ## tiny model -> warm start -> PACS -> Hugging Face checkpoint, on two CPU cores
 	@$(PY) -m examples.quickstart.run
 
+CURRENT_TESTS := tests/unit tests/distributed/test_policy_models.py tests/distributed/test_family_logits.py \
+	tests/distributed/test_checkpoint_conversion.py tests/distributed/test_plan_exact.py
 TEST_TOOLS := install-dev install-sglang install-slurm
 
 test: $(TEST_TOOLS) ## what a change needs: about 12 minutes on two idle cores
@@ -45,6 +47,14 @@ test-full: $(TEST_TOOLS) ## every other test, up to two hours; the same command 
 
 campaign: $(TEST_TOOLS) ## once a release: seeds, kills, studies; the same command resumes
 	@$(PY) -m pytest -m campaign --resume=.pytest_cache/campaign $(PYTEST_ARGS)
+
+test-te: ## tests/te: real Transformer Engine modules without a GPU; PACS_TE_PACK names a folder with its build
+	@tools/install.sh te
+	@.venv-te/bin/python -m pytest tests/te -m "not campaign" $(PYTEST_ARGS)
+
+test-current: ## layouts, families, checkpoints and conversion on today's Megatron-Core (Python 3.12)
+	@tools/install.sh current
+	@.venv-current/bin/python -m pytest -m "not gpu and not campaign and not sglang and not slurm" $(CURRENT_TESTS) $(PYTEST_ARGS)
 
 test-fresh: ## quickstart and test in a clone of HEAD, with an empty home and pip's defaults
 	@tools/test_fresh.sh

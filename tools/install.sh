@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Brings an environment to its locks: `tools/install.sh base [dev]` fills .venv, `tools/install.sh sglang` and `docs` fill
-# .venv-sglang and .venv-docs. Stamp files skip a lock that did not change since its last complete installation.
+# .venv-sglang and .venv-docs. `te` and `current` fill .venv-te and .venv-current: the base and dev locks on Python 3.12
+# with the pins of requirements/te.txt or current.txt instead. Stamp files skip a lock that did not change since its last complete installation.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -53,8 +54,12 @@ torch_of() { # lock
 
 case "$*" in
     sglang | docs) venv=.venv-$1 ;;
+    te | current)
+        venv=.venv-$1
+        PYTHON=${PYTHON:-python3.12}
+        ;;
     "base" | "base dev") venv=.venv ;;
-    *) echo "usage: tools/install.sh base [dev] | sglang | docs" >&2 && exit 2 ;;
+    *) echo "usage: tools/install.sh base [dev] | sglang | docs | te | current" >&2 && exit 2 ;;
 esac
 py=$venv/bin/python
 # A creation that was interrupted has no working pip.
@@ -70,6 +75,11 @@ version=$("$py" -c 'import sys; print(*sys.version_info[:2], sep=".")')
 below=""
 for name in "$@"; do
     lock=requirements/$name.lock
+    if [ "$venv" = .venv-te ] || [ "$venv" = .venv-current ]; then
+        lock=$venv/$name.lock
+        replaced=$(grep -v '^#' "requirements/$name.txt" | cut -d= -f1 | paste -sd'|')
+        { grep -hvE "^($replaced)==" requirements/base.lock requirements/dev.lock && cat "requirements/$name.txt"; } >"$lock"
+    fi
     below=$(printf '%s %s ' "$below" "$version" | cat - "$lock" | sha256sum | cut -d' ' -f1)
     stamp=$venv/.lock-$name
     if [ "$(cat "$stamp" 2>/dev/null)" = "$below" ]; then continue; fi
@@ -90,6 +100,12 @@ for name in "$@"; do
     fi
     echo "$below" >"$stamp"
 done
+if [ "$venv" = .venv-te ] && ! "$py" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("transformer_engine") is None)'; then
+    site=$("$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    pack=${PACS_TE_PACK:?names a folder with transformer_engine-*.tar.xz and libtransformer_engine-*.so.xz for torch 2.11, Python 3.12}
+    tar -C "$site" -xJf "$pack"/transformer_engine-*.tar.xz
+    xz -dc "$pack"/libtransformer_engine-*.so.xz >"$site/transformer_engine/wheel_lib/libtransformer_engine.so"
+fi
 if [ "$venv" != .venv ]; then exit; fi
 
 package=$(sha256sum pyproject.toml | cut -d' ' -f1)

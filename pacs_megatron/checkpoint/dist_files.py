@@ -4,23 +4,31 @@ Megatron's own writer starts a manager process and a pool at the first save, whi
 killed rank and needs an importable `__main__`. Its planner and format are used as they are, with torch's plain writer.
 """
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from packaging.version import Version
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from pacs_megatron.checkpoint.dist_metadata import COMMON_NAME
+from pacs_megatron.errors import CheckpointError
 
-class PlainTorchDistSave(SaveShardedStrategy):
-    """Every rank writes its shards in this process, one file each, flushed to disk."""
+
+class PlainTorchDistSave(TorchDistSaveShardedStrategy):
+    """Every rank writes its shards in this process, one file each, flushed to disk.
+
+    Derived from Megatron's own strategy: from 0.17 on `dist_checkpointing.save` silently replaces any other class.
+    """
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
@@ -46,5 +54,11 @@ def save_sharded(state: dict[str, Any], folder: Path) -> None:
 
 def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Fill the sharded tensors of `state` from `folder`. Collective. Returns the whole state dict."""
+    installed = version("megatron-core")
+    if not (folder / COMMON_NAME).is_file() and Version(installed) < Version("0.17"):
+        raise CheckpointError(
+            f"{folder} has no {COMMON_NAME}: megatron-core 0.17 or later wrote it, and {installed} cannot read it; install "
+            "megatron-core 0.19 (Python 3.12), or convert the checkpoint to Hugging Face there"
+        )
     loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
     return loaded

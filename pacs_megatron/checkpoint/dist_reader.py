@@ -1,4 +1,4 @@
-"""Reads single tensors of a `torch_dist` checkpoint that a conversion or a training run wrote at any layout."""
+"""Reads single tensors of a `torch_dist` checkpoint, whoever wrote it: a conversion or a training run at any layout."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class DistReader:
                 f"{path}: the piece of {index.fqn} cannot be read ({type(error).__name__}); use another copy"
             ) from None
         if data is None or tuple(data.shape) != sizes or data.dtype != dtype:
-            raise CheckpointError(f"{path}: the piece of {index.fqn} does not match the index; use another copy")
+            raise CheckpointError(f"{path}: the piece of {index.fqn} is not what the index says; use another copy")
         return data
 
     def _file(self, path: Path) -> MappedFile:

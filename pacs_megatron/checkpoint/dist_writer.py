@@ -141,7 +141,7 @@ def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Stream(io.RawIOBase):
-    """An append-only file that counts its bytes and optionally computes their digest."""
+    """An append-only file that counts and, if asked, digests what passes through it."""
 
     def __init__(self, path: Path, with_digest: bool) -> None:
         super().__init__()

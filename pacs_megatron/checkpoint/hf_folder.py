@@ -226,7 +226,7 @@ def _joined_shape(blocks: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def hf_tensors(entries: Iterable[Entry], dtype: torch.dtype) -> list[TensorInfo]:
-    """Returns the tensors of a folder with these entries, for HfFolderWriter."""
+    """What a folder of these entries holds, for HfFolderWriter."""
     return [TensorInfo(n, dtype, s) for e in entries for n, s in zip(e.hf_names, e.hf_shapes, strict=True)]
 
 

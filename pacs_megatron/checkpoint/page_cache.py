@@ -1,7 +1,7 @@
-"""Reads and writes files larger than memory once, and drops their used pages from the page cache.
+"""Files larger than memory, read and written once: what has been used leaves the page cache again.
 
-Otherwise a conversion fills the cache with pages that are not read again. Allocating pages for them costs processor
-time, and the files of other programs leave the cache.
+Left alone, a conversion fills the cache with pages that nobody reads a second time; getting fresh pages for them costs
+processor time, and other programs' files are pushed out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class MappedFile:
             self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def prefetch(self, start: int, nbytes: int) -> None:
-        """Requests the whole range at once; page faults alone would read it in small pieces."""
+        """Asks for the whole range at once: faults alone would read it in small pieces."""
         first = _page_of(start)
         self.map.madvise(mmap.MADV_WILLNEED, first, start + nbytes - first)
 
@@ -52,7 +52,7 @@ class WriteBehind:
         self._mutex = threading.Lock()
 
     def wrote(self, descriptor: int, start: int, nbytes: int) -> None:
-        """Starts the write-back of bytes [start, start + nbytes) of the file and drops them from the cache."""
+        """Tells that bytes [start, start + nbytes) of the file have just been written."""
         # Linux starts the write-back of dirty pages that it is advised to drop, and drops the clean ones only.
         os.posix_fadvise(descriptor, start, nbytes, os.POSIX_FADV_DONTNEED)
         done = []

@@ -57,7 +57,7 @@ Record = tuple[Mapping[str, Any], Mapping[str, np.ndarray]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """Content of a checkpoint."""
+    """What a checkpoint contains."""
 
     sharded: dict[str, Any]
     """weights, optimizer and reference, for dist_checkpointing"""

@@ -39,7 +39,7 @@ _MAX_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Description of a tensor, without its data."""
+    """What a tensor is, without its data."""
 
     name: str
     dtype: torch.dtype
@@ -131,7 +131,7 @@ class SafetensorsFile:
             end = stop
         if size != data_start + end:
             raise CheckpointError(
-                f"{self.path} is {size} bytes, its header requires {data_start + end}: truncated or overwritten; "
+                f"{self.path} is {size} bytes, its header says {data_start + end}: truncated or overwritten; "
                 "download it again"
             )
         return tensors

@@ -64,7 +64,7 @@ class StagedFolder:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Removes `<target>.partial-*` folders whose writer no longer runs."""
+    """Removes `<target>.partial-*` folders whose writer is gone."""
     for folder in sorted(target.parent.glob(f"{target.name}.partial-*")):
         lock_file = folder / _LOCK
         try:
@@ -78,7 +78,7 @@ def remove_leftovers(target: Path) -> None:
 
 
 def check_free_disk(target: Path, needed_bytes: int) -> None:
-    """Raises CheckpointError if the file system of `target` has too little free space; writes nothing."""
+    """Raises CheckpointError unless the file system of `target` has room, before anything is written."""
     existing = target.absolute()
     while not existing.exists():
         existing = existing.parent

@@ -1,4 +1,4 @@
-"""Data classes and protocols that all other packages share; imports neither torch nor Megatron at run time."""
+"""The nouns and the verbs that every other package speaks; imports neither torch nor Megatron at run time."""
 
 from pacs_megatron.contracts.decisions import Decision, DecisionKind, Interrupted
 from pacs_megatron.contracts.layout import Layout

@@ -1,4 +1,4 @@
-"""The message that rank 0 broadcasts at each phase boundary, so that all ranks take the same action."""
+"""The small message that rank 0 broadcasts at each phase boundary, so that all ranks do the same thing."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -7,27 +7,27 @@ from typing import Any
 
 
 class DecisionKind(StrEnum):
-    """The next action of all ranks."""
+    """What all ranks do next."""
 
     WAIT = "wait"
-    """Heartbeat: the driver is busy; keep waiting."""
+    """Heartbeat: the driver is alive and busy; keep waiting."""
     GENERATE = "generate"
     """Embedded engine: sample the requests that follow."""
     SYNC = "sync"
-    """The servers have lost the weights: send them again, then repeat the request."""
+    """The servers have lost the weights: send them once more, then ask again."""
     TRAIN = "train"
     EVALUATE = "evaluate"
     STOP = "stop"
-    """Leave the loop because of `reason`; `error` marks a failure."""
+    """Leave the loop; `reason` says why and `error` whether it is a failure."""
 
 
-class Interrupted(Exception):  # noqa: N818  (not an error: a stop request)
-    """All ranks agreed to stop; the run saves its position."""
+class Interrupted(Exception):  # noqa: N818  (not an error: the run was asked to stop)
+    """All ranks agreed to abandon the step; the last boundary is what gets saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """`detail` is a JSON object of plain values; token payloads are sent separately as flat buffers."""
+    """`detail` is a JSON object of plain values; token payloads travel apart, as flat buffers."""
 
     kind: DecisionKind
     reason: str

@@ -1,7 +1,7 @@
-"""The digest of exported weights: the same on every host, and fast (10 GB/s).
+"""The digest of a set of weights, as exported: the same wherever it is computed, and cheap (10 GB/s).
 
-It is in `contracts` because the trainer, the embedded engine and the weight sync compute the same digest. It identifies
-the export that a sample came from. It does not prove that a server has these weights: the server's own checksums do
+In `contracts` because the trainer, the embedded engine and the weight sync, three layers, must compute the same one.
+It shows which export a sample came from. It does not show that a server holds these weights: its own checksums do
 (`weight_sync.verify`).
 """
 
@@ -22,7 +22,7 @@ class WeightDigest:
         self._state = xxhash.xxh3_128()
 
     def update(self, name: str, tensor: torch.Tensor) -> None:
-        """Adds one tensor; the digest depends on its dtype, not on its strides or device."""
+        """Adds one tensor; its strides and device do not matter, its dtype does."""
         import torch
 
         dtype = str(tensor.dtype).removeprefix("torch.")

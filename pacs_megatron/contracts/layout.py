@@ -1,4 +1,4 @@
-"""Division of the ranks over the parallel axes."""
+"""How the ranks are divided over the parallel axes."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Layout:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks of one replica of the model; they see the same samples."""
+        """Ranks that hold one replica of the model and see the same samples."""
         return self.tp * self.pp * self.cp
 
     @property
@@ -27,15 +27,15 @@ class Layout:
 
     @property
     def expert_tp(self) -> int:
-        """Ranks over which one expert is sharded: expert parallelism assigns whole experts to ranks."""
+        """Ranks that cut one expert: expert parallelism deals whole experts, without it they are cut like the rest."""
         return 1 if self.ep > 1 else self.tp
 
     @property
     def needs_equal_microbatches(self) -> bool:
-        """True if a collective inside the forward pass spans data-parallel ranks, so their counts must be equal."""
+        """True where a collective inside the forward pass spans data-parallel ranks, so counts must agree."""
         return self.ep > 1
 
     @property
     def microbatch_multiple(self) -> int:
-        """The number of micro-batches of a rank is a multiple of this: the interleaved schedule needs whole rounds."""
+        """A rank's number of micro-batches must be a multiple of this: the interleaved schedule fills whole rounds."""
         return self.pp if self.vpp is not None else 1

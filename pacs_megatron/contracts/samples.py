@@ -1,4 +1,4 @@
-"""Prompts and their samples."""
+"""Prompts and what was sampled for them."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Stop(StrEnum):
-    """The reason why a response ended."""
+    """Why a response ended."""
 
     EOS = "eos"
     LENGTH = "length"
@@ -20,11 +20,11 @@ class Prompt:
 
     id: str
     text: str
-    """The chat template's output, the model's input."""
+    """The chat template's output, what the model sees."""
     token_ids: np.ndarray
     """int32 [prompt]"""
     answer: str
-    """The gold answer, input of the reward."""
+    """The gold answer, as the reward reads it."""
     problem: str
     """The raw problem text."""
     solution: str | None = None
@@ -45,19 +45,19 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample. `top_k = 0` and `top_p = 1.0` disable the filters; `temperature = 0` is greedy."""
+    """How to sample. `top_k = 0` and `top_p = 1.0` switch the filters off; `temperature = 0` is greedy."""
 
     temperature: float
     top_p: float
     top_k: int
     max_tokens: int
     stop: tuple[str, ...] = ()
-    """Strings that end a response (kept in the response), besides the tokenizer's end-of-sequence tokens."""
+    """Strings that end a response (kept in it), besides the tokenizer's end-of-sequence tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """Request for one response. `seed` is a function of (run seed, step, prompt id, sample index) only."""
+    """Ask for one response. `seed` is a function of (run seed, step, prompt id, sample index) only."""
 
     id: str
     """Sample id: `<step>:<prompt id>#<sample index>`, for evaluation `eval<step>:<prompt id>#<index>`."""
@@ -71,7 +71,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One response with its provenance. The driver sets `reward`, `label` and `failure`."""
+    """One response with its provenance. `reward`, `label` and `failure` are filled in by the driver."""
 
     id: str
     prompt_id: str
@@ -85,7 +85,7 @@ class Sample:
     reward: float | None = None
     label: int | None = None
     failure: str | None = None
-    """Reason why the verifier could not judge this sample; the sample is dropped and counted."""
+    """Why the verifier could not judge this sample; such a sample is dropped and counted."""
 
     @property
     def response_ids(self) -> np.ndarray:

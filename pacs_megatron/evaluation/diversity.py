@@ -14,7 +14,7 @@ Embedder = Callable[[Sequence[str]], np.ndarray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diversity:
-    """Mean pairwise cosine distance, in [0, 2]: 0 where all correct responses are equal."""
+    """Mean pairwise cosine distance, in [0, 2]: 0 where all correct responses say the same."""
 
     mean: float | None
     """over `num_questions`; None when there is none"""

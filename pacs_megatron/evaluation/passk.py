@@ -12,7 +12,7 @@ from pacs_megatron.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemCounts:
-    """Counts of the responses to one problem."""
+    """What was sampled for one problem."""
 
     problem_id: str
     num_samples: int

@@ -1,12 +1,12 @@
-"""Redirects the CUDA calls of Megatron-Core to the CPU, on a host without CUDA.
+"""Run Megatron-Core on a host without CUDA: the one place where its CUDA calls are redirected.
 
-Megatron-Core 0.16 calls CUDA by name (`device="cuda"`, `torch.cuda.current_device()`, streams, events). Without
-CUDA, `install` gives every `megatron.core` module, loaded or imported later, a replacement for its global name `torch`
-that sends these calls to the CPU and all others to the real torch. The real torch module is not changed, so
-transformers, datasets and user code see the original. With CUDA, `install` does nothing.
+Megatron-Core 0.16 names CUDA directly (`device="cuda"`, `torch.cuda.current_device()`, streams, events). When there is no
+CUDA, `install` gives every `megatron.core` module, loaded or still to be imported, a stand-in for its global name `torch`
+that sends those calls to the CPU and everything else to the real torch. The real torch module is not changed, so
+transformers, datasets and the user's own code see it as it is. With CUDA, `install` does nothing.
 
-Two of Megatron's checks expect the type name "torch.cuda.FloatTensor" of a tensor; `cuda_type_names` returns it, only
-inside its `with` block.
+Two of Megatron's checks ask a tensor for its type name and expect "torch.cuda.FloatTensor"; `cuda_type_names` answers
+so, only inside its `with` block.
 """
 
 import contextlib
@@ -221,7 +221,7 @@ def install() -> bool:
 
 @contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Inside the block, the type of a CPU tensor is `torch.cuda.FloatTensor`, and `.cuda()` returns the tensor itself.
+    """Inside: a CPU tensor says it is `torch.cuda.FloatTensor`, and `.cuda()` returns the tensor itself.
 
     Only Megatron's constructors (optimizer, tied embeddings) need it; keep the block around nothing else.
     """

@@ -56,7 +56,7 @@ def _rendezvous(rank: int, world_size: int, backend: str) -> None:
     if backend == "gloo":
         nodes = int(os.environ.get("GROUP_WORLD_SIZE", os.environ.get("SLURM_JOB_NUM_NODES", "1")))
         if nodes == 1:
-            # One host: keep every connection on loopback, for any address of the host name.
+            # One host: keep every connection on loopback, whatever the host name resolves to.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=_STARTUP_TIMEOUT_S)
     if "MASTER_ADDR" in os.environ:

@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from pacs_megatron.policy.fp8_state import unchanged_fp8_state
 from pacs_megatron.policy.microbatch import MicroBatch
 from pacs_megatron.policy.stoppable import StoppablePass
 
@@ -57,7 +58,7 @@ def forward(
         return logprobs.sum(), torch.zeros((), dtype=torch.int, device=logprobs.device), batch.gather(logprobs)
 
     iterators = [iter(batches) for _ in chunks] if stoppable is None else stoppable.iterators(len(chunks))
-    with torch.no_grad():
+    with torch.no_grad(), unchanged_fp8_state(chunks):
         results = _run(chunks, iterators, len(batches), keep, forward_only=True)
     if stoppable is not None:
         stoppable.finish()

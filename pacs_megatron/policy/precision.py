@@ -10,8 +10,8 @@ import torch
 from pacs_megatron.config.schema import PrecisionOptions
 from pacs_megatron.errors import ConfigError
 
-_TE_RANGE = ((2, 9), (2, 12))
-"""megatron-core 0.16 requires Transformer Engine >= 2.9, < 2.12."""
+_TE_RANGES = {(0, 16): ((2, 9), (2, 12)), (0, 19): ((2, 14), (2, 21))}
+"""megatron-core -> Transformer Engine from, below: what each one requires (its pyproject and its imports)."""
 _MIN_TE_FOR_RECIPE = {"delayed": (2, 1), "tensorwise": (2, 2), "blockwise": (2, 3)}
 _MIN_CAPABILITY_FOR_RECIPE = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
 _MIN_CUDA_FOR_BLOCKWISE = (12, 9)
@@ -31,6 +31,8 @@ class Machine:
     """NVIDIA Apex's fused kernels are importable"""
     wgrad_fusion: bool
     """Apex's kernel that adds a weight's gradient to its fp32 buffer is importable too"""
+    megatron: tuple[int, int]
+    """(major, minor) of megatron-core"""
     foreign_apex: bool
     """a package named apex is installed that is not NVIDIA's (PyPI's is a web toolkit)"""
 
@@ -63,6 +65,7 @@ def inspect_machine() -> Machine:
         cuda_version=_pair(torch.version.cuda),
         transformer_engine=_version_of("transformer-engine", "transformer-engine-torch"),
         apex=has_apex_name and has_apex_kernels,
+        megatron=_version_of("megatron-core") or (0, 16),
         wgrad_fusion=has_apex_kernels and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         foreign_apex=has_apex_name and not has_apex_kernels,
     )
@@ -76,11 +79,12 @@ def uses_transformer_engine(dtype: torch.dtype, machine: Machine) -> bool:
 def check(options: PrecisionOptions, machine: Machine) -> None:
     """Raises ConfigError, with the reason, if this GPU, CUDA or Transformer Engine does not support `options`."""
     if machine.cuda and machine.transformer_engine is not None:
-        low, high = _TE_RANGE
+        megatron = max(version for version in _TE_RANGES if version <= machine.megatron)
+        low, high = _TE_RANGES[megatron]
         if not low <= machine.transformer_engine < high:
             raise ConfigError(
-                f"Transformer Engine {_text(machine.transformer_engine)} is not supported by megatron-core 0.16, which needs "
-                f">= {_text(low)} and < {_text(high)}; install transformer-engine 2.11"
+                f"Transformer Engine {_text(machine.transformer_engine)} is not supported by megatron-core "
+                f"{_text(megatron)}, which needs >= {_text(low)} and < {_text(high)}; install such a transformer-engine"
             )
     if options.fp8 is None:
         return

@@ -120,7 +120,7 @@ def rank_environment(local_world_size: int, *, single_host: bool) -> dict[str, s
     environ.setdefault("PYTHONUNBUFFERED", "1")
     # How long torchrun (2.11 and later) waits for the other ranks to finish a save once one has ended.
     environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
-    # Megatron repeats these on every rank; the policy's own log line lists what is missing.
+    # Megatron repeats these on every rank; the policy's own log line says what is missing.
     environ.setdefault("PYTHONWARNINGS", ",".join(f"ignore:{start}" for start in _KNOWN_WARNINGS))
     if single_host:
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

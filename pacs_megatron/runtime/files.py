@@ -13,7 +13,7 @@ PARTIAL_SUFFIX = ".partial"
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
-    """Replaces `path` atomically: it has its old content or all of `chunks`, also after a crash. Creates parent folders."""
+    """`path` holds either its old content or all of `chunks`, whatever happens; parents are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + PARTIAL_SUFFIX)
     with beside.open("wb") as file:

@@ -1,4 +1,4 @@
-"""The parts of one rank of a run, built so that cheap checks fail first."""
+"""What one rank of a run consists of, built so that the cheap failures come first."""
 
 import logging
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ def build_on_all_ranks(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetup:
-    """Input of `build` besides the configuration."""
+    """What `build` needs besides the configuration."""
 
     rank: Rank
     channel: ControlChannel

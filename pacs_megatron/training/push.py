@@ -1,4 +1,4 @@
-"""Streams the policy's weights into every receiver; the only export of weights to rollout engines."""
+"""The one way in which weights leave the policy, whoever receives them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stream(
 ) -> PushResult:
     """Streams an export into every receiver. All ranks call it; those without a receiver only take part in the export.
 
-    The export is collective, so it is always iterated completely: a receiver that fails must not block the other ranks.
+    The export is collective, so it is always iterated to its end: a receiver that fails must not block the other ranks.
     `on_exported` is called between the last weight and the receivers' `end_update`.
     """
     began = time.monotonic()

@@ -8,7 +8,7 @@ from types import FrameType
 STOP_FILE = "STOP"
 """A batch script touches `<run>/STOP` where signals do not reach the ranks."""
 FILE_CHECK_S = 1.0
-"""Minimum time between two checks of the file: every rank checks at every micro-batch, and the file system is shared."""
+"""Between two looks at the file: every rank asks at every micro-batch, and the file system is shared."""
 
 
 class StopFlag:
@@ -30,7 +30,7 @@ class StopFlag:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def is_set(self) -> bool:
-        """True if this rank has a stop request."""
+        """Whether this rank was asked to stop."""
         if not self.reason and time.monotonic() >= self._next_look:
             if self._file.exists():
                 self.reason = f"file {STOP_FILE}"

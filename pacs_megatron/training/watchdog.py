@@ -1,8 +1,8 @@
-"""Detects a hang before NCCL's timeout ends the job, and reports the phase and the stack of every rank.
+"""Finds a hang before NCCL's time-out ends the job without a word: who waits where, with every rank's stack.
 
-Concurrency: a daemon thread in every rank. The main thread reports each phase and each progress to it. Collectives
-release the interpreter lock while they wait, so the thread runs while the main thread is blocked. Every rank decides
-alone, so a rank that hangs need not send a message. Ranks see each other's phases through small files in the run's folder.
+Concurrency: a daemon thread in every rank. The main thread tells it of each phase and each sign of life; collectives
+release the interpreter lock while they wait, so the thread runs when the main thread does not. Every rank decides alone:
+no message is needed from one that hangs. Ranks see each other's phases through small files in the run's folder.
 """
 
 import faulthandler

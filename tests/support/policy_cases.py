@@ -11,7 +11,7 @@ import torch
 
 from pacs_megatron.batching.split import plan_microbatches
 from pacs_megatron.batching.tables import select_tokens
-from pacs_megatron.config.schema import OptimizerOptions, ParallelOptions, PrecisionOptions
+from pacs_megatron.config.schema import Fp8Options, OptimizerOptions, ParallelOptions, PrecisionOptions
 from pacs_megatron.contracts import Layout, MiniBatch, SampleFacts, TokenBuffers
 
 # adam_eps is large so that the update is a smooth function of the gradient: at 1e-8 Adam turns rounding noise of a zero
@@ -30,6 +30,7 @@ def make_policy(
     total_updates: int = 100,
     temperature: float = 1.0,
     clip_grad: float = CLIP_GRAD,
+    fp8: dict[str, Any] | None = None,
     **parallel: Any,
 ) -> Any:
     """MegatronPolicy on the calling ranks, loaded from the Hugging Face folder. Call it inside `run_ranks`."""
@@ -55,7 +56,7 @@ def make_policy(
         load_spec(folder),
         rank,
         parallel=options,
-        precision_options=PrecisionOptions(dtype=dtype),
+        precision_options=PrecisionOptions(dtype=dtype, fp8=None if fp8 is None else Fp8Options(**fp8)),
         optimizer=OptimizerOptions(**(OPTIMIZER | (optimizer or {}))),
         clip_grad=clip_grad,
         total_updates=total_updates,

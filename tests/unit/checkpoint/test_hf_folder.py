@@ -143,7 +143,7 @@ def _same_name_twice(header: str) -> str:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing shard": (lambda f: _first_shard(f).unlink(), r"model-00001-of-\d+\.safetensors is missing"),
-    "truncated shard": (_truncate, r"model-00001-of-\d+\.safetensors is \d+ bytes, its header requires \d+: truncated"),
+    "truncated shard": (_truncate, r"model-00001-of-\d+\.safetensors is \d+ bytes, its header says \d+: truncated"),
     "bytes too many": (_grow, "truncated or overwritten"),
     "empty shard": (lambda f: _first_shard(f).write_bytes(b""), "no whole safetensors file"),
     "header longer than the file": (lambda f: _first_shard(f).write_bytes(b"\xff" * 64), "no whole safetensors file"),

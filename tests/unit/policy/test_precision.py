@@ -20,6 +20,7 @@ H100 = precision.Machine(
     cuda_version=(13, 0),
     transformer_engine=(2, 11),
     apex=False,
+    megatron=(0, 16),
     wgrad_fusion=False,
     foreign_apex=False,
 )

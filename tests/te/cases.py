@@ -1,0 +1,132 @@
+"""One training case on any layout: log-probs, norms and weights of three updates, with a save and a resume in between."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from tests.support.policy_cases import make_part, make_policy, random_step, train
+from tests.support.tiny_families import make_family
+
+TOKENS = 200
+FULL = {"granularity": "full"}
+SELECTIVE = {"granularity": "selective"}
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    world: int = 1
+    parallel: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "qwen3": Case("qwen3"),
+    "qwen3-tp2-sp-distopt": Case("qwen3", 2, {"tp": 2, "sequence_parallel": True, "distributed_optimizer": True}),
+    "qwen3-tied-pp2": Case("qwen3-tied-mha-odd-vocabulary", 2, {"pp": 2}),
+    "qwen3-dp2-distopt": Case("qwen3", 2, {"distributed_optimizer": True}),
+    "qwen3-recompute-full": Case("qwen3", 1, {"recompute": FULL}),
+    "qwen3-recompute-selective": Case("qwen3", 1, {"recompute": SELECTIVE}),
+    "qwen2-tp2-sp": Case("qwen2", 2, {"tp": 2, "sequence_parallel": True}),
+    "llama-pp2": Case("llama", 2, {"pp": 2}),
+    "mistral-tp2": Case("mistral", 2, {"tp": 2}),
+    "moe": Case("qwen3_moe"),
+    "moe-ep2-distopt": Case("qwen3_moe", 2, {"ep": 2, "distributed_optimizer": True}),
+    "moe-tp2-sp": Case("qwen3_moe", 2, {"tp": 2, "sequence_parallel": True}),
+}
+FP8_SHAPE = {"hidden_size": 64, "intermediate_size": 64}
+"""FP8 needs multiples of 16 on every rank, whatever the layout."""
+STEPS = [random_step(seed, vocab=90) for seed in range(3)]
+
+
+@dataclass
+class Outcome:
+    """Of one rank; weights are the same on all of them."""
+
+    before: dict[int, np.ndarray]
+    norms: list[float]
+    drift: list[float | None]
+    weights: dict[str, np.ndarray]
+    resumed_equal: bool
+    """the third update after a save, two foreign updates and a load: the same bits"""
+    optimizers: list[str]
+
+
+def weights_of(policy: Any) -> dict[str, np.ndarray]:
+    return {name: tensor.clone().float().cpu().numpy() for name, tensor in policy.export_weights()}
+
+
+def _save(policy: Any, folder: Path) -> None:
+    from pacs_megatron.checkpoint.dist_files import save_sharded
+    from pacs_megatron.policy import state
+
+    if policy.rank.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    dist.barrier(group=policy.rank.control)
+    save_sharded(state.sharded_state(policy, is_loading=False, with_reference=False), folder)
+    dist.barrier(group=policy.rank.control)
+
+
+def _load(policy: Any, folder: Path) -> None:
+    from pacs_megatron.checkpoint.dist_files import load_sharded
+    from pacs_megatron.policy import state
+
+    wanted = state.sharded_state(policy, is_loading=True, with_reference=False)
+    state.load_sharded_state(policy, load_sharded(wanted, folder))
+
+
+def run_case(case: Case, model: Path, scratch: Path, world: int, **options: Any) -> Outcome:
+    """On every rank of `run_ranks`. `options` go to `make_policy`: dtype, fp8."""
+    from pacs_megatron.config.objective_options import PacsOptions
+    from pacs_megatron.objectives import build_objective
+
+    policy = make_policy(model, world, tokens_per_microbatch=TOKENS, **options, **case.parallel)
+    objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
+    before = policy.logprobs(make_part(*STEPS[0], policy, TOKENS), "step_start")
+    reports = train(policy, objective, STEPS[:2], tokens_per_microbatch=TOKENS)
+    _save(policy, scratch / "saved")
+    reports += train(policy, objective, STEPS[2:], tokens_per_microbatch=TOKENS)
+    weights = weights_of(policy)
+    train(policy, objective, STEPS[:1], tokens_per_microbatch=TOKENS)
+    _load(policy, scratch / "saved")
+    train(policy, objective, STEPS[2:], tokens_per_microbatch=TOKENS)
+    again = weights_of(policy)
+    return Outcome(
+        before=before,
+        norms=[report.grad_norm for report in reports],
+        drift=[report.metrics.get("pacs/score_drift_max") for report in reports],
+        weights=weights,
+        resumed_equal=all(np.array_equal(weights[name], again[name]) for name in weights),
+        optimizers=[type(part.optimizer).__name__ for part in policy.optimizer.optimizers()],
+    )
+
+
+def model_of(case: Case, folder: Path) -> Path:
+    path = folder / case.family
+    return path if path.exists() else make_family(path, case.family, **FP8_SHAPE)
+
+
+def run(name: str, folder: Path, **options: Any) -> Outcome:
+    """`CASES[name]` on its ranks; the outcome of rank 0 with the log-probs of all of them."""
+    from tests.support.ranks import run_ranks
+
+    case = CASES[name]
+    model = model_of(case, folder)
+    scratch = folder / f"scratch-{name}-{'-'.join(map(str, options.values())) or 'fp32'}".replace("/", "_")
+    outcomes = run_ranks(lambda _rank, world: run_case(case, model, scratch, world, **options), case.world, timeout=600)
+    for other in outcomes[1:]:
+        outcomes[0].before.update(other.before)
+    shutil.rmtree(scratch, ignore_errors=True)
+    return outcomes[0]
+
+
+def save_outcome(outcome: Outcome, path: Path) -> None:
+    rows = {f"before.{row}": values for row, values in outcome.before.items()}
+    weights = {f"weights.{name}": values for name, values in outcome.weights.items()}
+    np.savez(path, norms=np.array(outcome.norms), resumed=np.array(outcome.resumed_equal), **rows, **weights)

@@ -1,0 +1,253 @@
+"""Real Transformer Engine modules on a host without a GPU.
+
+Constructors, parameters, attributes, state dicts, FP8 recipe state and FusedAdam are Transformer Engine's own; forwards
+and kernels are torch's. Import this module before `pacs_megatron` and `megatron`: the CUDA branch of the policy then
+runs on the CPU. With FP8 the products are emulated, see `fp8_emulation`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"
+os.environ["TORCH_COMPILE_DISABLE"] = (
+    "1"  # Megatron and Transformer Engine compile fused functions; here that costs minutes
+)
+
+import torch
+import torch.nn.functional as F
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+from torch import Tensor
+from transformer_engine.pytorch import distributed, quantization
+from transformer_engine.pytorch.distributed import (
+    in_fp8_activation_recompute_phase,
+    is_fp8_activation_recompute_enabled,
+)
+from transformer_engine.pytorch.optimizers import fused_adam
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from pacs_megatron.parallel import cpu_redirects
+from pacs_megatron.policy import precision
+from tests.te.fp8_emulation import product
+
+MACHINE = precision.Machine(
+    cuda=True,
+    capability=(9, 0),
+    cuda_version=(13, 0),
+    transformer_engine=(2, 11),
+    apex=False,
+    megatron=(0, 16),
+    wgrad_fusion=False,
+    foreign_apex=False,
+)
+CALLS: dict[str, int] = {}
+"""Forwards of each kind of module, so that a test can see that Transformer Engine's modules ran."""
+
+
+def _counted(kind: str) -> None:
+    CALLS[kind] = CALLS.get(kind, 0) + 1
+
+
+# ------------------------------------------------------------------------------------------------------------- modules
+@contextlib.contextmanager
+def _prepared(module: Any, num_gemms: int = 1) -> Iterator[None]:
+    """What `prepare_forward` of Transformer Engine's base module does, without its check for a CUDA tensor."""
+    if not FP8GlobalStateManager.is_fp8_enabled():
+        module.init_fp8_metadata(num_gemms=num_gemms)
+        yield
+        return
+    if module.fp8_initialized and in_fp8_activation_recompute_phase():
+        delayed = module.fp8_meta["recipe"].delayed()
+        FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute(module.fp8_meta)
+        yield
+        if delayed:
+            FP8GlobalStateManager.restore_fp8_meta_tensors(module.fp8_meta)
+        return
+    module.init_fp8_metadata(num_gemms=num_gemms)
+    if module.fp8_meta["recipe"].delayed():
+        if module.sequence_parallel:
+            assert module.fp8_meta["recipe"].reduce_amax
+        FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(module.fp8_meta)
+        if module.training and is_fp8_activation_recompute_enabled():
+            FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(module.fp8_meta)
+    yield
+
+
+def _linear(module: Any, x: Tensor, weight: Tensor, is_first_microbatch: bool | None, gemm: int = 0) -> Tensor:
+    if FP8GlobalStateManager.is_fp8_enabled():
+        return product(module, x, weight, is_first_microbatch, gemm)
+    return F.linear(x, weight)
+
+
+def _columns(module: Any, x: Tensor) -> Tensor:
+    from megatron.core import tensor_parallel
+
+    if module.tp_size == 1:
+        return x
+    if module.sequence_parallel:
+        gathered: Tensor = tensor_parallel.gather_from_sequence_parallel_region(x)
+        return gathered
+    copied: Tensor = tensor_parallel.copy_to_tensor_model_parallel_region(x)
+    return copied
+
+
+def _layernorm_linear(self: Any, inp: Tensor, is_first_microbatch: bool | None = None, **_options: Any) -> Tensor:
+    _counted("LayerNormLinear")
+    with _prepared(self):
+        normed = F.rms_norm(inp, (inp.shape[-1],), self.layer_norm_weight, self.eps)
+        out = _linear(self, _columns(self, normed), self.weight, is_first_microbatch)
+    return out + self.bias if self.use_bias else out
+
+
+def _te_linear(self: Any, inp: Tensor, is_first_microbatch: bool | None = None, **_options: Any) -> Tensor:
+    from megatron.core import tensor_parallel
+
+    _counted("Linear")
+    with _prepared(self):
+        x = _columns(self, inp) if self.parallel_mode == "column" else inp
+        out = _linear(self, x, self.weight, is_first_microbatch)
+    if self.parallel_mode == "row" and self.tp_size > 1:
+        reduce = (
+            tensor_parallel.reduce_scatter_to_sequence_parallel_region
+            if self.sequence_parallel
+            else tensor_parallel.reduce_from_tensor_model_parallel_region
+        )
+        out = reduce(out)
+    return out + self.bias if self.use_bias else out
+
+
+def _grouped_linear(self: Any, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
+    _counted("GroupedLinear")
+    sizes = [int(size) for size in m_splits]
+    assert len(sizes) == self.num_gemms
+    pieces = torch.split(inp.reshape(-1, inp.shape[-1]), sizes)
+    with _prepared(self, self.num_gemms):
+        return torch.cat(
+            [_linear(self, x, getattr(self, f"weight{i}"), is_first_microbatch, i) for i, x in enumerate(pieces)]
+        )
+
+
+def _rms_norm(self: Any, x: Tensor) -> Tensor:
+    _counted("RMSNorm")
+    return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def _attention(self: Any, q: Tensor, k: Tensor, v: Tensor, *_args: Any, **options: Any) -> Tensor:
+    """Packed sequences (`thd`) only, causal inside of each."""
+    _counted("DotProductAttention")
+    assert options["qkv_format"] == "thd" and options["attn_mask_type"] == "padding_causal"
+    assert q.dim() == 3 and options["cu_seqlens_q"].dtype == torch.int32
+    bounds = options["cu_seqlens_q"].tolist()
+    assert bounds[-1] == q.shape[0], "the last bound is the number of tokens"
+    outs = []
+    for start, stop in itertools.pairwise(bounds):
+        one = [t[start:stop].transpose(0, 1)[None] for t in (q, k, v)]
+        attended = F.scaled_dot_product_attention(
+            *one, is_causal=True, scale=self.unfused_attention.softmax_scale, enable_gqa=True
+        )
+        outs.append(attended[0].transpose(0, 1))
+    return torch.cat(outs).reshape(q.shape[0], -1)
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+def _multi_tensor_adam(
+    _chunk: int,
+    _overflow: Tensor,
+    lists: list[list[Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    _mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    *_rest: Any,
+) -> None:
+    for grad, param, mean, variance in zip(*lists[:4], strict=True):
+        g = grad.float()
+        mean.mul_(beta1).add_(g, alpha=1 - beta1)
+        variance.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        correct1 = 1 - beta1**step if bias_correction else 1.0
+        correct2 = 1 - beta2**step if bias_correction else 1.0
+        update = (mean / correct1) / ((variance / correct2).sqrt() + eps) + weight_decay * param.float()
+        param.copy_((param.float() - lr * update).to(param.dtype))
+
+
+def _replace_forwards() -> None:
+    te.LayerNormLinear.forward = _layernorm_linear
+    te.Linear.forward = _te_linear
+    te.GroupedLinear.forward = _grouped_linear
+    te.RMSNorm.forward = _rms_norm
+    te.DotProductAttention.forward = _attention
+    kernels = {name: getattr(tex, name) for name in dir(tex) if not name.startswith("__")}
+    fused_adam.tex = type("tex", (), kernels | {"multi_tensor_adam": staticmethod(_multi_tensor_adam)})
+
+
+class _Properties:
+    major, minor, multi_processor_count, name = 9, 0, 132, "NVIDIA H200"
+
+
+def _redirect_torch() -> None:
+    """Transformer Engine's modules get the project's stand-in for `torch`, which claims an H200."""
+    stand_in = cpu_redirects._STAND_IN
+    cuda: Any = stand_in.cuda
+    cuda.is_available = lambda: True
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.get_device_capability = lambda *_args: (9, 0)
+    cuda.get_device_properties = lambda *_args: _Properties
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformer_engine") and getattr(module, "torch", None) is torch:
+            module.__dict__["torch"] = stand_in
+    for check in ("check_fp8_support", "check_fp8_block_scaling_support"):
+        setattr(quantization, check, lambda: (True, ""))
+    distributed._get_cuda_rng_state = lambda *_args, **_options: torch.get_rng_state()
+    distributed._set_cuda_rng_state = lambda state, *_args, **_options: torch.set_rng_state(state)
+    cpu_redirects._CUDA_ONLY = ("apex", "amp_C")
+
+
+def _patch_megatron() -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.optimizer import clip_grads, optimizer
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l2_norm, local_multi_tensor_scale
+
+    for module in (clip_grads, optimizer):
+        module.multi_tensor_applier = local_multi_tensor_applier
+        module.multi_tensor_scale_impl = local_multi_tensor_scale
+    clip_grads.l2_norm_impl = local_multi_tensor_l2_norm
+    moe_utils.te_general_gemm = None
+
+    def fused_rope(t: Tensor, bounds: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+        class Group:
+            size = staticmethod(lambda: cp_size)
+            rank = staticmethod(lambda: cp_rank)
+
+        rotated: Tensor = rope_utils._apply_rotary_pos_emb_thd(t, bounds, freqs, cp_group=Group)
+        return rotated
+
+    rope_utils.fused_apply_rotary_pos_emb_thd = fused_rope
+
+
+def install() -> None:
+    """Once a process, before Megatron is imported."""
+    assert "megatron.core" not in sys.modules, "import tests.te.stand_ins before megatron"
+    _redirect_torch()
+    _replace_forwards()
+    precision.inspect_machine = lambda: MACHINE
+    # Transformer Engine's attention has no fp32; its stand-in has, so fp32 can be compared with the local layers.
+    precision.uses_transformer_engine = lambda _dtype, _machine: True
+    cpu_redirects.install()
+    importlib.import_module("pacs_megatron.policy.model")
+    _patch_megatron()
+
+
+install()
