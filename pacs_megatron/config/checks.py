@@ -6,7 +6,6 @@ are in `config/shape.py`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,8 +14,6 @@ from pacs_megatron.config.objective_options import SftOptions
 from pacs_megatron.config.options import Options
 from pacs_megatron.config.rollout_options import MAX_SGLANG_STOPS, SglangRollout, SglangServers
 from pacs_megatron.config.schema import DatasetOptions, RunConfig
-
-_RUN_NAME = re.compile(r"\w[\w.+=,@:-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +72,6 @@ def one_of(values: list[int]) -> str:
 # ------------------------------------------------------------------------------------------------------ the file alone
 def _run(config: RunConfig) -> Iterator[Problem]:
     run, resources = config.run, config.resources
-    if not _RUN_NAME.fullmatch(run.name):
-        # The name is used for a folder, a Slurm job and in batch scripts.
-        yield Problem(
-            "run.name",
-            f"run.name={run.name!r}: expected letters, digits and . _ - + = , @ :, starting with a letter or digit; rename it "
-            "(run.dir sets the parent folder)",
-        )
     if seconds_of(resources.time_limit) <= resources.signal_lead_s:
         yield Problem(
             "resources.time_limit",

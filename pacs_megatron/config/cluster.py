@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, PositiveInt, ValidationError
+from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from pacs_megatron.config.options import Options
+from pacs_megatron.config.text import (
+    Constraint,
+    CpuBind,
+    EnvironmentName,
+    Identifier,
+    Interface,
+    Line,
+    MemorySize,
+    ModuleName,
+    Mount,
+    PathText,
+)
 from pacs_megatron.config.yaml_tree import read_yaml
 from pacs_megatron.errors import ConfigError
 
@@ -18,54 +31,65 @@ class ContainerOptions(Options):
 
     runtime: Literal["pyxis", "apptainer", "enroot"]
     """`pyxis` uses srun's --container-image; the others put a command before the interpreter."""
-    image: str
+    image: Line
     """Image name or path, in the syntax of the runtime."""
-    mounts: tuple[str, ...] = Field(default=(), strict=False)
+    mounts: tuple[Mount, ...] = Field(default=(), strict=False)
     """Bind mounts: `/path` or `/host/path:/container/path`."""
 
 
 class ClusterConfig(Options):
     """Settings of a cluster."""
 
-    name: str
+    name: Line
     """Name of the cluster, for messages."""
-    account: str | None = None
+    account: Identifier | None = None
     """Slurm account (`--account`)."""
-    partition: str | None = None
+    partition: Identifier | None = None
     """Slurm partition (`--partition`)."""
-    qos: str | None = None
+    qos: Identifier | None = None
     """Slurm quality of service (`--qos`)."""
-    constraint: str | None = None
+    constraint: Constraint | None = None
     """Node features (`--constraint`)."""
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     """Slurm option that requests GPUs. `none`: the site allocates whole nodes, or has no GPUs."""
     exclusive: bool = True
     """Request whole nodes (`--exclusive`)."""
     cpus_per_task: PositiveInt | None = None
-    """CPU cores per task; null uses Slurm's default."""
-    mem: str | None = None
+    """CPU cores per rank; null uses Slurm's default. Required by `cpu_bind: cores` and `cpu_bind: threads`."""
+    mem: MemorySize | None = None
     """Memory per node (`--mem`); `"0"` requests all of it."""
-    modules: tuple[Annotated[str, Field(pattern=r"^[\w./+:@-]+$")], ...] = Field(default=(), strict=False)
+    modules: tuple[ModuleName, ...] = Field(default=(), strict=False)
     """Environment modules to load, in order."""
-    setup: tuple[str, ...] = Field(default=(), strict=False)
+    setup: tuple[Line, ...] = Field(default=(), strict=False)
     """Shell lines that the batch script runs before the first task, on the first node."""
-    python: tuple[str, ...] = Field(default=("python",), strict=False, min_length=1)
+    python: tuple[Line, ...] = Field(default=("python",), strict=False, min_length=1)
     """Interpreter with pacs_megatron, as a list of words: an absolute path, or a name on PATH after `modules` and `setup`.
     With `container`, the interpreter in the image; the batch script then uses the interpreter that runs `submit`."""
     container: ContainerOptions | None = None
     """Container image for all tasks; null runs them on the host."""
     launcher: Literal["srun", "torchrun"] = "srun"
     """Launcher of the ranks: srun, or one torchrun per node."""
-    cpu_bind: str | None = None
+    cpu_bind: CpuBind | None = None
     """srun's --cpu-bind, such as `cores` or `map_ldom:0,0,0,0,1,1,1,1` (the NUMA domain of each rank)."""
-    network_interface: str | None = None
+    network_interface: Interface | None = None
     """Network interface of gloo and of NCCL's bootstrap (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."""
-    scratch: str | None = None
+    scratch: PathText | None = None
     """Node-local folder, set as TMPDIR."""
-    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = Field(default_factory=dict)
+    env: dict[EnvironmentName, Line] = Field(default_factory=dict)
     """Environment variables of all tasks, such as HF_HOME."""
-    srun_args: tuple[str, ...] = Field(default=(), strict=False)
+    srun_args: tuple[Line, ...] = Field(default=(), strict=False)
     """More arguments of srun."""
+
+    @model_validator(mode="after")
+    def _check_binding(self) -> ClusterConfig:
+        if self.cpu_bind is not None and self.cpus_per_task is None:
+            kind = next((word for word in self.cpu_bind.split(",") if re.fullmatch("cores?|threads?|rank", word)), None)
+            if kind is not None:
+                raise ValueError(
+                    f"cpu_bind={self.cpu_bind} without cpus_per_task binds a rank with its driver and workers to one "
+                    "core; set cpus_per_task to the cores of a node divided by its ranks"
+                )
+        return self
 
     def task_environment(self) -> dict[str, str]:
         """Environment variables of all tasks."""
@@ -102,5 +126,8 @@ def load_cluster(path: Path) -> ClusterConfig:
             raise ConfigError(f"unknown key `{key}`; {hint} ({node.origin})") from None
         if detail["type"] == "missing":
             raise ConfigError(f"`{key}` is missing; add it ({node.origin})") from None
+        if detail["type"] == "value_error":
+            prefix = f"{key}: " if key else ""
+            raise ConfigError(f"{prefix}{detail['ctx']['error']} ({node.origin})") from None
         message = detail["msg"][0].lower() + detail["msg"][1:].replace("valid tuple", "list, such as [python]")
         raise ConfigError(f"{key}: {message}, got {detail['input']!r}; correct it ({node.origin})") from None

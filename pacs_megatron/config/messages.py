@@ -61,7 +61,9 @@ def _explain(detail: Detail, root: Node) -> str:
 
 
 def _validator_line(text: str, path: Sequence[str | int], root: Node) -> str:
-    """A message of a validator in the schema, with the origin of the first key that it names."""
+    """A message of a validator: of one value, or of a section, whose message names the key."""
+    if path and not fields_at(path, root):
+        return f"{dotted(path)}: {text} ({where(path, root)})"
     named = re.search(r"\b\w+(\.\w+)+", text)
     prefix = "" if named is not None or not path else f"{dotted(path)}: "
     place = path if named is None else named.group().split(".")

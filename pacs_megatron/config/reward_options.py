@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from pacs_megatron.config.options import Options
+from pacs_megatron.config.text import Line
 
 
 class RewardWorkerOptions(Options):
@@ -52,7 +53,7 @@ class CustomReward(RewardWorkerOptions):
 
     name: Literal["custom"]
     """Reward function: `math`, `arithmetic`, `format` or `custom`."""
-    function: str
+    function: Line
     """`module:function` or `path/to/file.py:function`, called as f(prompt, response) -> float."""
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from pacs_megatron.config.options import Options
+from pacs_megatron.config.text import Devices, EnvironmentName, HostName, Line, PathText, Url
 
 
 class SamplingOptions(Options):
@@ -128,14 +129,14 @@ SET_ELSEWHERE = {
 class SglangServers(Options):
     """Managed servers: the run starts and stops them."""
 
-    python: tuple[str, ...] = Field(strict=False, min_length=1)
+    python: tuple[Line, ...] = Field(strict=False, min_length=1)
     """Interpreter of an environment with SGLang, as a list of words: `[.venv-sglang/bin/python]`, or a container command
     followed by its Python."""
     count: PositiveInt = 1
     """Number of servers."""
     device: Literal["cpu", "cuda"] = "cuda"
     """Device of the servers."""
-    visible_devices: tuple[str, ...] = Field(default=(), strict=False)
+    visible_devices: tuple[Devices, ...] = Field(default=(), strict=False)
     """CUDA_VISIBLE_DEVICES of each server, with `tp` GPUs each. If empty, the servers share the trainer's GPUs in order:
     the first `tp` for server 0, and so on."""
     tp: PositiveInt = 1
@@ -155,7 +156,7 @@ class SglangServers(Options):
     """Timeout of a server's start, in seconds."""
     max_restarts: int = Field(default=3, ge=0)
     """Maximum number of restarts of a server in a run. After that it stays DEAD."""
-    extra_args: tuple[str, ...] = Field(default=(), strict=False)
+    extra_args: tuple[Line, ...] = Field(default=(), strict=False)
     """More arguments of `sglang.launch_server`."""
 
     @model_validator(mode="after")
@@ -186,9 +187,9 @@ class SglangSync(Options):
     quantize: Literal["none", "fp8_blockwise"] = "none"
     """`fp8_blockwise` sends linear weights as e4m3 with one scale per 128 x 128 block, for servers that run the model in
     this format (managed servers are started with it; GPU only). `verify` then skips these weights."""
-    host: str = "127.0.0.1"
+    host: HostName = "127.0.0.1"
     """Trainer address for `transport: broadcast`. Use loopback unless servers run on other hosts."""
-    folder: str | None = None
+    folder: PathText | None = None
     """Folder for `transport: disk`, on a file system that the servers can read. The run creates a subfolder in it. null
     uses the run folder."""
     pause: Literal["abort", "retract", "in_place"] = "abort"
@@ -213,7 +214,7 @@ class SglangRollout(RolloutEngineOptions):
     """Sampling of training responses."""
     sync: SglangSync
     """Transfer of updated weights to the servers."""
-    urls: tuple[str, ...] = Field(default=(), strict=False)
+    urls: tuple[Url, ...] = Field(default=(), strict=False)
     """URLs of external servers. Set exactly one of `urls` and `servers`."""
     servers: SglangServers | None = None
     """Servers that the run starts and stops."""
@@ -221,7 +222,7 @@ class SglangRollout(RolloutEngineOptions):
     """The external servers run on the trainer's GPUs and release their memory during the training step."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of the servers' weights. The policy's weights are cast to it for the transfer."""
-    api_key_env: str | None = None
+    api_key_env: EnvironmentName | None = None
     """Environment variable that contains the servers' API key."""
     max_in_flight: PositiveInt = 512
     """Maximum number of requests in flight per server. Further requests are queued in the client."""

@@ -14,11 +14,12 @@ from pacs_megatron.config.objective_options import ObjectiveOptions, PacsOptions
 from pacs_megatron.config.options import Options
 from pacs_megatron.config.reward_options import RewardOptions
 from pacs_megatron.config.rollout_options import RolloutOptions, SamplingOptions
+from pacs_megatron.config.text import Line, PathText, RunName, TimeLimit
 
 
 # -------------------------------------------------------------------------------------------------------------- model
 class ModelOptions(Options):
-    path: str
+    path: PathText
     """Hugging Face folder or hub id, or a converted Megatron checkpoint."""
     trust_remote_code: bool = False
     """Run the Python code shipped with the checkpoint's tokenizer. Set it only if you trust the author."""
@@ -88,24 +89,24 @@ class AdmissionOptions(Options):
 class ColumnOptions(Options):
     """Column names of a data set."""
 
-    problem: str
+    problem: Line
     """Column of the problem's text."""
-    answer: str
+    answer: Line
     """Column of the reference answer."""
-    solution: str | None = None
+    solution: Line | None = None
     """Column of a worked solution; `rollout.engine: demonstrations` trains on it."""
 
 
 class DatasetOptions(Options):
-    path: str
+    path: PathText
     """Hub id, or a .json, .jsonl or .parquet file."""
-    name: str | None = None
+    name: RunName | None = None
     """Name in metrics and prompt ids; null uses the name of the preset or the file."""
-    subset: str | None = None
+    subset: Line | None = None
     """Configuration name of a hub data set (`main` of openai/gsm8k)."""
-    revision: str | None = None
+    revision: Line | None = None
     """Commit, tag or branch of a hub data set. Pin it to keep the rows fixed."""
-    split: str = "train"
+    split: Line = "train"
     """Split of a hub data set or a folder; unused for a file."""
     preset: Literal["deepscaler", "gsm8k", "math500", "aime", "amc23", "beyondaime"] | None = None
     """Predefined column names of a known data set. Set exactly one of `preset` and `columns`."""
@@ -195,9 +196,9 @@ class MismatchOptions(Options):
 class WandbOptions(Options):
     """Weights & Biases."""
 
-    project: str
+    project: Line
     """Project name."""
-    entity: str | None = None
+    entity: Line | None = None
     """User or team; null uses the account's default."""
 
 
@@ -216,11 +217,11 @@ class LoggingOptions(Options):
 
 
 class RunOptions(Options):
-    name: str
+    name: RunName
     """Name of the run, its folder and its Slurm job."""
-    dir: str = "runs"
+    dir: PathText = "runs"
     """Parent folder: the run folder is `<dir>/<name>`."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of data order and sampling."""
     steps: PositiveInt
     """Number of training steps (rollout batches)."""
@@ -239,7 +240,7 @@ class ResourceOptions(Options):
     """GPU model, for the memory and time estimates of `plan`; required if gpus_per_node > 0."""
     rollout_nodes: int = Field(default=0, ge=0)
     """Number of additional nodes for SGLang servers; 0 if servers run on the trainer nodes or elsewhere."""
-    time_limit: str = Field(default="04:00:00", pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")
+    time_limit: TimeLimit = "04:00:00"
     """Time limit of one Slurm job, `[days-]hours:minutes:seconds`. The run resumes in the next job."""
     signal_lead_s: PositiveInt = 300
     """Seconds between the stop signal and the time limit. Must cover an update, a weight sync and a save."""

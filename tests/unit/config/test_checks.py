@@ -56,9 +56,9 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["objective.actor_term=0.5", "batch.updates_per_step=2"],
             "actor_term to 0 or updates_per_step to 1 (override)",
         ),
-        (["run.name=''"], "run.name='': expected letters, digits"),
-        (["run.name=../other"], "run.name='../other': expected letters"),
-        (["run.name=a b"], "rename it (run.dir sets the parent folder) (override)"),
+        (["run.name=''"], "run.name: expected letters, digits"),
+        (["run.name=../other"], "run.name: expected letters"),
+        (["run.name=a b"], "got 'a b'; correct it (override)"),
         (
             ["resources.time_limit=00:05:00"],
             "not longer than resources.signal_lead_s=300; the stop signal would arrive",

@@ -1,4 +1,4 @@
-"""A site's file that is wrong: one line with key, value, place and what is expected."""
+"""An invalid cluster file ends in one line with key, value, expected value and place."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from pacs_megatron.errors import ConfigError
         ("name: x\ncontainer: {runtime: pyxis}", "`container.image` is missing; add it"),
         ("name: x\nexclusive: perhaps", "exclusive: input should be a valid boolean, got 'perhaps'"),
         ("name: x\nenv: {A: 1}", "env.A: input should be a valid string, got 1"),
-        ("name: x\nenv: {'A B': c}", "string should match pattern '^[A-Za-z_]\\w*$', got 'A B'"),
-        ("name: x\nmodules: ['cuda; rm x']", "modules.0: string should match pattern"),
+        ("name: x\nenv: {'A B': c}", "expected the name of an environment variable, got 'A B'"),
+        ("name: x\nmodules: ['cuda; rm x']", "modules.0: expected the name of a module"),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str) -> None:

@@ -124,7 +124,7 @@ CONFIGURATION = [
         key="optimizer.warmup_updates",
         fix="use less than 4",
     ),
-    Case("a run's name that leaves the folder", ["run.name=../other"], key="run.name", fix="rename it"),
+    Case("a run's name that leaves the folder", ["run.name=../other"], key="run.name", fix="correct it"),
     Case("time limit below the signal", ["resources.time_limit=00:05:00"], key="resources.time_limit", fix="raise it"),
     Case(
         "longer than the model's positions",
@@ -132,7 +132,7 @@ CONFIGURATION = [
         key="rollout.sampling.max_response_tokens",
         fix="lower one of them",
     ),
-    Case("odd time limit", ["resources.time_limit=4h"], key="resources.time_limit", fix="pattern"),
+    Case("odd time limit", ["resources.time_limit=4h"], key="resources.time_limit", fix="expected [days-]hours:minutes:seconds"),
 ]
 
 SERVERS = [

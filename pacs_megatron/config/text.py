@@ -1,0 +1,114 @@
+"""Types of the schema's strings by meaning. Strings that reach a file name, a shell or a batch script have one of these."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator
+
+MAX_PATH_BYTES = 4095
+MAX_NAME_BYTES = 255
+MAX_RUN_NAME_BYTES = 200
+"""Leaves space for the suffixes of a sweep and of Slurm's logs in a file name."""
+
+
+def encodable_bytes(text: str) -> int:
+    """Length in UTF-8. Raises ValueError for lone surrogates, which no file name or script can contain."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise ValueError("expected text that UTF-8 can encode, got a lone surrogate; remove it") from None
+
+
+def _check_line(text: str) -> str:
+    if not text.strip():
+        raise ValueError("expected text, got an empty string; write a value or remove the key")
+    encodable_bytes(text)
+    control = next((letter for letter in text if unicodedata.category(letter) in ("Cc", "Zl", "Zp")), None)
+    if control is not None:
+        raise ValueError(f"expected one line, got the control character {control!r}; remove it")
+    return text
+
+
+def _check_path(text: str) -> str:
+    _check_line(text)
+    if encodable_bytes(text) > MAX_PATH_BYTES:
+        raise ValueError(f"expected a path of at most {MAX_PATH_BYTES} bytes, got {encodable_bytes(text)}; shorten it")
+    longest = max(text.split("/"), key=encodable_bytes)
+    if encodable_bytes(longest) > MAX_NAME_BYTES:
+        raise ValueError(
+            f"expected file names of at most {MAX_NAME_BYTES} bytes, got one of {encodable_bytes(longest)}; correct the "
+            "path"
+        )
+    return text
+
+
+def _matching(pattern: str, expected: str, max_bytes: int = MAX_NAME_BYTES) -> AfterValidator:
+    compiled = re.compile(pattern, re.ASCII)
+
+    def check(text: str) -> str:
+        if encodable_bytes(text) > max_bytes:
+            raise ValueError(f"expected at most {max_bytes} bytes, got {encodable_bytes(text)}; shorten it")
+        if not compiled.fullmatch(text):
+            shown = repr(text if len(text) <= 60 else f"{text[:57]}...")
+            raise ValueError(f"expected {expected}, got {shown}; correct it")
+        return text
+
+    return AfterValidator(check)
+
+
+def _check_url(text: str) -> str:
+    expected = "expected http://<host>:<port>"
+    _check_line(text)
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{expected}, got {text!r} ({error}); correct it") from None
+    host = parts.hostname or ""
+    if parts.scheme not in ("http", "https") or not re.fullmatch(r"[A-Za-z0-9_.:-]+", host) or port == 0:
+        raise ValueError(f"{expected}, got {text!r}; correct it")
+    if parts.query or parts.fragment or "@" in parts.netloc or not re.fullmatch(r"[\w./~-]*", parts.path, re.ASCII):
+        raise ValueError(f"{expected} without user, query or fragment, got {text!r}; correct it")
+    return text
+
+
+Line = Annotated[str, AfterValidator(_check_line)]
+"""Not empty, without control characters."""
+PathText = Annotated[str, AfterValidator(_check_path)]
+"""A path that the file system can contain."""
+Url = Annotated[str, AfterValidator(_check_url)]
+Identifier = Annotated[str, _matching(r"[A-Za-z0-9_][\w.:@+-]*", "letters, digits and . : @ + - _")]
+"""A name of Slurm: account, partition, qos."""
+RunName = Annotated[
+    str,
+    _matching(
+        r"[^\W][\w.+=,@:-]*", "letters, digits and . _ - + = , @ :, starting with a letter or digit", MAX_RUN_NAME_BYTES
+    ),
+]
+"""Name of a folder and of a Slurm job."""
+EnvironmentName = Annotated[str, _matching(r"[A-Za-z_]\w*", "the name of an environment variable")]
+HostName = Annotated[str, _matching(r"[A-Za-z0-9:][A-Za-z0-9.:_-]*", "a host name or an address")]
+Interface = Annotated[
+    str, _matching(r"[\^=]?[A-Za-z0-9][\w.:@-]*(,[A-Za-z0-9][\w.:@-]*)*", "a network interface, such as ib0")
+]
+Constraint = Annotated[str, _matching(r"[\w.:@+,&|()\[\]*!-]+", "node features, such as a100&nvlink")]
+MemorySize = Annotated[str, _matching(r"\d{1,12}[KMGT]?", "a size as Slurm writes it, such as 0 or 200G")]
+CpuBind = Annotated[str, _matching(r"[\w:,.*x+-]+", "a value of srun's --cpu-bind, such as cores")]
+Devices = Annotated[str, _matching(r"[\w,:./-]*", "a value of CUDA_VISIBLE_DEVICES, such as 0,1")]
+ModuleName = Annotated[str, _matching(r"[\w.+@][\w./:+@-]*", "the name of a module, such as cuda/12.9")]
+Mount = Annotated[
+    str,
+    _matching(
+        r"/[^:,\x00-\x1f\x7f]*(:/[^:,\x00-\x1f\x7f]*)?(:[a-z+]+)?",
+        "/path or /host/path:/container/path",
+        MAX_PATH_BYTES,
+    ),
+]
+TimeLimit = Annotated[
+    str,
+    _matching(r"(\d{1,3}-([01]?\d|2[0-3])|\d{1,3}):[0-5]\d:[0-5]\d", "[days-]hours:minutes:seconds, such as 04:00:00"),
+]

@@ -1,0 +1,109 @@
+"""Strings of run and cluster files are validated by their meaning; a refusal is one line with the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pacs_megatron.config import load_config
+from pacs_megatron.config.cluster import load_cluster
+from pacs_megatron.errors import ConfigError
+from tests.unit.config.test_load import BASE
+
+SGLANG = "rollout={engine: sglang, sampling: {max_response_tokens: 8}, sync: {transport: disk}"
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def refusal(path: Path, override: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [override])
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("resources.time_limit=99:99:99", "resources.time_limit: expected [days-]hours:minutes:seconds"),
+        ("resources.time_limit=1-24:00:00", "resources.time_limit: expected"),
+        ('resources.time_limit="04:00:00\\n"', "resources.time_limit: expected"),
+        ("model.path=", "model.path: expected text, got an empty string"),
+        ('model.path="a\\nb"', "model.path: expected one line, got the control character '\\n'"),
+        (f"model.path={'a' * 300}", "model.path: expected file names of at most 255 bytes, got one of 300"),
+        (f"model.path={'a/' * 3000}", "model.path: expected a path of at most 4095 bytes"),
+        (f"run.name={'a' * 300}", "run.name: expected at most 200 bytes, got 300; shorten it"),
+        ("run.name=$(touch x)", "run.name: expected letters, digits"),
+        ("data.train.name=../../x", "data.train.name: expected letters, digits"),
+        (f"run.seed={2**63}", "run.seed="),
+        (f"{SGLANG}, urls: ['file:///etc/passwd']}}", "rollout.urls.0: expected http://<host>:<port>"),
+        (f"{SGLANG}, urls: ['http://host:99999']}}", "rollout.urls.0: expected http://<host>:<port>"),
+        (f"{SGLANG}, urls: ['']}}", "rollout.urls.0: expected text"),
+        (f"{SGLANG}, urls: ['http://']}}", "rollout.urls.0: expected http://<host>:<port>"),
+        (f"{SGLANG}, urls: ['http://a b:1']}}", "rollout.urls.0: expected http://<host>:<port>"),
+        (f"{SGLANG}, urls: ['http://user:pw@h:1']}}", "rollout.urls.0: expected http://<host>:<port> without user"),
+        (f"{SGLANG}, urls: ['http://h:1'], api_key_env: 'A=B'}}", "rollout.api_key_env: expected the name of an env"),
+    ],
+)
+def test_run_strings(base: Path, override: str, expected: str) -> None:
+    assert expected in refusal(base, override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "resources.time_limit=99:59:59",
+        "resources.time_limit=7-00:00:00",
+        "run.dir=/data/My runs",
+        f"{SGLANG}, urls: ['http://n1:30000', 'https://[::1]:8/prefix']}}",
+    ],
+)
+def test_accepted_run_strings(base: Path, override: str) -> None:
+    load_config(base, [override])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        r'account: "a\n#SBATCH --uid=0"',
+        "account: a b",
+        "partition: x;y",
+        "qos: $(id)",
+        "constraint: a;b",
+        "mem: 10 G",
+        'network_interface: "ib0; id"',
+        'scratch: "/a\\nb"',
+        'srun_args: ["--a\\nb"]',
+        'env: {A: "x\\ny"}',
+        "env: {'A=B': c}",
+        "cpu_bind: cores;id",
+        "modules: [-f]",
+        'container: {runtime: pyxis, image: "a\\nb"}',
+        "container: {runtime: pyxis, image: a, mounts: [relative]}",
+        "container: {runtime: pyxis, image: a, mounts: ['/a,/b']}",
+    ],
+)
+def test_cluster_strings(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text(f"name: x\n{line}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(path)
+    assert len(str(caught.value).splitlines()) == 1
+    assert line.split(":")[0].strip() in str(caught.value)
+
+
+def test_binding_to_cores_requires_the_number_of_cores(tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text("name: x\ncpu_bind: verbose,cores\n")
+    with pytest.raises(ConfigError, match="cpu_bind=verbose,cores without cpus_per_task binds a rank"):
+        load_cluster(path)
+    path.write_text("name: x\ncpu_bind: map_ldom:0,1\n")
+    assert load_cluster(path).cpu_bind == "map_ldom:0,1"
