@@ -263,7 +263,8 @@ def _fetch(args: argparse.Namespace) -> int:
 
 def _submit(args: argparse.Namespace) -> int:
     from pacs_megatron.config.cluster import load_cluster
-    from pacs_megatron.launch.submit import Request, submit
+    from pacs_megatron.launch.request import Request
+    from pacs_megatron.launch.submit import submit
 
     request = Request(
         config=args.config,

@@ -19,7 +19,8 @@ from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.job import known_jobs
-from pacs_megatron.launch.submit import Request, expand, submit
+from pacs_megatron.launch.request import Request, expand
+from pacs_megatron.launch.submit import submit
 from tests.integration.slurm.conftest import (
     read_attempts,
     run_command,
@@ -99,7 +100,7 @@ def test_a_sweep_is_every_combination(tmp_path: Path) -> None:
         ({"sweep": ("objective.beta=1,1",)}, "two runs of this request have the name tiny-beta1;"),
         ({"sweep": ("objective.beta=1", "objective.beta=2")}, "two --sweep set objective.beta;"),
         ({"sweep": ("run.seed=1,2",), "seeds": 2}, "--sweep and --seeds both set run.seed;"),
-        ({"sweep": ("run.name=a,b",)}, "each run is named by its values"),
+        ({"sweep": ("run.name=a,b",)}, "runs are named by their values"),
         ({"sweep": ("objective.beta=,1",)}, "expected key=a,b,c"),
         ({"sweep": ("=1,2",)}, "expected key=a,b,c"),
         ({"overrides": ("run.name=a;b",)}, "run.name: expected letters"),

@@ -132,7 +132,12 @@ CONFIGURATION = [
         key="rollout.sampling.max_response_tokens",
         fix="lower one of them",
     ),
-    Case("odd time limit", ["resources.time_limit=4h"], key="resources.time_limit", fix="expected [days-]hours:minutes:seconds"),
+    Case(
+        "odd time limit",
+        ["resources.time_limit=4h"],
+        key="resources.time_limit",
+        fix="expected [days-]hours:minutes:seconds",
+    ),
 ]
 
 SERVERS = [

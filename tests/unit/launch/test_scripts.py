@@ -1,4 +1,4 @@
-"""The scripts of slurm/ and tools/ by themselves: short, clean for shellcheck, and usage at their top."""
+"""The scripts of slurm/ and tools/: short, accepted by shellcheck, with their usage at the top."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.unit.config.test_load import BASE
 
 ROOT = Path(__file__).parents[3]
 BATCH = sorted((ROOT / "slurm").glob("*.sbatch"))
@@ -54,3 +56,34 @@ def test_shellcheck_finds_nothing(path: Path) -> None:
     assert SHELLCHECK.exists(), "make install-dev"
     done = subprocess.run([SHELLCHECK, str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(("launcher", "expected"), [("srun", "--cpus-per-task=4"), ("torchrun", "--cpus-per-task=16")])
+def test_ranks_get_all_cores_of_a_node(tmp_path: Path, launcher: str, expected: str) -> None:
+    """srun does not take --cpus-per-task from sbatch: with --cpu-bind=cores a rank would run on one core."""
+    (tmp_path / "run.yaml").write_text(BASE)
+    programs = {"srun": f'echo "$@" >>{tmp_path}/calls', "scontrol": "echo n1"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(ROOT / "slurm" / "train.sbatch"), "run.yaml", "run.nproc=4"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "PYTHONPATH": str(ROOT),
+            "SLURM_JOB_ID": "1",
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_JOB_NODELIST": "n1",
+            "SLURM_CPUS_ON_NODE": "16",
+            "PACS_PYTHON": sys.executable,
+            "PACS_LAUNCHER": launcher,
+            "PACS_SRUN_ARGS": "--cpu-bind=cores",
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    [call] = (tmp_path / "calls").read_text().splitlines()
+    assert f" {expected} --cpu-bind=cores " in call

@@ -1,0 +1,104 @@
+"""Shell text of the batch scripts. Every value from a configuration, a cluster file or the environment is quoted."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+
+from pacs_megatron.config.cluster import ClusterConfig
+from pacs_megatron.config.layout import ranks_to_start
+from pacs_megatron.launch.request import Job, Request
+from pacs_megatron.runtime.run_folder import run_folder
+
+
+def train_command(job: Job, request: Request) -> str:
+    """Shell lines that each task of the trainer runs."""
+    arguments = [str(request.config.resolve()), *job.overrides]
+    if job.converted is not None:
+        arguments.append(f"model.path={job.converted}")
+    python = python_command(request.cluster)
+    resources = job.loaded.config.resources
+    lines = [f"cd {shlex.quote(os.getcwd())} || exit"]
+    attached = ""
+    if resources.rollout_nodes:
+        timeout = _server_timeout(job)
+        folder = '"$PACS_ATTEMPT/servers"'
+        lines.append(
+            f"urls=$({python} -m pacs_megatron.launch.job urls {folder} {timeout} {resources.rollout_nodes}) || exit $?"
+        )
+        attached = ' rollout.servers=null "rollout.urls=[$urls]"'
+        rollout = job.loaded.config.rollout.sglang
+        if rollout is not None and rollout.sync.transport == "broadcast":
+            attached += ' "rollout.sync.host=$MASTER_ADDR"'
+    if request.cluster.launcher == "torchrun":
+        start = (
+            f"{python} -m pacs_megatron.launch.agent --nnodes={resources.nodes} "
+            f"--nproc-per-node={ranks_to_start(job.loaded.config) // resources.nodes} --rdzv-backend=c10d "
+            '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" -m pacs_megatron'
+        )
+    else:
+        start = f"{python} -m pacs_megatron"
+    lines.append(f"exec {start} train {shlex.join(arguments)}{attached}")
+    return "\n".join(lines)
+
+
+def serve_command(job: Job, request: Request) -> str:
+    """Shell lines that the task of each rollout node runs."""
+    arguments = shlex.join([str(request.config.resolve()), *job.overrides])
+    return (
+        f"cd {shlex.quote(os.getcwd())} || exit\n"
+        f'exec {python_command(request.cluster)} -m pacs_megatron.launch.serve "$PACS_ATTEMPT/servers" {arguments}'
+    )
+
+
+def site_lines(cluster: ClusterConfig) -> str:
+    """Shell lines of each batch script before its first srun: environment, modules, setup, working directory."""
+    # NeMo-Run's env_vars writes names in capitals and values without quotes.
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in cluster.task_environment().items()]
+    lines.extend(f"module load {shlex.quote(module)}" for module in cluster.modules)
+    lines.extend(cluster.setup)
+    return "\n".join([*lines, f"cd {shlex.quote(os.getcwd())} || exit"])
+
+
+def setup_lines(job: Job, request: Request) -> str:
+    """Shell lines of the trainer's batch script before its first srun: setup, begin and end of the attempt."""
+    cluster, config = request.cluster, job.loaded.config
+    # The batch script runs outside of the container, so it uses the interpreter that runs `submit`.
+    python = shlex.join(cluster.python if cluster.container is None else (sys.executable,))
+    run_dir = shlex.quote(str(run_folder(job.loaded).resolve()))
+    lines = [
+        site_lines(cluster),
+        'export MASTER_ADDR="${PACS_MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"',
+        "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))",
+        f"export PACS_ATTEMPT; PACS_ATTEMPT=$({python} -m pacs_megatron.launch.job begin {run_dir}) || exit $?",
+        'PACS_ATTEMPT=$(readlink -f "$PACS_ATTEMPT")',
+        # Link the log that srun writes for NeMo-Run as the attempt's log.
+        'pacs_out=$(scontrol show job "$SLURM_JOB_ID" | sed -n "s/^ *StdOut=//p" | head -n 1)',
+        'ln -sfn "$(dirname "$pacs_out")/log-${SLURM_JOB_NAME}_${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}.out" '
+        '"$PACS_ATTEMPT/output.log"',
+        # A function: a trap's text in quotes could not contain quoted values.
+        "pacs_end() {",
+        "pacs_code=$?",
+        "trap - EXIT",
+    ]
+    if config.resources.rollout_nodes:
+        lines.append('touch "$PACS_ATTEMPT/servers/stop"')
+    lines += [
+        f'{python} -m pacs_megatron.launch.job end --requeue {run_dir} "$pacs_code" {config.resources.max_attempts}',
+        "exit",
+        "}",
+        "trap pacs_end EXIT",
+    ]
+    return "\n".join(lines)
+
+
+def python_command(cluster: ClusterConfig) -> str:
+    """The interpreter of all tasks, with its container command."""
+    return shlex.join([*cluster.command_prefix(), *cluster.python])
+
+
+def _server_timeout(job: Job) -> float:
+    servers = job.loaded.config.rollout.managed_servers
+    assert servers is not None
+    return servers.start_timeout_s

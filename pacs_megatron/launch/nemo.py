@@ -1,0 +1,195 @@
+"""NeMo-Run: tasks and executors of an experiment, its dry run and its submission."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pacs_megatron.config.cluster import ClusterConfig
+from pacs_megatron.config.layout import ranks_to_start
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.launch.batch_script import python_command, serve_command, setup_lines, site_lines, train_command
+from pacs_megatron.launch.request import Job, Request
+from pacs_megatron.runtime.run_folder import run_folder
+
+RESERVED = "/nemo_run"
+"""NeMo-Run replaces it in all scripts by the folder of the job."""
+_SAFE_FOLDER = re.compile(r"[\w/.+=@-]+", re.ASCII)
+
+
+def load(home: Path) -> Any:
+    """Import NeMo-Run with `home` as its folder and without its console output. Raises ConfigError."""
+    os.environ.setdefault("NEMORUN_SKIP_CONFIRM_DRYRUN", "1")
+    try:
+        import nemo_run
+        from nemo_run.config import set_nemorun_home
+        from nemo_run.core.frontend.console.api import CONSOLE
+    except ImportError as error:
+        raise ConfigError(
+            f"cannot import NeMo-Run ({error}); pip install nemo-run==0.11.1 leptonai==0.27.0, or: sbatch "
+            "slurm/train.sbatch CONFIG"
+        ) from None
+    CONSOLE.quiet = True
+    set_nemorun_home(str(home))
+    return nemo_run
+
+
+def check_folder(folder: Path, key: str) -> None:
+    """Raises ConfigError for a folder that NeMo-Run's commands and scripts cannot contain: they do not quote it."""
+    if not _SAFE_FOLDER.fullmatch(str(folder)) or RESERVED in str(folder):
+        raise ConfigError(
+            f"{key}: NeMo-Run writes to {str(folder)!r} without quotes; use a folder of letters, digits and / . _ - + = @, "
+            f"without {RESERVED}, or submit by slurm/train.sbatch"
+        )
+
+
+def dry_run(experiment: Any, jobs: Sequence[Job], home: Path, shown_home: Path) -> Iterator[str]:
+    """Yield the batch scripts that a submission would write. They are written below `home`, a temporary folder."""
+    experiment.dryrun(log=False, delete_exp_dir=False)
+    folder = Path(experiment._exp_dir)
+    for job in jobs:
+        yield f"# {job.name}: resolved configuration\n{job.loaded.to_yaml()}"
+    title = jobs[0].name if len(jobs) == 1 else experiment._title
+    for task in experiment.jobs:
+        if task.dependencies:
+            yield f"# {title}: {task.id} starts after {', '.join(task.dependencies)} (sbatch --dependency=afterok)"
+    for script in sorted(folder.rglob("*_sbatch.sh")):
+        yield f"# {title}: {script.name}\n{_text(script, home, shown_home)}"
+    for script in sorted(folder.rglob("scripts/*.sh")):
+        yield f"# {title}: {script.name}, run by each task\n{_text(script, home, shown_home)}"
+
+
+def _text(script: Path, home: Path, shown_home: Path) -> str:
+    return script.read_text(encoding="utf-8").replace(str(home), str(shown_home))
+
+
+def launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
+    """Slurm id of each task. If sbatch refuses one, cancels the others of the experiment and raises ConfigError."""
+    from invoke.exceptions import UnexpectedExit
+
+    try:
+        experiment.run(detach=True, tail_logs=False)
+    except UnexpectedExit as error:
+        submitted = [
+            _job_id(task) for task in experiment.jobs if getattr(task, "handles", None) or vars(task).get("handle")
+        ]
+        if submitted:
+            subprocess.run(["scancel", *submitted], capture_output=True, check=False)
+        shutil.rmtree(experiment._exp_dir, ignore_errors=True)
+        reason = "; ".join(line.removeprefix("sbatch: error: ") for line in error.result.stderr.strip().splitlines())
+        stay = f"; submitted before it: {', '.join(before)}" if before else ", nothing was submitted"
+        raise ConfigError(
+            f"sbatch refused the job: {reason}; correct the cluster's file (--cluster) or `resources`{stay}"
+        ) from None
+    return {str(task.id): _job_id(task) for task in experiment.jobs}
+
+
+def _job_id(task: Any) -> str:
+    return str(task.handle).rsplit("/", 1)[-1]
+
+
+def add_tasks(run: Any, experiment: Any, jobs: Sequence[Job], request: Request) -> list[tuple[str, str, str | None]]:
+    """(label, task, run name) of every task; the run name is None for a shared conversion."""
+    python = f"cd {shlex.quote(os.getcwd())} && exec {python_command(request.cluster)} -m pacs_megatron"
+    found: list[tuple[str, str, str | None]] = []
+    conversions: dict[Path, str] = {}
+    alone = len(jobs) == 1
+    for job in jobs:
+        suffix = "" if alone else f"-{job.name}"
+        target = job.converted
+        if target is not None and target not in conversions:
+            # The conversion is atomic. A resubmitted run reuses it.
+            words = ["convert", "to-megatron", "--hf", job.loaded.config.model.path, "--out", str(target)]
+            text = f"[ -e {shlex.quote(str(target))} ] && exit 0\n{python} {shlex.join(words)}"
+            name = "convert" if not conversions else f"convert-{len(conversions) + 1}"
+            executor = _executor(run, job, request.cluster, nodes=1, tasks=1)
+            conversions[target] = experiment.add(_script(run, text), executor=executor, name=name)
+            found.append((name, conversions[target], job.name if alone else None))
+        before = [] if target is None else [conversions[target]]
+        train = _add_trainer(run, experiment, job, request, (f"train{suffix}", before))
+        found.append(("train", train, job.name))
+        if request.evaluate:
+            model = run_folder(job.loaded) / "hf"
+            arguments = shlex.join([str(request.config.resolve()), *job.overrides, "--model", str(model)])
+            executor = _executor(run, job, request.cluster, nodes=1, tasks=1)
+            script = _script(run, f"{python} eval {arguments}")
+            task = experiment.add(script, executor=executor, name=f"eval{suffix}", dependencies=[train])
+            found.append(("eval", task, job.name))
+    return found
+
+
+def _add_trainer(run: Any, experiment: Any, job: Job, request: Request, place: tuple[str, list[str]]) -> str:
+    """Add the trainer, with rollout nodes as one heterogeneous job. `place` is its name and its dependencies."""
+    config, (name, before) = job.loaded.config, place
+    per_node = ranks_to_start(config) // config.resources.nodes
+    tasks = 1 if request.cluster.launcher == "torchrun" else per_node
+    trainer = _executor(run, job, request.cluster, nodes=config.resources.nodes, tasks=tasks)
+    trainer.setup_lines = _checked(setup_lines(job, request))
+    script = _script(run, train_command(job, request))
+    if not config.resources.rollout_nodes:
+        return str(experiment.add(script, executor=trainer, name=name, dependencies=before))
+    servers = _executor(run, job, request.cluster, nodes=config.resources.rollout_nodes, tasks=1)
+    trainer.heterogeneous = servers.heterogeneous = True
+    scripts = [script, _script(run, serve_command(job, request))]
+    return str(experiment.add(scripts, executor=[trainer, servers], name=name, dependencies=before))
+
+
+def _script(run: Any, text: str) -> Any:
+    return run.Script(inline=_checked(text))
+
+
+def _checked(text: str) -> str:
+    if RESERVED in text:
+        line = next(line for line in text.splitlines() if RESERVED in line)
+        raise ConfigError(f"NeMo-Run replaces {RESERVED} in scripts, got {line!r}; rename that folder")
+    return text
+
+
+def _executor(run: Any, job: Job, cluster: ClusterConfig, *, nodes: int, tasks: int) -> Any:
+    from nemo_run.core.tunnel.client import LocalTunnel
+
+    config, container = job.loaded.config, cluster.container
+    gpus = config.resources.gpus_per_node
+    pyxis = container is not None and container.runtime == "pyxis"
+    srun_args = ["--label", *([f"--cpu-bind={cluster.cpu_bind}"] if cluster.cpu_bind else []), *cluster.srun_args]
+    cpus = None
+    if cluster.cpus_per_task is not None:
+        # A task that is alone on its node gets the cores of all ranks. srun does not take the number from sbatch.
+        cpus = cluster.cpus_per_task * (ranks_to_start(config) // config.resources.nodes) // tasks
+        srun_args.insert(1, f"--cpus-per-task={cpus}")
+    # NeMo-Run does not quote the words of srun.
+    # `requeue` keeps the job's id. Without `B:` the signal goes to the tasks, which are the ranks.
+    return run.SlurmExecutor(
+        account=cluster.account,
+        partition=cluster.partition,
+        qos=cluster.qos,
+        constraint=cluster.constraint,
+        job_name_prefix="pacs.",
+        nodes=nodes,
+        ntasks_per_node=tasks,
+        cpus_per_task=cpus,
+        gpus_per_node=gpus if gpus and cluster.gpu_request == "gpus-per-node" else None,
+        gres=f"gpu:{gpus}" if gpus and cluster.gpu_request == "gres" else None,
+        mem=cluster.mem,
+        exclusive=True if cluster.exclusive else None,
+        time=config.resources.time_limit,
+        signal=f"USR1@{config.resources.signal_lead_s}",
+        # Without it a job whose dependency failed stays pending.
+        additional_parameters={"requeue": True, "kill_on_invalid_dep": "yes"},
+        retries=0,
+        container_image=shlex.quote(container.image) if pyxis and container is not None else None,
+        container_mounts=[shlex.quote(mount) for mount in container.mounts] if pyxis and container is not None else [],
+        setup_lines=_checked(site_lines(cluster)),
+        srun_args=[shlex.quote(word) for word in srun_args],
+        wait_time_for_group_job=0,
+        monitor_group_job_wait_time=5,
+        poll_estimated_start_time=False,
+        packager=run.Packager(),
+        tunnel=LocalTunnel(job_dir=""),
+    )

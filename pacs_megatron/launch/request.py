@@ -1,0 +1,133 @@
+"""The runs of a `submit` request: one, or one per combination of a sweep."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pacs_megatron.config import LoadedConfig, load_config
+from pacs_megatron.config.cluster import ClusterConfig
+from pacs_megatron.config.layout import ranks_to_start
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.launch.train import check_model_and_layout
+from pacs_megatron.runtime.run_folder import run_folder
+
+MAX_RUNS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Arguments of `submit`."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    cluster: ClusterConfig
+    sweep: tuple[str, ...] = ()
+    """`key=a,b,c` each; each combination is a run."""
+    seeds: int = 1
+    convert: bool = False
+    """Convert the model to a Megatron checkpoint in a job before training."""
+    evaluate: bool = False
+    """Evaluate the exported model in a job after training."""
+
+    def base_name(self) -> str:
+        """`run.name` before the values of a sweep."""
+        return load_config(self.config, self.overrides).config.run.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run of a request."""
+
+    name: str
+    overrides: tuple[str, ...]
+    loaded: LoadedConfig
+    converted: Path | None = None
+    """Checkpoint that the conversion job writes. Runs of a sweep with the same model share it."""
+
+
+def expand(request: Request) -> list[Job]:
+    """All runs of a request, loaded and checked. Raises ConfigError before anything is submitted."""
+    axes = [_axis(text) for text in request.sweep]
+    _check_axes(request)
+    if request.seeds < 1:
+        raise ConfigError(f"--seeds {request.seeds}: expected 1 or more")
+    num_runs = math.prod([request.seeds, *map(len, axes)])
+    if num_runs > MAX_RUNS:
+        raise ConfigError(
+            f"--sweep and --seeds give {num_runs} runs, but one request submits at most {MAX_RUNS}; use fewer values"
+        )
+    base = load_config(request.config, request.overrides).config
+    if request.seeds > 1:
+        axes.append([f"run.seed={base.run.seed + index}" for index in range(request.seeds)])
+    jobs: list[Job] = []
+    for choice in itertools.product(*axes):
+        name = "-".join([base.run.name, *(_short(text) for text in choice)])
+        overrides = (*request.overrides, *choice, *([f"run.name={name}"] if choice else []))
+        loaded = load_config(request.config, overrides)
+        check_model_and_layout(loaded, ranks_to_start(loaded.config))
+        if request.evaluate and not loaded.config.evaluation.benchmarks:
+            raise ConfigError("--evaluate: evaluation.benchmarks is empty; add a benchmark")
+        if name in {job.name for job in jobs}:
+            raise ConfigError(f"two runs of this request have the name {name}; sweep over values with different names")
+        jobs.append(Job(name=name, overrides=overrides, loaded=loaded))
+    return _with_conversions(jobs, base.run.name) if request.convert else jobs
+
+
+def _with_conversions(jobs: Sequence[Job], base: str) -> list[Job]:
+    """The jobs with their converted checkpoints: in the run folder, or beside the run folders of a sweep."""
+    if len(jobs) == 1:
+        return [replace(jobs[0], converted=(run_folder(jobs[0].loaded) / "converted").resolve())]
+    models = list(dict.fromkeys(_model_of(job) for job in jobs))
+    targets = {}
+    for number, (run_dir, path) in enumerate(models, start=1):
+        targets[run_dir, path] = (Path(run_dir) / f"{base}-converted{f'-{number}' if number > 1 else ''}").resolve()
+    return [replace(job, converted=targets[_model_of(job)]) for job in jobs]
+
+
+def _model_of(job: Job) -> tuple[str, str]:
+    return job.loaded.config.run.dir, job.loaded.config.model.path
+
+
+def _check_axes(request: Request) -> None:
+    keys = [text.partition("=")[0] for text in request.sweep] + ["run.seed"] * (request.seeds > 1)
+    for key in keys:
+        if key == "run.name":
+            raise ConfigError("--sweep run.name: runs are named by their values; sweep over another key")
+        if keys.count(key) > 1:
+            options = "--sweep and --seeds both set" if key == "run.seed" and request.seeds > 1 else "two --sweep set"
+            raise ConfigError(f"{options} {key}; give all its values in one --sweep {key}=a,b,c")
+
+
+def _axis(text: str) -> list[str]:
+    key, equals, values = text.partition("=")
+    found = _split(values)
+    if not equals or not key or not all(value.strip() for value in found):
+        raise ConfigError(f"--sweep {text!r}: expected key=a,b,c such as objective.beta=0.5,1,2")
+    return [f"{key}={value}" for value in found]
+
+
+def _split(values: str) -> list[str]:
+    """Split at commas outside of brackets and quotes: `[a,b],[c]` are two values."""
+    parts, depth, quote = [""], 0, ""
+    for letter in values:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        else:
+            depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _short(override: str) -> str:
+    key, _, value = override.partition("=")
+    return re.sub(r"[^A-Za-z0-9.]+", "_", f"{key.rsplit('.', 1)[-1]}{value}")
