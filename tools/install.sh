@@ -20,7 +20,7 @@ find_python() {
     return 1
 }
 
-# Packages into $venv. uv (from PyPI) replaces a pip at its defaults: docs/measurements/install.md has the minutes.
+# Packages into $venv. uv (from PyPI) replaces a pip at its defaults: docs/measurements/install.md has the figures.
 # pip runs where the user configured it (an index, a folder of wheels, PIP_ARGS), and where uv fails.
 packages() {
     if [ -n "$uv" ]; then

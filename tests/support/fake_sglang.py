@@ -34,6 +34,8 @@ class FakeSglang:
         self.answered = 0
         self.aborted: list[str] = []
         self.most_in_flight = 0
+        self.held_until = 0
+        """so many requests must have been in flight at once before any is answered"""
         self.raw: dict[str, bytes] = {}
         """path -> bytes to send as they are, without HTTP; then the connection is closed"""
         self._active: set[str] = set()
@@ -149,6 +151,8 @@ class FakeSglang:
         self.most_in_flight = max(self.most_in_flight, len(self._active))
         try:
             while self.paused or self.fault == "hang":
+                await asyncio.sleep(0.01)
+            while self.most_in_flight < self.held_until:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(self.latency_s(body))
             return await self._answer(request, body, rid)

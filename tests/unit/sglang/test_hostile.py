@@ -175,11 +175,12 @@ def test_a_response_cut_by_a_server_limit_names_the_limit() -> None:
 
 def test_thousands_of_requests_at_once(fake: FakeSglang) -> None:
     """As many connections; each answer once."""
-    fake.latency_s = lambda _: 1.0
+    fake.held_until = 3000
     asked = requests(3000, tokens=2)
-    with engine([fake], max_in_flight=3000, probe_timeout_s=20.0, dead_after_s=60.0, request_timeout_s=60.0) as client:
+    limits = {"probe_timeout_s": 600.0, "dead_after_s": 1200.0, "request_timeout_s": 600.0}
+    with engine([fake], max_in_flight=3000, **limits) as client:
         check_all_there(list(client.stream(asked)), asked)
-    assert fake.most_in_flight > 2000
+    assert fake.most_in_flight == 3000
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
