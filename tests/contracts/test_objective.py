@@ -1,4 +1,4 @@
-"""What every objective promises the engine, whatever its name."""
+"""The contract of every objective with the engine."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_promises(setting: str) -> None:
             assert torch.isfinite(values).all()
         assert all(np.isfinite(value) for value in prepared.metrics.values())
         record = batch.record(logprobs=batch.logprobs.float())
-        # Only what the objective asked for may be needed.
+        # The objective may use only the log-probs that it declared.
         record.step_start_logprobs = batch.reference.float() if "step_start" in asked else None
         record.reference_logprobs = batch.reference.float() if "reference" in asked else None
         loss = objective.token_loss(record, prepared)

@@ -1,4 +1,4 @@
-"""What every RewardFn owes its callers, the user's own function included."""
+"""The contract of every RewardFn, custom functions included."""
 
 import numpy as np
 import pytest

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Expected:
-    """What the plain trainer found for one checkpoint."""
+    """Results of the plain trainer for one checkpoint."""
 
     folder: Path
     logprobs: list[np.ndarray]

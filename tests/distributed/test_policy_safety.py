@@ -1,4 +1,4 @@
-"""What must hold when things go wrong or are left out: clipping, non-finite numbers, samples without gradient."""
+"""Clipping, non-finite numbers and samples without gradient."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_global_norm_is_clipped_alike_at_every_layout(tiny_qwen3_tied: Path,
     wrong = other.weights()
     for name, weight in trainer.weights().items():
         np.testing.assert_allclose(weights[name], weight, atol=5e-6, err_msg=name)
-        assert np.abs(wrong[name] - weight).max() > 1e-4, "clipped and unclipped runs must be told apart"
+        assert np.abs(wrong[name] - weight).max() > 1e-4, "clipped and unclipped runs must differ"
 
 
 def poison_weight(policy: Any) -> None:

@@ -166,7 +166,7 @@ def test_two_updates_a_step_equal_the_plain_loop(folders: dict[str, Path], layou
 @pytest.mark.parametrize("layout", ["one", "dp2", "pp2"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_frozen_reference_and_its_hard_reset(folders: dict[str, Path], layout: str, dtype: str) -> None:
-    """Four steps, reset before the third: Adam starts anew there, weights and schedule go on."""
+    """Four steps, reset before the third: Adam restarts there, weights and schedule continue."""
     world, options = LAYOUTS[layout]
     folder = folders["qwen3"]
     steps = [random_step(seed) for seed in range(4)]

@@ -1,4 +1,4 @@
-"""`plan` against a real GPU: what it counts for one training stage is what PyTorch's allocator says, within 5 %.
+"""`plan` against a real GPU: its count for one training stage equals that of PyTorch's allocator within 5 %.
 
 Left out of both: CUDA context, NCCL and fragmentation, which `max_memory_allocated` does not see. Run: `pytest -m gpu`.
 """
@@ -50,7 +50,7 @@ SHAPE: dict[str, dict[str, Any]] = {
 
 
 def has_gpu() -> bool:
-    """Asked in a child: the ranks are forked from this process, which must not hold a CUDA context."""
+    """Runs in a child: the ranks are forked from this process, which must not have a CUDA context."""
     code = "import torch, sys; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    # Asked of NVML, so that this process holds no CUDA context beside the measured one.
+    # By NVML, so that this process has no CUDA context beside the measured one.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch
 

@@ -51,7 +51,7 @@ def test_the_example_converts_both_ways_and_compares_logits(tmp_path: Path) -> N
 
 @pytest.mark.full
 def test_logits_find_a_wrong_architecture(tmp_path: Path) -> None:
-    """Tensors all equal, but a config that computes something else: only the logits can tell."""
+    """All tensors are equal, but the config computes something else: only the logits differ."""
     hf = make_tiny_qwen3(tmp_path / "model")
     command = [sys.executable, "conversion/hf_to_megatron.py", "--hf", str(hf), "--out", str(tmp_path / "ckpt")]
     run(*command)

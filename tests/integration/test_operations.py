@@ -32,13 +32,13 @@ ROOT = Path(__file__).parents[2]
 FROZEN = "objective.reference=frozen"
 TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 MARKED = {
-    # A download, or a program that asks a network.
+    # A download, or a program that uses a network.
     "network": r"git clone |make install$|python3\.\d+ -m venv |pip install |pacs-megatron (fetch|data preview) ",
     # The site's own file, its queue, its shared folders.
     "cluster": r"cp |export |pacs-megatron (preflight .* --cluster|cancel) ",
     "GPU": r"sbatch |pacs-megatron (submit (?!.*--dry-run)|eval )",
 }
-"""What needs what no test machine has: mark -> how such a command begins."""
+"""mark -> pattern of the commands that need what no test machine has."""
 
 
 def all_commands() -> list[tuple[str, str | None]]:
@@ -103,7 +103,7 @@ def test_a_checkpoint_is_as_large_as_planned(finished_run: Path) -> None:
 
 
 def test_every_block_is_looked_at() -> None:
-    """A block of another language would be looked at by nobody."""
+    """No test would read a block of another language."""
     assert set(re.findall(r"^ *```(.*)$", TEXT, re.MULTILINE)) == {"bash", ""}
     assert "~~~" not in TEXT
     assert not [line for line in TEXT.splitlines() if line.startswith(("    ", "$ "))]

@@ -210,7 +210,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 
 def test_an_error_of_another_rank_than_0_is_told_too(broken: tuple[Path, Path]) -> None:
-    """It leaves rank 0 the time to speak first; torchrun would end rank 0 as soon as this one is gone."""
+    """It gives rank 0 the time to report first; torchrun ends rank 0 when this one exits."""
     config, _ = broken
     code = "import sys\nfrom pacs_megatron.training import main\nmain._PRINT_AFTER_S = 0.5\nmain.main(sys.argv[1:])"
     done = subprocess.run(

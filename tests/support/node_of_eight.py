@@ -33,7 +33,7 @@ def gpu_uuid(number: int) -> str:
 
 
 def ipc_payload(tensors: Sequence[tuple[str, torch.Tensor]], gpu: int) -> str:
-    """What a trainer rank on `gpu` sends: the device's UUID and where the data is, with a name of its own for each reader."""
+    """The handle that a trainer rank on `gpu` sends: the device's UUID and the place of the data, with one name per reader."""
     handle, path = tempfile.mkstemp(suffix=".safetensors", prefix="node-of-eight-")
     os.close(handle)
     save_file({name: tensor.contiguous() for name, tensor in tensors}, path)

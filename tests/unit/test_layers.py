@@ -80,7 +80,7 @@ def is_import_call(node: ast.Call) -> bool:
 
 
 def broken_rules(path: Path, source: str) -> list[str]:
-    """What the layers forbid in this file, one line each."""
+    """Imports of this file that the layers forbid, one line each."""
     layer = layer_of(path)
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     found = []

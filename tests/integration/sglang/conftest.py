@@ -1,6 +1,6 @@
-"""One real SGLang server for the whole session: starting one takes 30 to 70 s and 2 GB.
+"""One real SGLang server for the whole session: a start takes 30 to 70 s and 2 GB.
 
-It is left with the weights of `models[0]` by nobody in particular: a test that cares pushes what it needs.
+A test leaves any weights in it; a test that depends on the weights pushes them first.
 """
 
 from __future__ import annotations

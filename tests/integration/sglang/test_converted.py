@@ -1,4 +1,4 @@
-"""What the conversions write, loaded by the real SGLang as it stands."""
+"""The real SGLang loads the output of the conversions unchanged."""
 
 from __future__ import annotations
 

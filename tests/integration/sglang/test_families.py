@@ -77,7 +77,7 @@ def test_every_way_brings_all_weights(tmp_path: Path, make: Any) -> None:
     from safetensors.torch import load_file
 
     folders = [make(tmp_path / f"m{seed}", seed) for seed in range(2)]
-    # Dummy weights, as servers with FP8 start: whatever is not sent shows.
+    # Dummy weights, as servers with FP8 start: a weight that is not sent is visible.
     options = own_options(servers={"extra_args": ("--load-format", "dummy")})
     assert options.servers is not None
     specs = sglang.server_specs(options, options.servers, ModelOptions(path=str(folders[0])), tmp_path / "servers")

@@ -65,8 +65,8 @@ def test_a_stopped_server_loses_its_work_to_another_and_comes_back(lab: Lab) -> 
 
 @pytest.mark.full
 def test_a_training_run_sends_its_weights_again_when_its_only_server_has_lost_them(lab: Lab, tmp_path: Path) -> None:
-    """In the middle of generation the server says what one says that was just started: nothing more is sampled from it
-    until the trainer, which waits for these very samples, has sent the weights once more."""
+    """During generation the server reports the version of a fresh start: it gets no request until the trainer, which waits
+    for these samples, has sent the weights again."""
     rollout = {
         "engine": "sglang",
         "urls": [lab.url],
@@ -89,8 +89,8 @@ def test_a_training_run_sends_its_weights_again_when_its_only_server_has_lost_th
 def test_an_owned_server_killed_while_it_generates_is_replaced(
     lab_folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """kill -9 of the real launcher process: nothing of it stays, it is started anew, is STALE, takes weights, serves.
-    With an API key on all of it."""
+    """kill -9 of the real launcher process: no process remains, it is restarted, is STALE, receives weights, serves.
+    All with an API key."""
     monkeypatch.setenv("ROLLOUT_KEY", "sesame")
     options = own_options(api_key_env="ROLLOUT_KEY", probe_interval_s=0.2, all_down_after_s=300.0)
     with sglang.open_engine(options, ModelOptions(path=str(lab_folders[0])), tmp_path) as engine:

@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path: Path) -> None:
-    """kill -9; its requests start over on the other, it is started anew, gets the weights with the next sync, and works."""
+    """kill -9; its requests restart on the other server; it is restarted, gets the weights with the next sync, and works."""
     if not PYTHON.exists():
         pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
     servers = {"python": [str(PYTHON)], "device": "cpu", "max_total_tokens": 16384, "count": 2}
@@ -63,8 +63,8 @@ def test_a_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path:
 
 @pytest.mark.parametrize("pause", ["abort", "retract"])
 def test_a_server_is_killed_while_steps_are_sampled_ahead(model: Path, tmp_path: Path, pause: str) -> None:
-    """kill -9 with requests of two steps in work: no sample is lost or comes twice, none is older than the lag allows, and
-    the server that was started anew takes part again."""
+    """kill -9 with requests of two steps in flight: no sample is lost or repeated, none exceeds max_staleness, and the
+    restarted server is used again."""
     if not PYTHON.exists():
         pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
     servers = {"python": [str(PYTHON)], "device": "cpu", "max_total_tokens": 16384, "count": 2}
@@ -93,7 +93,7 @@ def test_a_server_is_killed_while_steps_are_sampled_ahead(model: Path, tmp_path:
 
 
 def kill_server1(run: FleetRun) -> list[int]:
-    """kill -9 while it generates. Returns its processes, once they are gone and the run has noticed."""
+    """kill -9 while it generates. Returns its processes after they have ended and the run has noticed."""
     record = json.loads((run.run_dir / "servers" / "server1.pid").read_text())
     pids = sglang_guard.members(record["server"])
     [url] = re.findall(r"starting rollout server server1 at (http://\S+),", run.driver_log())
@@ -108,7 +108,7 @@ def kill_server1(run: FleetRun) -> list[int]:
 
 
 def test_the_only_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path: Path) -> None:
-    """kill -9: it is started anew, the trainer sends the weights of the step once more, and the step's samples come."""
+    """kill -9: it is restarted, the trainer sends the weights of the step again, and the step's samples arrive."""
     if not PYTHON.exists():
         pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
     servers = {"python": [str(PYTHON)], "device": "cpu", "max_total_tokens": 16384, "start_timeout_s": START_S}
@@ -229,8 +229,8 @@ def test_a_server_is_stopped_and_continued(pair: list[ManagedServer], model: Pat
 
 
 def test_a_sync_that_dies_half_way(pair: list[ManagedServer], model: Path, tmp_path: Path) -> None:
-    """One server's connection breaks at the third bucket: the step after is sampled by the other alone, the next sync
-    mends it."""
+    """One server's connection breaks at the third bucket: the other server samples the next step alone, and the next sync
+    repairs it."""
     with FaultProxy(pair[1].url) as proxy:
         run = attached(tmp_path, model, pair[0].url, proxy.url)
         run.start()

@@ -1,4 +1,4 @@
-"""Servers of a run are gone however the run ends: failure, Ctrl-C, `kill -9`, success. With an API key."""
+"""Servers of a run end with the run: failure, Ctrl-C, `kill -9`, success. With an API key."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _rank_log(run: FleetRun) -> str:
 
 
 def _check_running(pids: list[int], url: str) -> None:
-    """Loopback only; the key is asked for, and is on no command line and in no log."""
+    """Loopback only; the key is required, and is on no command line and in no log."""
     listening = {
         c.laddr.ip
         for pid in pids

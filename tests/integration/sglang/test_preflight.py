@@ -1,4 +1,4 @@
-"""`preflight` with the real server: a running one is asked, an own one is started and ended."""
+"""`preflight` with the real server: a running server receives a request, a managed one is started and stopped."""
 
 from __future__ import annotations
 

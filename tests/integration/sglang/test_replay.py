@@ -102,8 +102,8 @@ def weights_of(sample: Sample) -> set[int]:
 
 
 def step_to_stop_in(samples: list[Sample]) -> tuple[int, set[str]]:
-    """The last step of which some samples are all of its own start's weights: kept back, they are asked for again after the
-    stop, from these very weights. What was sampled across an update cannot be asked for twice, on no server."""
+    """The last step with samples that come from the weights of its start alone: delayed, they are requested again after
+    the stop from the same weights. A sample that spans an update cannot be requested twice on any server."""
     for step in range(STEPS, 0, -1):
         found = {s.id for s in samples if s.id.startswith(f"{step}:") and weights_of(s) == {step - 1}}
         if found:

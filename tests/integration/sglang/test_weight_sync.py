@@ -100,7 +100,7 @@ def test_damage_on_the_way_is_found_and_never_sampled(lab: Lab, what: str) -> No
 
 @pytest.mark.parametrize("transport", ["broadcast", "ipc"])
 def test_a_sync_that_dies_half_way_leaves_nothing_to_sample_from(lab: Lab, transport: str) -> None:
-    """The trainer breaks off after half the weights; the server is unusable until the next push, which mends it."""
+    """The trainer stops after half of the weights; the server is unusable until the next push."""
     with lab.opened(weights=0, sync={"transport": transport}):
         lab.engine.begin_update()
         lab.sync.begin_update(lab.version + 1)
@@ -134,7 +134,7 @@ def test_a_broken_group_is_rebuilt(lab: Lab) -> None:
 
 
 def test_a_restarted_server_joins_again(lab: Lab) -> None:
-    """It says `default` and knows no group: the first push has to reach it."""
+    """It reports `default` and has no group: the first push must reach it."""
     with lab.opened(weights=0):
         api = SglangApi(url=lab.url)
         group = lab.sync._transport._groups[api.url].name  # type: ignore[attr-defined]
@@ -184,8 +184,8 @@ def test_one_of_two_servers_fails_and_the_other_goes_on(lab: Lab) -> None:
 
 @pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
 def test_an_update_in_the_middle_of_generation(lab: Lab, pause: str) -> None:
-    """Partial rollouts: `retract` and `in_place` keep their tokens and say which version each is of; `abort` samples
-    the whole response anew."""
+    """Partial rollouts: `retract` and `in_place` keep their tokens with the version of each; `abort` restarts the
+    whole response."""
     for delay_s in (0.5, 0.25, 1.0, 0.1, 2.0):
         first, done = _updated_while_generating(lab, pause, delay_s)
         # How fast the server is differs from host to host: the update may come before the first token or after the last.
@@ -237,7 +237,7 @@ def test_memory_is_given_back_and_taken_with_the_next_weights(lab: Lab) -> None:
 def test_servers_without_sessions_are_known_by_their_404(lab: Lab) -> None:
     api = SglangApi(url=lab.url)
     assert api.begin_weight_update() is True
-    assert api.begin_weight_update() is True  # one left open is closed and opened anew
+    assert api.begin_weight_update() is True  # an open one is closed and opened again
     api.end_weight_update()
     with pytest.raises(ServerRefusedError, match="HTTP 400"):
         api.end_weight_update()

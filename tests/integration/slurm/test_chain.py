@@ -70,7 +70,7 @@ def test_convert_train_evaluate_by_sbatch(slurm: Slurm, repo: Path, tmp_path: Pa
     assert ends == ["COMPLETED"] * 3, "".join(path.read_text() for path in logs if path.exists())
     assert (converted / "certificate.json").is_file()
     assert "eval/sums/pass@1" in metrics_of_evaluation(run_dir)
-    # The evaluation is of the trained weights: by hand, on this host, it says the same.
+    # The evaluation uses the trained weights: the same evaluation on this host gives the same result.
     from pacs_megatron.training.eval_main import run_eval
 
     run_eval(config, overrides[1:], model=run_dir / "hf", out=tmp_path / "by-hand")
@@ -89,7 +89,7 @@ def test_a_failed_job_ends_the_chain_with_its_code(nemo_run: None, slurm: Slurm,
     assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", "1:0", "1")
     rows = read_attempts(run_dir)
     assert [(row["code"], row["end_step"]) for row in rows] == [(1, -1), (1, -1)]
-    assert slurm.wait(jobs["eval"], 30)["JobState"] == "CANCELLED"  # not pending for ever
+    assert slurm.wait(jobs["eval"], 30)["JobState"] == "CANCELLED"  # not pending
     assert not (run_dir / "eval").exists()
     logs = "\n".join(path.read_text() for path in (tmp_path / "nemo").rglob("*.out"))
     assert "broken verifier" in logs

@@ -1,4 +1,4 @@
-"""What happens to real jobs: lost nodes, time limits, several signals, commands that look and cancel, no process left."""
+"""Real jobs: lost nodes, time limits, several signals, `status` and `cancel`, no process left."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_lost_node_requeues_the_job_and_it_goes_on(slurm: Slurm, repo: Path, t
     run_dir = tmp_path / "runs" / "tiny"
     job = sbatch(slurm, repo, config, "run.steps=6")
     wait_for_rows(run_dir, 2, 120)
-    # As when its power goes: the node's rank ends without a word, then Slurm notices.
+    # As at a power failure: the node's rank ends without a message, then Slurm notices.
     lost = [process for process in ranks_of(str(config)) if process.environ()["SLURMD_NODENAME"] == "n2"]
     assert lost
     for process in lost:
@@ -68,12 +68,12 @@ def test_a_lost_node_requeues_the_job_and_it_goes_on(slurm: Slurm, repo: Path, t
     deadline = time.monotonic() + 600
     while slurm.job(job)["JobState"] == "RUNNING" and time.monotonic() < deadline:
         time.sleep(0.2)
-    # Refused where the node has registered anew meanwhile, and so is back by itself.
+    # Fails if the node has already registered again.
     slurm.run("scontrol", "update", "NodeName=n2", "State=RESUME", check=False)
     fields = slurm.wait(job, 200)
     assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), text_of(config)
     first, second = read_attempts(run_dir)
-    assert first.get("code") != 0  # whatever its script still managed to say
+    assert first.get("code") != 0  # its script may or may not have written a code
     assert 1 <= second["begin_step"] < 6
     assert (second["code"], second["end_step"]) == (0, 6)
     assert steps(run_dir) == [1, 2, 3, 4, 5, 6]

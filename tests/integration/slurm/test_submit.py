@@ -273,7 +273,7 @@ def test_a_heterogeneous_job_with_a_real_sglang_server_is_requeued(
 def test_colocated_servers_on_two_nodes(
     nemo_run: None, slurm: Slurm, tmp_path: Path, require: Callable[[bool, str], None]
 ) -> None:
-    """Each trainer node starts a server of its own; without GPUs, what they release is nothing, but it is asked."""
+    """Each trainer node starts its own server; without GPUs the release of memory is a request without effect."""
     interpreter = ROOT / ".venv-sglang" / "bin" / "python"
     require(interpreter.exists(), "make install-sglang")
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
@@ -300,7 +300,7 @@ def test_colocated_servers_on_two_nodes(
     urls = {path.stem: path.read_text().split() for path in servers.glob("*.urls")}
     assert sorted(urls) == ["n1", "n2"]
     assert len({url for found in urls.values() for url in found}) == 2
-    # Both were asked: the start, every step's weights, and their release before each training step.
+    # Both received requests: the start, the weights of every step, and the release before each training step.
     assert "2 servers" in logs
     deadline = time.monotonic() + 600
     while (left := running(str(tmp_path))) and time.monotonic() < deadline:

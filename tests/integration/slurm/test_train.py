@@ -30,7 +30,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     run_dir = folder / "runs" / "tiny"
-    assert all(row["optimizer/grad_norm"] > 0 for row in metrics(run_dir))  # else equal weights would say nothing
+    assert all(
+        row["optimizer/grad_norm"] > 0 for row in metrics(run_dir)
+    )  # otherwise equal weights would prove nothing
     return run_dir
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint is what its folder name and its run folder say, and its files are those of its manifest."""
+"""A checkpoint matches its folder name, its run folder and its manifest."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_include_later_wins_and_mappings_merge(base: Path, tmp_path: Path) -> No
 
 def test_another_strategy_replaces_its_options_as_a_whole(base: Path, tmp_path: Path) -> None:
     run = write(tmp_path, "run.yaml", "include: base.yaml\nobjective:\n  name: grpo\n  clip_high: 0.28\n")
-    assert load_config(run).config.objective == GrpoOptions(name="grpo", clip_high=0.28)  # beta: 2 is gone
+    assert load_config(run).config.objective == GrpoOptions(name="grpo", clip_high=0.28)  # without beta: 2
     same = write(tmp_path, "same.yaml", "include: base.yaml\nobjective:\n  name: pacs\n  score: naive\n")
     assert load_config(same).config.objective == PacsOptions(name="pacs", beta=2.0, score="naive")
 

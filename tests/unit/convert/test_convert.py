@@ -241,7 +241,7 @@ SOURCE_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "truncated|no whole"),
     "unsupported family": (_config(model_type="gemma3"), "model_type='gemma3'"),
     "a layer more than the weights have": (_config(num_hidden_layers=3, layer_types=None), r"lacks model\.layers\.2"),
-    "said to be tied, but with its own output": (_config(tie_word_embeddings=True), "lm_head.weight differs"),
+    "marked as tied, but with its own output": (_config(tie_word_embeddings=True), "lm_head.weight differs"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
 }
 

@@ -244,7 +244,7 @@ def test_a_broken_update_names_the_weight_and_stops_sampling(any_tiny_qwen3):
             fill(engine, sequence, 1)
         with pytest.raises(RolloutError, match="no complete set"):
             engine.generate_share(requests)
-        fill(engine, weights, 2)  # a complete update mends it
+        fill(engine, weights, 2)  # a complete update repairs it
         assert engine.generate_share(requests)[0].spans[0].version == 2
 
     attempt([w for w in weights if w[0] != name], f"without 1 of .* weights, the first is {name}")

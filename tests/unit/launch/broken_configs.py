@@ -154,7 +154,7 @@ SERVERS = [
         env={"SLURM_JOB_ID": "1"},
     ),
     Case(
-        "nobody answers at the url",
+        "no server at the url",
         [*SGLANG, "rollout.urls=['http://127.0.0.1:9']"],
         key="rollout.urls",
         fix="correct the address",

@@ -23,7 +23,7 @@ def main(folder: Path, mode: str) -> int:
         deadline = time.monotonic() + 600
         while not stopped and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.5)  # a save takes a while; nobody may cut it short
+        time.sleep(0.5)  # a save takes time and must not be interrupted
         (folder / f"saved_{rank}").write_text("")
         if mode == "wait":
             if rank == "0":

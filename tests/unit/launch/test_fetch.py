@@ -35,7 +35,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("hub")
     model = make_tiny_qwen3(folder / "model")
     (model / "original").mkdir()
-    (model / "original" / "consolidated.pth").write_bytes(b"nobody needs this")
+    (model / "original" / "consolidated.pth").write_bytes(b"not needed")
     data = folder / "data"
     data.mkdir()
     rows = [{"problem": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(4) for b in range(4)]

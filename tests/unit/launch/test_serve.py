@@ -69,7 +69,7 @@ def test_impatience_ends_it_at_once(process: subprocess.Popen[bytes], numbers: l
 
 
 class FlakyServer:
-    """Ends `ends` times; keeps its address unless told otherwise."""
+    """Ends `ends` times; keeps its address by default."""
 
     def __init__(self, ends: int, urls: tuple[str, ...] = ("http://n1:1",)) -> None:
         self.ends, self.urls, self.starts = ends, list(urls), 0
@@ -111,7 +111,7 @@ def test_an_error_is_left_for_whoever_waits(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_process_that_ends_without_a_word_is_not_waited_for(tmp_path: Path) -> None:
-    """Killed by the kernel for memory, say: fifteen minutes of `start_timeout_s` would pass."""
+    """For example killed by the kernel for memory: fifteen minutes of `start_timeout_s` would pass."""
     began = time.monotonic()
     with pytest.raises(RolloutError, match=r"server process exited with code -9 and wrote no error"):
         wait_for_urls(tmp_path, 1, 900.0, lambda: -9)
@@ -146,5 +146,5 @@ except RolloutError as error:
         time.sleep(0.05)
     started.send_signal(signal.SIGINT)
     out, _ = started.communicate(timeout=600)
-    assert out == "told to end while the rollout servers were starting\n"
+    assert out == "stop request while the rollout servers were starting\n"
     assert list(tmp_path.glob("*.pid")) == []

@@ -1,4 +1,4 @@
-"""Combinations of objective options that are refused, and what the message says."""
+"""Invalid combinations of objective options and their messages."""
 
 from typing import Any
 

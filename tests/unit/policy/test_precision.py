@@ -1,4 +1,4 @@
-"""What a machine can do is said in one line; what it cannot do is refused with the reason."""
+"""The capabilities of a machine are one line; an unsupported option is rejected with the reason."""
 
 from __future__ import annotations
 

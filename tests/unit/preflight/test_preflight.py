@@ -1,4 +1,4 @@
-"""What `preflight` says of sound and unusual hosts, of servers that start, and of several ranks that compare."""
+"""Results of `preflight` on good and unusual hosts, for servers that start, and for several ranks that compare."""
 
 from __future__ import annotations
 

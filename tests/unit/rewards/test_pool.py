@@ -72,7 +72,7 @@ def other_children() -> None:
 
 
 def workers() -> list[psutil.Process]:
-    """What this test has started, zombies included."""
+    """Processes that this test started, zombies included."""
     return [child for child in psutil.Process().children(recursive=True) if child.pid not in _others]
 
 

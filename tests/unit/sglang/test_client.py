@@ -44,7 +44,7 @@ def requests(num: int, *, group: int = 4, tokens: int = 8, prompt: int = 3, tag:
 
 @contextmanager
 def engine(servers: Sequence[FakeSglang], **changes: Any) -> Iterator[SglangEngine]:
-    """All servers hold the current weights unless the caller says otherwise."""
+    """All servers have the current weights by default."""
     fleet = {
         "max_in_flight": 64,
         "probe_interval_s": 0.05,
@@ -287,7 +287,7 @@ def test_no_request_is_sent_during_an_update(fakes: Callable[..., list[FakeSglan
 def test_a_response_before_set_current_is_accepted_afterwards(
     fakes: Callable[..., list[FakeSglang]],
 ) -> None:
-    """A server that goes on by itself (`retract`, `in_place`) may finish a request before the trainer has told."""
+    """A server that continues (`retract`, `in_place`) may finish a request before the trainer's notification."""
     [server] = fakes(1)
     with engine([server]) as client:
         server.latency_s = lambda _: 0.3
@@ -303,7 +303,7 @@ def test_a_response_before_set_current_is_accepted_afterwards(
         client.set_current(2, "bb")
         reader.join(600)
         assert len(done) == 8 and {span.version for sample in done for span in sample.spans} == {2}
-        assert sum(server.asked.values()) == 8, "a finished answer was asked for again"
+        assert sum(server.asked.values()) == 8, "a finished response was requested again"
         assert client.status()[0].health is Health.HEALTHY
 
 

@@ -91,7 +91,7 @@ def test_a_malformed_response_is_quoted_in_the_error(fake: FakeSglang, what: str
 
 @pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Temporary Redirect", "308 Permanent Redirect"])
 def test_a_redirect_is_not_followed(fake: FakeSglang, other: FakeSglang, status: str) -> None:
-    """The prompts and, to the same origin, the key would go wherever an answer says."""
+    """The prompts and, to the same origin, the key would follow a redirect."""
     fake.raw["/generate"] = http(b"", f"Location: {other.url}/generate", status=status)
     with engine([fake], retries=0) as client, pytest.raises(RolloutError, match="redirects are not followed"):
         list(client.stream(requests(1)))
@@ -156,7 +156,7 @@ def test_a_bug_in_the_fleet_ends_the_streams_at_once(fake: FakeSglang, monkeypat
         answer(weight_versions=[{"version": "1:a", "start": 0, "end": 2}, {"version": "1:a", "start": 1, "end": 3}]),
         answer(weight_versions=[{"version": "1:a", "start": 0, "end": 4}, {"version": "1:a", "start": 4, "end": 3}]),
         answer(id=None),
-        # more than was asked for, whatever it calls that
+        # more than was requested, with any stop reason
         answer(finish_reason={"type": "stop"}, output_ids=[7] * 4, output_token_logprobs=[[-1.0, 7]] * 4),
         b"\xff\xfe",
         b"-",
@@ -186,7 +186,7 @@ def test_thousands_of_requests_at_once(fake: FakeSglang) -> None:
 def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
     fake: FakeSglang, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where even that is too little, it says so: requests would fail as if the servers were to blame."""
+    """If the limit is too low, the error names it; otherwise requests would fail like faults of the servers."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
@@ -296,7 +296,7 @@ def test_a_silent_server_is_dead_although_updates_come_more_often_than_that(
 
 
 def test_silence_during_an_update_marks_no_server_dead(fake: FakeSglang) -> None:
-    """Nobody probes then, and a server that loads weights answers nothing."""
+    """No probe runs then, and a server that loads weights does not respond."""
     with engine([fake], dead_after_s=1.0, probe_timeout_s=0.3) as client:
         client.begin_update()
         fake.fault = "hang"

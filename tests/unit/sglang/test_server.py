@@ -104,7 +104,7 @@ def test_killing_the_server_ends_its_orphans_and_a_restart_keeps_the_port(tmp_pa
 
 
 def test_an_exit_is_noticed_when_an_update_begins_and_the_server_comes_back(tmp_path: Path) -> None:
-    """Not only by the next probe, which here is half a minute away: the update would go to a server that is gone."""
+    """Detected before the next probe, which is half a minute away: the update would go to a server that has ended."""
     own = ManagedServer(spec(tmp_path))
     own.start()
     own.wait_ready(TOOK_S)
@@ -266,8 +266,8 @@ def test_a_server_named_twice_is_refused(second: str) -> None:
         (("--api-key", "sesame"), r"extra_args contains --api-key; remove it: set rollout\.api_key_env"),
         (("--api-key=sesame",), r"extra_args contains --api-key; remove it"),
         (("--api_key=sesame",), r"extra_args contains --api_key; remove it"),
-        (("--disable-cuda-graph", "--port", "1"), "a free one is chosen"),
-        (("--tp-size", "2"), r"say rollout\.servers\.tp"),
+        (("--disable-cuda-graph", "--port", "1"), "a free port is chosen"),
+        (("--tp-size", "2"), r"use rollout\.servers\.tp"),
     ],
 )
 def test_extra_args_may_not_repeat_other_options(extra: tuple[str, ...], reason: str) -> None:

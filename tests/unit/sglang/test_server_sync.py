@@ -74,7 +74,7 @@ def holds(server: WeightServer, seed: int) -> bool:
 
 
 def is_current(server: WeightServer) -> bool:
-    """Whether a client would ask it."""
+    """True if a client would send requests to it."""
     return WeightVersion.parse(server.weight_version) is not None
 
 
@@ -122,7 +122,7 @@ def test_a_server_that_fails_at_any_step_gets_no_requests_until_the_next_update(
     assert sync.report.updated == (second.url,)
     assert f"{path}: HTTP 500" in sync.report.failed[server.url]
     assert server.weight_version != f"2:{pushed.digest}"
-    # Either nothing was done to it yet, or it bears the mark of an update.
+    # Either it is unchanged, or it has the mark of an update.
     assert not is_current(server) or holds(server, 1)
     assert holds(second, 2) and second.weight_version == f"2:{pushed.digest}"
     push(3, weights(3).items(), [sync])
@@ -157,7 +157,7 @@ def test_a_cache_that_is_not_flushed_is_no_current_server(
 def test_a_server_restarted_during_an_update_is_not_current(
     server: WeightServer, second: WeightServer, path: str, sessions: bool, verify: str
 ) -> None:
-    """Without sessions (SGLang <= 0.5.20) and checksums nothing else would tell: half of its weights are of its folder."""
+    """Without sessions (SGLang <= 0.5.20) and checksums nothing else detects it: half of its weights are from its folder."""
     server.sessions = sessions
     sync = made([server, second], verify=verify)
     push(1, weights(1).items(), [sync])
@@ -292,7 +292,7 @@ def test_a_refusal_with_a_status_of_200_is_one(server: WeightServer, tmp_path: P
 def test_a_full_disk_keeps_no_partial_version(
     server: WeightServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint that is saved after this error needs it. The server has the old weights, and is not asked."""
+    """The checkpoint that is saved after this error needs it. The server has the old weights and gets no request."""
     sync = made([server], DiskTransport(tmp_path / "w", 5.0))
     push(1, weights(1).items(), [sync])
     saved: list[Path] = []

@@ -1,4 +1,4 @@
-""".ci/run with stand-ins for `make` and pytest: what its last line and its exit code say."""
+""".ci/run with replacements of `make` and pytest: its last line and its exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which servers are asked for their GPU memory before a training step."""
+"""Servers that release their GPU memory before a training step."""
 
 from __future__ import annotations
 
