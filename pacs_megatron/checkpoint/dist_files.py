@@ -1,7 +1,7 @@
-"""Save and load a sharded state dict in Megatron's `torch_dist` format, without helper processes.
+"""Saves and loads a sharded state dict in Megatron's `torch_dist` format, without helper processes.
 
 Megatron's own writer starts a manager process and a pool at the first save, which takes 7 to 11 s on a laptop, survives a
-killed rank and needs an importable `__main__`. Its planner and format are used as they are, with torch's plain writer.
+killed rank and needs an importable `__main__`. This module uses Megatron's planner and format with torch's plain writer.
 """
 
 from importlib.metadata import version
@@ -47,13 +47,13 @@ class PlainTorchDistSave(TorchDistSaveShardedStrategy):
 
 
 def save_sharded(state: dict[str, Any], folder: Path) -> None:
-    """Write `state` to the existing, empty `folder`. Collective."""
+    """Writes `state` to the existing, empty `folder`. Collective."""
     with torch.no_grad():
         dist_checkpointing.save(state, str(folder), sharded_strategy=PlainTorchDistSave())
 
 
 def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Fill the sharded tensors of `state` from `folder`. Collective. Returns the whole state dict."""
+    """Fills the sharded tensors of `state` from `folder` and returns the whole state dict. Collective."""
     installed = version("megatron-core")
     if not (folder / COMMON_NAME).is_file() and Version(installed) < Version("0.17"):
         raise CheckpointError(

@@ -1,4 +1,9 @@
-"""Reads single tensors of a `torch_dist` checkpoint, whoever wrote it: a conversion or a training run at any layout."""
+"""Reads single tensors of a `torch_dist` checkpoint, written by a conversion or by a training run in any layout.
+
+torch's own reader (`torch.distributed.checkpoint.load` with FileSystemReader) is not used, because it copies a whole
+tensor before it returns, reads a stack of experts to get one of them, runs in one thread, and unpickles without a list of
+allowed classes. A conversion needs views of mapped files, which keep its memory at a few tensors.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,7 @@ _ZIP_LENGTHS_AT = 26
 
 
 class DistReader:
-    """Raises CheckpointError on opening where files are missing, truncated or unsafe; data is read by `get`."""
+    """Raises CheckpointError if files are missing, truncated or unsafe. `get` reads the data."""
 
     def __init__(self, folder: Path) -> None:
         check_metadata(folder)
@@ -40,7 +45,7 @@ class DistReader:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Of tensors (a training checkpoint has other objects too)."""
+        """Of the tensors; a training checkpoint also has other objects."""
         return frozenset(self._tensors)
 
     def shape(self, key: str) -> Shape:
@@ -52,7 +57,7 @@ class DistReader:
     def get(self, key: str, index: int | None = None) -> torch.Tensor:
         """The whole tensor, or row `index` of its first dimension (a stack of experts). Safe from any thread.
 
-        A view of the mapped file (copy-on-write) where one piece has it all, else a new tensor.
+        A view of the mapped file (copy-on-write) if one piece contains all of it, else a new tensor.
         """
         tensor = self._tensor(key)
         low = [0] * len(tensor.size)
@@ -78,11 +83,13 @@ class DistReader:
                 result = torch.empty(box, dtype=part.dtype)
             result[tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, low, strict=True))] = part
         if result is None or covered != result.numel():
-            raise CheckpointError(f"{self._folder}: the pieces of {key} do not cover it; the checkpoint is not whole")
+            raise CheckpointError(
+                f"{self._folder}: the pieces of {key} do not cover it; the checkpoint is not complete"
+            )
         return result if index is None else result[0]
 
     def get_blocks(self, key: str, index: int | None = None) -> list[torch.Tensor]:
-        """`get` in consecutive blocks of rows: views of the mapped files where the pieces are such blocks."""
+        """`get` in consecutive blocks of rows: views of the mapped files if the pieces are such blocks."""
         tensor = self._tensor(key)
         lead = 0 if index is None else 1
         chunks = [
@@ -106,7 +113,7 @@ class DistReader:
         return blocks if index is None else [block[0] for block in blocks]
 
     def release(self, key: str, index: int | None = None) -> None:
-        """Drops what `get` read from memory; views of it read it again, without what was written to them."""
+        """Drops the data of `get` from memory. Views read it again and lose values that were written to them."""
         for number, chunk in enumerate(self._tensor(key).chunks):
             if index is not None and not chunk.offsets[0] <= index < chunk.offsets[0] + chunk.sizes[0]:
                 continue
@@ -121,7 +128,7 @@ class DistReader:
     def _read(self, index: MetadataIndex, sizes: Shape, dtype: torch.dtype) -> torch.Tensor:
         if index not in self._storage:
             raise CheckpointError(
-                f"{self._folder}: the index has no place for a piece of {index.fqn}; use another copy"
+                f"{self._folder}: the index has no entry for a piece of {index.fqn}; use another copy"
             )
         info = self._storage[index]
         path = self._folder / info.relative_path
@@ -139,12 +146,12 @@ class DistReader:
             pickle.UnpicklingError,
             zipfile.BadZipFile,
         ) as error:
-            # Not the message: torch's advises to load without its guard.
+            # Without torch's message, which advises to load without its guard.
             raise CheckpointError(
                 f"{path}: the piece of {index.fqn} cannot be read ({type(error).__name__}); use another copy"
             ) from None
         if data is None or tuple(data.shape) != sizes or data.dtype != dtype:
-            raise CheckpointError(f"{path}: the piece of {index.fqn} is not what the index says; use another copy")
+            raise CheckpointError(f"{path}: the piece of {index.fqn} does not match the index; use another copy")
         return data
 
     def _file(self, path: Path) -> MappedFile:
@@ -155,7 +162,7 @@ class DistReader:
 
 
 def _mapped(window: _Window) -> torch.Tensor | None:
-    """The tensor that torch.save wrote into the window, as a view of the file where it lies there in row-major order.
+    """The tensor that torch.save wrote into the window: a view of the file if the file has it in row-major order.
 
     None for anything but a tensor.
     """
@@ -177,7 +184,7 @@ def _mapped(window: _Window) -> torch.Tensor | None:
 
 
 def _storage_offset(window: _Window) -> int | None:
-    """Where in the file the bytes of the archive's only storage start; None where they must be swapped or unpacked."""
+    """Offset of the archive's only storage in the file; None if its bytes need swapping or unpacking."""
     with zipfile.ZipFile(cast("IO[bytes]", window)) as archive:
         by_name = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         storage = by_name["data/0"]
@@ -214,7 +221,7 @@ class _Window(io.RawIOBase):
         return self._position
 
     def peek(self, offset: int, count: int) -> bytes:
-        """Bytes at `offset` of the window; the position stays."""
+        """Bytes at `offset` of the window; does not move the position."""
         return self.file[self.start + offset : self.start + offset + count]
 
     def readinto(self, buffer: Any) -> int:

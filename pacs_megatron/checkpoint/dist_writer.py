@@ -1,8 +1,8 @@
-"""Writes a `torch_dist` checkpoint tensor by tensor, without ever holding the model.
+"""Writes a `torch_dist` checkpoint tensor by tensor; the model is never in memory.
 
-The result is what Megatron's own `dist_checkpointing.save` of a GPTModel's sharded state dict leaves behind, but for the
-number of files and the borders of the pieces; `dist_checkpointing.load` reads it at any layout. torch's writer would
-need every tensor in a state dict and loses errors of its threads, so the files are written here.
+The result equals that of Megatron's `dist_checkpointing.save` for a GPTModel's sharded state dict, except for the number
+of files and the borders of the pieces. `dist_checkpointing.load` reads it in any layout. torch's writer is not used: it
+needs every tensor in one state dict and loses errors of its threads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pacs_megatron.errors import CheckpointError
 
 Shape = tuple[int, ...]
 ALIGNMENT = 64
-"""torch.save aligns a tensor's bytes to this within its archive; archives start at multiples of it as well"""
+"""bytes; of a tensor within the archive of torch.save, and of the archive within the file"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +50,11 @@ class Piece:
     shape: Shape
     offset: Shape
     data: torch.Tensor
-    """On the host; as many dimensions as `shape`"""
+    """on the host; as many dimensions as `shape`"""
 
 
 class DistWriter:
-    """`put` may be called from several threads; as many write at once as there are files."""
+    """Several threads may call `put`; as many write at once as there are files."""
 
     def __init__(self, folder: Path, *, num_files: int, with_digests: bool) -> None:
         self._folder = folder
@@ -68,7 +68,7 @@ class DistWriter:
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
 
     def put(self, piece: Piece) -> None:
-        """Writes one piece. Raises CheckpointError where pieces of one tensor contradict each other."""
+        """Writes one piece. Raises CheckpointError if it contradicts another piece of the tensor."""
         data = _with_own_storage(piece.data)
         self._register(piece)
         stream = self._streams.get()
@@ -85,7 +85,7 @@ class DistWriter:
             self._storage[MetadataIndex(piece.key, piece.offset)] = info
 
     def finish(self) -> dict[str, FileFacts]:
-        """Checks that every tensor is whole, writes the index, flushes; returns what was written, by file name."""
+        """Checks that every tensor is complete, writes and flushes the index; returns the facts of all files by name."""
         for key, tensor in self._tensors.items():
             covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
             if covered != math.prod(tensor.size):
@@ -112,7 +112,7 @@ class DistWriter:
         return facts
 
     def close(self) -> None:
-        """Closes the files; what is there remains for the caller to keep or remove."""
+        """Closes the files and keeps them."""
         for stream in self._all_streams:
             stream.close()
 
@@ -133,7 +133,7 @@ class DistWriter:
 
 
 def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values over a storage that holds nothing else: torch.save writes the whole storage behind a view."""
+    """The same values over a storage of their own: torch.save writes the whole storage of a view."""
     data = tensor.detach().contiguous()
     if data.nbytes == 0 or data.untyped_storage().nbytes() == data.nbytes:
         return data
@@ -141,7 +141,7 @@ def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Stream(io.RawIOBase):
-    """An append-only file that counts and, if asked, digests what passes through it."""
+    """An append-only file that counts and optionally digests its bytes."""
 
     def __init__(self, path: Path, with_digest: bool) -> None:
         super().__init__()
@@ -162,11 +162,11 @@ class _Stream(io.RawIOBase):
         return len(view)
 
     def align(self) -> None:
-        """Zeros up to the next multiple of 64 bytes, so that a reader can map what follows."""
+        """Writes zeros up to the next multiple of 64 bytes, so that a reader can map the next archive."""
         self.write(bytes(-self.position % ALIGNMENT))
 
     def flushed(self) -> int:
-        """The descriptor, with nothing left in Python's buffer."""
+        """The descriptor, after a flush of Python's buffer."""
         self._file.flush()
         return self._file.fileno()
 

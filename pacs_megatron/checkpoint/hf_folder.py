@@ -25,22 +25,22 @@ _METADATA_FOLDERS = ("additional_chat_templates",)
 
 
 class HfFolder:
-    """Reads a folder; tensors are views of mapped files. Everything is checked on opening, but for the data itself.
+    """Reads a folder; tensors are views of mapped files. Opening checks everything except the data.
 
-    Raises CheckpointError (ConversionError for config.json) naming the file or tensor that is missing, truncated, twice
-    there, or not in the index.
+    Raises CheckpointError (ConversionError for config.json) with the file or tensor that is missing, truncated, duplicate
+    or not in the index.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise CheckpointError(f"{self.path} is no folder; give the folder of a Hugging Face checkpoint")
+            raise CheckpointError(f"{self.path} is not a folder; give the folder of a Hugging Face checkpoint")
         self.config: dict[str, Any] = load_config(self.path)
         self.metadata_folder = self.path
-        """Where config and tokenizer files are"""
+        """contains config and tokenizer files"""
         self._file_of = self._open()
         self.names: tuple[str, ...] = tuple(self._file_of)
-        """In the order of the files"""
+        """in the order of the files"""
 
     def info(self, name: str) -> TensorInfo:
         """dtype, shape and size, without reading the tensor."""
@@ -58,13 +58,13 @@ class HfFolder:
         return self._file_of[name].get(name)
 
     def release(self, name: str) -> None:
-        """Drops the tensor from memory once it was used; views of it read it again, without what was written to them."""
+        """Drops the tensor from memory. Views read it again and lose values that were written to them."""
         self._stored(name)
         self._file_of[name].release(name)
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors together."""
+        """of all tensors"""
         return sum(self._stored(name).info.nbytes for name in self.names)
 
     def _stored(self, name: str) -> Stored:
@@ -84,11 +84,13 @@ class HfFolder:
                 if name in file_of:
                     raise CheckpointError(f"{name} is in {file_of[name].path.name} and in {file_name} of {self.path}")
                 if name not in weight_map:
-                    raise CheckpointError(f"{self.path / file_name} holds {name}, which {INDEX_NAME} does not list")
+                    raise CheckpointError(f"{self.path / file_name} contains {name}, which {INDEX_NAME} does not list")
                 file_of[name] = file
         for name, file_name in weight_map.items():
             if name not in file_of or file_of[name].path.name != file_name:
-                raise CheckpointError(f"{index} puts {name} into {file_name}, which does not hold it; get a whole copy")
+                raise CheckpointError(
+                    f"{index} maps {name} to {file_name}, which does not contain it; get a complete copy"
+                )
         return file_of
 
     def _open_single(self) -> SafetensorsFile:
@@ -99,7 +101,7 @@ class HfFolder:
             raise CheckpointError(f"{self.path / INDEX_NAME} is missing beside the weight shards; download it")
         if any(self.path.glob("pytorch_model*.bin")):
             raise CheckpointError(
-                f"{self.path} has pickled weights only (.bin), which are not loaded; save as safetensors"
+                f"{self.path} has only pickled weights (.bin), which this program does not load; save them as safetensors"
             )
         raise CheckpointError(f"{self.path} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME}")
 
@@ -117,10 +119,9 @@ class HfFolder:
 
 
 class HfFolderWriter:
-    """Writes a folder whose tensors are known beforehand; `put` takes them in any order, from any thread.
+    """Writes a folder of announced tensors; `put` takes them in any order, from any thread.
 
-    Everything goes to `<path>.partial-*`; `finish` renames it. Used as a context manager, leaving it before `finish`
-    removes what was written.
+    The files are in `<path>.partial-*` until `finish` renames it. Leaving the context before `finish` removes them.
     """
 
     def __init__(self, path: str | Path, tensors: Iterable[TensorInfo], *, max_shard_bytes: int) -> None:
@@ -137,7 +138,7 @@ class HfFolderWriter:
             self._create(name, shard)
 
     def put(self, name: str, *blocks: torch.Tensor) -> None:
-        """Writes one tensor, whole or as consecutive blocks of rows, cast to the dtype that was announced.
+        """Writes one tensor, whole or in consecutive blocks of rows, cast to the announced dtype.
 
         Raises CheckpointError on a wrong name or shape.
         """
@@ -160,7 +161,7 @@ class HfFolderWriter:
 
     @property
     def path(self) -> Path:
-        """The folder as it is being written; whole, but for its name, between `seal` and `commit`."""
+        """The temporary folder; complete after `seal`."""
         return self._staged.path
 
     def finish(self, metadata_from: Path) -> Path:
@@ -169,13 +170,13 @@ class HfFolderWriter:
         return self.commit()
 
     def commit(self) -> Path:
-        """Gives the sealed folder its name and returns it."""
+        """Renames the sealed folder and returns its path."""
         return self._staged.commit()
 
     def seal(self, metadata_from: Path) -> None:
-        """Adds config.json (dtype brought up to date), tokenizer files and index; flushes and closes the shards.
+        """Adds config.json (with the new dtype), tokenizer files and index; flushes and closes the shards.
 
-        Raises CheckpointError naming a tensor that was announced and not put.
+        Raises CheckpointError with an announced tensor that was not put.
         """
         if self._missing:
             name = min(self._missing)
@@ -193,7 +194,7 @@ class HfFolderWriter:
         self._close()
 
     def abort(self) -> None:
-        """Removes what was written; does nothing after `finish`."""
+        """Removes the temporary folder; does nothing after `finish`."""
         self._close()
         self._staged.abort()
 
@@ -226,12 +227,12 @@ def _joined_shape(blocks: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def hf_tensors(entries: Iterable[Entry], dtype: torch.dtype) -> list[TensorInfo]:
-    """What a folder of these entries holds, for HfFolderWriter."""
+    """The tensors of these entries, for HfFolderWriter."""
     return [TensorInfo(n, dtype, s) for e in entries for n, s in zip(e.hf_names, e.hf_shapes, strict=True)]
 
 
 def metadata_files(folder: Path) -> list[Path]:
-    """Config, generation config, tokenizer and chat template files: what is neither weights nor code."""
+    """Config, generation config, tokenizer and chat template files; no weights, no code."""
     files = [p for p in folder.iterdir() if p.is_file() and p.suffix in _METADATA_SUFFIXES]
     files += [p for name in _METADATA_FOLDERS for p in (folder / name).glob("*.jinja")]
     return sorted(p for p in files if not p.name.endswith(".index.json") and p.name not in _OWN_FILES)
@@ -241,7 +242,7 @@ _OWN_FILES = ("certificate.json", "manifest.json")
 
 
 def copy_hf_metadata(source: Path, target: Path, *, dtypes: set[torch.dtype]) -> None:
-    """Copies `metadata_files`; config.json gets the dtype of the weights where they have one."""
+    """Copies `metadata_files`; config.json gets the dtype of the weights if they have a single one."""
     for file in metadata_files(source):
         copy = target / file.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
@@ -250,7 +251,7 @@ def copy_hf_metadata(source: Path, target: Path, *, dtypes: set[torch.dtype]) ->
             fsync_path(copy)
     config = load_config(source)
     if len(dtypes) == 1:
-        # transformers 4 reads `torch_dtype` only, 5 reads both and writes `dtype`.
+        # transformers 4 reads only `torch_dtype`; 5 reads both and writes `dtype`.
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
         config |= dict.fromkeys(keys, str(next(iter(dtypes))).removeprefix("torch."))
     write_file(target / "config.json", (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())

@@ -1,7 +1,7 @@
-"""Files larger than memory, read and written once: what has been used leaves the page cache again.
+"""Files larger than memory, read and written once: used pages are dropped from the page cache.
 
-Left alone, a conversion fills the cache with pages that nobody reads a second time; getting fresh pages for them costs
-processor time, and other programs' files are pushed out.
+Otherwise a conversion fills the cache with pages that are not read again. Allocating them costs processor time, and the
+kernel drops the cached files of other programs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 class MappedFile:
-    """A file mapped copy-on-write: tensors over it are writable, and writes never reach the file."""
+    """A file mapped copy-on-write: tensors over it are writable, and writes do not change the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -22,15 +22,15 @@ class MappedFile:
             self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def prefetch(self, start: int, nbytes: int) -> None:
-        """Asks for the whole range at once: faults alone would read it in small pieces."""
+        """Starts reading the whole range; page faults would read it in small pieces."""
         first = _page_of(start)
         self.map.madvise(mmap.MADV_WILLNEED, first, start + nbytes - first)
 
     def release(self, start: int, nbytes: int) -> None:
-        """Drops the range from memory; the next use reads it again. What was written over a view of it is lost."""
+        """Drops the range from memory. The next use reads it again; values written to a view of it are lost."""
         first = _page_of(start)
         self.map.madvise(mmap.MADV_DONTNEED, first, start + nbytes - first)
-        # The cache keeps pages that are mapped, so only now.
+        # After madvise, because the cache keeps mapped pages.
         descriptor = os.open(self._path, os.O_RDONLY)
         try:
             os.posix_fadvise(descriptor, first, start + nbytes - first, os.POSIX_FADV_DONTNEED)
@@ -39,9 +39,9 @@ class MappedFile:
 
 
 class WriteBehind:
-    """Starts the writing of what was put into a file, and drops it from the cache a while later, when it is on disk.
+    """Starts writing data to disk as soon as it is in the cache, and drops it from the cache later.
 
-    Safe from any thread. The descriptors stay open until the caller closes them, after the last `wrote`.
+    Safe from any thread. The caller closes the descriptors after the last `wrote`.
     """
 
     _DELAY_BYTES = 256 << 20
@@ -52,8 +52,8 @@ class WriteBehind:
         self._mutex = threading.Lock()
 
     def wrote(self, descriptor: int, start: int, nbytes: int) -> None:
-        """Tells that bytes [start, start + nbytes) of the file have just been written."""
-        # Linux starts the write-back of dirty pages that it is advised to drop, and drops the clean ones only.
+        """Call this after writing bytes [start, start + nbytes) of the file."""
+        # On this advice Linux starts the write-back of dirty pages and drops only clean ones.
         os.posix_fadvise(descriptor, start, nbytes, os.POSIX_FADV_DONTNEED)
         done = []
         with self._mutex:

@@ -57,7 +57,7 @@ Record = tuple[Mapping[str, Any], Mapping[str, np.ndarray]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a checkpoint contains."""
+    """The content of a checkpoint."""
 
     sharded: dict[str, Any]
     """weights, optimizer and reference, for dist_checkpointing"""

@@ -39,7 +39,7 @@ _MAX_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a tensor is, without its data."""
+    """Name, dtype and shape of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class Stored:
 
 
 class SafetensorsFile:
-    """A mapped file. Raises CheckpointError where header and size do not agree (a truncated download)."""
+    """A mapped file. Raises CheckpointError if header and size do not agree, for example after a truncated download."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,7 +73,7 @@ class SafetensorsFile:
             raise CheckpointError(f"{path} is missing; download the checkpoint again") from None
 
     def get(self, name: str) -> torch.Tensor:
-        """The tensor as a view of the mapped file; its pages are read when touched."""
+        """The tensor as a view of the mapped file, read page by page on use."""
         stored = self.tensors[name]
         info = stored.info
         if info.nbytes == 0:
@@ -84,7 +84,7 @@ class SafetensorsFile:
         return flat.reshape(info.shape)
 
     def release(self, name: str) -> None:
-        """Drops the tensor's pages from memory; views of it that were written to lose what was written."""
+        """Drops the tensor's pages from memory. Views lose values that were written to them."""
         stored = self.tensors[name]
         if stored.info.nbytes:
             self._file.release(stored.offset, stored.info.nbytes)
@@ -93,7 +93,7 @@ class SafetensorsFile:
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
             raise CheckpointError(
-                f"{self.path} is no whole safetensors file ({size} bytes, header of {length}); download it again"
+                f"{self.path} is not a complete safetensors file ({size} bytes, header of {length}); download it again"
             )
         try:
             header = json.loads(file.read(length), object_pairs_hook=self._unique)
@@ -109,9 +109,7 @@ class SafetensorsFile:
         if len(found) != len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(
-                f"{self.path}: {twice} is there twice; the file was written wrongly, get another copy"
-            )
+            raise CheckpointError(f"{self.path}: {twice} occurs twice; get another copy")
         return found
 
     def _check(self, header: Mapping[str, Any], data_start: int, size: int) -> dict[str, Stored]:
@@ -124,14 +122,14 @@ class SafetensorsFile:
             start, stop = entry["data_offsets"]
             if start != end or stop - start != info.nbytes:
                 raise CheckpointError(
-                    f"{self.path}: {name} of {info.nbytes} bytes lies at {start}..{stop}, expected from {end}; "
+                    f"{self.path}: {name} of {info.nbytes} bytes is at {start}..{stop}, expected at {end}; "
                     "the header is damaged, download the file again"
                 )
             tensors[name] = Stored(info, data_start + start)
             end = stop
         if size != data_start + end:
             raise CheckpointError(
-                f"{self.path} is {size} bytes, its header says {data_start + end}: truncated or overwritten; "
+                f"{self.path} is {size} bytes, expected {data_start + end} from its header: truncated or overwritten; "
                 "download it again"
             )
         return tensors
@@ -146,7 +144,7 @@ class SafetensorsFile:
 
 
 def plan_header(tensors: Sequence[TensorInfo]) -> tuple[bytes, dict[str, Stored]]:
-    """The bytes a file starts with, and where each tensor goes, in the given order."""
+    """The header of a file, and the place of each tensor in the given order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for info in tensors:
@@ -164,6 +162,6 @@ def plan_header(tensors: Sequence[TensorInfo]) -> tuple[bytes, dict[str, Stored]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes in row-major order; no copy where it is contiguous already."""
+    """The tensor's bytes in row-major order; copies only a tensor that is not contiguous."""
     flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)

@@ -1,4 +1,4 @@
-"""Written beside, then renamed: a folder that has its final name is whole."""
+"""A folder is written under a temporary name, then renamed: a folder with its final name is complete."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LOCK = ".writing"
 
 
 class StagedFolder:
-    """A folder under construction at `<target>.partial-*`; `commit` renames it to `target`, `abort` removes it.
+    """A temporary folder `<target>.partial-*`; `commit` renames it to `target`, `abort` removes it.
 
-    Leftovers of writers that were killed are removed when the next writer of the same target starts; those of a
-    writer that still runs are recognised by its lock and left alone. Raises CheckpointError where `target` exists.
+    The next writer of the same target removes the folders of killed writers. A folder of a live writer is locked and
+    stays. Raises CheckpointError if `target` exists.
     """
 
     def __init__(self, target: Path) -> None:
@@ -36,7 +36,7 @@ class StagedFolder:
         self._lock = _acquire(self.path / _LOCK)
 
     def commit(self) -> Path:
-        """Flushes the folder to disk and gives it its name; returns the name."""
+        """Flushes the folder to disk, renames it and returns its path."""
         (self.path / _LOCK).unlink()
         for folder in [p for p in self.path.rglob("*") if p.is_dir()] + [self.path]:
             fsync_path(folder)
@@ -49,7 +49,7 @@ class StagedFolder:
         return self.target
 
     def abort(self) -> None:
-        """Removes what was written; does nothing after `commit`."""
+        """Removes the temporary folder; does nothing after `commit`."""
         if self.path.exists():
             shutil.rmtree(self.path)
         self._lock.close()
@@ -64,26 +64,26 @@ class StagedFolder:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Removes `<target>.partial-*` folders whose writer is gone."""
+    """Removes `<target>.partial-*` folders whose writer has ended."""
     for folder in sorted(target.parent.glob(f"{target.name}.partial-*")):
         lock_file = folder / _LOCK
         try:
             lock = _acquire(lock_file)
         except BlockingIOError:
-            logger.warning("%s is being written by another process; left alone", folder)
+            logger.warning("another process is writing %s; not removed", folder)
             continue
         shutil.rmtree(folder)
         lock.close()
-        logger.info("removed %s, left by an interrupted run", folder)
+        logger.info("removed %s of an interrupted process", folder)
 
 
 def check_free_disk(target: Path, needed_bytes: int) -> None:
-    """Raises CheckpointError unless the file system of `target` has room, before anything is written."""
+    """Raises CheckpointError if the file system of `target` has too little free space."""
     existing = target.absolute()
     while not existing.exists():
         existing = existing.parent
     free = shutil.disk_usage(existing).free
-    # Headers, indices and the file system's own bookkeeping.
+    # For headers, indices and metadata of the file system.
     needed = needed_bytes + needed_bytes // 100 + (16 << 20)
     if free < needed:
         raise CheckpointError(
@@ -110,7 +110,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def _acquire(path: Path) -> IO[bytes]:
-    """Raises BlockingIOError while another process holds the lock."""
+    """Raises BlockingIOError if another process has the lock."""
     file = path.open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The nouns and the verbs that every other package speaks; imports neither torch nor Megatron at run time."""
+"""Data types and protocols that all packages share. Imports neither torch nor Megatron at run time."""
 
 from pacs_megatron.contracts.decisions import Decision, DecisionKind, Interrupted
 from pacs_megatron.contracts.layout import Layout

@@ -1,4 +1,4 @@
-"""The small message that rank 0 broadcasts at each phase boundary, so that all ranks do the same thing."""
+"""The small message that rank 0 broadcasts at each phase boundary, so that all ranks run the same phase."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -7,27 +7,27 @@ from typing import Any
 
 
 class DecisionKind(StrEnum):
-    """What all ranks do next."""
+    """The next phase of all ranks."""
 
     WAIT = "wait"
-    """Heartbeat: the driver is alive and busy; keep waiting."""
+    """Heartbeat: the driver is alive and busy."""
     GENERATE = "generate"
-    """Embedded engine: sample the requests that follow."""
+    """Embedded engine: every rank samples its share of the requests that follow."""
     SYNC = "sync"
-    """The servers have lost the weights: send them once more, then ask again."""
+    """The servers lost the weights: all ranks send them again, then rank 0 repeats the request."""
     TRAIN = "train"
     EVALUATE = "evaluate"
     STOP = "stop"
-    """Leave the loop; `reason` says why and `error` whether it is a failure."""
+    """All ranks leave the exchange with the error in `detail`."""
 
 
-class Interrupted(Exception):  # noqa: N818  (not an error: the run was asked to stop)
-    """All ranks agreed to abandon the step; the last boundary is what gets saved."""
+class Interrupted(Exception):  # noqa: N818  (not an error: a stop request)
+    """A rank has a stop request. Raised on all ranks; the loop saves the position of the run and returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """`detail` is a JSON object of plain values; token payloads travel apart, as flat buffers."""
+    """`detail` is a JSON object of plain values. Tokens are sent separately, as flat buffers."""
 
     kind: DecisionKind
     reason: str

@@ -1,8 +1,8 @@
-"""The digest of a set of weights, as exported: the same wherever it is computed, and cheap (10 GB/s).
+"""The digest of a set of exported weights: equal on every host, and cheap (10 GB/s).
 
-In `contracts` because the trainer, the embedded engine and the weight sync, three layers, must compute the same one.
-It shows which export a sample came from. It does not show that a server holds these weights: its own checksums do
-(`weight_sync.verify`).
+It is in `contracts` because trainer, embedded engine and weight sync, three layers, must compute the same one. It shows
+which export a sample came from. It does not show that a server has these weights: the server's checksums do
+(`rollout.sync.verify`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class WeightDigest:
         self._state = xxhash.xxh3_128()
 
     def update(self, name: str, tensor: torch.Tensor) -> None:
-        """Adds one tensor; its strides and device do not matter, its dtype does."""
+        """Adds one tensor. The digest depends on its dtype, not on its strides or device."""
         import torch
 
         dtype = str(tensor.dtype).removeprefix("torch.")

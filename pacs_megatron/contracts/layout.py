@@ -1,4 +1,4 @@
-"""How the ranks are divided over the parallel axes."""
+"""The sizes of the parallel axes."""
 
 from dataclasses import dataclass
 
@@ -27,15 +27,15 @@ class Layout:
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that cut one expert: expert parallelism deals whole experts, without it they are cut like the rest."""
+        """Ranks that share one expert. Expert parallelism distributes whole experts; without it tensor parallelism cuts them."""
         return 1 if self.ep > 1 else self.tp
 
     @property
     def needs_equal_microbatches(self) -> bool:
-        """True where a collective inside the forward pass spans data-parallel ranks, so counts must agree."""
+        """True if a collective inside the forward pass spans data-parallel ranks."""
         return self.ep > 1
 
     @property
     def microbatch_multiple(self) -> int:
-        """A rank's number of micro-batches must be a multiple of this: the interleaved schedule fills whole rounds."""
+        """A rank's number of micro-batches is a multiple of this, because the interleaved schedule needs complete rounds."""
         return self.pp if self.vpp is not None else 1

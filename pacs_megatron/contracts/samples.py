@@ -1,13 +1,13 @@
-"""Prompts and what was sampled for them."""
+"""Prompts, requests, samples and groups."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
 
 class Stop(StrEnum):
-    """Why a response ended."""
+    """The reason for the end of a response."""
 
     EOS = "eos"
     LENGTH = "length"
@@ -20,13 +20,13 @@ class Prompt:
 
     id: str
     text: str
-    """The chat template's output, what the model sees."""
+    """Output of the chat template: the input of the model."""
     token_ids: np.ndarray
     """int32 [prompt]"""
     answer: str
-    """The gold answer, as the reward reads it."""
+    """The reference answer, as the reward function reads it."""
     problem: str
-    """The raw problem text."""
+    """The problem text of the data set."""
     solution: str | None = None
     """A demonstration (used by `sft`)."""
     source: str = ""
@@ -45,19 +45,19 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample. `top_k = 0` and `top_p = 1.0` switch the filters off; `temperature = 0` is greedy."""
+    """Sampling parameters. `top_k = 0` and `top_p = 1.0` disable the filters; `temperature = 0` is greedy."""
 
     temperature: float
     top_p: float
     top_k: int
     max_tokens: int
     stop: tuple[str, ...] = ()
-    """Strings that end a response (kept in it), besides the tokenizer's end-of-sequence tokens."""
+    """Strings that end a response, in addition to the end-of-sequence tokens; the response includes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """Ask for one response. `seed` is a function of (run seed, step, prompt id, sample index) only."""
+    """A request for one response. `seed` depends only on run seed, step, prompt id and sample index."""
 
     id: str
     """Sample id: `<step>:<prompt id>#<sample index>`, for evaluation `eval<step>:<prompt id>#<index>`."""
@@ -71,7 +71,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One response with its provenance. `reward`, `label` and `failure` are filled in by the driver."""
+    """One response and the weights that sampled it. The driver sets `reward`, `label` and `failure`."""
 
     id: str
     prompt_id: str
@@ -79,13 +79,13 @@ class Sample:
     """int32 [prompt + response]"""
     prompt_len: int
     sampler_logprobs: np.ndarray
-    """float32 [response], nats, under the distribution sampled from (after temperature and filters off)."""
+    """float32 [response], nats, under the sampling distribution (with temperature, without filters)."""
     spans: tuple[Span, ...]
     stop: Stop
     reward: float | None = None
     label: int | None = None
     failure: str | None = None
-    """Why the verifier could not judge this sample; such a sample is dropped and counted."""
+    """Error of the verifier; the sample is dropped and counted."""
 
     @property
     def response_ids(self) -> np.ndarray:
@@ -103,4 +103,3 @@ class Group:
 
     prompt_id: str
     samples: tuple[Sample, ...]
-    meta: dict[str, str] = field(default_factory=dict)

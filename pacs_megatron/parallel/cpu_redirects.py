@@ -1,12 +1,12 @@
-"""Run Megatron-Core on a host without CUDA: the one place where its CUDA calls are redirected.
+"""Runs Megatron-Core on a host without CUDA; no other module redirects CUDA calls.
 
-Megatron-Core 0.16 names CUDA directly (`device="cuda"`, `torch.cuda.current_device()`, streams, events). When there is no
-CUDA, `install` gives every `megatron.core` module, loaded or still to be imported, a stand-in for its global name `torch`
-that sends those calls to the CPU and everything else to the real torch. The real torch module is not changed, so
-transformers, datasets and the user's own code see it as it is. With CUDA, `install` does nothing.
+Megatron-Core 0.16 uses CUDA directly (`device="cuda"`, `torch.cuda.current_device()`, streams, events). Without CUDA,
+`install` replaces the global name `torch` in every `megatron.core` module, loaded or not yet imported, by a stand-in that
+sends those calls to the CPU and all others to the real torch. The torch module itself does not change, so transformers,
+datasets and user code are not affected. With CUDA, `install` does nothing.
 
-Two of Megatron's checks ask a tensor for its type name and expect "torch.cuda.FloatTensor"; `cuda_type_names` answers
-so, only inside its `with` block.
+Two of Megatron's checks compare the type name of a tensor with "torch.cuda.FloatTensor". `cuda_type_names` returns such
+names inside its `with` block.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import torch
 
 PREFIX = "megatron.core"
 _CUDA_ONLY = ("transformer_engine", "apex", "amp_C")
-"""A host without a GPU may have these all the same; Megatron would take their optimizers and norms, which need one."""
+"""May be installed on a host without GPU. Megatron would use their optimizers and norms, which need one."""
 _CPU = torch.device("cpu")
 _FACTORIES = (
     "arange",
@@ -50,7 +50,7 @@ def _names_cuda(device: object) -> bool:
 
 
 class _Event:
-    """Stands in for torch.cuda.Event: CPU work is done when it was called."""
+    """Stands in for torch.cuda.Event. CPU calls are synchronous."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         self._time_s = 0.0
@@ -70,7 +70,7 @@ class _Event:
 
 
 class _Stream:
-    """Stands in for torch.cuda.Stream: there is one queue, and it is empty."""
+    """Stands in for torch.cuda.Stream: one queue, always empty."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None: ...
 
@@ -91,7 +91,7 @@ class _Stream:
 
 
 class _CudaOnCpu(ModuleType):
-    """Stands in for torch.cuda; what is not named here is the real thing."""
+    """Stands in for torch.cuda; other attributes come from the real module."""
 
     Event = _Event
     Stream = _Stream
@@ -162,14 +162,14 @@ def _redirect(module: ModuleType) -> None:
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Stands in for `maybe_move_tensor_to_cpu`, which makes the sizes of an all-to-all numpy only on their way from a
-    GPU; gloo wants them so too."""
+    """Stands in for `maybe_move_tensor_to_cpu`, which converts the sizes of an all-to-all to numpy only when they come
+    from a GPU. gloo needs numpy too."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 @contextlib.contextmanager
 def _hidden(names: Sequence[str]) -> Iterator[None]:
-    """Inside, importing these packages fails as if they were not installed; outside, nothing has changed."""
+    """Inside the block, importing these packages fails as if they were not installed."""
     found = {name: sys.modules[name] for name in names if name in sys.modules}
     sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None: "known to be missing"
     try:
@@ -181,7 +181,7 @@ def _hidden(names: Sequence[str]) -> Iterator[None]:
 
 
 class _RedirectingFinder(importlib.abc.MetaPathFinder):
-    """Redirects a Megatron module right after its code has run, whenever it is imported."""
+    """Redirects a Megatron module directly after its import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -208,7 +208,7 @@ def installed() -> bool:
 
 
 def install() -> bool:
-    """Redirect Megatron's CUDA calls to the CPU if there is no CUDA. Returns whether they are redirected."""
+    """Redirects Megatron's CUDA calls to the CPU if there is no CUDA. Returns whether they are redirected."""
     if torch.cuda.is_available():
         return False
     if not installed():
@@ -221,9 +221,9 @@ def install() -> bool:
 
 @contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Inside: a CPU tensor says it is `torch.cuda.FloatTensor`, and `.cuda()` returns the tensor itself.
+    """Inside the block the type name of a CPU tensor is `torch.cuda.FloatTensor`, and `.cuda()` returns the tensor itself.
 
-    Only Megatron's constructors (optimizer, tied embeddings) need it; keep the block around nothing else.
+    Only Megatron's constructors (optimizer, tied embeddings) need it; use the block around nothing else.
     """
     if torch.cuda.is_available():
         yield

@@ -1,4 +1,4 @@
-"""Process groups from a Layout: the only owner of `torch.distributed` and of Megatron's parallel state."""
+"""Process groups of a Layout. Only this module initializes `torch.distributed` and Megatron's parallel state."""
 
 import datetime
 import os
@@ -17,7 +17,7 @@ _STARTUP_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """Where this process stands on every axis."""
+    """The position of this process on every axis."""
 
     rank: int
     local_rank: int
@@ -28,22 +28,22 @@ class Rank:
     ep: int
     device: torch.device
     control: dist.ProcessGroup
-    """gloo over all ranks, for decisions and host buffers; with its own, long time-out"""
+    """gloo over all ranks, for decisions and host buffers; has its own long timeout"""
     model_parallel: dist.ProcessGroup
     """gloo over the tp x pp x cp ranks of this data-parallel replica"""
     model_parallel_ranks: tuple[int, ...]
-    """global ranks of `model_parallel`, the head (which receives the replica's tokens) first"""
+    """global ranks of `model_parallel`; the first is the head, which receives the tokens of the replica"""
     heads: tuple[int, ...]
     """global rank of every replica's head, by data-parallel rank"""
 
     @property
     def is_head(self) -> bool:
-        """First rank of its replica: it receives the replica's share of a step."""
+        """Whether this is the first rank of its replica, which receives the replica's share of a step."""
         return self.rank == self.model_parallel_ranks[0]
 
 
 def world_from_environment() -> tuple[int, int, int]:
-    """(rank, local rank, world size) as torchrun or srun set them; (0, 0, 1) when neither did."""
+    """(rank, local rank, world size) from the variables of torchrun or srun; (0, 0, 1) without them."""
     env = os.environ
     if "RANK" in env:
         return int(env["RANK"]), int(env.get("LOCAL_RANK", "0")), int(env["WORLD_SIZE"])
@@ -56,13 +56,13 @@ def _rendezvous(rank: int, world_size: int, backend: str) -> None:
     if backend == "gloo":
         nodes = int(os.environ.get("GROUP_WORLD_SIZE", os.environ.get("SLURM_JOB_NUM_NODES", "1")))
         if nodes == 1:
-            # One host: keep every connection on loopback, whatever the host name resolves to.
+            # One host: all connections use loopback. The host name may resolve to another interface.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=_STARTUP_TIMEOUT_S)
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
     elif world_size == 1:
-        # A store in memory: a single process opens no port.
+        # A store in memory, because a single process needs no port.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         raise ConfigError(
@@ -81,9 +81,9 @@ def check_layout(layout: Layout) -> None:
 
 
 def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
-    """Build every process group of `layout` and seed Megatron's generators. Collective; once a process.
+    """Builds every process group of `layout` and seeds Megatron's generators. Collective; once per process.
 
-    Raises ConfigError when the ranks that were started do not fit the layout.
+    Raises ConfigError if the number of started ranks does not fit the layout.
     """
     check_layout(layout)
     on_cpu = cpu_redirects.install()
@@ -136,14 +136,14 @@ def _replicas(dp_rank: int, control: dist.ProcessGroup) -> list[tuple[int, ...]]
 
 
 def _model_parallel_group(replicas: list[tuple[int, ...]], dp_rank: int, timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group over this rank's replica; every rank creates all of them, in the same order."""
+    """A gloo group over this rank's replica. Every rank creates the groups of all replicas, in the same order."""
     timeout = datetime.timedelta(seconds=timeout_s)
     groups: list[dist.ProcessGroup] = [dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in replicas]
     return groups[dp_rank]
 
 
 def shutdown() -> None:
-    """Destroy all groups (after a normal end; an exception inside a rank must not come here)."""
+    """Destroys all groups after a normal end. Must not be called after an exception in a rank."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

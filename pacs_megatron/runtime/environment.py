@@ -1,4 +1,4 @@
-"""Where a command runs: alone, as a rank of torchrun, or as a task of srun; and what ranks need in their environment."""
+"""How a command was started (alone, by torchrun, by srun), and the environment variables of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """This process's place among the ranks."""
+    """Rank and rendezvous of this process."""
 
     rank: int
     world_size: int
@@ -50,13 +50,13 @@ class RankPlace:
 
 
 def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
-    """This process's place when torchrun or srun started it as a rank; None when nothing did.
+    """Rank and rendezvous if torchrun or srun started this process as a rank, else None.
 
-    Raises ConfigError for a half-set environment.
+    Raises ConfigError for an incomplete environment.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torchrun(environ)
-    # A batch script has SLURM_PROCID too, but only tasks of srun have a step id.
+    # A batch script also has SLURM_PROCID; only tasks of srun have a step id.
     if "SLURM_STEP_ID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return _from_srun(environ)
     return None
@@ -95,7 +95,7 @@ def _from_srun(environ: Mapping[str, str]) -> RankPlace:
 
 
 def first_host(node_list: str) -> str:
-    """The first host of a Slurm node list such as `n[1-4]`, as `scontrol` expands it."""
+    """The first host of a Slurm node list such as `n[1-4]`, expanded by `scontrol`."""
     done = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=False)
     if done.returncode or not done.stdout:
         raise ConfigError(f"scontrol cannot expand the node list {node_list!r}: {done.stderr.strip()}; set MASTER_ADDR")
@@ -103,7 +103,7 @@ def first_host(node_list: str) -> str:
 
 
 def job_port(job_id: str) -> int:
-    """A port that every task of a job derives alike, below those that Linux hands out (32768); jobs on one node rarely
+    """A port that all tasks of a job compute alike, below Linux's ephemeral ports (32768). Jobs on one node rarely
     collide."""
     if not job_id.isdecimal():
         raise ConfigError(f"SLURM_JOB_ID={job_id!r}: expected a number; unset it outside a job")
@@ -111,16 +111,16 @@ def job_port(job_id: str) -> int:
 
 
 def rank_environment(local_world_size: int, *, single_host: bool) -> dict[str, str]:
-    """This process's environment plus what ranks want, where the user has not set it."""
+    """The environment of a rank: this process's variables, and defaults for those that are not set."""
     environ = dict(os.environ)
     cores = len(os.sched_getaffinity(0))
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // local_world_size)))
-    # Megatron overlaps tensor-parallel communication by queueing kernels in order, which needs a single queue.
+    # Megatron overlaps tensor-parallel communication by the order of kernels in a single queue.
     environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     environ.setdefault("PYTHONUNBUFFERED", "1")
-    # How long torchrun (2.11 and later) waits for the other ranks to finish a save once one has ended.
+    # Seconds that torchrun (2.11 and later) waits for the other ranks after one has ended; they may be saving.
     environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
-    # Megatron repeats these on every rank; the policy's own log line says what is missing.
+    # Megatron repeats these on every rank; the policy logs once what is missing.
     environ.setdefault("PYTHONWARNINGS", ",".join(f"ignore:{start}" for start in _KNOWN_WARNINGS))
     if single_host:
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

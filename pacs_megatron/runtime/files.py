@@ -1,4 +1,4 @@
-"""Small files of a run folder: written beside and renamed, and JSON lines that survive a kill at any moment."""
+"""Small files of a run folder: atomic writes, and JSON lines that survive a kill at any moment."""
 
 import json
 import os
@@ -9,11 +9,11 @@ from typing import Any
 from pacs_megatron.errors import DataError
 
 PARTIAL_SUFFIX = ".partial"
-"""A file with this suffix was being written when its process died; it is never read."""
+"""of a file whose writer died; such a file is never read"""
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
-    """`path` holds either its old content or all of `chunks`, whatever happens; parents are created."""
+    """`path` has either its old content or all of `chunks`, also after a kill. Creates parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + PARTIAL_SUFFIX)
     with beside.open("wb") as file:
@@ -25,7 +25,7 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` survive a power cut."""
+    """Flushes renames and new names in `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -36,22 +36,22 @@ def sync_folder(folder: Path) -> None:
 def json_line(record: Mapping[str, Any]) -> bytes:
     """One JSON object and a newline; equal records give equal bytes (floats by repr, keys in the record's order).
 
-    A lone surrogate, which UTF-8 cannot hold, becomes its JSON escape. NaN and Inf raise ValueError.
+    A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape. NaN and Inf raise ValueError.
     """
     text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def complete_lines(path: Path) -> list[bytes]:
-    """The lines that end in a newline, without it; a torn last line is left out. [] when there is no file."""
+    """The lines that end in a newline, without it; skips an incomplete last line. [] if there is no file."""
     if not path.exists():
         return []
-    # The piece after the last newline is empty in a healthy file, and torn after a kill.
+    # The piece after the last newline is empty, or incomplete after a kill.
     return path.read_bytes().split(b"\n")[:-1]
 
 
 def parse_lines(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of `lines`. Raises DataError with the line's number when one is none."""
+    """The JSON objects of `lines`. Raises DataError with the number of a line that is not one."""
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)

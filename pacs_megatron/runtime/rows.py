@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, as a run that may have lost its node leaves them."""
+"""Files of JSON lines, possibly damaged by the loss of a node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def read_rows(path: Path, keys: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The objects that have all `keys`; none where there is no file. What a lost node cut off is left out."""
+    """The objects that have all `keys`; none if there is no file. Skips incomplete lines."""
     if not path.is_file():
         return []
     rows = []

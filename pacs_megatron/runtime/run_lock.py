@@ -47,7 +47,7 @@ class Lease:
     """of process ids: containers of one host may share its name"""
     pid: int
     started: str
-    """start time of the process in the kernel's clock ticks; tells a reused pid apart"""
+    """start time of the process in the kernel's clock ticks; distinguishes a reused pid"""
     since: str
     """local time at which the lock was taken, for messages"""
     token: str

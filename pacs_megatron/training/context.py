@@ -1,4 +1,4 @@
-"""What one rank of a run consists of, built so that the cheap failures come first."""
+"""The parts of one rank of a run, built in an order in which cheap failures come first."""
 
 import logging
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ def build_on_all_ranks(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetup:
-    """What `build` needs besides the configuration."""
+    """The parts that exist before `build`."""
 
     rank: Rank
     channel: ControlChannel

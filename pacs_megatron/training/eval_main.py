@@ -40,7 +40,7 @@ def run_eval(config_path: Path, overrides: Sequence[str], *, model: Path | None,
     (default: `<run folder>/eval`), at the end: a failed evaluation writes nothing. The draws are those of an evaluation
     at step 0 of a run with the same run.seed.
 
-    Raises PacsError for anything that the user can cure.
+    Raises PacsError for a mistake that the user can fix.
     """
     loaded = load_config(config_path, overrides)
     config = loaded.config
@@ -72,7 +72,7 @@ def run_eval(config_path: Path, overrides: Sequence[str], *, model: Path | None,
 
 
 def push_folder(folder: HfFolder, receiver: WeightReceiver, version: int) -> str:
-    """Sends a folder's weights as a policy's export would; returns their digest. Raises SyncError, CheckpointError."""
+    """Sends a folder's weights to `receiver` and returns their digest. Raises SyncError, CheckpointError."""
     digest = WeightDigest()
     receiver.begin_update(version)
     for name in folder.names:
@@ -84,7 +84,7 @@ def push_folder(folder: HfFolder, receiver: WeightReceiver, version: int) -> str
 
 
 def table(evaluation: Evaluation, ks: Sequence[int]) -> str:
-    """One line a benchmark: problems, samples, pass@k with its standard error, lengths, cut and unjudged answers."""
+    """One line a benchmark: problems, samples, pass@k with its standard error, lengths, truncated and unjudged responses."""
     header = ["benchmark", "problems", "samples", *(f"pass@{k}" for k in ks), "tokens", "cut", "unjudged"]
     rows = [header]
     for result in evaluation.results:
@@ -108,15 +108,13 @@ def table(evaluation: Evaluation, ks: Sequence[int]) -> str:
 
 def _check(loaded: LoadedConfig) -> None:
     if not loaded.config.evaluation.benchmarks:
-        raise loaded.fail(
-            Problem("evaluation.benchmarks", "evaluation.benchmarks is empty, so there is nothing to evaluate; add one")
-        )
+        raise loaded.fail(Problem("evaluation.benchmarks", "evaluation.benchmarks is empty, add a benchmark"))
     if loaded.config.reward is None:
-        raise loaded.fail(Problem("reward", "`reward` is missing, so answers cannot be judged; add it"))
+        raise loaded.fail(Problem("reward", "`reward` is missing, but an evaluation needs one; add it"))
 
 
 def _engine(folder: HfFolder, config: RunConfig, vocabulary: Vocabulary) -> EmbeddedEngine:
-    """The run's own embedded engine, or one with default options where the run samples otherwise."""
+    """The embedded engine of the configuration, or one with default options if it names another engine."""
     options = config.rollout.embedded
     if options is None:
         assert config.evaluation.sampling is not None

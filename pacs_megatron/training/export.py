@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint out of the policy at the end of a run."""
+"""Export of the policy as a Hugging Face checkpoint at the end of a run."""
 
 import shutil
 from pathlib import Path
@@ -10,9 +10,9 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def export_hf(run: RunContext, target: Path) -> None:
-    """Write the policy's weights with config and tokenizer to `target`, replacing what is there. Collective.
+    """Writes the policy's weights with config and tokenizer to `target`, which it replaces. Collective.
 
-    Every rank takes part in the export; rank 0 writes, one tensor at a time.
+    Rank 0 writes, one tensor at a time.
     """
     with run.timer.span("export"):
         if run.rank.rank:

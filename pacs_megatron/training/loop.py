@@ -235,7 +235,7 @@ def resume(run: RunContext) -> RunProgress | None:
 
 
 def _settings(run: RunContext) -> dict[str, Any]:
-    """What a run may not change inside a step."""
+    """Values that a run may not change inside a step."""
     return {
         "batch.updates_per_step": run.config.batch.updates_per_step,
         "objective.*": sorted(run.objective.logprob_passes()),

@@ -1,4 +1,4 @@
-"""The one way in which weights leave the policy, whoever receives them."""
+"""Streams the policy's weights to receivers: embedded engine or servers."""
 
 from __future__ import annotations
 

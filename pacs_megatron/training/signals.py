@@ -1,4 +1,4 @@
-"""A signal sets a flag; the loop and the passes read it often and turn it into a decision for all ranks."""
+"""Stop requests: a signal or the STOP file sets a flag, which the loop and the passes poll."""
 
 import signal
 import time
@@ -6,9 +6,9 @@ from pathlib import Path
 from types import FrameType
 
 STOP_FILE = "STOP"
-"""A batch script touches `<run>/STOP` where signals do not reach the ranks."""
+"""A batch script creates `<run>/STOP` where signals do not reach the ranks."""
 FILE_CHECK_S = 1.0
-"""Between two looks at the file: every rank asks at every micro-batch, and the file system is shared."""
+"""Seconds between two checks of the file: ranks poll at every micro-batch, and the file system is shared."""
 
 
 class StopFlag:
@@ -20,7 +20,7 @@ class StopFlag:
         self.reason = ""
 
     def install(self) -> None:
-        """Handle the signals in this process. A second SIGINT interrupts at once."""
+        """Handles the signals in this process. A second SIGINT raises KeyboardInterrupt."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
@@ -30,7 +30,7 @@ class StopFlag:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def is_set(self) -> bool:
-        """Whether this rank was asked to stop."""
+        """Whether this rank has a stop request."""
         if not self.reason and time.monotonic() >= self._next_look:
             if self._file.exists():
                 self.reason = f"file {STOP_FILE}"
@@ -38,5 +38,5 @@ class StopFlag:
         return bool(self.reason)
 
     def clear_file(self) -> None:
-        """At the start of an attempt: an old stop file does not count."""
+        """Removes the file of an earlier attempt."""
         self._file.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ def train_step(run: RunContext, progress: RunProgress) -> dict[str, float | None
     poll(run)
     release_memory(run)  # of colocated servers
     minibatches = cut(run, samples)  # whole groups; one plan of micro-batches for all passes of a mini-batch
-    if done.logprobs is None:  # else they come from the checkpoint: the weights of the step's start are gone
+    if done.logprobs is None:  # else they come from the checkpoint: the weights of the step's start no longer exist
         done.logprobs = [logprobs(run, minibatch) for minibatch in minibatches]
     minibatches = [with_logprobs(run, *pair) for pair in zip(minibatches, done.logprobs, strict=True)]
     # If every group was filtered out, there is no mini-batch: the step is counted but no weight changes.

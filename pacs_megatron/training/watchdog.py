@@ -1,8 +1,8 @@
-"""Finds a hang before NCCL's time-out ends the job without a word: who waits where, with every rank's stack.
+"""Detects a hang before NCCL's timeout ends the job, and reports the phase and the stack of every rank.
 
-Concurrency: a daemon thread in every rank. The main thread tells it of each phase and each sign of life; collectives
-release the interpreter lock while they wait, so the thread runs when the main thread does not. Every rank decides alone:
-no message is needed from one that hangs. Ranks see each other's phases through small files in the run's folder.
+Concurrency: a daemon thread in every rank. The main thread reports each phase and each sign of progress. Collectives
+release the interpreter lock while they wait, so the thread runs while the main thread is blocked. Every rank decides
+alone, without messages from a rank that hangs. Ranks read each other's phases from small files in the run folder.
 """
 
 import faulthandler
@@ -21,11 +21,11 @@ from pacs_megatron.runtime.run_folder import HEARTBEAT_FOLDER
 logger = logging.getLogger(__name__)
 _WRITE_EVERY_S = 10.0
 _GRACE_S = 2.0
-"""Between a rank's own report and its end: the slower ones still get to write theirs."""
+"""Between the report of a rank and its exit: slower ranks write their reports."""
 
 
 class Watchdog:
-    """Ends this process with exit code 70 when the main thread gave no sign of life for `timeout_s`."""
+    """Ends this process with exit code 70 after `timeout_s` without progress of the main thread."""
 
     def __init__(self, run_dir: Path, rank: int, world_size: int, timeout_s: float) -> None:
         self._run_dir = run_dir
@@ -47,12 +47,12 @@ class Watchdog:
         self._thread.join()
 
     def phase(self, names: tuple[str, ...]) -> None:
-        """The main thread entered or left a phase; fits `Timer.on_change`."""
+        """The main thread entered or left a phase; a callback for `Timer.on_change`."""
         self._phase = " ".join(names) or "between phases"
         self.alive()
 
     def alive(self) -> None:
-        """A sign of life inside a phase: a heartbeat while waiting for the driver."""
+        """Progress inside a phase, for example a heartbeat while rank 0 waits for the driver."""
         self._since = time.monotonic()
 
     def _watch(self) -> None:

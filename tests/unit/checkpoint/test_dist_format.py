@@ -135,7 +135,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "file missing": (lambda f: (f / "__0_1.distcp").unlink(), r"__0_1\.distcp is missing"),
     "file truncated": (_truncate, "truncated"),
-    "place of a piece lost": (_drop_storage, "no place for a piece of vector"),
+    "place of a piece lost": (_drop_storage, "no entry for a piece of vector"),
     "pieces do not cover": (_drop_chunk, "pieces of vector do not cover it"),
     "data overwritten": (_garble, "cannot be read"),
 }

@@ -143,14 +143,20 @@ def _same_name_twice(header: str) -> str:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing shard": (lambda f: _first_shard(f).unlink(), r"model-00001-of-\d+\.safetensors is missing"),
-    "truncated shard": (_truncate, r"model-00001-of-\d+\.safetensors is \d+ bytes, its header says \d+: truncated"),
+    "truncated shard": (
+        _truncate,
+        r"model-00001-of-\d+\.safetensors is \d+ bytes, expected \d+ from its header: truncated",
+    ),
     "bytes too many": (_grow, "truncated or overwritten"),
-    "empty shard": (lambda f: _first_shard(f).write_bytes(b""), "no whole safetensors file"),
-    "header longer than the file": (lambda f: _first_shard(f).write_bytes(b"\xff" * 64), "no whole safetensors file"),
+    "empty shard": (lambda f: _first_shard(f).write_bytes(b""), "not a complete safetensors file"),
+    "header longer than the file": (
+        lambda f: _first_shard(f).write_bytes(b"\xff" * 64),
+        "not a complete safetensors file",
+    ),
     "header is no JSON": (lambda f: _rewrite_header(f, lambda h: h.replace("{", "[", 1)), "header is not JSON"),
     "unknown dtype": (lambda f: _rewrite_header(f, lambda h: h.replace('"F32"', '"F99"', 1)), "dtype 'F99'"),
     "wrong shape": (lambda f: _rewrite_header(f, lambda h: h.replace("[272,64]", "[271,64]", 1)), "header is damaged"),
-    "name twice in a file": (lambda f: _rewrite_header(f, _same_name_twice), "is there twice"),
+    "name twice in a file": (lambda f: _rewrite_header(f, _same_name_twice), "occurs twice"),
     "name twice over files": (_duplicate_over_files, r"is in model-00001.* and in model-00002"),
     "name not in the index": (
         lambda f: _edit_index(f, lambda m: m.pop("model.norm.weight")),
@@ -158,11 +164,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "name in the wrong file": (
         lambda f: _edit_index(f, lambda m: m.update({"model.norm.weight": _first_shard(f).name})),
-        "puts model.norm.weight into",
+        "maps model.norm.weight to",
     ),
     "name in no file": (
         lambda f: _edit_index(f, lambda m: m.update({"ghost": _first_shard(f).name})),
-        "puts ghost into",
+        "maps ghost to",
     ),
     "path in the index": (
         lambda f: _edit_index(f, lambda m: m.update({"x": "../../etc/passwd"})),
@@ -190,9 +196,9 @@ def test_pickled_weights_are_not_loaded(tiny_qwen3: Path, tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="has no weights"):
         HfFolder(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="pickled weights only"):
+    with pytest.raises(CheckpointError, match="only pickled weights"):
         HfFolder(tmp_path)
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         HfFolder(tmp_path / "nowhere")
 
 
