@@ -1,4 +1,4 @@
-"""How different the correct responses to one question are (arXiv:2509.02522, analysis of diversity)."""
+"""Diversity of the correct responses to one problem (arXiv:2509.02522, analysis of diversity)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,26 +9,26 @@ import numpy as np
 from pacs_megatron.errors import DataError
 
 Embedder = Callable[[Sequence[str]], np.ndarray]
-"""Texts to float [texts, dimension]; which model does it is the caller's choice and belongs beside the figure."""
+"""Texts -> float [texts, dimension]. The caller chooses the embedding model and reports it beside the figure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diversity:
-    """Mean pairwise cosine distance, in [0, 2]: 0 where all correct responses say the same."""
+    """Mean pairwise cosine distance, in [0, 2]: 0 if all correct responses have the same direction."""
 
     mean: float | None
-    """over `num_questions`; None when there is none"""
+    """over `num_questions`; None if there are none"""
     num_questions: int
     """questions with at least two correct responses"""
     num_excluded: int
-    """questions with fewer"""
+    """questions with fewer correct responses"""
 
 
 def diversity(correct_responses: Mapping[str, Sequence[str]], embed: Embedder) -> Diversity:
     """Average over questions of the mean of 1 - cos over all pairs of that question's correct responses.
 
-    `correct_responses` by question id, with an empty sequence where none is correct, so that such a question is
-    counted as excluded. Raises DataError when an embedding has the wrong shape, is not finite or is zero.
+    `correct_responses` by question id; an empty sequence counts as an excluded question. Raises DataError if an embedding
+    has the wrong shape, is not finite or is zero.
     """
     distances: list[float] = []
     for question_id in sorted(correct_responses):
@@ -59,7 +59,7 @@ def _checked(vectors: np.ndarray, num_texts: int, question_id: str) -> np.ndarra
         )
     if not np.isfinite(vectors).all() or not np.linalg.norm(vectors, axis=1).all():
         raise DataError(
-            f"diversity of {question_id}: an embedding is zero or not finite, so it has no direction; "
+            f"diversity of {question_id}: an embedding is zero or not finite and has no direction; "
             "fix the embedding function"
         )
     return vectors

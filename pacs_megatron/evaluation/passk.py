@@ -8,19 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pacs_megatron.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProblemCounts:
-    """What was sampled for one problem."""
-
-    problem_id: str
-    num_samples: int
-    """n: responses that the verifier judged"""
-    num_correct: int
-    """c of those n"""
-    num_unjudged: int = 0
-    """responses that it could not judge: in neither number, reported beside the result"""
+from pacs_megatron.rollout.problem_counts import ProblemCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +17,7 @@ class PassAtK:
 
     k: int
     mean: float | None
-    """over `num_problems` problems; None when there is none"""
+    """over `num_problems` problems; None if there are none"""
     standard_error: float | None
     """of the mean, over problems; None below two problems"""
     num_problems: int
@@ -38,10 +26,10 @@ class PassAtK:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k): the chance that at least one of k responses, drawn from the n, is correct.
+    """1 - C(n - c, k) / C(n, k): the probability that at least one of k responses, drawn from the n, is correct.
 
-    Computed as 1 - prod_{i = n - c + 1}^{n} (1 - k / i): no large number appears. Raises ConfigError for k > n,
-    ValueError for counts that cannot be.
+    Computed as 1 - prod_{i = n - c + 1}^{n} (1 - k / i), without large numbers. Raises ConfigError for k > n, ValueError
+    for impossible counts.
     """
     if not 0 <= num_correct <= num_samples:
         raise ValueError(f"num_correct={num_correct} is outside 0..num_samples={num_samples}")
@@ -58,10 +46,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def aggregate(problems: Iterable[ProblemCounts], k: int) -> PassAtK:
-    """The mean of pass@k over problems, its standard error (sample standard deviation / sqrt(problems)).
+    """The mean of pass@k over problems and its standard error (sample standard deviation / sqrt(problems)).
 
-    A problem left with fewer than k judged responses because the verifier failed is excluded and counted; one that
-    had fewer than k responses to begin with raises ConfigError. The result does not depend on the order of `problems`.
+    A problem with fewer than k judged responses because the verifier failed is excluded and counted. A problem with fewer
+    than k responses in all raises ConfigError. The result does not depend on the order of `problems`.
     """
     values: list[float] = []
     excluded = 0
@@ -70,7 +58,7 @@ def aggregate(problems: Iterable[ProblemCounts], k: int) -> PassAtK:
             excluded += 1
         else:
             values.append(pass_at_k(problem.num_samples, problem.num_correct, k))
-    # fsum is exact before its one rounding, so the order of arrival cannot show.
+    # fsum rounds once, so the result does not depend on the order.
     count = len(values)
     mean = math.fsum(values) / count if count else None
     error = None
@@ -81,12 +69,18 @@ def aggregate(problems: Iterable[ProblemCounts], k: int) -> PassAtK:
 
 
 def benchmark_metrics(benchmark: str, problems: Sequence[ProblemCounts], ks: Sequence[int]) -> dict[str, float | None]:
-    """Rows for `metrics.jsonl`: `eval/<benchmark>/pass@k`, `.../pass@k_se`, and the counts behind them."""
+    """Metrics of a row of `metrics.jsonl`: `eval/<benchmark>/pass@k`, `.../pass@k_se`, and the counts behind them.
+
+    `len_mean` (tokens) and `truncated_frac` are means over all responses, judged or not.
+    """
     prefix = f"eval/{benchmark}"
+    num_responses = sum(problem.num_samples + problem.num_unjudged for problem in problems)
     metrics: dict[str, float | None] = {
         f"{prefix}/num_problems": len(problems),
         f"{prefix}/num_samples": sum(problem.num_samples for problem in problems),
         f"{prefix}/num_unjudged": sum(problem.num_unjudged for problem in problems),
+        f"{prefix}/len_mean": sum(p.num_tokens for p in problems) / num_responses if num_responses else None,
+        f"{prefix}/truncated_frac": sum(p.num_truncated for p in problems) / num_responses if num_responses else None,
     }
     for k in ks:
         result = aggregate(problems, k)

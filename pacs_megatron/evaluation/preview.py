@@ -1,4 +1,4 @@
-"""`data preview`: a data set beside the reward that will judge it."""
+"""`data preview`: a data set with the reward that will judge it."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from pacs_megatron.rewards.registry import AnyReward
 def preview_with_reward(
     dataset: DatasetOptions, data: DataOptions, tokenizer: Any, reward: AnyReward | None, num_examples: int = 3
 ) -> PreviewReport:
-    """The preview; every gold answer is judged in the reward's own worker processes (none without `reward`).
+    """The preview. The reward's worker processes judge every gold answer, unless `reward` is None.
 
     Raises DataError for bad data, ConfigError for a reward that cannot be built.
     """

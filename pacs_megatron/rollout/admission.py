@@ -1,4 +1,4 @@
-"""Which judged samples are trained: labels, truncation, minimum group size; everything left out is counted."""
+"""Selection of the judged samples to train: labels, truncation, minimum group size. Dropped samples are counted."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -11,27 +11,27 @@ from pacs_megatron.contracts import Group, Sample, Stop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """Groups to train, and the counts of what was left out."""
+    """Groups to train, and counts of the dropped samples and groups."""
 
     groups: tuple[Group, ...]
     counts: dict[str, int]
 
 
 def label_sample(sample: Sample, reward: float, label: int) -> Sample:
-    """With its verdict; a response cut at the limit is label 0 whatever the verifier found."""
+    """`sample` with its verdict. A truncated response has label 0, whatever its reward."""
     return replace(sample, reward=reward, label=0 if sample.stop is Stop.LENGTH else label)
 
 
 def admit(
     groups: Sequence[Group], options: AdmissionOptions, *, min_group_size: int, stale: Collection[str] | None = None
 ) -> Admitted:
-    """Drop stale groups, unjudged and empty samples, cut ones if so configured, then groups that became too small.
+    """Drops stale groups, unjudged and empty samples, truncated ones if configured, then groups that became too small.
 
     Args:
-        groups: every sample has a reward and label, or a failure.
+        groups: every sample has a label or a failure.
         min_group_size: 2 where the objective compares siblings, else 1.
-        stale: ids of samples from weights older than the run allows; a group with one of them is dropped whole, or its
-            answers would be compared with those of another policy. None: age does not matter, and is not counted.
+        stale: ids of samples from weights older than the run allows. Their groups are dropped whole: the remaining
+            siblings would be compared with responses of another policy. None: no check and no count.
     """
     counts = {"unjudged": 0, "truncated": 0, "aborted": 0, "small_groups": 0, "one_class_groups": 0}
     if stale is not None:
@@ -61,7 +61,7 @@ def admit(
 
 
 def shuffle_labels(groups: Sequence[Group], *, seed: int, step: int) -> tuple[Group, ...]:
-    """Control experiment: the labels of all samples, permuted at random over the step."""
+    """Control experiment: permutes the labels of all samples of the step at random."""
     labels = [sample.label for group in groups for sample in group.samples]
     order = np.random.Generator(np.random.PCG64([seed, step])).permutation(len(labels))
     shuffled = iter([labels[k] for k in order])

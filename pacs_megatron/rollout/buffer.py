@@ -1,8 +1,8 @@
-"""Steps on their way: dispatched, sampled, judged, and kept until they were trained.
+"""The steps in progress: dispatched, sampled, judged, and kept until they are trained.
 
-Concurrency: the driver's main thread dispatches and asks. With SGLang one thread a work takes its samples from the
-engine's stream; the judge's thread brings verdicts. All of them change works under one lock, and `wake` tells the main
-thread. A sample counts once: its id is in `sampled` from its arrival on, and ids that are there are not asked for again.
+Concurrency: the driver's main thread dispatches steps and reads their state. With SGLang, one thread per step takes samples
+from the engine's stream; the judge's thread delivers verdicts. All threads change a step under one lock and then call
+`wake`. A sample counts once: its id is in `sampled` from its arrival on, and such ids are not requested again.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutBuffer:
-    """The works of a run; `dispatch` of the step after the last dispatched one makes the next."""
+    """The steps of a run that are dispatched and not trained."""
 
     def __init__(
         self,
@@ -35,8 +35,11 @@ class RolloutBuffer:
         wake: Callable[[], None],
         admits: Callable[[Group], bool] = lambda _group: True,
     ) -> None:
-        """`make_work(step)` takes the step's prompts from the data; `wake` and `admits` may be called from any thread.
-        `admits` says whether a whole group will be trained, for works that need not have all of theirs."""
+        """`make_rollouts(step)` takes the step's prompts from the data; it is called in the order of the steps.
+
+        `wake` and `admits` may be called from any thread. `admits`: whether a complete group will be trained; a step with
+        over-sampling ends as soon as enough groups are.
+        """
         self._admits = admits
         self._judge = judge
         self._engine = engine
@@ -46,31 +49,31 @@ class RolloutBuffer:
         self._steps: dict[int, StepRollouts] = {}
         self.sent = SentWeights()
 
-    # ------------------------------------------------------------------------------------------------------- the works
+    # ----------------------------------------------------------------------------------------------------------- steps
     def dispatch(self, first: int, last: int) -> list[StepRollouts]:
-        """The works of steps `first` to `last`, made where they are not there; `start` has them sampled."""
+        """The rollouts of steps `first` to `last`; creates missing ones. `start` requests their samples."""
         for step in range(first, last + 1):
             if step not in self._steps:
                 self._steps[step] = self._make_rollouts(step)
         return [self._steps[step] for step in range(first, last + 1)]
 
     def forget(self, trained: int) -> None:
-        """Steps up to `trained` are done with."""
+        """Removes the steps up to `trained`."""
         for step in [step for step in self._steps if step <= trained]:
             del self._steps[step]
 
     def counts(self, rollouts: StepRollouts) -> tuple[int, int]:
-        """(judged, wanted) samples."""
+        """Number of judged samples and of all samples."""
         with self._lock:
             return len(rollouts.judged), rollouts.num_wanted
 
     def missing(self, rollouts: StepRollouts) -> list[SampleRequest]:
-        """Requests that nothing was sampled for yet."""
+        """Requests without a sample."""
         with self._lock:
             return rollouts.missing
 
     def is_done(self, rollouts: StepRollouts) -> bool:
-        """Whether everything is judged. Raises what went wrong with it."""
+        """Whether every sample is judged. Raises the error of the step, if there is one."""
         with self._lock:
             if rollouts.error is not None:
                 raise rollouts.error
@@ -78,7 +81,7 @@ class RolloutBuffer:
 
     # -------------------------------------------------------------------------------------------------------- sampling
     def start(self, rollouts: StepRollouts, *, urgent: bool = False) -> None:
-        """SGLang: ask for what is missing, once; `urgent` goes before everything that waits."""
+        """SGLang: requests the missing samples, once. `urgent` requests go before all queued ones."""
         assert self._engine is not None
         if rollouts.started:
             return
@@ -99,7 +102,7 @@ class RolloutBuffer:
         self._wake()
 
     def arrived(self, rollouts: StepRollouts, samples: Iterable[Sample]) -> None:
-        """Takes samples in and has them judged. Raises RolloutError for one whose weights this run did not send."""
+        """Adds samples and submits them to the judge. Raises RolloutError for a sample from weights that were never sent."""
         for sample in samples:
             self.sent.check(sample)
             with self._lock:
@@ -111,25 +114,25 @@ class RolloutBuffer:
     def _submit(self, rollouts: StepRollouts, sample: Sample) -> None:
         assert self._judge is not None
         prompt = rollouts.by_id[sample.prompt_id]
-        self._judge.submit(sample, prompt, lambda answer: self._verdict(rollouts, answer))
+        self._judge.submit(sample, prompt, lambda verdict: self._verdict(rollouts, verdict))
 
-    def _verdict(self, rollouts: StepRollouts, answer: Sample | RewardError) -> None:
-        if isinstance(answer, RewardError):
-            self._fail(rollouts, answer)
+    def _verdict(self, rollouts: StepRollouts, verdict: Sample | RewardError) -> None:
+        if isinstance(verdict, RewardError):
+            self._fail(rollouts, verdict)
         else:
             with self._lock:
-                surplus = self._judged(rollouts, answer)
+                surplus = self._judged(rollouts, verdict)
             if surplus and self._engine is not None:
                 self._engine.cancel(surplus)
         self._wake()
 
     def _judged(self, rollouts: StepRollouts, sample: Sample) -> list[str]:
-        """Takes the verdict; returns requests in flight that are no longer needed."""
+        """Stores a judged sample. Returns the ids of requests in flight that over-sampling no longer needs."""
         if sample.id in rollouts.cancelled:
             return []
         rollouts.sampled[sample.id] = sample
         rollouts.judged.add(sample.id)
-        # The ranks of the embedded engine sample everything at once: nothing can be saved, and order is not chance.
+        # The embedded engine samples all requests at once, so there is nothing to cancel.
         if rollouts.enough is None or self._engine is None:
             return []
         group = rollouts.whole_group(sample.prompt_id)
@@ -144,13 +147,13 @@ class RolloutBuffer:
         self._wake()
 
     def drop(self, rollouts: StepRollouts) -> None:
-        """Nobody waits for it any more: what is in flight ends."""
+        """Cancels the requests in flight."""
         if self._engine is not None:
             self._engine.cancel([request.id for request in self.missing(rollouts)])
 
     # ---------------------------------------------------------------------------------------------------------- buffer
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Every work with all that was sampled for it, for a checkpoint."""
+        """Every step with all of its samples, for a checkpoint."""
         with self._lock:
             steps = [self._steps[step] for step in sorted(self._steps)]
             header, arrays = rollouts_to_message(steps)
@@ -163,7 +166,7 @@ class RolloutBuffer:
         prompts: Mapping[str, Prompt],
         requests_of: Callable[[Sequence[Prompt], int], Sequence[SampleRequest]],
     ) -> None:
-        """Continues with saved works; what was sampled but not judged is judged now."""
+        """Continues with saved steps; submits the samples without a verdict to the judge."""
         header, arrays = saved
         self.sent.load_state_dict(header["sent"])
         for rollouts in rollouts_from_message(header, arrays, prompts, requests_of):

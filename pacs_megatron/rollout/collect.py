@@ -1,7 +1,7 @@
-"""One step's samples on every rank: asks the driver, samples with the embedded engine, hands each rank its facts.
+"""A step's samples on every rank: requests to the driver, sampling with the embedded engine, distribution of the facts.
 
 Concurrency: collective. Rank 0 talks to the driver and sends decisions; the other ranks wait in `ControlChannel.receive`
-and are unblocked by GENERATE (sample your share) or by the final decision of the exchange.
+until GENERATE (sample this rank's share) or the last decision of the request.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +27,7 @@ from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays
 from pacs_megatron.rollout.driver_client import DriverClient
+from pacs_megatron.rollout.problem_counts import ProblemCounts
 from pacs_megatron.rollout.sample_arrays import (
     Message,
     requests_from_message,
@@ -38,12 +39,12 @@ _MAX_RESENDS = 5
 
 
 def _cannot_send(_trained: int) -> None:
-    raise RolloutError("the rollout servers need weights, and nothing here can send them")
+    raise RolloutError("the rollout servers need weights, but no sender of weights is set")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSamples:
-    """Admitted samples of a step. `tokens` is there on rank 0 only: the whole step's payload."""
+    """Admitted samples of a step. Only rank 0 has `tokens`, the payload of the whole step."""
 
     facts: SampleFacts
     tokens: TokenBuffers | None
@@ -52,16 +53,16 @@ class StepSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverState:
-    """What a checkpoint keeps of the driver; empty on all ranks but 0."""
+    """The driver's part of a checkpoint; empty on all ranks but 0."""
 
     order: dict[str, Any] | None
     """the position in the data"""
     buffer: Message | None
-    """samples of steps that were not trained yet"""
+    """samples of steps that are not trained yet"""
 
 
 class Rollouts:
-    """Every rank has one; only rank 0's has a driver."""
+    """One object per rank; only that of rank 0 has a driver."""
 
     def __init__(
         self,
@@ -78,10 +79,10 @@ class Rollouts:
         self._engine = engine
         self._should_stop = should_stop
         self.send_weights: Callable[[int], None] = _cannot_send
-        """sends the weights after so many steps to the rollout engine once more; collective. The loop sets it"""
+        """sends the weights after the given number of steps to the rollout engine again; collective. The loop sets it"""
 
     def collect(self, step: int) -> StepSamples:
-        """The step's samples. Raises, on every rank, what the driver raised."""
+        """The step's samples. Raises the driver's error on every rank."""
         header, arrays = self._exchange({"op": "rollout", "step": step}, trained=step - 1)
         wire, tokens = None, None
         if self._rank.rank == 0:
@@ -91,11 +92,10 @@ class Rollouts:
         facts = facts_from_arrays(broadcast_arrays(wire, src=0, group=self._rank.control))
         return StepSamples(facts=facts, tokens=tokens, metrics=dict(header["metrics"]))
 
-    def evaluate(self, step: int) -> dict[str, list[dict[str, Any]]]:
+    def evaluate(self, step: int) -> dict[str, list[ProblemCounts]]:
         """Benchmark -> counts of each problem, on every rank."""
         header, _ = self._exchange({"op": "evaluate", "step": step}, trained=step)
-        benchmarks: dict[str, list[dict[str, Any]]] = header["benchmarks"]
-        return benchmarks
+        return {name: [ProblemCounts(**counts) for counts in found] for name, found in header["benchmarks"].items()}
 
     # --------------------------------------------------------------------------------------------------------- state
     def state(self, trained: int, *, final: bool) -> DriverState:
@@ -103,71 +103,71 @@ class Rollouts:
 
         `final`: nothing is judged any more, because the run ends after this checkpoint.
         """
-        header, arrays = self._ask_alone({"op": "state", "trained": trained, "final": final}, None)
+        header, arrays = self._call({"op": "state", "trained": trained, "final": final}, None)
         if not header:
             return DriverState(order=None, buffer=None)
         works = header["buffer"]["works"]
         return DriverState(order=header["order"], buffer=(header["buffer"], arrays) if works else None)
 
     def load_state(self, saved: DriverState) -> None:
-        """Continue from what `state` gave; `saved` counts on rank 0 only. Collective; raises on every rank."""
+        """Inverse of `state`; reads `saved` on rank 0 only. Collective; raises on every rank."""
         buffer, arrays = (None, None) if saved.buffer is None else saved.buffer
-        self._ask_alone({"op": "load_state", "order": saved.order, "buffer": buffer}, arrays)
+        self._call({"op": "load_state", "order": saved.order, "buffer": buffer}, arrays)
 
-    def _ask_alone(self, question: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> Message:
+    def _call(self, request: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> Message:
         """Rank 0's request to the driver and its response; empty on the other ranks. Collective; raises on every rank."""
 
-        def ask() -> Message:
-            return ({}, {}) if self._driver is None else self._driver.ask(question, arrays)
+        def call() -> Message:
+            return ({}, {}) if self._driver is None else self._driver.call(request, arrays)
 
-        return self._channel.run_together(ask)
+        return self._channel.run_together(call)
 
     # ------------------------------------------------------------------------------------------------------ exchange
-    def _exchange(self, question: Mapping[str, Any], trained: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """The final answer to `question` on every rank (its arrays on rank 0 only).
+    def _exchange(self, request: Mapping[str, Any], trained: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """The response to `request` on every rank (its arrays on rank 0 only).
 
-        Where all servers were restarted meanwhile and wait for weights, they get those after `trained` steps again.
+        If all servers restarted meanwhile, this sends them the weights after `trained` steps and repeats the request.
         """
         for resends in range(_MAX_RESENDS + 1):
             if resends:
                 self.send_weights(trained)
-            header, arrays = self._exchange_once(question)
+            header, arrays = self._exchange_once(request)
             if header["kind"] != "stale":
                 return header, arrays
         raise RolloutError(
-            f"the rollout servers lost their weights {_MAX_RESENDS + 1} times while one question was open; see the logs in "
-            "servers/ of the run's folder"
+            f"the rollout servers lost their weights {_MAX_RESENDS + 1} times during one request; see the logs in servers/ "
+            "of the run's folder"
         )
 
-    def _exchange_once(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def _exchange_once(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         if self._rank.rank:
             return self._follow(), {}
         assert self._driver is not None
         driver = self._driver
-        header, arrays = self._ask(lambda: driver.send(question))
+        header, arrays = self._response(lambda: driver.send(request))
         while header["kind"] == "generate":
             self._channel.send(Decision(kind=DecisionKind.GENERATE, reason="sample", detail=header))
-            # Outside of `_ask`: an error in here is known to every rank already.
+            # Outside of `_response`: `_generate` raises its errors on every rank.
             samples, payload, stopped = self._generate(header, arrays)
             if stopped:
-                # Every rank knows. What is finished goes into the checkpoint.
+                # Every rank stops. The finished samples go into the checkpoint.
                 driver.reply({"op": "samples", **samples}, payload)
                 driver.abandon()
                 raise Interrupted
-            header, arrays = self._ask(partial(driver.reply, {"op": "samples", **samples}, payload))
+            header, arrays = self._response(partial(driver.reply, {"op": "samples", **samples}, payload))
         kinds = {"groups": DecisionKind.TRAIN, "stale": DecisionKind.SYNC}
         kind = kinds.get(header["kind"], DecisionKind.EVALUATE)
-        self._channel.send(Decision(kind=kind, reason=str(question["op"]), detail=header))
+        self._channel.send(Decision(kind=kind, reason=str(request["op"]), detail=header))
         return header, arrays
 
-    def _ask(self, send: Callable[[], None]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Rank 0: the driver's answer. An error is told to the waiting ranks before it is raised."""
+    def _response(self, send: Callable[[], None]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Rank 0: sends a message and returns the driver's response. The other ranks receive an error before it is raised."""
         assert self._driver is not None
         try:
             send()
             header, arrays = self._driver.receive(on_wait=self._heartbeat)
             if header["kind"] == "generate":
-                self._raise_if_asked_to_stop()  # sampling can take long, and nobody looks at signals meanwhile
+                self._raise_if_stop_requested()  # sampling may take long, and rank 0 polls no signals meanwhile
             return header, arrays
         except (PacsError, Interrupted) as error:
             self._driver.abandon()
@@ -176,12 +176,12 @@ class Rollouts:
             raise
 
     def _heartbeat(self) -> None:
-        """The other ranks are in `receive` now, and only now. A signal ends the wait: generation can take long."""
-        self._raise_if_asked_to_stop()
+        """Called while the other ranks are in `receive`. A stop request ends the wait, because generation may take long."""
+        self._raise_if_stop_requested()
         self._channel.on_heartbeat()
         self._channel.send(Decision(kind=DecisionKind.WAIT, reason="driver busy", detail={}))
 
-    def _raise_if_asked_to_stop(self) -> None:
+    def _raise_if_stop_requested(self) -> None:
         if self._should_stop():
             raise Interrupted
 
@@ -202,8 +202,11 @@ class Rollouts:
     def _generate(
         self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None
     ) -> tuple[dict[str, Any], dict[str, np.ndarray], bool]:
-        """Every rank samples its chunks; rank 0 returns all samples as one message for the driver. The last value, the
-        same on every rank: whether one was asked to stop, which then has no more than the chunks that it had finished."""
+        """Every rank samples its chunks; rank 0 returns all samples as one message for the driver.
+
+        The last value is the same on every rank: whether a rank received a stop request. Such a rank returns only the
+        chunks that it finished.
+        """
         assert self._engine is not None
         shared = broadcast_arrays(arrays, src=0, group=self._rank.control)
         requests = requests_from_message(header, shared)
@@ -225,20 +228,20 @@ class Rollouts:
         try:
             for sample in self._engine.stream(requests, self._should_stop):
                 samples.append(sample)
-                self._tell_progress(len(samples), len(requests))
+                self._report_progress(len(samples), len(requests))
         except Interrupted:
             return True
         return False
 
-    def _tell_progress(self, mine: int, total: int) -> None:
-        """The ranks are about as fast as each other."""
+    def _report_progress(self, mine: int, total: int) -> None:
+        """Assumes that the other ranks have sampled as much as this one."""
         self._channel.on_heartbeat()
         if self._driver is not None:
-            self._driver.on_progress(min(total, mine * self._rank.layout.world_size), total)
+            self._driver.on_progress(min(total, mine * self._rank.layout.world_size), total, False)
 
 
 def _header_of(arrays: Mapping[str, np.ndarray], digests: list[str], engine: EmbeddedEngine) -> dict[str, Any]:
-    """The header of another rank's samples: ids from the wire; the digest is this rank's, as the weights are."""
+    """The header of another rank's samples: its ids, and this rank's digest, because the weights are the same."""
     text = arrays["ids"].tobytes().decode()
     rows = [line.split("\t") for line in text.split("\n")] if text else []
     return {

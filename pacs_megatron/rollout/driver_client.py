@@ -1,6 +1,6 @@
-"""Rank 0's end of the driver: starts it, asks, waits with a heartbeat, ends it.
+"""Rank 0's end of the driver: starts the process, sends requests, waits with a heartbeat, ends the process.
 
-A question has a number and its answers bear it, so that what comes for a question that was abandoned is told apart.
+Every request has a number, and so do its responses: responses to an abandoned request are discarded.
 """
 
 import contextlib
@@ -27,11 +27,12 @@ class DriverClient:
     """One driver process."""
 
     def __init__(self, run_dir: Path, model_dir: Path, *, timeout_s: float, heartbeat_interval_s: float) -> None:
-        self._asked = 0
+        self._number = 0
+        """of the last request"""
         self.is_lost = False
-        """it has died or does not answer: nothing can be asked any more"""
-        self.on_progress: Callable[[int, int], None] = lambda _done, _total: None
-        """called with (finished, all) samples of the question that is outstanding"""
+        """the driver died or exceeded its timeout; further requests fail"""
+        self.on_progress: Callable[[int, int, bool], None] = lambda _done, _total, _waits_for_rewards: None
+        """called with finished samples, all samples, and whether every sample is there and only verdicts are missing"""
         self._timeout_s = timeout_s
         self._heartbeat_s = heartbeat_interval_s
         ours, theirs = socket.socketpair()
@@ -56,24 +57,24 @@ class DriverClient:
         self._connection = Connection(ours, "rollout driver", timeout_s)
 
     def send(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """A question; `reply` instead where the driver has asked back."""
-        self._asked += 1
+        """Sends a request. `reply` sends data for the open request."""
+        self._number += 1
         self.reply(header, arrays)
 
     def reply(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """What belongs to the question that is outstanding."""
-        self._connection.send({**header, "ask": self._asked}, arrays)
+        """Sends data for the open request."""
+        self._connection.send({**header, "request": self._number}, arrays)
 
     def abandon(self) -> None:
-        """Nobody waits for the outstanding question any more."""
-        with contextlib.suppress(errors.RolloutError):  # then it is lost, which the next question will tell
+        """Ends the open request without waiting for its response."""
+        with contextlib.suppress(errors.RolloutError):  # the driver is lost; the next request raises that
             self.reply({"op": "abandon"})
 
     def receive(self, on_wait: Callable[[], None] | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """The next answer; `on_wait` is called every second (or `heartbeat_interval_s`) while it is outstanding.
+        """The response to the open request. Calls `on_wait` every second (or `heartbeat_interval_s`) until it arrives.
 
-        The time limit starts anew whenever the driver reports progress. Raises the error that the driver named, or
-        RolloutError for a time-out or its death.
+        The timeout restarts with every progress report. Raises the driver's error, or RolloutError after a timeout and
+        after the death of the driver.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -81,18 +82,18 @@ class DriverClient:
                 if time.monotonic() > deadline:
                     self.is_lost = True
                     raise errors.RolloutError(
-                        f"the rollout driver has not answered for parallel.control_timeout_s={self._timeout_s:g} s; "
+                        f"no response from the rollout driver within parallel.control_timeout_s={self._timeout_s:g} s; "
                         "see logs/driver.log in the run's folder"
                     )
                 if on_wait is not None:
                     on_wait()
             header, arrays = self._receive()
-            if header["ask"] != self._asked:
-                continue  # of a question that was abandoned
+            if header["request"] != self._number:
+                continue  # an abandoned request
             if header["kind"] != "progress":
                 break
             deadline = time.monotonic() + self._timeout_s
-            self.on_progress(header["done"], header["total"])
+            self.on_progress(header["done"], header["total"], header["waits_for_rewards"])
             if on_wait is not None:
                 on_wait()
         if header["kind"] == "error":
@@ -106,17 +107,17 @@ class DriverClient:
             self.is_lost = True
             raise
 
-    def ask(
+    def call(
         self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """One question, one answer."""
+        """Sends a request and returns its response."""
         self.send(header, arrays)
         return self.receive()
 
     def close(self) -> None:
-        """End the process; safe to call at any time."""
+        """Ends the process; safe to call at any time."""
         if self._process.poll() is None:
-            with contextlib.suppress(errors.RolloutError):  # it is on its way out already
+            with contextlib.suppress(errors.RolloutError):  # it is ending already
                 self._connection.send({"op": "close"})
         self._connection.close()
         try:

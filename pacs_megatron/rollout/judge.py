@@ -1,7 +1,7 @@
-"""Samples to judged samples: the reward pool runs while sampling goes on, so verifying costs no extra time.
+"""Judges samples with the reward pool while sampling continues, so that verification costs no extra time.
 
 Concurrency: `submit` and `judge` may be called from any thread. One background thread takes the pool's verdicts and
-calls back whoever submitted; it ends with the pool, and tells everybody who still waits.
+calls the callback of each sample. It ends with the pool; pending callbacks then receive an error.
 """
 
 import itertools
@@ -22,11 +22,11 @@ from pacs_megatron.rollout.admission import label_sample
 logger = logging.getLogger(__name__)
 _WAIT_S = 3600.0
 Judged = Callable[[Sample | RewardError], None]
-"""Called in the judge's thread with the sample and its verdict, or with the error that says why there is none."""
+"""Called in the judge's thread with the judged sample, or with the reason why there is no verdict."""
 
 
 class Judge:
-    """Feeds the pool. `decode` turns response ids into the text that the verifier reads; it must be thread-safe."""
+    """Passes samples to the pool. `decode` turns response ids into the verifier's text; it must be thread-safe."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class Judge:
         self._decode = decode
         self._threshold = threshold
         self._max_failure_frac = max_failure_frac
-        self._waiting: dict[str, tuple[Sample, Judged]] = {}
-        self._again = itertools.count(1)
+        self._pending: dict[str, tuple[Sample, Judged]] = {}
+        self._repeats = itertools.count(1)
         self._lock = threading.Lock()
         self._ended: RewardError | None = None
         self._thread = threading.Thread(target=self._collect, name="judge", daemon=True)
@@ -53,19 +53,19 @@ class Judge:
         self._thread.join()
 
     def submit(self, sample: Sample, prompt: Prompt, done: Judged) -> None:
-        """Has `sample` judged; returns at once, `done` is called later. Raises RewardError when the pool has ended."""
+        """Submits `sample` and returns at once; `done` is called later. Raises RewardError if the pool has ended."""
         with self._lock:
             if self._ended is not None:
                 raise self._ended
-            # An evaluation that was given up and made anew has the same ids, some of which may still be with a worker.
-            key = sample.id if sample.id not in self._waiting else f"{sample.id}/{next(self._again)}"
-            self._waiting[key] = (sample, done)
+            # An evaluation that starts over has the same ids, and workers may still judge the first ones.
+            key = sample.id if sample.id not in self._pending else f"{sample.id}/{next(self._repeats)}"
+            self._pending[key] = (sample, done)
         self._pool.submit(key, prompt, self._decode(sample.response_ids))
 
     def judge(self, samples: Iterable[Sample], prompts: Mapping[str, Prompt]) -> list[Sample]:
-        """Every sample with reward and label, or with `failure`; in order of arrival of the samples.
+        """Every sample with reward and label, or with `failure`, in the given order.
 
-        Raises RewardError when more than the configured share could not be judged, or for a reward that is no label.
+        Raises RewardError if more than the configured share could not be judged, or if a reward is not a label.
         """
         answers: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
         order: list[str] = []
@@ -82,7 +82,7 @@ class Judge:
         return [judged[sample_id] for sample_id in order]
 
     def check(self, judged: list[Sample]) -> None:
-        """Raises RewardError when more than the configured share of these samples could not be judged."""
+        """Raises RewardError if more than the configured share of these samples could not be judged."""
         failures = [s.failure for s in judged if s.failure is not None]
         check_failures(failures, len(judged), self._max_failure_frac)
 
@@ -96,15 +96,15 @@ class Judge:
                 return
             if verdict is not None:
                 with self._lock:
-                    sample, done = self._waiting.pop(verdict.key)
+                    sample, done = self._pending.pop(verdict.key)
                 done(self._apply(sample, verdict))
 
     def _end(self, error: RewardError) -> None:
         with self._lock:
             self._ended = error
-            waiting = list(self._waiting.values())
-            self._waiting.clear()
-        for _, done in waiting:
+            pending = list(self._pending.values())
+            self._pending.clear()
+        for _, done in pending:
             done(error)
 
     def _apply(self, sample: Sample, verdict: Verdict) -> Sample | RewardError:

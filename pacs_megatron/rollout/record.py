@@ -1,8 +1,8 @@
-"""`rollouts/step_000012.safetensors`: the samples of a step bit for bit, enough to train the step again from them.
+"""`rollouts/step_000012.safetensors`: the samples of a step, bit for bit; a run can train the step again from them.
 
-int32 token ids, float32 log-probs, why each response ended, and its spans with version and digest of their weights
-(`sample_arrays`), with the sample ids beside. A sample's seed follows from its id and the run's seed (`seeds`). Eight bytes
-a token: `logging.save_tokens` asks for it.
+int32 token ids, float32 log-probs, the reason of each response's end, and its spans with version and digest of their
+weights (`sample_arrays`), with the sample ids in the metadata. A sample's seed follows from its id and the run's seed
+(`seeds`). Eight bytes per token; written with `logging.save_tokens`.
 """
 
 import json
@@ -26,7 +26,7 @@ def write_record(path: Path, samples: Sequence[Sample]) -> None:
 
 
 def read_record(path: Path) -> list[Sample]:
-    """What `write_record` was given. Raises DataError for a file that is something else."""
+    """Inverse of `write_record`. Raises DataError for any other file."""
     from safetensors import SafetensorError, safe_open
 
     try:

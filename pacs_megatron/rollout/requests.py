@@ -1,4 +1,4 @@
-"""What to ask a rollout engine for: one request for each sample, with its id and seed."""
+"""Sample requests for a rollout engine: one for each sample, with its id and seed."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -34,7 +34,7 @@ def sample_requests(
 
 
 def sampling_params(options: SamplingOptions) -> SamplingParams:
-    """The contract's parameters of the configured ones."""
+    """The configured sampling options as the contract's parameters."""
     return SamplingParams(
         temperature=options.temperature,
         top_p=options.top_p,

@@ -1,4 +1,8 @@
-"""Requests and samples as flat arrays, for the way between driver and ranks."""
+"""Requests and samples as flat arrays, for messages between driver and ranks, checkpoints and records.
+
+A msgpack encoder would need the same conversion: samples are objects with arrays of different lengths, and one array per
+sample costs more than its tokens.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -19,7 +23,7 @@ def _flat(parts: Sequence[np.ndarray], dtype: type) -> tuple[np.ndarray, np.ndar
 
 
 def requests_to_message(prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> Message:
-    """All requests share their sampling parameters; each names one of `prompts`."""
+    """`requests` share their sampling parameters and belong to `prompts`."""
     number = {prompt.id: k for k, prompt in enumerate(prompts)}
     token_ids, offsets = _flat([prompt.token_ids for prompt in prompts], np.int32)
     params = requests[0].params
@@ -60,7 +64,7 @@ def requests_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.nda
 
 
 def samples_to_message(samples: Sequence[Sample]) -> Message:
-    """Token ids, log-probs and provenance; rewards do not travel this way."""
+    """Token ids, log-probs and weight versions, without rewards and labels."""
     token_ids, offsets = _flat([s.token_ids for s in samples], np.int32)
     logprobs, logprob_offsets = _flat([s.sampler_logprobs for s in samples], np.float32)
     spans = [span for s in samples for span in s.spans]

@@ -1,7 +1,7 @@
-"""How old the weights are that a sample came from, and which weights this run knows at all.
+"""Staleness of samples, and the weights that this run has sent.
 
-With the weights of step s (after s steps were trained), step t may be sampled when t <= s + 1 + rollout.max_staleness.
-The lag of a sample of step t is (t - 1) - s for the oldest of its spans; synchronous training has lag 0 everywhere.
+With the weights after s trained steps, step t may be sampled if t <= s + 1 + rollout.max_staleness. The staleness of a
+sample of step t is (t - 1) - s for the oldest of its spans. It is 0 in synchronous training.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,17 +11,17 @@ from pacs_megatron.errors import RolloutError
 
 
 class SentWeights:
-    """Digest -> number of trained steps of the weights that this run has sent. Equal weights count as the newest."""
+    """Maps the digest of sent weights to their number of trained steps. Equal weights count as the newest."""
 
     def __init__(self) -> None:
         self._step_of: dict[str, int] = {}
 
     def add(self, digest: str, step: int) -> None:
-        """The rollout engine now holds the weights after `step`."""
+        """The rollout engine has the weights after `step`."""
         self._step_of[digest] = step
 
     def check(self, sample: Sample) -> None:
-        """Raises RolloutError for a sample from weights that this run never sent."""
+        """Raises RolloutError for a sample from weights that this run has not sent."""
         unknown = {span.digest for span in sample.spans} - self._step_of.keys()
         if unknown:
             raise RolloutError(
@@ -30,11 +30,11 @@ class SentWeights:
             )
 
     def staleness(self, sample: Sample, step: int) -> int:
-        """Trained steps between the oldest weights of a sample and the start of `step`, for which it is used."""
+        """Trained steps between the oldest weights of a sample and the start of `step`, which trains it."""
         return step - 1 - min((self._step_of[span.digest] for span in sample.spans), default=step - 1)
 
     def state_dict(self, samples: Iterable[Sample]) -> dict[str, int]:
-        """What these samples refer to."""
+        """The weights that these samples come from."""
         used = {span.digest for sample in samples for span in sample.spans}
         return {digest: step for digest, step in self._step_of.items() if digest in used}
 
@@ -43,7 +43,7 @@ class SentWeights:
 
 
 def staleness_metrics(samples: Iterable[Sample], staleness: Iterable[int]) -> dict[str, float]:
-    """`staleness/mean`, `staleness/max` in steps, and the share of samples whose tokens come from several versions."""
+    """`staleness/mean` and `staleness/max` in steps, and the share of samples with several weight versions."""
     pairs = list(zip(samples, staleness, strict=True))
     if not pairs:
         return {}

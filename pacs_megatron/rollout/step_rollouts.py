@@ -1,4 +1,4 @@
-"""The samples of one dispatched step, finished or not, and the file form in which a checkpoint keeps them."""
+"""The samples of one dispatched step, finished or not, and their form in a checkpoint."""
 
 import math
 import time
@@ -15,29 +15,29 @@ from pacs_megatron.rollout.sample_arrays import Message, samples_from_message, s
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepRollouts:
-    """A step (or an evaluation) from its dispatch until it was trained. The owner's lock guards it."""
+    """A step or an evaluation, from its dispatch to its training. The owner's lock guards it."""
 
     step: int
     prompts: tuple[Prompt, ...]
     requests: tuple[SampleRequest, ...]
-    """none where nothing is sampled: demonstrations"""
+    """empty for demonstrations"""
     is_train: bool = True
     """False: an evaluation after `step`"""
     epoch: int = 0
     """of the data order when the prompts were taken"""
     sampled: dict[str, Sample] = field(default_factory=dict)
-    """by id, in order of arrival; with its verdict once that is there"""
+    """by id, in order of arrival; with the verdict once there is one"""
     judged: set[str] = field(default_factory=set)
     cancelled: set[str] = field(default_factory=set)
-    """requests that are no longer needed: over-sampling had enough groups without them"""
+    """requests that over-sampling does not need, because enough groups are admitted"""
     enough: int | None = None
-    """groups that suffice; None: all of them are wanted"""
+    """number of admitted groups that the step needs; None: all groups"""
     is_returned: bool = False
-    """prompts of unfinished groups are back in the data's order"""
+    """the prompts of unfinished groups are back in the data's order"""
     num_admitted: int = 0
-    """whole groups that will be admitted, as far as judged"""
+    """complete, judged groups that will be admitted"""
     started: bool = False
-    """its requests are with the rollout engine"""
+    """the rollout engine has its requests"""
     error: PacsError | None = None
     since: float = field(default_factory=time.perf_counter)
     by_id: dict[str, Prompt] = field(init=False)
@@ -52,12 +52,12 @@ class StepRollouts:
 
     @property
     def missing(self) -> list[SampleRequest]:
-        """Requests that nothing was sampled for yet, in their order."""
+        """Requests without a sample, in their order."""
         return [r for r in self.requests if r.id not in self.sampled and r.id not in self.cancelled]
 
     @property
     def num_wanted(self) -> int:
-        """Samples that will be there in the end."""
+        """Number of samples at completion."""
         return len(self.requests) - len(self.cancelled)
 
     @property
@@ -66,12 +66,11 @@ class StepRollouts:
 
     @property
     def unfinished(self) -> list[str]:
-        """Ids of prompts with a cancelled request: their groups are not whole and will not be."""
+        """Ids of prompts with a cancelled request: their groups stay incomplete."""
         return list(dict.fromkeys(r.prompt_id for r in self.requests if r.id in self.cancelled))
 
     def groups(self) -> list[Group]:
-        """Judged samples by prompt, in the order of the prompts, whole groups only; siblings in the order of their
-        number."""
+        """Complete judged groups in the order of the prompts; siblings in the order of their number."""
         members: dict[str, list[Sample]] = {prompt.id: [] for prompt in self.prompts}
         for sample_id in self.judged:
             members[self.sampled[sample_id].prompt_id].append(self.sampled[sample_id])
@@ -79,20 +78,20 @@ class StepRollouts:
         return [_group(prompt_id, found) for prompt_id, found in members.items() if prompt_id not in cut]
 
     def whole_group(self, prompt_id: str) -> Group | None:
-        """The group of a prompt once all of it is judged."""
+        """The group of a prompt, or None if a sample of it is not judged yet."""
         ids = self._ids_of[prompt_id]
         if not self.judged.issuperset(ids):
             return None
         return _group(prompt_id, [self.sampled[sample_id] for sample_id in ids])
 
     def cancel_rest(self) -> list[str]:
-        """Gives up what is not judged yet; returns the ids of what is with the rollout engine still."""
+        """Cancels every request that is not judged. Returns the ids of those in flight."""
         in_flight = [request.id for request in self.missing]
         self.cancelled = {request.id for request in self.requests if request.id not in self.judged}
         return in_flight
 
     def in_order(self) -> list[Sample]:
-        """Judged samples in the order of the requests, whatever order they came in."""
+        """Judged samples in the order of the requests, whatever their order of arrival."""
         order = [request.id for request in self.requests] if self.requests else list(self.sampled)
         return [self.sampled[sample_id] for sample_id in order if sample_id in self.judged]
 
@@ -106,7 +105,7 @@ def _number_of(sample_id: str) -> int:
 
 
 def rollouts_to_message(steps: Sequence[StepRollouts]) -> Message:
-    """All that was sampled, judged or not. Inverse of `works_from_message`."""
+    """All samples, judged or not. Inverse of `rollouts_from_message`."""
     samples = [sample for rollouts in steps for sample in rollouts.sampled.values()]
     header, arrays = samples_to_message(samples)
     header["works"] = [
@@ -132,7 +131,7 @@ def rollouts_from_message(
     prompts: Mapping[str, Prompt],
     requests_of: Callable[[Sequence[Prompt], int], Sequence[SampleRequest]],
 ) -> list[StepRollouts]:
-    """Works as they were saved; a sample that could not be judged then is to be judged again.
+    """Saved steps. A sample whose verifier failed is unjudged and will be judged again.
 
     Raises CheckpointError for a prompt that the data no longer has.
     """
@@ -140,10 +139,10 @@ def rollouts_from_message(
     verdicts = list(zip(samples, arrays["rewards"].tolist(), arrays["labels"].tolist(), strict=True))
     steps, start = [], 0
     for saved in header["works"]:
-        gone = [prompt_id for prompt_id in saved["prompts"] if prompt_id not in prompts]
-        if gone:
+        missing = [prompt_id for prompt_id in saved["prompts"] if prompt_id not in prompts]
+        if missing:
             raise CheckpointError(
-                f"the checkpoint's rollout buffer has samples of prompt {gone[0]}, which the data no longer has; use the "
+                f"the checkpoint's rollout buffer has samples of prompt {missing[0]}, which the data no longer has; use the "
                 "same data, or start a new run"
             )
         own = tuple(prompts[prompt_id] for prompt_id in saved["prompts"])

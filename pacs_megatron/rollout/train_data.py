@@ -1,4 +1,4 @@
-"""What the driver asks for: training prompts in their order, requests for them, or the data's own solutions."""
+"""Training prompts in their order, sample requests for them, or the data's own solutions as samples."""
 
 import logging
 import math
@@ -11,7 +11,7 @@ import numpy as np
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Prompt, Sample, SampleRequest, Span, Stop
 from pacs_megatron.data import PromptOrder, load_prompts, stop_token_ids
-from pacs_megatron.data.prompts import PromptSet
+from pacs_megatron.data.prompts import PromptSet, as_plain_text, tokenize
 from pacs_megatron.errors import DataError
 from pacs_megatron.rollout.requests import sample_requests
 from pacs_megatron.rollout.step_rollouts import StepRollouts
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class TrainData:
-    """Prompts of the training set and how far the run is in them."""
+    """Prompts of the training set, and the run's position in them."""
 
     def __init__(self, config: RunConfig, model_dir: Path, tokenizer: Any) -> None:
-        """Raises DataError for data that cannot be read or has nothing to train on."""
+        """Raises DataError if the data cannot be read or contain nothing to train on."""
         self._config = config
         self._tokenizer = tokenizer
         self._demonstrations: dict[str, np.ndarray] = {}
@@ -53,26 +53,26 @@ class TrainData:
         self.order = PromptOrder(len(self.prompts), config.run.seed, config.data.shuffle)
 
     def take(self, step: int) -> StepRollouts:
-        """The work of `step` with the next prompts; with demonstrations everything is in it already."""
+        """The rollouts of `step` for the next prompts; demonstrations are complete at once."""
         config = self._config
         wanted = config.batch.prompts_per_step
         indices = self.order.take(math.ceil(wanted * config.admission.oversample))
         prompts = tuple(self.prompts[k] for k in indices)
-        work = StepRollouts(
+        rollouts = StepRollouts(
             step=step, prompts=prompts, requests=tuple(self.requests(prompts, step)), epoch=self.order.epoch
         )
-        work.enough = wanted if len(prompts) > wanted else None
+        rollouts.enough = wanted if len(prompts) > wanted else None
         if self._demonstrations:
-            work.sampled = {sample.id: sample for sample in self._demonstrated(prompts, step)}
-            work.judged = set(work.sampled)
-        return work
+            rollouts.sampled = {sample.id: sample for sample in self._demonstrated(prompts, step)}
+            rollouts.judged = set(rollouts.sampled)
+        return rollouts
 
     def put_back(self, prompt_ids: Sequence[str]) -> None:
-        """Their groups were cut short: they come first in the next work."""
+        """Returns the prompts of incomplete groups; they come first in the next step."""
         self.order.put_back([self._number_of[prompt_id] for prompt_id in prompt_ids])
 
     def requests(self, prompts: Sequence[Prompt], step: int) -> list[SampleRequest]:
-        """One for each sample of a group; none for demonstrations."""
+        """One request for each sample of a group; none for demonstrations."""
         config = self._config
         if not config.rollout.is_sampled:
             return []
@@ -86,7 +86,10 @@ class TrainData:
         )
 
     def _encode(self, loaded: PromptSet, limit: int, model_dir: Path) -> dict[str, np.ndarray]:
-        """Prompt id -> int32 response ids, ended by the end-of-sequence token; over-long ones are left out."""
+        """Prompt id -> int32 response ids with the end-of-sequence token; over-long solutions are dropped.
+
+        Special tokens in a solution stay text, as in a problem.
+        """
         end = self._tokenizer.eos_token_id
         if end is None:
             end = stop_token_ids(self._tokenizer, str(model_dir))[0]
@@ -97,7 +100,7 @@ class TrainData:
                     f"{self._config.data.train.path}: prompt {prompt.id} has no solution to learn from; name the column "
                     "with data.train.columns.solution"
                 )
-            ids = self._tokenizer(prompt.solution, add_special_tokens=False)["input_ids"]
+            [ids] = tokenize([as_plain_text(prompt.solution, self._tokenizer)], self._tokenizer)
             if len(ids) < limit:
                 found[prompt.id] = np.array([*ids, end], dtype=np.int32)
         return found

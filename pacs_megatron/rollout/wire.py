@@ -21,8 +21,7 @@ _ON_WAIT_S = 1.0
 
 
 class Connection:
-    """One end of a stream socket. With `timeout_s` an end that stops in the middle of a message counts as gone after so
-    long; waiting for the first byte of one is `poll`'s business."""
+    """One end of a stream socket. `timeout_s` limits a pause in the middle of a message; `poll` waits for its first byte."""
 
     def __init__(self, sock: socket.socket, peer: str, timeout_s: float | None = None) -> None:
         self._sock = sock
@@ -35,7 +34,7 @@ class Connection:
         arrays: Mapping[str, np.ndarray] | None = None,
         on_wait: Callable[[], None] | None = None,
     ) -> None:
-        """Calls `on_wait` every second while the other end reads nothing. Raises RolloutError when it has ended."""
+        """Calls `on_wait` every second while the peer reads nothing. Raises RolloutError if it has ended."""
         head = json.dumps(header).encode()
         payload = pack_arrays(arrays) if arrays else b""
         try:
@@ -61,7 +60,7 @@ class Connection:
         return bool(ready)
 
     def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """The next message. Raises RolloutError when the other end is gone."""
+        """The next message. Raises RolloutError if the peer has ended."""
         head_size, payload_size = _PREFIX.unpack(bytes(self._read(_PREFIX.size)))
         header = json.loads(bytes(self._read(head_size)))
         if not payload_size:
@@ -86,12 +85,12 @@ class Connection:
 
     def _stuck(self) -> RolloutError:
         return RolloutError(
-            f"the {self._peer} stopped in the middle of a message for {self._sock.gettimeout():g} s; its log in the run's "
-            "folder says what it did last"
+            f"the {self._peer} stopped in the middle of a message for {self._sock.gettimeout():g} s; see its log in "
+            "the run's folder"
         )
 
     def _gone(self) -> RolloutError:
-        return RolloutError(f"the {self._peer} has ended unexpectedly; its log in the run's folder says why")
+        return RolloutError(f"the {self._peer} has ended unexpectedly; see its log in the run's folder")
 
     def close(self) -> None:
         self._sock.close()

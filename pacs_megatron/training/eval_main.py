@@ -96,7 +96,7 @@ def table(evaluation: Evaluation, ks: Sequence[int]) -> str:
                 f"{values['num_problems']:.0f}",
                 f"{values['num_samples']:.0f}",
                 *(_with_error(estimate.mean, estimate.standard_error) for estimate in estimates),
-                _number(values["response_len_mean"], ".1f"),
+                _number(values["len_mean"], ".1f"),
                 _number(values["truncated_frac"], ".1%"),
                 f"{values['num_unjudged']:.0f}",
             ]

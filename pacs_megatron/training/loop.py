@@ -11,7 +11,7 @@ from pacs_megatron.checkpoint import run_checkpoint
 from pacs_megatron.checkpoint.names import Position
 from pacs_megatron.contracts import Interrupted
 from pacs_megatron.errors import ExitCode, RewardError, RolloutError, SyncError
-from pacs_megatron.evaluation.passk import ProblemCounts, benchmark_metrics
+from pacs_megatron.evaluation.passk import benchmark_metrics
 from pacs_megatron.observability.metrics import MetricsWriter
 from pacs_megatron.observability.progress import Progress, training_fields
 from pacs_megatron.observability.report import write_report
@@ -54,7 +54,11 @@ class Outputs:
         self._clipping = ClippingWarning()
         run.timer.on_change(self.progress.phase)
         assert run.driver is not None
-        run.driver.on_progress = lambda done, total: self.progress.samples(run.timer.phase, done, total)
+        run.driver.on_progress = self._show_samples
+
+    def _show_samples(self, done: int, total: int, waits_for_rewards: bool) -> None:
+        phase = self._run.timer.phase
+        self.progress.samples((*phase, "rewards") if waits_for_rewards else phase, done, total)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Flushes one row of metrics to disk before returning."""
@@ -147,19 +151,7 @@ def evaluate(run: RunContext, step: int) -> dict[str, float | None]:
         benchmarks = run.rollouts.evaluate(step)
     metrics: dict[str, float | None] = {}
     for name, problems in benchmarks.items():
-        counts = [
-            ProblemCounts(
-                problem_id=p["id"],
-                num_samples=p["samples"],
-                num_correct=p["correct"],
-                num_unjudged=p["unjudged"],
-            )
-            for p in problems
-        ]
-        metrics |= benchmark_metrics(name, counts, run.config.evaluation.k)
-        total = sum(p["samples"] + p["unjudged"] for p in problems)
-        metrics[f"eval/{name}/truncated_frac"] = sum(p["truncated"] for p in problems) / total
-        metrics[f"eval/{name}/len_mean"] = sum(p["tokens"] for p in problems) / total
+        metrics |= benchmark_metrics(name, problems, run.config.evaluation.k)
     return metrics
 
 

@@ -91,7 +91,7 @@ def _targets(run: RunContext) -> list[ServerSync]:
 
 def _begin_update(run: RunContext) -> list[tuple[str, int]]:
     assert run.driver is not None
-    header, _ = run.driver.ask({"op": "begin_update"})
+    header, _ = run.driver.call({"op": "begin_update"})
     return [(url, trainer_rank) for url, trainer_rank in header["servers"]]
 
 
@@ -117,4 +117,4 @@ def _empty_caches(run: RunContext) -> None:
 def _set_current(run: RunContext, step: int) -> None:
     """Rank 0: the driver accepts samples of these weights from now on."""
     if run.driver is not None:
-        run.driver.ask({"op": "set_current", "version": run.policy.version, "digest": run.digest, "trained": step})
+        run.driver.call({"op": "set_current", "version": run.policy.version, "digest": run.digest, "trained": step})

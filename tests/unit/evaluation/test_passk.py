@@ -9,7 +9,8 @@ from fractions import Fraction
 import pytest
 
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.evaluation.passk import ProblemCounts, aggregate, benchmark_metrics, pass_at_k
+from pacs_megatron.evaluation.passk import aggregate, benchmark_metrics, pass_at_k
+from pacs_megatron.rollout.problem_counts import ProblemCounts
 
 
 def exact(n: int, c: int, k: int) -> Fraction:
@@ -107,11 +108,14 @@ def test_a_problem_that_the_verifier_left_too_short_is_excluded_and_counted() ->
 
 
 def test_metrics_rows() -> None:
-    problems = [*counts([2, 6]), ProblemCounts(problem_id="c", num_samples=7, num_correct=0, num_unjudged=1)]
+    c = ProblemCounts(problem_id="c", num_samples=7, num_correct=0, num_unjudged=1, num_truncated=6, num_tokens=240)
+    problems = [*counts([2, 6]), c]
     assert benchmark_metrics("toy", problems, [1, 8]) == {
         "eval/toy/num_problems": 3,
         "eval/toy/num_samples": 23,
         "eval/toy/num_unjudged": 1,
+        "eval/toy/len_mean": 10.0,
+        "eval/toy/truncated_frac": 0.25,
         "eval/toy/pass@1": pytest.approx(1 / 3),
         "eval/toy/pass@1_se": pytest.approx(statistics.stdev([0.25, 0.75, 0.0]) / math.sqrt(3)),
         "eval/toy/pass@1_num_excluded": 0,

@@ -1,4 +1,4 @@
-"""Pieces of asynchronous training: the rollout buffer, lags, the judge's threads, and answers nobody waits for."""
+"""Parts of asynchronous training: rollout buffer, staleness, the judge's threads, responses to abandoned requests."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def rollouts(step: int, first: int, count: int = 2) -> StepRollouts:
 
 
 # ---------------------------------------------------------------------------------------------------------------- lags
-def test_lag_counts_steps_from_the_oldest_weights() -> None:
+def test_staleness_counts_steps_from_the_oldest_weights() -> None:
     sent = SentWeights()
     for step, digest in enumerate(["a", "b", "c"]):
         sent.add(digest, step)
@@ -76,7 +76,7 @@ def test_lag_counts_steps_from_the_oldest_weights() -> None:
     with pytest.raises(RolloutError, match="never sent"):
         sent.check(sample(request, "a", "x"))
     assert sent.state_dict([sample(request, "a", "c")]) == {"a": 0, "c": 2}
-    sent.add("a", 3)  # equal weights again: no reason to call them old
+    sent.add("a", 3)  # equal weights again: they count as new
     assert sent.staleness(sample(request, "a"), 4) == 0
     mixed, plain = sample(request, "a", "c"), sample(request, "c")
     metrics = staleness_metrics([mixed, plain], [3, 1])
@@ -117,7 +117,7 @@ def test_the_buffer_keeps_every_sample_and_every_verdict(states: list[str]) -> N
         assert (theirs.step, theirs.epoch) == (mine.step, mine.epoch)
         assert [p.id for p in theirs.prompts] == [p.id for p in mine.prompts]
         assert list(theirs.sampled) == list(mine.sampled)
-        # A sample that the verifier failed on is to be judged again.
+        # A sample whose verifier failed is judged again.
         assert theirs.judged == {i for i in mine.judged if mine.sampled[i].failure is None}
         assert [r.id for r in theirs.missing] == [r.id for r in mine.missing]
         for sample_id, got in theirs.sampled.items():
@@ -130,7 +130,7 @@ def test_the_buffer_keeps_every_sample_and_every_verdict(states: list[str]) -> N
             rollouts_from_message(header, arrays, {k: v for k, v in prompts.items() if k != "d/3"}, requests_of)
 
 
-def test_what_was_given_up_stays_given_up_over_a_checkpoint() -> None:
+def test_cancelled_requests_stay_cancelled_in_a_checkpoint() -> None:
     one = rollouts(3, 0)
     one.enough = 1
     for request in one.requests[:3]:
@@ -160,7 +160,7 @@ def judge(tmp_path: Path) -> Iterator[Judge]:
         yield Judge(pool, lambda ids: texts[len(ids) + 3], threshold=None, max_failure_frac=0.5)
 
 
-def test_streams_are_judged_side_by_side_and_do_not_take_each_others_verdicts(judge: Judge) -> None:
+def test_concurrent_streams_receive_their_own_verdicts(judge: Judge) -> None:
     prompts = {f"d/{k}": prompt(k) for k in range(40)}
     found: dict[int, list[Sample]] = {}
 
@@ -179,7 +179,7 @@ def test_streams_are_judged_side_by_side_and_do_not_take_each_others_verdicts(ju
         assert [s.label for s in found[step]] == [1, 0] * 40
 
 
-def test_the_same_sample_may_be_judged_again_while_it_still_is(judge: Judge) -> None:
+def test_a_sample_may_be_submitted_again_before_its_verdict(judge: Judge) -> None:
     [request] = requests_of([prompt(0)], 1)[:1]
     answers: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
     for _ in range(20):
@@ -208,54 +208,54 @@ def test_a_closed_judge_has_delivered_every_verdict_and_starts_no_other(tmp_path
     assert calls.stat().st_size == 4
 
 
-def test_a_reward_that_is_no_label_is_an_error_of_that_work_alone(judge: Judge) -> None:
+def test_a_reward_that_is_no_label_fails_its_step_only(judge: Judge) -> None:
     woken = threading.Event()
-    pipeline = RolloutBuffer(judge, None, lambda step: rollouts(step, step), woken.set)
-    pipeline.sent.add("a", 0)
-    bad, good = pipeline.dispatch(1, 2)
-    pipeline.arrived(bad, [sample(bad.requests[0], "a", "a", "a")])
-    pipeline.arrived(good, [sample(request, "a") for request in good.requests])
+    buffer = RolloutBuffer(judge, None, lambda step: rollouts(step, step), woken.set)
+    buffer.sent.add("a", 0)
+    bad, good = buffer.dispatch(1, 2)
+    buffer.arrived(bad, [sample(bad.requests[0], "a", "a", "a")])
+    buffer.arrived(good, [sample(request, "a") for request in good.requests])
     with pytest.raises(RewardError, match="expected 0 or 1"):
-        while not pipeline.is_done(bad):
+        while not buffer.is_done(bad):
             assert woken.wait(600)
             woken.clear()
-    while not pipeline.is_done(good):
+    while not buffer.is_done(good):
         assert woken.wait(600)
         woken.clear()
     assert [s.label for s in good.in_order()] == [1] * 4
     with pytest.raises(RolloutError, match="never sent"):
-        pipeline.arrived(good, [sample(good.requests[0], "unknown")])
-    pipeline.forget(1)
-    assert [w["step"] for w in pipeline.state()[0]["works"]] == [2]
+        buffer.arrived(good, [sample(good.requests[0], "unknown")])
+    buffer.forget(1)
+    assert [w["step"] for w in buffer.state()[0]["works"]] == [2]
 
 
 def test_a_sample_that_comes_twice_counts_once(judge: Judge) -> None:
-    pipeline = RolloutBuffer(judge, None, lambda step: rollouts(step, step), lambda: None)
-    pipeline.sent.add("a", 0)
-    [one] = pipeline.dispatch(1, 1)
+    buffer = RolloutBuffer(judge, None, lambda step: rollouts(step, step), lambda: None)
+    buffer.sent.add("a", 0)
+    [one] = buffer.dispatch(1, 1)
     for _ in range(2):
-        pipeline.arrived(one, [sample(one.requests[0], "a")])
-    assert len(one.sampled) == 1 and len(pipeline.missing(one)) == 3
+        buffer.arrived(one, [sample(one.requests[0], "a")])
+    assert len(one.sampled) == 1 and len(buffer.missing(one)) == 3
 
 
 # -------------------------------------------------------------------------------------------------------------- driver
-def test_answers_to_abandoned_questions_are_not_taken_for_others(tmp_path: Path) -> None:
+def test_responses_to_abandoned_requests_are_discarded(tmp_path: Path) -> None:
     client = DriverClient(tmp_path, tmp_path, timeout_s=600.0, heartbeat_interval_s=1.0)
     client._process.kill()
     client._connection.close()
     ours, theirs = socket.socketpair()
     client._connection, driver = Connection(ours, "rollout driver"), Connection(theirs, "trainer")
-    told: list[tuple[int, int]] = []
-    client.on_progress = lambda done, total: told.append((done, total))
+    reported: list[tuple[int, int, bool]] = []
+    client.on_progress = lambda *counts: reported.append(counts)
     client.send({"op": "rollout", "step": 1})
     client.abandon()
-    driver.send({"kind": "groups", "ask": 1})  # it was on its way
-    driver.send({"kind": "progress", "ask": 2, "done": 3, "total": 8})
-    driver.send({"kind": "state", "ask": 2, "order": {}})
-    assert client.ask({"op": "state", "trained": 0, "final": False})[0]["kind"] == "state"
-    assert told == [(3, 8)]
-    asked = [driver.receive()[0] for _ in range(3)]
-    assert [(q["op"], q["ask"]) for q in asked] == [("rollout", 1), ("abandon", 1), ("state", 2)]
+    driver.send({"kind": "groups", "request": 1})  # already in flight
+    driver.send({"kind": "progress", "request": 2, "done": 3, "total": 8, "waits_for_rewards": True})
+    driver.send({"kind": "state", "request": 2, "order": {}})
+    assert client.call({"op": "state", "trained": 0, "final": False})[0]["kind"] == "state"
+    assert reported == [(3, 8, True)]
+    requests = [driver.receive()[0] for _ in range(3)]
+    assert [(r["op"], r["request"]) for r in requests] == [("rollout", 1), ("abandon", 1), ("state", 2)]
     driver.close()
     assert not client.is_lost
     with pytest.raises(RolloutError, match="ended unexpectedly"):

@@ -1,4 +1,4 @@
-"""The exchange between ranks and driver where servers lose their weights again and again: real ranks, a scripted driver."""
+"""Requests of the ranks to a driver whose servers lose their weights repeatedly: real ranks, a scripted driver."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def connected(folder: str) -> tuple[DriverClient, Connection]:
     return client, Connection(theirs, "trainer")
 
 
-def evaluate(rank: int, world: int, stale_answers: int) -> tuple[list[int], Any, list[str]]:
-    """(weights sent, by the steps they were of; the answer or the error; questions that the driver saw)"""
+def evaluate(rank: int, world: int, stale_responses: int) -> tuple[list[int], Any, list[str]]:
+    """(steps of the weights sent, the response or the error, requests that the driver received)"""
     sent: list[int] = []
-    questions: list[str] = []
+    requests: list[str] = []
 
     def serve(driver: Connection) -> None:
-        for number in range(stale_answers + 1):
-            question, _ = driver.receive()
-            questions.append(f"{question['op']} {question['step']}")
-            kind = "stale" if number < stale_answers else "evaluation"
-            driver.send({"kind": kind, "ask": question["ask"], "benchmarks": {"test": []}})
+        for number in range(stale_responses + 1):
+            request, _ = driver.receive()
+            requests.append(f"{request['op']} {request['step']}")
+            kind = "stale" if number < stale_responses else "evaluation"
+            driver.send({"kind": kind, "request": request["request"], "benchmarks": {"test": []}})
             if number == MOST_RESENDS:
                 return
 
@@ -62,17 +62,17 @@ def evaluate(rank: int, world: int, stale_answers: int) -> tuple[list[int], Any,
             thread.join()
             driver.close()
             client.close()
-    return sent, result, questions
+    return sent, result, requests
 
 
-@pytest.mark.parametrize("stale_answers", [0, 1, MOST_RESENDS, MOST_RESENDS + 1])
-def test_weights_are_sent_again_a_bounded_number_of_times(stale_answers: int) -> None:
-    results = run_ranks(lambda rank, world: evaluate(rank, world, stale_answers), 2)
-    for rank, (sent, result, questions) in enumerate(results):
-        assert sent == [7] * min(stale_answers, MOST_RESENDS)
-        if stale_answers > MOST_RESENDS:
+@pytest.mark.parametrize("stale_responses", [0, 1, MOST_RESENDS, MOST_RESENDS + 1])
+def test_weights_are_sent_again_a_bounded_number_of_times(stale_responses: int) -> None:
+    results = run_ranks(lambda rank, world: evaluate(rank, world, stale_responses), 2)
+    for rank, (sent, result, requests) in enumerate(results):
+        assert sent == [7] * min(stale_responses, MOST_RESENDS)
+        if stale_responses > MOST_RESENDS:
             assert result.startswith(f"the rollout servers lost their weights {MOST_RESENDS + 1} times")
             assert "servers/" in result and "\n" not in result
         else:
             assert result == {"test": []}
-        assert questions == (["evaluate 7"] * (len(sent) + 1) if rank == 0 else [])
+        assert requests == (["evaluate 7"] * (len(sent) + 1) if rank == 0 else [])

@@ -149,7 +149,7 @@ def test_errors_keep_their_name_and_exit_code_across_processes() -> None:
 def test_a_driver_that_dies_is_named_with_its_log(tmp_path: Path) -> None:
     client = DriverClient(tmp_path, tmp_path, timeout_s=600.0, heartbeat_interval_s=1.0)
     os.kill(client._process.pid, signal.SIGKILL)
-    with pytest.raises(RolloutError, match="driver has ended unexpectedly; its log"):
+    with pytest.raises(RolloutError, match="driver has ended unexpectedly; see its log"):
         client.receive()
     client.close()
     assert (tmp_path / "logs" / "driver.log").is_file()

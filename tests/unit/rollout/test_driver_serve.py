@@ -1,4 +1,4 @@
-"""The order in which the driver does what rank 0 waits for and what can wait: a real driver, its socket, a light server."""
+"""The order of the driver's responses, requests and file writes: a real driver, its socket, a light server."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from pacs_megatron.config import load_config
 from pacs_megatron.observability.rollout_log import rollout_path, write_rollouts
 from pacs_megatron.rollout import driver as driver_module
+from pacs_megatron.rollout import step_results
 from pacs_megatron.rollout.driver import Driver
 from pacs_megatron.rollout.step_rollouts import StepRollouts
 from pacs_megatron.rollout.wire import Connection
@@ -27,7 +28,7 @@ WAIT_S = 600.0
 
 
 class Trainer:
-    """Rank 0's end of the socket, and what the driver did in which order."""
+    """Rank 0's end of the socket, and the driver's actions in their order."""
 
     def __init__(self, folder: Path, server: ReplaySglang) -> None:
         model = make_tiny_qwen3(folder / "model", num_hidden_layers=1, vocab_size=262)
@@ -38,7 +39,7 @@ class Trainer:
         self.events: list[str] = []
         self._server = server
         self._connection = Connection(ours, "driver")
-        self._asked = 0
+        self._number = 0
         self._other_end = Connection(theirs, "trainer")
         self.driver = Driver(config, folder, model, self._other_end)
         self._record()
@@ -57,15 +58,15 @@ class Trainer:
 
         def record_send(header: Any, arrays: Any = None) -> None:
             if header["kind"] != "progress":
-                self.events.append(f"answer {header['kind']}")
+                self.events.append(f"response {header['kind']}")
             send(header, arrays)
 
         self.driver._buffer.start = record_start  # type: ignore[method-assign]
         self._other_end.send = record_send  # type: ignore[method-assign]
 
-    def ask(self, **question: Any) -> None:
-        self._asked += 1
-        self._connection.send({**question, "ask": self._asked})
+    def send(self, **request: Any) -> None:
+        self._number += 1
+        self._connection.send({**request, "request": self._number})
 
     def next(self) -> dict[str, Any]:
         while True:
@@ -76,10 +77,10 @@ class Trainer:
 
     def send_weights(self, trained: int) -> None:
         weights = WeightVersion(trained, f"weights{trained}")
-        self.ask(op="begin_update")
+        self.send(op="begin_update")
         assert self.next()["kind"] == "updating"
         self._server.weight_version = str(weights)
-        self.ask(op="set_current", version=weights.version, digest=weights.digest, trained=trained)
+        self.send(op="set_current", version=weights.version, digest=weights.digest, trained=trained)
         assert self.next()["kind"] == "current"
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -106,36 +107,36 @@ def trainer(folder: Path) -> Iterator[tuple[Trainer, ReplaySglang]]:
             one.close()
 
 
-def test_a_finished_step_is_answered_before_later_ones_are_asked_for(
+def test_a_finished_step_goes_out_before_requests_for_later_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with trainer(tmp_path) as (one, server):
-        # Long, so that only the answer can end the wait.
-        monkeypatch.setattr(driver_module, "_ANSWER_FIRST_S", WAIT_S)
+        # So long that only the response ends the delay.
+        monkeypatch.setattr(driver_module, "_START_DELAY_S", WAIT_S)
         one.send_weights(0)
-        one.ask(op="rollout", step=1)
+        one.send(op="rollout", step=1)
         assert one.next()["kind"] == "groups"
-        # Step 1 was not ready when it was asked for, so nothing waits for its answer.
-        assert one.events[2:] == ["start 1", "start 2", "answer groups"]
+        # Step 1 was not finished at its request, so later steps start at once.
+        assert one.events[2:] == ["start 1", "start 2", "response groups"]
         ahead = one.driver._buffer.dispatch(2, 2)[0]
         one.until(lambda: one.driver._buffer.is_done(ahead))
         one.events.clear()
         one.send_weights(1)
-        one.ask(op="rollout", step=2)
+        one.send(op="rollout", step=2)
         assert one.next()["kind"] == "groups"
         one.until(lambda: "start 3" in one.events)
-        assert one.events == ["answer updating", "answer current", "answer groups", "start 3"]
+        assert one.events == ["response updating", "response current", "response groups", "start 3"]
         one.until(lambda: any(rid.startswith("3:") for rid in server.asked))
 
 
-def test_without_a_question_the_servers_get_work_soon(tmp_path: Path) -> None:
+def test_servers_receive_later_steps_without_a_request_of_rank_0(tmp_path: Path) -> None:
     with trainer(tmp_path) as (one, server):
         one.send_weights(0)
         one.until(lambda: {rid.partition(":")[0] for rid in server.asked} == {"1", "2"})
-        assert one.events == ["answer updating", "answer current", "start 1", "start 2"]
+        assert one.events == ["response updating", "response current", "start 1", "start 2"]
 
 
-def test_rollouts_are_written_after_their_answer_and_before_the_next_one(
+def test_rollouts_are_written_between_their_response_and_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write = threading.Event()
@@ -145,15 +146,15 @@ def test_rollouts_are_written_after_their_answer_and_before_the_next_one(
         write_rollouts(path, *rest)
         one.events.append(f"write {path.stem}")
 
-    monkeypatch.setattr(driver_module, "write_rollouts", record_write)
+    monkeypatch.setattr(step_results, "write_rollouts", record_write)
     with trainer(tmp_path) as (one, _server):
         one.send_weights(0)
-        one.ask(op="rollout", step=1)
+        one.send(op="rollout", step=1)
         assert one.next()["kind"] == "groups"
         path = rollout_path(tmp_path, 1)
         assert not path.exists()
-        one.ask(op="state", trained=0, final=False)
+        one.send(op="state", trained=0, final=False)
         may_write.set()
         assert one.next()["kind"] == "state"
         assert path.read_bytes().count(b"\n") == 16
-        assert one.events[-3:] == ["answer groups", "write step_000001", "answer state"]
+        assert one.events[-3:] == ["response groups", "write step_000001", "response state"]

@@ -1,4 +1,4 @@
-"""The driver's answer to `rollout` for samples of several ages, without a model: a real driver object, no ranks."""
+"""The driver's response to `rollout` for samples of several versions: a real driver object, no ranks, no sampling."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.tiny_run import write_tiny_run
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_groups_from_weights_older_than_the_lag_are_not_trained(tmp_path: Path, max_staleness: int) -> None:
+def test_groups_beyond_max_staleness_are_not_trained(tmp_path: Path, max_staleness: int) -> None:
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
     config = load_config(
         write_tiny_run(tmp_path, model), ("run.steps=9", f"rollout.max_staleness={max_staleness}")
@@ -32,7 +32,7 @@ def test_groups_from_weights_older_than_the_lag_are_not_trained(tmp_path: Path, 
         [rollouts] = driver._buffer.dispatch(3, 3)
         ages = dict(zip([prompt.id for prompt in rollouts.prompts], [0, 1, 2, 2], strict=True))
         for number, request in enumerate(rollouts.requests):
-            # One token of one sibling decides over its group.
+            # One token of one sibling makes its group stale.
             made_at = ages[request.prompt_id] if number % 4 == 0 else 2
             sample = Sample(
                 id=request.id,
@@ -50,14 +50,14 @@ def test_groups_from_weights_older_than_the_lag_are_not_trained(tmp_path: Path, 
             )
             rollouts.sampled[sample.id] = sample
             rollouts.judged.add(sample.id)
-        header, arrays = driver._step_message(rollouts)
+        header, arrays = driver._results.step(rollouts, driver._buffer.sent)
     finally:
         driver.close()
         ours.close()
         theirs.close()
     metrics = header["metrics"]
     facts = facts_from_arrays({name[6:]: value for name, value in arrays.items() if name.startswith("facts.")})
-    # Weights 2 are step 3's own; a lag of 1 allows weights 1, and nothing allows weights 0.
+    # Weights 2 belong to step 3; max_staleness=1 also allows weights 1, and neither allows weights 0.
     assert metrics["admission/dropped_stale_groups"] == 2 - max_staleness
     assert facts.num_groups == 2 + max_staleness and facts.num_samples == 4 * facts.num_groups
     assert ("staleness/max" in metrics) == (max_staleness > 0)
@@ -67,7 +67,7 @@ def test_groups_from_weights_older_than_the_lag_are_not_trained(tmp_path: Path, 
 
 
 def test_over_sampling_trains_the_first_groups_that_are_admitted(tmp_path: Path) -> None:
-    """Embedded engine: everything is sampled, so the choice is by the order of the prompts, not by chance."""
+    """Embedded engine: all requests are sampled, so the order of the prompts decides which groups are trained."""
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
     path = write_tiny_run(tmp_path, model)
     config = load_config(path, ("admission={drop_one_class_groups: true, oversample: 1.75}",)).config
@@ -93,7 +93,7 @@ def test_over_sampling_trains_the_first_groups_that_are_admitted(tmp_path: Path)
             )
             rollouts.sampled[sample.id] = sample
             rollouts.judged.add(sample.id)
-        header, arrays = driver._step_message(rollouts)
+        header, arrays = driver._results.step(rollouts, driver._buffer.sent)
     finally:
         driver.close()
         ours.close()
@@ -106,8 +106,8 @@ def test_over_sampling_trains_the_first_groups_that_are_admitted(tmp_path: Path)
     assert driver._data.order.state_dict()["skipped"] == []
 
 
-def test_a_step_of_demonstrations_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """A signal between its rollout and its updates: the step is in the checkpoint, its prompts are not taken twice."""
+def test_a_step_of_demonstrations_continues_from_a_checkpoint(tmp_path: Path) -> None:
+    """A stop between rollout and update: the checkpoint has the step, and its prompts are not taken twice."""
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
     path = write_tiny_run(tmp_path, model)
     rows = [{"problem": f"{a} + 1 = ?", "answer": str(a + 1), "solution": f"it is {a + 1}"} for a in range(12)]
@@ -125,7 +125,7 @@ def test_a_step_of_demonstrations_goes_on_from_a_checkpoint(tmp_path: Path) -> N
     first, second, undisturbed = (Driver(config, tmp_path, model, Connection(ours, "trainer")) for _ in range(3))
     for step in (1, 2, 3):
         undisturbed.rollout(step, step)
-        answers.append(undisturbed._step_message(undisturbed._buffer.dispatch(step, step)[0]))
+        answers.append(undisturbed._results.step(undisturbed._buffer.dispatch(step, step)[0], undisturbed._buffer.sent))
     first.rollout(1, 1)
     first.rollout(2, 2)
     header, arrays = first.state(1, final=False)
@@ -133,7 +133,7 @@ def test_a_step_of_demonstrations_goes_on_from_a_checkpoint(tmp_path: Path) -> N
     second.load_state(json.loads(json.dumps(header)), arrays)
     for step in (2, 3):
         second.rollout(step, step)
-        metrics, found = second._step_message(second._buffer.dispatch(step, step)[0])
+        metrics, found = second._results.step(second._buffer.dispatch(step, step)[0], second._buffer.sent)
         assert metrics == answers[step - 1][0]
         assert not any(key.startswith("reward/") for key in metrics["metrics"])
         for name, values in answers[step - 1][1].items():

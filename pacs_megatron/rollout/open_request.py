@@ -1,0 +1,68 @@
+"""The request that rank 0 waits for, as a state machine.
+
+    SAMPLE --a `generate` message goes out--> IN_RANKS --the ranks' samples arrive--> SAMPLE, for the next step ahead
+    SAMPLE --nothing left for the ranks--> WAIT --every sample is judged--> closed, with the response
+
+With SGLang and with demonstrations nothing is left for the ranks from the start.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from pacs_megatron.rollout.buffer import RolloutBuffer
+from pacs_megatron.rollout.sample_arrays import Message, requests_to_message
+from pacs_megatron.rollout.step_rollouts import StepRollouts
+
+PROGRESS_INTERVAL_S = 1.0
+
+
+class OpenRequest:
+    """A `rollout` or `evaluate` request, from its arrival to its response."""
+
+    def __init__(
+        self,
+        number: int,
+        rollouts: StepRollouts,
+        respond: Callable[[StepRollouts], Message],
+        for_ranks: Sequence[StepRollouts] = (),
+    ) -> None:
+        """`respond` makes the response once `rollouts` are judged; the ranks sample `for_ranks` before that."""
+        self.number = number
+        self.rollouts = rollouts
+        self.is_closed = False
+        self._respond = respond
+        self._for_ranks = deque(for_ranks)
+        self._in_ranks: StepRollouts | None = None
+        self._reported = (0, 0)
+        self._reported_at = 0.0
+
+    def advance(self, buffer: RolloutBuffer) -> Message | None:
+        """The next message to rank 0, if there is one. Raises the error of the rollouts."""
+        if self._in_ranks is not None:
+            return None
+        if self._for_ranks:
+            self._in_ranks = self._for_ranks.popleft()
+            header, arrays = requests_to_message(self._in_ranks.prompts, buffer.missing(self._in_ranks))
+            return {"kind": "generate", "step": self._in_ranks.step, **header}, arrays
+        if buffer.is_done(self.rollouts):
+            self.is_closed = True
+            return self._respond(self.rollouts)
+        return self._progress(buffer)
+
+    def take_in_ranks(self) -> StepRollouts:
+        """The rollouts whose samples have arrived from the ranks."""
+        assert self._in_ranks is not None
+        rollouts, self._in_ranks = self._in_ranks, None
+        return rollouts
+
+    def _progress(self, buffer: RolloutBuffer) -> Message | None:
+        """At most one message per second, and only after a change: rank 0's timeout restarts with each of them."""
+        if time.monotonic() - self._reported_at < PROGRESS_INTERVAL_S:
+            return None
+        counts = buffer.counts(self.rollouts)
+        if counts == self._reported:
+            return None
+        self._reported, self._reported_at = counts, time.monotonic()
+        is_sampled = not buffer.missing(self.rollouts)
+        return {"kind": "progress", "done": counts[0], "total": counts[1], "waits_for_rewards": is_sampled}, {}

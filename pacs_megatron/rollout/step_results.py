@@ -1,0 +1,119 @@
+"""Responses to `rollout` and `evaluate`: admission, metrics and counts of judged samples, and their files."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from pacs_megatron.batching.tables import facts_to_arrays, tabulate, tokens_to_arrays
+from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.contracts import Group, Sample
+from pacs_megatron.data.prompts import PromptSet
+from pacs_megatron.observability.rollout_log import RECORD_SUFFIX, rollout_path, write_rollouts
+from pacs_megatron.rollout.admission import admit, shuffle_labels
+from pacs_megatron.rollout.judge import Judge
+from pacs_megatron.rollout.problem_counts import count_problem
+from pacs_megatron.rollout.record import write_record
+from pacs_megatron.rollout.sample_arrays import Message
+from pacs_megatron.rollout.staleness import SentWeights, staleness_metrics
+from pacs_megatron.rollout.step_rollouts import StepRollouts, rollout_metrics
+from pacs_megatron.rollout.train_data import TrainData
+
+logger = logging.getLogger(__name__)
+
+
+class StepResults:
+    """Turns judged rollouts into the driver's responses."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        data: TrainData,
+        judge: Judge | None,
+        decode: Callable[[np.ndarray], str],
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._data = data
+        self._judge = judge
+        self._decode = decode
+        self._min_group_size = 1 if config.objective.name == "sft" else 2
+        self._to_write: Callable[[], None] | None = None
+
+    def admits(self, group: Group) -> bool:
+        """Whether a judged group will be trained, its staleness aside."""
+        return bool(admit([group], self._config.admission, min_group_size=self._min_group_size).groups)
+
+    def step(self, rollouts: StepRollouts, sent: SentWeights) -> Message:
+        """The admitted samples of a step. Raises RewardError if too many samples could not be judged."""
+        config, step, max_staleness = self._config, rollouts.step, self._config.rollout.steps_ahead
+        judged = rollouts.in_order()
+        is_sampled = config.rollout.is_sampled
+        if self._judge is not None and is_sampled:
+            self._judge.check(judged)
+        if not rollouts.is_returned:
+            self._data.put_back(rollouts.unfinished)
+            rollouts.is_returned = True
+        staleness = {s.id: sent.staleness(s, step) for s in judged} if is_sampled else {}
+        stale = {sample_id for sample_id, age in staleness.items() if age > max_staleness}
+        admitted = admit(
+            rollouts.groups(),
+            config.admission,
+            min_group_size=self._min_group_size,
+            # Synchronous training has stale samples only after an attempt with max_staleness; otherwise no such metric.
+            stale=stale if stale or max_staleness else None,
+        )
+        kept = admitted.groups[: rollouts.enough]
+        if rollouts.enough is not None:
+            admitted.counts["surplus_groups"] = len(admitted.groups) - len(kept) + len(rollouts.unfinished)
+        if config.data.shuffle_labels:
+            kept = shuffle_labels(kept, seed=config.run.seed, step=step)
+        if is_sampled:
+            self._to_write = partial(self._write, rollouts, judged)
+        facts, tokens = tabulate(kept)
+        arrays = {f"facts.{name}": value for name, value in facts_to_arrays(facts).items()}
+        arrays |= {f"tokens.{name}": value for name, value in tokens_to_arrays(tokens).items()}
+        metrics = rollout_metrics(judged, admitted.counts) | {"data/epoch": float(rollouts.epoch)}
+        if max_staleness:
+            trained = [sample for group in kept for sample in group.samples]
+            metrics |= staleness_metrics(trained, [staleness[sample.id] for sample in trained])
+        logger.info("step %d: %d samples in %.2f s", step, len(judged), time.perf_counter() - rollouts.since)
+        return {"kind": "groups", "metrics": metrics}, arrays
+
+    def evaluation(self, rollouts: StepRollouts, benchmarks: Sequence[PromptSet]) -> Message:
+        """The counts of every problem. Raises RewardError if too many samples could not be judged."""
+        judged = rollouts.in_order()
+        assert self._judge is not None
+        self._judge.check(judged)
+        self._write(rollouts, judged)
+        by_problem: dict[str, list[Sample]] = {prompt.id: [] for prompt in rollouts.prompts}
+        for sample in judged:
+            by_problem[sample.prompt_id].append(sample)
+        counts = {
+            benchmark.name: [asdict(count_problem(prompt.id, by_problem[prompt.id])) for prompt in benchmark.prompts]
+            for benchmark in benchmarks
+        }
+        return {"kind": "evaluation", "benchmarks": counts}, {}
+
+    def write_pending(self) -> None:
+        """Writes the samples of the last step.
+
+        Called once the response is out: decoding thousands of long responses takes a while, and rank 0 trains
+        meanwhile. Rank 0's next request comes after it, so samples are on disk before the row of their step.
+        """
+        if self._to_write is not None:
+            self._to_write()
+            self._to_write = None
+
+    def _write(self, rollouts: StepRollouts, samples: Sequence[Sample]) -> None:
+        """Writes the samples as text and as arrays, as configured."""
+        path = rollout_path(self._run_dir, rollouts.step, "step" if rollouts.is_train else "eval")
+        if self._config.logging.save_rollouts:
+            write_rollouts(path, samples, rollouts.by_id, self._decode)
+        if self._config.logging.save_tokens:
+            write_record(path.with_suffix(RECORD_SUFFIX), samples)
