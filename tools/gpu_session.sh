@@ -1,30 +1,81 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, unattended: tests/gpu, then benchmarks/train_step.py for each preset. Results stay in a folder.
-#   tools/gpu_session.sh [results folder] [preset ...]
-# PYTHON names the interpreter (default: .venv/bin/python if it is there, else python3). One failure does not end the rest.
+# One stage of the GPU measurements, at most 9 minutes; the same command continues a stage that was cut off.
+#   tools/gpu_session.sh STAGE RESULTS [--dry-run-cpu]
+#   1 correctness: modules, FP8 recipes and fp32 against the CPU path    2 speed: 0.6B and 1.7B
+#   3 speed: 4B, the head at a vocabulary of 151,936                     4 `plan` against measured memory
+# PYTHON names the interpreter (default: .venv/bin/python if it exists, else python3). Each part has a limit below the
+# stage's; a part with a result is skipped. RESULTS/stageN gets a log and a JSON of every part and one table.txt.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
-out=${1:-results/gpu-$(date -u +%Y%m%dT%H%M%SZ)}
-shift || true
-presets=("$@")
-[ ${#presets[@]} -gt 0 ] || presets=(qwen3-0.6b qwen3-1.7b qwen3-4b)
+stage=${1:?stage 1 to 4}
+out=${2:?results folder}/stage$stage
+dry=${3:-}
 python=${PYTHON:-}
 [ -n "$python" ] || { [ -x .venv/bin/python ] && python=.venv/bin/python || python=python3; }
 mkdir -p "$out"
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTORCH_NVML_BASED_CUDA_CHECK=1
+limit_s=530
 failed=0
-run() { # name, command...
-    local name=$1
-    shift
-    echo "== $name"
-    "$@" >"$out/$name.log" 2>&1 || { failed=1; echo "   failed with $?; see $out/$name.log"; }
+
+part() { # name, seconds at most, command...
+    local name=$1 seconds=$2 start=$SECONDS status=0
+    shift 2
+    if [ -e "$out/$name.done" ]; then
+        echo "== $name: has a result" | tee -a "$out/table.txt"
+        return
+    fi
+    local left=$((limit_s - SECONDS))
+    [ "$seconds" -gt "$left" ] && seconds=$left
+    if [ "$seconds" -lt 20 ]; then
+        echo "== $name: no time left in this stage; run the same command again"
+        failed=1
+        return
+    fi
+    timeout --kill-after=5 "$seconds" "$@" >"$out/$name.log" 2>&1 || status=$?
+    echo "== $name: exit code $status after $((SECONDS - start)) s of at most $seconds s" | tee -a "$out/table.txt"
+    [ -e "$out/$name/table.txt" ] && tee -a "$out/table.txt" <"$out/$name/table.txt"
+    if [ $status -eq 0 ]; then touch "$out/$name.done"; else tail -n 5 "$out/$name.log" && failed=1; fi
 }
-{ git rev-parse HEAD; git status --short; nvidia-smi; "$python" -m pip list; } >"$out/environment.log" 2>&1
-run tests-gpu "$python" -m pytest tests/gpu -m gpu -v --session-timeout=3000 -p no:cacheprovider
-tail -n 3 "$out/tests-gpu.log"
-for preset in "${presets[@]}"; do
-    run "train-step-$preset" "$python" benchmarks/train_step.py --preset "$preset" --out "$out/train-step-$preset"
-    cat "$out/train-step-$preset/table.txt" 2>/dev/null
-done
+
+steps() { # name, seconds, arguments of the benchmark
+    local name=$1 seconds=$2
+    shift 2
+    part "$name" "$seconds" "$python" benchmarks/train_step.py ${dry:+--dry-run-cpu} --out "$out/$name" "$@"
+}
+
+{
+    git rev-parse HEAD
+    nvidia-smi
+    "$python" -m pip list
+} >"$out/environment.log" 2>&1
+case $stage in
+    1)
+        part import 60 "$python" -c "import torch, megatron.core; print(torch.__version__, megatron.core.__version__)"
+        for case in fp32 bf16 fp8-tensorwise fp8-blockwise fp8-delayed; do steps "check-$case" 150 --only-check --cases "$case"; done
+        ;;
+    2)
+        for case in bf16 fp8-tensorwise fp8-blockwise fp8-delayed; do steps "0.6b-$case" 110 --preset qwen3-0.6b --cases "$case"; done
+        steps 1.7b-bf16 110 --preset qwen3-1.7b --cases bf16
+        steps 1.7b-fp8-blockwise 110 --preset qwen3-1.7b --cases fp8-blockwise
+        ;;
+    3)
+        steps 4b-bf16 200 --preset qwen3-4b --cases bf16
+        steps 4b-fp8-tensorwise 150 --preset qwen3-4b --cases fp8-tensorwise
+        steps 4b-fp8-blockwise 150 --preset qwen3-4b --cases fp8-blockwise
+        ;;
+    4)
+        if [ -n "$dry" ]; then
+            part plan-exact 260 "$python" -m pytest tests/distributed/test_plan_exact.py -q -k "one or tp2-tied"
+        else
+            for case in qwen3-none qwen3-full qwen3_moe-none qwen3_moe-full; do
+                part "plan-$case" 130 "$python" -m pytest "tests/gpu/test_plan_memory.py::test_one_stage_is_as_planned[$case]" -q
+            done
+        fi
+        ;;
+    *)
+        echo "gpu_session: stage $stage is not 1, 2, 3 or 4" >&2
+        exit 2
+        ;;
+esac
 echo "results: $out"
 exit $failed
