@@ -2,7 +2,7 @@
 
 import warnings
 
-# Megatron warns at import about every accelerator package a laptop does not have; the first log line of a run says it.
+# Megatron warns at import about every accelerator package a laptop does not have; the first log line of a run lists them.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 
 __version__ = "0.1.0"

@@ -168,7 +168,7 @@ class Checkout:
         return str(path)
 
     def facts(self, name: str) -> Facts:
-        """What a run leaves: metrics without times, digests of weights and of rollouts; old names."""
+        """Results of a run: metrics without times, digests of weights and of rollouts; old names."""
         folder = self.work / name
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return {

@@ -1,4 +1,4 @@
-"""The verbs: what an objective, a policy, a rollout engine and a reward must do. torch is named for typing only."""
+"""Protocols of an objective, a policy, a rollout engine and a reward. torch is imported for typing only."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ LogprobSource = Literal["step_start", "reference"]
 
 @dataclass(slots=True, kw_only=True)
 class TokenRecord:
-    """Response tokens of one micro-batch, packed: every tensor is [t] unless said otherwise; nats.
+    """Response tokens of one micro-batch, packed: every tensor is [t] unless stated otherwise; nats.
 
-    Only response tokens are in it (t = sum of the response lengths), so no prompt or padding token can leak into a
-    sum; `mask` excludes response tokens that are not trained.
+    It contains response tokens only (t = sum of the response lengths), so no prompt or padding token can enter
+    a sum; `mask` excludes response tokens that are not trained.
     """
 
     logprobs: torch.Tensor
@@ -41,17 +41,17 @@ class TokenRecord:
 
 @dataclass(slots=True, kw_only=True)
 class Prepared:
-    """What `Objective.prepare` found for one mini-batch, identical on every rank. No gradient anywhere."""
+    """Result of `Objective.prepare` for one mini-batch, identical on every rank, without gradient."""
 
     per_sample: dict[str, torch.Tensor]
-    """float64 [n] each; what `token_loss` looks up by `sample_of_token` (1/N is already inside)"""
+    """float64 [n] each; `token_loss` indexes them with `sample_of_token` (1/N is already inside)"""
     loss: float | None
     """The true objective of the mini-batch, for reporting (nats a sample). None: it is the masked sum of `token_loss`
-    over the mini-batch, which the engine has anyway."""
+    over the mini-batch."""
     metrics: dict[str, float] = field(default_factory=dict)
     zero_gradient: torch.Tensor | None = None
-    """bool [n], samples whose gradient (and `token_loss`) is exactly zero: they may be left out of forward and
-    backward. None: no such sample is known."""
+    """bool [n], samples whose gradient (and `token_loss`) is exactly zero; forward and backward may skip them.
+    None: no such sample is known."""
 
 
 @runtime_checkable
@@ -61,11 +61,11 @@ class Objective(Protocol):
     name: str
 
     def logprob_passes(self) -> frozenset[LogprobSource]:
-        """Which trainer log-probs every part needs before its first update (empty: none)."""
+        """Trainer log-probs that every mini-batch needs before its first update (empty: none)."""
         ...
 
     def needs_scores(self, update_index: int) -> bool:
-        """Whether update `update_index` (0-based in the step) needs the no-grad score pass first."""
+        """True if update `update_index` (0-based in the step) needs a score pass (no gradient) first."""
         ...
 
     def token_scores(self, tokens: TokenRecord) -> torch.Tensor:
@@ -73,7 +73,7 @@ class Objective(Protocol):
         ...
 
     def prepare_step(self, facts: SampleFacts) -> Any:
-        """Once a step, over the whole rollout batch (advantages, batch-wide norms). Passed on to `prepare`."""
+        """Once a step, over the whole rollout batch (advantages, batch-wide norms). Input of `prepare`."""
         ...
 
     def prepare(self, scores: torch.Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
@@ -113,7 +113,7 @@ class PolicyEngine(Protocol):
     def logprobs(
         self, minibatch: MiniBatch, source: LogprobSource, should_stop: Callable[[], bool] | None = None
     ) -> dict[int, Any]:
-        """Raises Interrupted on every rank when `should_stop` says yes on one of them during the pass."""
+        """Raises Interrupted on every rank if `should_stop` returns True on one of them during the pass."""
         ...
 
     def scores(

@@ -1,4 +1,4 @@
-"""One step's samples as flat arrays: the facts that every rank knows, and the tokens of this rank's share."""
+"""The samples of one step as flat arrays: facts on every rank, and the tokens of this rank's share."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFacts:
-    """What EVERY rank knows of the n samples of a step or mini-batch, ordered by (group, sample id)."""
+    """Facts of the n samples of a step or mini-batch, on EVERY rank, ordered by (group, sample id)."""
 
     ids: tuple[str, ...]
     groups: np.ndarray
@@ -24,7 +24,7 @@ class SampleFacts:
     """bool [n], ended by length"""
     log_ratio_to_sampler: np.ndarray | None = None
     """float64 [n], mean over the response tokens of log pi_step_start - log pi_sampler, nats; the engine fills it in
-    (gathered over data-parallel ranks) whenever it computed step_start log-probs"""
+    (gathered over data-parallel ranks) if it computed step_start log-probs"""
 
     @property
     def num_samples(self) -> int:
@@ -73,16 +73,16 @@ class TokenBuffers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchPlan:
-    """Which samples each data-parallel rank forwards together, and in which order.
+    """Assignment of samples to the micro-batches of each data-parallel rank, in order.
 
-    `by_dp_rank[d][k]` holds the rows (int64, into the mini-batch's SampleFacts) of micro-batch k on rank d; an empty
+    `by_dp_rank[d][k]` has the rows (int64, into the mini-batch's SampleFacts) of micro-batch k on rank d; an empty
     array is a padding micro-batch that still runs the graph.
     """
 
     by_dp_rank: tuple[tuple[np.ndarray, ...], ...]
 
     def owners(self, num_samples: int) -> np.ndarray:
-        """int64 [n], data-parallel rank of each row; -1 for a row that is in no micro-batch."""
+        """int64 [n], data-parallel rank of each row; -1 for a row without a micro-batch."""
         owner = np.full(num_samples, -1, dtype=np.int64)
         for rank, batches in enumerate(self.by_dp_rank):
             for rows in batches:

@@ -33,7 +33,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """What the engine needs to know of the tokenizer."""
+    """Properties of the tokenizer that the engine uses."""
 
     eos_token_ids: frozenset[int]
     """Each of them ends a response, and is its last token."""
@@ -144,8 +144,8 @@ class EmbeddedEngine:
     ) -> Iterator[Sample]:
         """This rank's samples, chunk after chunk; exactly one for each request of its chunks.
 
-        `should_stop` is asked at every token: raises Interrupted, and the chunk that is not finished is lost. Whole
-        chunks were yielded, so that those which are left have the same requests, and the same bits, when asked again.
+        Checks `should_stop` at every token: raises Interrupted, and the unfinished chunk is lost. Finished
+        chunks have been yielded, so a retry of the remaining chunks has the same requests and gives the same bits.
         Raises RolloutError before the first sample: no complete weights, a repeated id, a prompt that is empty, too
         long for the model or outside its vocabulary. Raises RolloutError for non-finite logits.
         """
@@ -322,7 +322,7 @@ _STOPS = (Stop.LENGTH, Stop.EOS, Stop.ABORTED)
 
 
 class _Decoding:
-    """What a chunk has produced, on the device until it is finished."""
+    """Output of a chunk, on the device until the chunk is finished."""
 
     def __init__(self, max_tokens: int, num_rows: int, device: torch.device) -> None:
         self.max_tokens = max_tokens

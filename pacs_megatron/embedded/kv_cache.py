@@ -53,7 +53,7 @@ class DecodingCache(Cache):
 
 
 def _with_room(buffer: torch.Tensor | None, new: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """`buffer`, or a larger one that holds its first `start` columns, with room for `end` columns."""
+    """Returns `buffer`, or a larger copy of its first `start` columns with `end` columns."""
     if buffer is not None and buffer.shape[2] >= end:
         return buffer
     batch, heads, _, dim = new.shape

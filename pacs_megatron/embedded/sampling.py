@@ -23,7 +23,7 @@ class RowSampler:
     """Samples row by row; rows can be dropped (`keep`), which changes nothing for the others."""
 
     def __init__(self, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> None:
-        # PCG64's raw stream is fixed for ever by NumPy's compatibility policy; Generator.random's is not.
+        # NumPy's compatibility policy guarantees PCG64's raw stream; Generator.random's is not.
         self._streams = [np.random.PCG64(seed) for seed in seeds]
         self._device = device
         self._uniforms = torch.empty((len(params), 0), dtype=torch.float64, device=device)

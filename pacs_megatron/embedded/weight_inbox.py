@@ -26,7 +26,7 @@ class WeightInbox:
         self.digest: str | None = None
 
     def begin(self, version: int) -> None:
-        """Starts (or starts over) an update; whatever was received since the last complete one counts no more."""
+        """Starts (or restarts) an update; tensors of an incomplete one are discarded."""
         self.version = self.digest = None
         self._pending_version = version
         self._received = set()
@@ -78,7 +78,8 @@ class WeightInbox:
         own = self._hash.hexdigest()
         if own != digest:
             raise SyncError(
-                f"update to version {self._pending_version}: the received weights have digest {own}, the sender says {digest}"
+                f"update to version {self._pending_version}: the received weights have digest {own}, "
+                f"the sender's digest is {digest}"
             )
         self.version, self.digest = self._pending_version, digest
         self._hash = None

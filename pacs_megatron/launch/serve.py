@@ -57,7 +57,7 @@ def servers_here(config: RunConfig) -> int:
 
 
 class Ending:
-    """Tells whether to stop; the module docstring has the rules."""
+    """Decides when to stop; the module docstring has the rules."""
 
     def __init__(self, folder: Path, run_dir: Path) -> None:
         self._stop_file = folder / STOP_FILE

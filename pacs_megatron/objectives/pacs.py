@@ -34,7 +34,7 @@ class Pacs:
         self._closed_form_first_update = self._uses_log_ratio and options.reference == "step_start"
 
     def logprob_passes(self) -> frozenset[LogprobSource]:
-        """One update a step at `step_start` needs none: its r_j are 0 whatever the log-probs are."""
+        """One update a step at `step_start` needs none: its r_j are 0 for any log-probs."""
         passes: set[LogprobSource] = set()
         if self._uses_log_ratio and self._options.reference == "frozen":
             passes.add("reference")
@@ -51,7 +51,7 @@ class Pacs:
     def token_scores(self, tokens: TokenRecord) -> torch.Tensor:
         """float64 [t]; its masked sum over a sample's tokens is the reward proxy r_j (7).
 
-        Raises ValueError where the reference log-probs that `logprob_passes` asked for are missing.
+        Raises ValueError where the reference log-probs that `logprob_passes` names are missing.
         """
         logprobs = tokens.logprobs.double()
         if not self._uses_log_ratio:

@@ -1,4 +1,4 @@
-"""What one forward pass sees: packed tokens, sequence bounds, the tokens to predict, and the record for the objective."""
+"""Input of one forward pass: packed tokens, sequence bounds, the tokens to predict, and the record for the objective."""
 
 import math
 from collections.abc import Mapping

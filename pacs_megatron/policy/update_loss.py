@@ -1,4 +1,4 @@
-"""What one micro-batch of an update contributes: the objective's loss, sums to report, and the scores it reproduces."""
+"""The share of one micro-batch in an update: the objective's loss, sums to report, and the scores that it reproduces."""
 
 from dataclasses import dataclass, field
 

@@ -193,7 +193,7 @@ def _model(loaded: LoadedConfig) -> Iterator[Check]:
             for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
                 if folder.shape(name) != shape:
                     raise PacsError(
-                        f"{folder.path}: {name} has shape {folder.shape(name)}, but config.json asks for {shape}; the two are of "
+                        f"{folder.path}: {name} has shape {folder.shape(name)}, but config.json requires {shape}; the two are of "
                         "different models: download it again"
                     )
                 if not folder.dtype(name).is_floating_point:

@@ -2,7 +2,7 @@
 
 Concurrency: `submit` and `next_finished` may be called from any thread. One thread per worker takes a job, sends it over
 a socket and waits for the verdict. If that exceeds the time limit or the worker dies, the thread kills the worker with
-everything that it started, and starts another one. When the pool ends, for whatever reason, every waiting caller returns.
+everything that it started, and starts another one. When the pool ends, for any reason, every waiting caller returns.
 
 A pool of a library (pebble) would not be shorter: it offers no separate session per worker and no memory limit, it
 waits for pipes that a grandchild may keep open, and it sends objects by pickle.

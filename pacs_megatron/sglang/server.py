@@ -147,7 +147,7 @@ def _reap_one(record: Mapping[str, Any]) -> list[int]:
     Path(str(record["store"])).unlink(missing_ok=True)
     group, started = int(record["server"]), int(record["server_start"])
     leader_started = sglang_guard.start_ticks(group)
-    # The kernel does not reuse the number of a live group for a new process. If the leader is gone, the members are
+    # The kernel does not reuse the number of a live group for a new process. If the leader no longer exists, the members are
     # ours unless the number was reused by a group that also left orphans: the start times separate the two.
     shared = set(record["shared"])
     if leader_started is not None and leader_started != started:

@@ -1,8 +1,8 @@
-"""Training ahead of its samples through a server that answers every request alike in every run: stopped in the middle of
-generation, or left without servers, the run goes on to the same weights, and nothing finished is asked for again.
+"""Training ahead of its samples with a server that gives the same responses in every run: stopped during generation, or
+left without servers, the run continues to the same weights, and no finished sample is requested again.
 
-That the answers do not depend on the weights is the point: given the same samples, a run is the same bits whatever the
-lag, the interruptions and the order in which samples came.
+The responses do not depend on the weights on purpose: given the same samples, a run has the same bits for every
+staleness, every interruption and every order of arrival.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def test_a_stop_in_the_middle_of_generation_loses_no_finished_sample(
     run_dir = tmp_path / "runs" / "tiny"
     process = start(tmp_path, model, server.url, 2)
     wait_until(lambda: num_rows(run_dir) >= 1, process)
-    server.token_s = 0.3  # what is asked from here on takes seconds, and siblings end far apart
+    server.token_s = 0.3  # later requests take seconds, and siblings end far apart
     before = set(server.asked)
     wait_until(lambda: bool(server.finished - before), process)
     process.send_signal(signal.SIGTERM)
@@ -155,7 +155,7 @@ def test_a_stop_in_the_middle_of_generation_loses_no_finished_sample(
     server.asked.clear()
     code, err = finish(start(tmp_path, model, server.url, 2))
     assert code == ExitCode.OK, err
-    assert not kept & set(server.asked), "a finished sample was asked for again"
+    assert not kept & set(server.asked), "a finished sample was requested again"
     assert max(server.asked.values()) == 1
     rows = read_metrics(run_dir)
     # Which step is how far behind depends on how fast the trainer is; not all are sampled from the newest weights.
@@ -183,7 +183,7 @@ def test_evaluations_in_between_have_exactly_the_weights_of_their_step(
         samples = read_rollouts(rollout_path(run_dir, step, "eval"))
         assert len(samples) == 12
         assert {span["version"] for sample in samples for span in sample["spans"]} == {step}
-    # Eight at a time: the evaluation before the first step was asked for while 48 training requests waited, and went first.
+    # Eight at a time: the evaluation before the first step was requested while 48 training requests waited, and has priority.
     arrived = [body["rid"] for body in server.bodies]
     first_eval = [at for at, rid in enumerate(arrived) if rid.startswith("eval0:")]
     assert max(first_eval) < 12 + 2 * 8
@@ -250,7 +250,7 @@ def test_a_stop_between_two_updates_goes_on_with_the_next_one(
     server.asked.clear()
     code, err = finish(start(tmp_path, model, server.url, max_staleness))
     assert code == ExitCode.OK, err
-    assert len(kept) >= SAMPLES and not kept & set(server.asked), "a finished sample was asked for again"
+    assert len(kept) >= SAMPLES and not kept & set(server.asked), "a finished sample was requested again"
     # Weights from the middle of a step sample nothing: versions count updates, two a step.
     versions = {
         span["version"]

@@ -40,7 +40,7 @@ CASES = {
     "moe-tp2-sp": Case("qwen3_moe", 2, {"tp": 2, "sequence_parallel": True}),
 }
 FP8_SHAPE = {"hidden_size": 64, "intermediate_size": 64}
-"""FP8 needs multiples of 16 on every rank, whatever the layout."""
+"""FP8 needs multiples of 16 on every rank, in every layout."""
 STEPS = [random_step(seed, vocab=90) for seed in range(3)]
 
 

@@ -59,7 +59,7 @@ def _counted(kind: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- modules
 @contextlib.contextmanager
 def _prepared(module: Any, num_gemms: int = 1) -> Iterator[None]:
-    """What `prepare_forward` of Transformer Engine's base module does, without its check for a CUDA tensor."""
+    """`prepare_forward` of Transformer Engine's base module without its check for a CUDA tensor."""
     if not FP8GlobalStateManager.is_fp8_enabled():
         module.init_fp8_metadata(num_gemms=num_gemms)
         yield

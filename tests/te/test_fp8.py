@@ -84,7 +84,7 @@ def test_first_and_last_layers_in_bf16(folder: Path) -> None:
 
 
 def test_weights_round_trip_through_an_export(folder: Path) -> None:
-    """What is exported and loaded into a new FP8 policy is exported again as the same bits."""
+    """An export that is loaded into a new FP8 policy is exported again with the same bits."""
     model = model_of(CASES["qwen3"], folder)
 
     def on_rank(_rank: int, world: int) -> bool:

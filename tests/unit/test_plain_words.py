@@ -38,7 +38,7 @@ AVOID = re.compile("|".join(rf"\b({word})\b" for word in WORDS), re.IGNORECASE)
 STARTS_WITH_WHAT = re.compile(r"[rf]*\"{3}what\b", re.IGNORECASE)
 EXEMPT = ("CONTRIBUTING.md", "tests/unit/test_plain_words.py")
 """They list the words."""
-PENDING = ("pacs_megatron/", "tests/", "tools/")
+PENDING = ("pacs_megatron/policy/engine.py", "pacs_megatron/policy/microbatch.py")
 """Not rewritten yet."""
 
 

@@ -81,7 +81,7 @@ def test_a_training_run_sends_its_weights_again_when_its_only_server_has_lost_th
     api.set_weight_version("default")
     code, err = run.finish()
     assert code == ExitCode.OK, err
-    assert "asking the trainer to send them once more" in run.driver_log()
+    assert "requesting them from the trainer once more" in run.driver_log()
     run.assert_whole()
 
 
