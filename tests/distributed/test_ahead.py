@@ -144,6 +144,7 @@ class Sampler:
         return *tabulate(groups), texts
 
 
+@pytest.mark.full
 def test_a_stop_keeps_what_was_sampled_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, model: Path) -> None:
     overrides = ("parallel.tp=1", "rollout.max_staleness=2", "checkpoint.every=2", "reward.timeout_s=3600")
     assert start(write(tmp_path / "whole", model), 1, *overrides) is ExitCode.OK

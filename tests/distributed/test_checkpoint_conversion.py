@@ -15,6 +15,7 @@ from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_h
 from pacs_megatron.objectives import build_objective
 from tests.support.policy_cases import make_policy, random_step, train
 from tests.support.ranks import run_ranks
+from tests.support.tiers import in_test
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3
 
@@ -75,7 +76,7 @@ def convert(hf: Path, out: Path, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize("case", DENSE)
-@pytest.mark.parametrize("layout", ["one", "tp2pp2"])
+@pytest.mark.parametrize("layout", in_test(["one", "tp2pp2"], "tp2pp2"))
 def test_megatron_loads_every_dense_family(case: str, layout: str, tmp_path: Path) -> None:
     hf = make_family(tmp_path / "hf", case)
     check_loading(hf, convert(hf, tmp_path / "ckpt"), LAYOUTS[layout])

@@ -20,6 +20,7 @@ from tests.support.policy_cases import (
     train,
 )
 from tests.support.ranks import run_ranks
+from tests.support.tiers import in_test
 from tests.support.tiny_models import make_tiny_qwen3
 
 LAYOUTS = {
@@ -87,7 +88,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", in_test(LAYOUTS, "one", "tp2-sp", "tp2pp2", "dp2-distopt"))
 def test_three_pacs_updates_equal_the_reference(reference: dict[str, Any], layout: str) -> None:
     got = run(reference["folder"], LAYOUTS[layout], budget=64)
     assert got["score_passes"] == 0, "step_start, one update a step: no score pass"

@@ -14,6 +14,7 @@ from pacs_megatron.objectives import build_objective
 from tests.support.plain_trainer import PlainTrainer, pacs_loss
 from tests.support.policy_cases import make_part, make_policy, random_step, train
 from tests.support.ranks import run_ranks
+from tests.support.tiers import in_test
 from tests.support.tiny_families import make_family
 
 STEPS = [random_step(seed) for seed in range(3)]
@@ -57,6 +58,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
+QUICK = ("qwen2-tp2", "qwen2-tied-mqa", "llama-rope-scaling", "llama-tied-mha-pp2", "mistral-tp2-sp", "moe-ep2", "moe-tp2ep2", "vpp2-tied", "cp2-tp2-sp", "cp2-ep2-moe", "recompute-full-tp2-sp")  # fmt: skip
+"""Each family, axis and kind of recomputation once, in `make test`."""
+
+
 @dataclass(frozen=True)
 class Expected:
     """Results of the plain trainer for one checkpoint."""
@@ -90,7 +95,7 @@ def expected_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return find
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_test(CASES, *QUICK))
 def test_three_updates_equal_transformers(expected_of: Any, name: str) -> None:
     family, changes, world, options = CASES[name]
     expected = expected_of(family, changes)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.observability.metrics import read_metrics, reproducible_bytes
 from tests.support.ranks import run_ranks
+from tests.support.tiers import in_test
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 
@@ -58,7 +59,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", in_test(VARIANTS, "tp2-dp2", "grpo-kl", "filtered-sampling"))
 def test_variant_runs_and_writes_finite_metrics(tmp_path: Path, model: Path, variant: str) -> None:
     world, overrides = VARIANTS[variant]
     run_dir = run(tmp_path, model, world, *overrides)
@@ -68,7 +69,7 @@ def test_variant_runs_and_writes_finite_metrics(tmp_path: Path, model: Path, var
     assert all(row["admission/num_samples"] for row in rows) or variant == "frozen-dynamic"
 
 
-@pytest.mark.parametrize("objective", ["pacs", "grpo"])
+@pytest.mark.parametrize("objective", in_test(["pacs", "grpo"], "pacs"))
 def test_a_step_without_an_admitted_group_changes_nothing_and_goes_on(
     tmp_path: Path, model: Path, objective: str
 ) -> None:
@@ -81,6 +82,7 @@ def test_a_step_without_an_admitted_group_changes_nothing_and_goes_on(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.full
 def test_results_do_not_depend_on_the_data_parallel_size(tmp_path: Path, model: Path) -> None:
     """Sampling is bit-identical on any number of ranks as long as the weights are: compare the first step."""
     one = run(tmp_path / "one", model, 1, "parallel.tp=1", "run.steps=1")

@@ -186,6 +186,7 @@ for num in map(int, sys.argv[1:]):
 
 
 @pytest.mark.sglang
+@pytest.mark.full
 def test_the_word_hash_is_sglangs_own() -> None:
     """SGLang's Triton kernel itself, interpreted on CPU: what a CUDA server will report."""
     python = Path(__file__).parents[3] / ".venv-sglang" / "bin" / "python"
