@@ -126,6 +126,7 @@ def _add_convert(verbs: _SubParsers) -> None:
 def _add_planning(verbs: _SubParsers) -> None:
     parser = _add_config_verb(verbs, "plan", "estimate memory and time of a run, without a GPU", _plan)
     parser.add_argument("--search", action="store_true", help="compare all layouts of the same GPUs")
+    parser.add_argument("--compare", action="store_true", help="compare H100 and H200, with and without recomputation")
     parser.add_argument("--json", action="store_true", help="print bytes and seconds as JSON")
     parser.add_argument("--response-tokens", type=float, help="mean response length; default: a fraction of the limit")
     parser = _add_config_verb(verbs, "preflight", "check a run before submission, or inside its job", _preflight)
@@ -236,7 +237,12 @@ def _plan(args: argparse.Namespace) -> int:
     from pacs_megatron.plan.plan import run_plan
 
     text, fits = run_plan(
-        args.config, args.overrides, search=args.search, as_json=args.json, response_tokens=args.response_tokens
+        args.config,
+        args.overrides,
+        search=args.search,
+        compare=args.compare,
+        as_json=args.json,
+        response_tokens=args.response_tokens,
     )
     print(text)
     return ExitCode.OK if fits else ExitCode.MISCONFIGURED

@@ -155,7 +155,13 @@ def plan_of(config: RunConfig, spec: ModelSpec, response_tokens: float | None = 
 
 
 def run_plan(
-    path: Path, overrides: Sequence[str], *, search: bool, as_json: bool, response_tokens: float | None
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    search: bool = False,
+    compare: bool = False,
+    as_json: bool = False,
+    response_tokens: float | None = None,
 ) -> tuple[str, bool]:
     """(text to print, whether the run fits)."""
     loaded = load_config(path, overrides)
@@ -165,6 +171,8 @@ def run_plan(
             f"--response-tokens {response_tokens:g}: expected more than 0 and at most the limit of {limit}"
         )
     plan = make_plan(loaded, response_tokens)
+    if compare:
+        return _compare(plan, response_tokens), plan.fits
     if search:
         found = search_layouts(plan, response_tokens)
         return (search_json(found, plan) if as_json else render_search(found, plan)), any(each.fits for each in found)
@@ -210,6 +218,44 @@ def _with_layout(config: RunConfig, tp: int, pp: int, ep: int, granularity: str)
         "recompute": config.parallel.recompute.model_copy(update={"granularity": granularity, "num_layers": 1}),
     }
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})
+
+
+# --------------------------------------------------------------------------------------------------------------- compare
+COMPARED_GPUS = ("h100", "h200")
+
+
+def _compare(plan: Plan, response_tokens: float | None) -> str:
+    """The same run on an H100 and an H200, each with and without recomputation: memory and seconds of each phase."""
+    lines = [
+        _headline(plan),
+        "",
+        "  gpu   recompute    train  rollout  fits  " + "  ".join(_COMPARED_PHASES.values()) + "     step s",
+    ]
+    for name in COMPARED_GPUS:
+        for granularity in ("none", "full"):
+            recompute = plan.config.parallel.recompute.model_copy(update={"granularity": granularity, "num_layers": 1})
+            config = plan.config.model_copy(
+                update={
+                    "resources": plan.config.resources.model_copy(update={"gpu": name}),
+                    "parallel": plan.config.parallel.model_copy(update={"recompute": recompute}),
+                }
+            )
+            lines.append(_compared_row(plan_of(config, plan.spec, response_tokens), name, granularity))
+    return "\n".join([*lines, "", "Seconds are estimates from assumed efficiencies (`plan --json` lists them)."])
+
+
+_COMPARED_PHASES = {"rollout": "rollout s", "score": "scores s", "updates": "updates s", "weight sync": "sync s"}
+
+
+def _compared_row(plan: Plan, gpu: str, granularity: str) -> str:
+    train = max(stage.total for stage in plan.stages)
+    rollout = _gib(plan.rollout.total) if plan.rollout is not None else "-"
+    seconds = "  ".join(
+        f"{sum(phase.seconds for phase in plan.phases if phase.name.startswith(name)):{len(title)}.1f}"
+        for name, title in _COMPARED_PHASES.items()
+    )
+    fits = "yes" if plan.fits else "no"
+    return f"  {gpu:<5} {granularity:<9}{_gib(train):>10}{rollout:>10}  {fits:<4}  {seconds} {plan.step_s:10.1f}"
 
 
 # ---------------------------------------------------------------------------------------------------------------- output

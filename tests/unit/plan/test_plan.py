@@ -80,6 +80,39 @@ def test_shipped_configs_plan_and_fit(path: Path) -> None:
     assert path.stem.endswith("-fp8") == (loaded.config.precision.fp8 is not None)
 
 
+@pytest.mark.parametrize("path", CLUSTER_RUNS, ids=lambda path: path.stem)
+def test_shipped_configs_recompute_only_where_memory_is_short(path: Path) -> None:
+    """Recomputation costs a third of the update's time; `plan` estimates memory within some percent, hence 93 %."""
+    config = load_config(path).config
+    plan = make_plan(load_config(path, ["parallel.recompute.granularity=none"]))
+    share = max(stage.total for stage in plan.stages) / (constants.GPUS["h100"].memory_gib * constants.GIB)
+    assert config.parallel.recompute.granularity == ("none" if share <= 0.93 else "full"), (
+        f"{share:.2f} without recompute"
+    )
+
+
+@pytest.mark.parametrize("path", CLUSTER_RUNS, ids=lambda path: path.stem)
+def test_the_h200_include_fits_every_shipped_config(path: Path, tmp_path: Path) -> None:
+    both = tmp_path / "both.yaml"
+    both.write_text(f"include: [{path}, {ROOT / 'configs' / 'gpus' / 'h200.yaml'}]\n")
+    plan = make_plan(load_config(both))
+    assert plan.gpu is not None and plan.gpu.name == "h200"
+    assert plan.fits
+    assert plan.config.parallel.recompute.granularity == "none"
+    assert plan.step_s < make_plan(load_config(path)).step_s
+
+
+def test_compare_prints_h100_and_h200_side_by_side() -> None:
+    text, fits = run_plan(BIG, [], compare=True)
+    rows = [line.split() for line in text.splitlines() if line.startswith("  h")]
+    assert fits
+    assert [row[:2] for row in rows] == [[gpu, how] for gpu in ("h100", "h200") for how in ("none", "full")]
+    updates = text.splitlines()[2].split().index("updates")
+    assert updates > 0
+    assert float(rows[0][-1]) < float(rows[1][-1])  # recomputation costs time
+    assert float(rows[2][-1]) < float(rows[0][-1])  # an H200 decodes faster
+
+
 def test_every_model_has_both_objectives_and_precisions() -> None:
     names = {path.stem for path in CLUSTER_RUNS}
     for model in ("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "qwen2.5-7b"):
