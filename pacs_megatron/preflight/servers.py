@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +18,15 @@ from pacs_megatron.preflight.check import Check, attempt
 
 TESTED_VERSION = "0.5.23"
 _VERSION_CODE = "from importlib.metadata import version; print(version('sglang'))"
+NCCL_CODE = """
+import torch
+try:
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+except (AttributeError, RuntimeError):  # a CPU build
+    nccl = "none"
+print(torch.__version__, nccl)
+"""
+_IMPORT_S = 120.0
 _FIRST_RESPONSE_S = 300.0
 """The first request compiles kernels on a GPU."""
 
@@ -57,7 +67,40 @@ def _options(loaded: LoadedConfig, rollout: SglangRollout) -> Iterator[Check]:
     if context is not None and context < longest:
         message = f"{context} tokens, but prompts and responses may reach {longest}"
         yield Check("fail", "rollout.servers.context_length", message, f"use at least {longest}")
-    yield _version(rollout.servers)
+    version = _version(rollout.servers)
+    yield version
+    if version.level != "fail" and rollout.sync.transport == "broadcast" and rollout.servers.device == "cuda":
+        yield check_nccl((sys.executable,), rollout.servers.python)
+
+
+def check_nccl(trainer: tuple[str, ...], servers: tuple[str, ...]) -> Check:
+    """Both sides of a broadcast need the same NCCL: it refuses a process group of different versions."""
+    key = "rollout.sync.transport"
+    found = []
+    for side, python in (("trainer", trainer), ("servers", servers)):
+        try:
+            done = subprocess.run(
+                [*python, "-c", NCCL_CODE], capture_output=True, text=True, timeout=_IMPORT_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return Check("warn", key, f"NCCL of the {side} is unknown: {error}", "compare both by hand")
+        words = done.stdout.split()
+        if done.returncode or len(words) != 2:
+            return Check(
+                "warn", key, f"NCCL of the {side} is unknown: {_last_line(done.stderr)}", "compare both by hand"
+            )
+        found.append(words)
+    (torch, nccl), (their_torch, their_nccl) = found
+    text = f"NCCL {nccl} (torch {torch}) in the trainer, NCCL {their_nccl} (torch {their_torch}) in the servers"
+    if nccl == their_nccl:
+        return Check("ok", key, text)
+    fix = "use one torch on both sides (docs/compatibility.md), or rollout.sync.transport=disk"
+    return Check("fail", key, f"{text}: NCCL refuses to connect them", fix)
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "no output"
 
 
 def _version(servers: SglangServers) -> Check:

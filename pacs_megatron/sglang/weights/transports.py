@@ -32,7 +32,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.multiprocessing import reductions
 
 from pacs_megatron.errors import SyncError
-from pacs_megatron.sglang.api import SglangApi
+from pacs_megatron.sglang.api import ServerRefusedError, SglangApi
 from pacs_megatron.sglang.weights.bucket import Bucket
 
 T = TypeVar("T")
@@ -178,6 +178,7 @@ class _Group:
     """A process group of this process (rank 0 of the group) and the tensor-parallel ranks of one server."""
 
     name: str
+    kind: Kind
     backend: Any
     """ProcessGroupGloo or ProcessGroupNCCL"""
     store: TCPStore | None
@@ -236,11 +237,24 @@ class BroadcastTransport:
         }
         call = _in_thread(lambda: api.post("/update_weights_from_distributed", body, self._timeout_s))
         sent = _in_thread(lambda: self._broadcast(group.backend, bucket.data))
-        call.result()  # first: a server that refuses the request never joins the broadcast
+        try:
+            call.result()  # first: a server that refuses the request never joins the broadcast
+        except ServerRefusedError as error:
+            raise SyncError(f"{error}{self._advice(group.kind)}") from error
         try:
             sent.result(self._timeout_s)
         except (RuntimeError, TimeoutError) as error:
-            raise SyncError(f"{api.url}: broadcast failed: {error or 'timeout'}") from error
+            raise SyncError(f"{api.url}: broadcast failed: {error or 'timeout'}{self._advice(group.kind)}") from error
+
+    def _advice(self, kind: Kind) -> str:
+        """NCCL compares versions at the first broadcast of a group; its own message appears on one side only."""
+        if kind != "nccl":
+            return ""
+        ours = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        return (
+            f"; the trainer has NCCL {ours} (torch {torch.__version__}) and the servers need the same: `pacs-megatron "
+            "preflight` prints both; use one torch on both sides, or rollout.sync.transport=disk"
+        )
 
     def _broadcast(self, backend: Any, data: torch.Tensor) -> None:
         """NCCL connects to its peers inside the first call, without a timeout: call it in a daemon thread."""
@@ -289,7 +303,7 @@ class BroadcastTransport:
         backend = _in_thread(lambda: self._new_backend(kind, name, num_ranks, store))
         call.result()  # first: a server that refuses the request never joins the rendezvous
         try:
-            return _Group(name, backend.result(self._timeout_s), store)
+            return _Group(name, kind, backend.result(self._timeout_s), store)
         except (RuntimeError, TimeoutError) as error:
             raise SyncError(f"{api.url}: no {kind} group within {self._timeout_s:g} s: {error}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from pacs_megatron.preflight import run as preflight
 from pacs_megatron.preflight.check import Check
 from pacs_megatron.preflight.ranks import run_everywhere, run_rank_checks
 from pacs_megatron.preflight.run import planned_ending_s, run_preflight
+from pacs_megatron.preflight.servers import NCCL_CODE, check_nccl
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -308,3 +310,33 @@ def test_the_command_prints_json_and_its_exit_code_tells(
     assert {row["level"] for row in rows} <= {"ok", "warn"} and {"key", "message", "fix"} <= set(rows[0])
     assert main(["preflight", str(config), "parallel.tp=8"]) == 2
     assert "parallel.tp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "level", "text"),
+    [
+        ("2.13.0 2.29.7", "2.13.0 2.29.7", "ok", "NCCL 2.29.7 (torch 2.13.0) in the trainer"),
+        ("2.13.0 2.29.7", "2.14.1 2.30.7", "fail", "NCCL 2.30.7 (torch 2.14.1) in the servers: NCCL refuses"),
+        ("2.13.0 2.29.7", "", "warn", "NCCL of the servers is unknown"),
+    ],
+)
+def test_a_broadcast_needs_the_same_nccl_on_both_sides(
+    tmp_path: Path, ours: str, theirs: str, level: str, text: str
+) -> None:
+    sides = []
+    for name, words in (("ours", ours), ("theirs", theirs)):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\necho {words}\n")
+        program.chmod(0o755)
+        sides.append((str(program),))
+    check = check_nccl(*sides)
+    assert check.level == level
+    assert text in check.message
+    assert level != "fail" or "transport=disk" in check.fix
+
+
+def test_the_nccl_of_a_cpu_build_is_none() -> None:
+    done = subprocess.run([sys.executable, "-c", NCCL_CODE], capture_output=True, text=True, check=True)
+    torch_version, nccl = done.stdout.split()
+    assert torch_version.startswith("2.")
+    assert nccl == "none" or nccl[0].isdecimal()

@@ -32,7 +32,7 @@ def test_giving_up_a_broken_group_does_not_wait_for_its_time_limit(tmp_path: Pat
                 time.sleep(0.05)
             return 0.0
         work = backend.broadcast([torch.zeros(1 << 22)], dist.BroadcastOptions())
-        group = _Group("sync", backend, store)
+        group = _Group("sync", "gloo", backend, store)
         del backend, store
         assert not work.is_completed()
         began = time.monotonic()
