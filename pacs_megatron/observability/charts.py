@@ -1,7 +1,7 @@
 """Line and stacked-bar charts as inline SVG, with colours from the page's style sheet.
 
-No chart library: those that work offline inline 1 to 4 MB of script into every report (Plotly, Vega), and Matplotlib's
-SVG has fixed colours and no hover. Colours are CSS variables (`--s0` ...), so one drawing fits light and dark. Each
+No chart library: Plotly inlines a script of 4.8 MB into every report, and Matplotlib's SVG has fixed colours and no hover.
+Colours are CSS variables (`--s0` ...), so one drawing fits light and dark. Each
 figure contains its values as JSON for the page's hover script.
 """
 
