@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from pacs_megatron.observability.metrics import read_metrics
 ROOT = Path(__file__).resolve().parents[1]
 Setting = dict[str, Any]
 
-PACS: Setting = {"clip": 0.0, "lr": 2e-4, "beta": 1.0, "weighting": "question", "updates": 2}
+PACS: Setting = {"clip": 0.0, "lr": 1e-4, "beta": 1.0, "weighting": "question", "updates": 2}
 GRPO: Setting = {"clip": 1.0, "lr": 2e-4, "updates": 2}
 SFT: Setting = {"clip": 1.0, "lr": 2e-3}
 KEYS = {
@@ -37,34 +36,22 @@ KEYS = {
     "beta": "objective.beta",
     "weighting": "objective.weighting",
     "reference": "objective.reference",
-    "score": "objective.score",
-    "loss_mean": "objective.loss_mean",
     "updates": "batch.updates_per_step",
 }
 
 
-def settings(objective: str) -> Iterator[Setting]:
-    """The grid: clip, rate and updates a step in full, the rest one at a time."""
+def settings(objective: str) -> list[Setting]:
+    """The grid: clip and rate in full, the rest one at a time."""
     if objective == "sft":
-        yield from (SFT | {"clip": clip, "lr": lr} for lr in (2e-3, 1e-3, 4e-3) for clip in (1.0, 0.0))
-        return
-    base = PACS if objective == "pacs" else GRPO
-    rates = (2e-4, 1e-4, 4e-4)
-    yield from (
-        base | {"clip": clip, "lr": lr, "updates": updates}
-        for updates in (2, 1, 4)
-        for lr in rates
-        for clip in (0.0, 1.0)
-    )
-    if objective == "pacs":
-        yield from (base | {"beta": beta} for beta in (0.3, 3.0))
-        yield from (base | {"weighting": weighting} for weighting in ("none", "only_positive", "only_negative"))
-        yield base | {"reference": "frozen", "updates": 1}
-        yield base | {"clip": 10.0}
-        yield base | {"lr": 5e-5}
-        yield base | {"lr": 8e-4}
-    else:
-        yield base | {"loss_mean": "sequence"}
+        return [SFT, SFT | {"clip": 0.0}]
+    if objective == "grpo":
+        return [GRPO, GRPO | {"clip": 0.0}, GRPO | {"lr": 1e-4}]
+    return [
+        *(PACS | {"clip": clip, "lr": lr} for lr in (1e-4, 2e-4, 4e-4) for clip in (0.0, 1.0)),
+        *(PACS | {"clip": clip, "lr": 2e-4, "updates": 1} for clip in (0.0, 1.0)),
+        *(PACS | change for change in ({"updates": 4}, {"weighting": "none"}, {"beta": 3.0}, {"beta": 0.3})),
+        PACS | {"lr": 2e-4, "updates": 1, "reference": "frozen"},
+    ]
 
 
 def overrides(objective: str, setting: Setting) -> list[str]:
