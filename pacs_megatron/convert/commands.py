@@ -33,6 +33,7 @@ def add_arguments(verb: Verb, parser: argparse.ArgumentParser) -> None:
     if verb == "to-hf":
         parser.add_argument("--checkpoint", required=True, type=Path, metavar="CKPT", help="source: checkpoint or run")
         parser.add_argument("--step", type=int, help="step of the run's checkpoint (default: the newest)")
+        parser.add_argument("--no-verify", action="store_true", help=NO_VERIFY_HELP)
         parser.add_argument(
             "--max-shard-size", default="5GB", metavar="SIZE", help="size limit of one file (default: 5GB)"
         )
