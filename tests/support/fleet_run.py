@@ -135,4 +135,4 @@ def _is_server(process: psutil.Process) -> bool:
         words = [str(word) for word in process.cmdline()]
     except psutil.NoSuchProcess:
         return False
-    return any(word.endswith("sglang_guard.py") or word.startswith(("sglang.launch", "sglang::")) for word in words)
+    return any(word.endswith("sglang/guard.py") or word.startswith(("sglang.launch", "sglang::")) for word in words)

@@ -195,7 +195,7 @@ def server_pids(port: str) -> list[int]:
                 words = Path(f"/proc/{entry}/cmdline").read_bytes().decode().split("\0")
             except OSError:
                 continue
-            if "sglang.launch_server" in words and port in words and "sglang_guard.py" not in " ".join(words):
+            if "sglang.launch_server" in words and port in words and "sglang/guard.py" not in " ".join(words):
                 return sglang_guard.members(os.getpgid(int(entry)))
     raise AssertionError(f"no server on port {port}")
 
