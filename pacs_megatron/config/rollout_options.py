@@ -142,7 +142,8 @@ class SglangServers(Options):
     tp: PositiveInt = 1
     """Tensor-parallel size of a server: its number of GPUs."""
     mem_fraction: float | None = Field(default=None, gt=0, lt=1)
-    """Fraction of GPU memory for weights and KV cache; null uses SGLang's default."""
+    """Fraction of the GPU's total memory for weights and KV cache, whatever else is in use; a server's start waits until
+    it is free. null uses SGLang's default, a share of what is free."""
     max_total_tokens: PositiveInt | None = None
     """Size of the KV cache, in tokens; null uses the available memory. Set it on CPU."""
     context_length: PositiveInt | None = None

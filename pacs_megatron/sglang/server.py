@@ -20,6 +20,7 @@ from typing import IO, Any, Literal
 
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.sglang import guard as sglang_guard
+from pacs_megatron.sglang import start
 from pacs_megatron.sglang.api import SglangApi
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ GRACE_S = 1.5
 POLL_S = 0.25
 START_ATTEMPTS = 3
 """Another process may take the chosen port before the server binds it."""
+API_KEY, MEM_FRACTION = "PACS_SGLANG_API_KEY", "PACS_SGLANG_MEM_FRACTION"
+"""Environment variables that `sglang/start.py` turns into arguments."""
 PORT_TAKEN = ("address already in use", "Address already in use", "EADDRINUSE")
 
 
@@ -65,7 +68,7 @@ class ServerSpec:
         args += ["--host", self.host, "--port", str(port), "--nccl-port", str(nccl_port), "--device", self.device]
         args += ["--tp-size", str(self.tp), "--skip-server-warmup", "--log-level", "warning"]
         args += ["--dtype", {"bf16": "bfloat16", "fp32": "float32"}[self.dtype]]
-        if self.mem_fraction is not None:
+        if self.mem_fraction is not None and self.device == "cpu":  # on GPUs see sglang/start.py
             args += ["--mem-fraction-static", str(self.mem_fraction)]
         if self.max_total_tokens is not None:
             args += ["--max-total-tokens", str(self.max_total_tokens)]
@@ -99,6 +102,10 @@ class ServerSpec:
             env |= {"MASTER_ADDR": self.host, "MASTER_PORT": str(nccl_port)}
         if self.visible_devices is not None:
             env["CUDA_VISIBLE_DEVICES"] = self.visible_devices
+        if self.device == "cuda" and self.mem_fraction is not None:
+            env[MEM_FRACTION] = str(self.mem_fraction)
+        if self.api_key is not None:
+            env[API_KEY] = self.api_key
         if self.device == "cpu":
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
             env.setdefault("OMP_NUM_THREADS", "1")
@@ -202,12 +209,10 @@ class ManagedServer:
         nccl_port = free_port(self.spec.host)
         # In memory: file locks do not work on every cluster file system, and containers have this folder as well.
         store = Path(f"/dev/shm/pacs-server-{uuid.uuid4().hex}")  # noqa: S108  # the name cannot be guessed
-        command = self.spec.command(self._port, nccl_port)
-        if self.spec.api_key is not None:
-            command = _with_key_from_environment(command)
         environment = self.spec.environment(os.environ, store, nccl_port)
-        if self.spec.api_key is not None:
-            environment["PACS_SGLANG_API_KEY"] = self.spec.api_key
+        command = self.spec.command(self._port, nccl_port)
+        if environment.keys() & {API_KEY, MEM_FRACTION}:
+            command = _with_values_from_environment(command)
         guard = [sys.executable, "-I", sglang_guard.__file__, str(self.pid_file), str(GRACE_S), str(store)]
         try:
             self._guard = subprocess.Popen(
@@ -298,12 +303,7 @@ def _is_free(host: str, port: int) -> bool:
         return True
 
 
-def _with_key_from_environment(command: list[str]) -> list[str]:
-    """The same command; a line of Python in the server's process reads the API key from the environment."""
+def _with_values_from_environment(command: list[str]) -> list[str]:
+    """The same command; `sglang/start.py` inside the server's process adds the values that the environment has."""
     at = command.index("-m")
-    body = (
-        "import os, runpy, sys; "
-        "sys.argv[1:] += ['--api-key', os.environ.pop('PACS_SGLANG_API_KEY')]; "
-        "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
-    )
-    return [*command[:at], "-c", body, *command[at + 2 :]]
+    return [*command[:at], "-c", Path(start.__file__).read_text(encoding="utf-8"), *command[at + 2 :]]

@@ -1,6 +1,7 @@
 """The parts of one rank of a run, built in an order in which cheap failures come first."""
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,10 @@ class RunContext:
 def join(config: RunConfig) -> tuple[Rank, ControlChannel]:
     """Process groups and the control channel. Collective."""
     _, _, world_size = groups.world_from_environment()
+    sglang = config.rollout.sglang
+    if sglang is not None and sglang.sync.transport == "broadcast":
+        # SGLang sets this for itself (entrypoints/engine.py:1905); members of one NCCL group need the same value.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     if not torch.cuda.is_available():
         # One thread a rank: results do not depend on the number of cores.
         torch.set_num_threads(1)

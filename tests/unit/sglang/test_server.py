@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -218,7 +219,7 @@ def test_the_key_is_in_no_command_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert made.api_key == "very-secret"
     assert "very-secret" not in repr(made)
     command = made.command(1, 2)
-    assert "very-secret" not in " ".join(sglang_server._with_key_from_environment(command))
+    assert "very-secret" not in " ".join(sglang_server._with_values_from_environment(command))
     monkeypatch.delenv("ROLLOUT_KEY")
     with pytest.raises(ConfigError, match="ROLLOUT_KEY"):
         sglang.api_key(options)
@@ -335,3 +336,50 @@ def test_only_shared_memory_of_the_ended_server_is_removed(
     finally:
         server.close()
         Path(f"/dev/shm/torch_{tag}").unlink(missing_ok=True)
+
+
+NVML = """
+import os
+TOTAL = 100 * 2**30
+class Info:
+    total = TOTAL
+    @property
+    def free(self):
+        with open(os.environ["FREE_GIB"]) as file:
+            return int(file.read()) * 2**30
+def nvmlInit(): pass
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetMemoryInfo(handle): return Info()
+"""
+
+
+def test_the_memory_budget_is_a_share_of_the_total_and_waits_until_it_is_free(tmp_path: Path) -> None:
+    """A server that restarts beside the trainer gets the same bytes as before."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text("")
+    (tmp_path / "sglang" / "launch_server.py").write_text("import sys; print('STARTED', *sys.argv[1:], flush=True)")
+    (tmp_path / "pynvml.py").write_text(NVML)
+    free = tmp_path / "free"
+    made = replace(
+        spec(tmp_path), python=(sys.executable,), device="cuda", visible_devices="0,1", tp=2, mem_fraction=0.35
+    )
+    command = sglang_server._with_values_from_environment(made.command(1, 2))
+    assert "--mem-fraction-static" not in command
+    environment = made.environment({}, tmp_path / "store", 2) | {"PYTHONPATH": str(tmp_path), "FREE_GIB": str(free)}
+
+    def started(server: subprocess.Popen[str]) -> float:
+        assert server.stdout is not None
+        line = next(line for line in server.stdout if line.startswith("STARTED"))
+        words = line.split()
+        return float(words[words.index("--mem-fraction-static") + 1])
+
+    for gib in (100, 50):
+        free.write_text(str(gib))
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
+            assert started(server) * gib == pytest.approx(35, abs=0.02)
+    free.write_text("37")  # less than 35 GiB and the reserve
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert "waiting for GPU memory: 38.0 GiB needed" in server.stdout.readline()
+        free.write_text("60")
+        assert started(server) * 60 == pytest.approx(35, abs=0.02)
