@@ -210,7 +210,7 @@ def test_without_servers_the_last_boundary_is_saved_with_the_reason(
 
 
 @pytest.mark.full
-def test_more_is_asked_for_than_is_trained_and_the_rest_ends_early(
+def test_oversampling_requests_more_than_it_trains_and_cancels_the_rest(
     tmp_path: Path, model: Path, server: ReplaySglang
 ) -> None:
     server.token_s = 0.02

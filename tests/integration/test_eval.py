@@ -103,7 +103,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(config, tmp_path, capsys, 
     assert not (tmp_path / "runs").exists()
 
 
-def test_nothing_to_evaluate_is_said_with_the_place(config, tmp_path, capsys):
+def test_nothing_to_evaluate_is_an_error_with_the_place(config, tmp_path, capsys):
     tree = yaml.safe_load(config.read_text())
     del tree["evaluation"]
     config.write_text(yaml.safe_dump(tree))

@@ -142,7 +142,7 @@ def test_a_marked_command_is_one_that_this_program_knows(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", marked("sbatch"))
-def test_a_marked_batch_job_asks_for_what_its_configuration_needs(command: str) -> None:
+def test_a_marked_batch_job_requests_the_resources_of_its_configuration(command: str) -> None:
     words = shlex.split(command)[1:]
     (at,) = [index for index, word in enumerate(words) if word.endswith(".sbatch")]
     options = dict(word.removeprefix("--").split("=", 1) for word in words[:at])
@@ -169,7 +169,7 @@ def test_a_marked_batch_job_asks_for_what_its_configuration_needs(command: str) 
     assert options == expected[Path(words[at]).name]
 
 
-def test_the_sites_files_are_made_as_the_document_says(tmp_path: Path) -> None:
+def test_the_sites_files_are_made_as_documented(tmp_path: Path) -> None:
     for folder in ("configs", "slurm"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     lines = [*marked("cp "), *marked("export "), 'source "$PACS_SITE"; env']

@@ -43,7 +43,7 @@ PENDING = ("pacs_megatron/policy/engine.py", "pacs_megatron/policy/microbatch.py
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of the comments, docstrings and texts of a file; a string without a space is a key or a name."""
+    """(line, text) of the comments, docstrings, texts and test names; a string without a space is a key or a name."""
     if path.suffix == ".md":
         lines = path.read_text(encoding="utf-8").splitlines()
         yield from ((number, re.sub(r"`[^`]*`", "", line)) for number, line in enumerate(lines, 1))
@@ -52,6 +52,8 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
         is_text = token.type == tokenize.STRING or tokenize.tok_name[token.type] == "FSTRING_MIDDLE"
         if token.type == tokenize.COMMENT or (is_text and " " in token.string):
             yield token.start[0], token.string
+        elif token.type == tokenize.NAME and token.string.startswith("test_"):
+            yield token.start[0], token.string.replace("_", " ")
 
 
 def complaints(path: Path) -> Iterator[str]:

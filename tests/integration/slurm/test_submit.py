@@ -136,7 +136,7 @@ def test_nothing_is_submitted_where_it_cannot_run(tmp_path: Path, monkeypatch: p
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_does_not_fit_is_said(nemo_run: None, tmp_path: Path) -> None:
+def test_run_that_does_not_fit_gets_a_warning(nemo_run: None, tmp_path: Path) -> None:
     big = ROOT / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml"
     overrides = (f"run.dir={tmp_path}", "batch.tokens_per_microbatch=1000000")
     texts = list(submit(make_request(big, "example-bare", overrides=overrides), dry_run=True))
@@ -183,7 +183,7 @@ def test_the_runs_of_a_sweep_wait_for_one_conversion(nemo_run: None, slurm: Slur
         assert known_jobs(tmp_path / "runs" / name) == {jobs[name]: "train"}
 
 
-def test_without_nemo_run_the_message_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nemo_run_the_message_names_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nemo_run", None)
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     with pytest.raises(ConfigError, match=r"pip install nemo-run==0\.11\.1 leptonai==0\.27\.0, or: sbatch"):

@@ -56,7 +56,7 @@ def same(left: Sample, right: Sample) -> bool:
     )
 
 
-def test_it_is_what_the_contracts_ask_for(tiny_qwen3):
+def test_it_implements_the_contracts(tiny_qwen3):
     engine = embedded_engine(tiny_qwen3)
     assert isinstance(engine, RolloutEngine)
     assert isinstance(engine, WeightReceiver)
@@ -216,7 +216,7 @@ def test_cancel_ends_the_rest_as_aborted_and_only_them(tiny_qwen3):
     assert all(sample.stop != Stop.ABORTED for sample in engine.stream(requests))
 
 
-def test_weights_come_only_through_an_update_and_samples_say_which(tiny_qwen3, tmp_path):
+def test_weights_come_only_through_an_update_and_samples_carry_their_version(tiny_qwen3, tmp_path):
     other = make_tiny_qwen3(tmp_path / "other", seed=1)
     requests = requests_for(random_prompts(2), params=sampling(temperature=0.0))
     engine = embedded_engine(tiny_qwen3, filled=False)

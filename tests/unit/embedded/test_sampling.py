@@ -64,7 +64,7 @@ def test_rows_with_different_parameters_do_not_mix():
     torch.testing.assert_close(logprobs[60:].double(), greedy, atol=1e-6, rtol=0)
 
 
-def test_a_row_draws_the_same_numbers_whoever_its_neighbours_are():
+def test_a_row_draws_the_same_numbers_beside_any_neighbours():
     generator = torch.Generator().manual_seed(3)
     steps = [torch.randn((6, VOCAB), generator=generator) for _ in range(300)]  # beyond one block of numbers
     params = [sampling(top_p=0.9)] * 6

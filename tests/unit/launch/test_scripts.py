@@ -23,7 +23,7 @@ def test_the_scripts_are_there() -> None:
 
 
 @pytest.mark.parametrize("path", BATCH, ids=lambda path: path.name)
-def test_batch_scripts_are_short_and_say_how_they_are_called(path: Path) -> None:
+def test_batch_scripts_are_short_and_show_their_usage(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert len(lines) <= 100
     assert max(len(line) for line in lines) <= 140
@@ -41,7 +41,7 @@ def called(path: Path, *words: str, **variables: str) -> str:
 
 
 @pytest.mark.parametrize("path", BATCH, ids=lambda path: path.name)
-def test_a_batch_script_that_is_called_wrongly_says_so(path: Path) -> None:
+def test_a_batch_script_that_is_called_wrongly_prints_an_error(path: Path) -> None:
     """And starts nothing."""
     config = str(ROOT / "configs" / "runs" / "quickstart.yaml")
     assert called(path).startswith("usage: sbatch ")

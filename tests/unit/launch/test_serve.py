@@ -92,7 +92,7 @@ def watch(server: FlakyServer, max_restarts: int, folder: Path, monkeypatch: pyt
     return serve._watch([server], max_restarts, Ending(folder, folder))  # type: ignore[list-item]
 
 
-def test_a_server_that_ends_is_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ends_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = FlakyServer(ends=2)
     assert watch(server, 2, tmp_path, monkeypatch) == 0
     assert server.starts == 2
@@ -103,14 +103,14 @@ def test_too_many_ends_or_another_address_end_it_all(tmp_path: Path, monkeypatch
     assert watch(FlakyServer(ends=1, urls=("http://n1:1", "http://n1:2")), 2, tmp_path, monkeypatch) == 1
 
 
-def test_an_error_is_left_for_whoever_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_stored_for_the_waiting_caller(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "servers"), str(tmp_path / "nothere.yaml")]) == 2
     assert "nothere.yaml" in capsys.readouterr().err
     [left] = (tmp_path / "servers").glob("*.error")
     assert '"code": 2' in left.read_text()
 
 
-def test_a_process_that_ends_without_a_word_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_process_that_ends_without_a_message_is_detected(tmp_path: Path) -> None:
     """For example killed by the kernel for memory: fifteen minutes of `start_timeout_s` would pass."""
     began = time.monotonic()
     with pytest.raises(RolloutError, match=r"server process exited with code -9 and wrote no error"):

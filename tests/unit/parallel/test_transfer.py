@@ -70,7 +70,7 @@ def test_send_broadcast_gather_between_ranks() -> None:
             assert all(same(arrays, example(source)) for source, arrays in enumerate(gathered))
 
 
-def test_gather_by_index_keeps_every_bit_and_marks_what_nobody_has() -> None:
+def test_gather_by_index_keeps_every_bit_and_marks_missing_rows() -> None:
     values = np.array([1 / 3, -0.0, 1e-300, 2 / 7, 5e300])
 
     def on_rank(rank: int, _world: int) -> torch.Tensor:

@@ -63,7 +63,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(
     assert reason in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_log_line_says_what_is_used_and_what_is_missing() -> None:
+def test_the_log_line_lists_used_and_missing_capabilities() -> None:
     line = precision.describe(fp8("delayed"), H100)
     assert line == (
         "precision bf16, fp8 delayed/hybrid; using Transformer Engine 2.11, FusedAdam of Transformer Engine; "

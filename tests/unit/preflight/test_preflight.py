@@ -104,7 +104,7 @@ def test_a_server_is_started_used_and_ended(tmp_path: Path, model: Path) -> None
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
 
 
-def test_leaving_the_server_out_is_said(tmp_path: Path, model: Path) -> None:
+def test_skipped_servers_are_reported(tmp_path: Path, model: Path) -> None:
     config, overrides = with_server(tmp_path, model)
     found = find(run_preflight(config, overrides, start_servers=False), "rollout.servers")
     assert found.level == "warn" and "--skip-servers" in found.message
@@ -279,7 +279,9 @@ def test_offline_ends_with_its_block() -> None:
     assert hub.HF_HUB_OFFLINE == before == datasets.config.HF_HUB_OFFLINE
 
 
-def test_a_job_that_would_ask_the_hub_is_warned(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_would_use_the_hub_gets_a_warning(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = load_config(write_tiny_run(tmp_path, model), ["model.path=Qwen/Qwen3-4B"])
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     assert not list(preflight._network(loaded))  # a login node has a network
@@ -299,7 +301,7 @@ def test_shipped_runs_are_signalled_in_time(path: Path) -> None:
     assert planned_ending_s(plan) > updates / loaded.config.batch.updates_per_step
 
 
-def test_the_command_prints_json_and_its_exit_code_tells(
+def test_the_command_prints_json_and_returns_an_exit_code(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from pacs_megatron.cli import main

@@ -65,7 +65,7 @@ def test_only_the_last_box_counts(make_prompt):
 
 @pytest.mark.parametrize("gold", ["", "???", "   "])
 @pytest.mark.parametrize("response", [r"\boxed{5}", "no box", r"\boxed{???}"])
-def test_unreadable_gold_is_an_error_whatever_the_response(make_prompt, gold, response):
+def test_unreadable_gold_is_an_error_for_every_response(make_prompt, gold, response):
     with pytest.raises(RewardError, match="prompt train/7"):
         Math()(make_prompt(gold), response)
 

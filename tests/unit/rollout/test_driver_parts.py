@@ -68,7 +68,7 @@ def test_samples_survive_the_wire(lengths: list[int], seed: int) -> None:
     right.close()
 
 
-def test_an_end_that_stops_in_the_middle_of_a_message_is_not_waited_for_for_ever() -> None:
+def test_a_peer_that_stops_in_the_middle_of_a_message_causes_a_timeout() -> None:
     ours, theirs = socket.socketpair()
     rank = Connection(ours, "rollout driver", timeout_s=0.3)
     theirs.sendall((100).to_bytes(8, "little") + bytes(8) + b"{")  # a header of 100 bytes of which one comes
@@ -124,7 +124,7 @@ def test_admission_drops_and_counts() -> None:
     assert admit([group(sample(0))], default, min_group_size=1).counts["small_groups"] == 0
 
 
-def test_a_truncated_answer_is_label_0_whatever_the_verifier_says() -> None:
+def test_a_truncated_response_has_label_0_for_every_verdict() -> None:
     assert label_sample(sample(0, stop=Stop.LENGTH), 1.0, 1).label == 0
     assert label_sample(sample(0), 1.0, 1).label == 1
 

@@ -162,7 +162,7 @@ def test_a_bug_in_the_fleet_ends_the_streams_at_once(fake: FakeSglang, monkeypat
         b"-",
     ],
 )
-def test_whatever_is_wrong_with_an_answer_it_is_a_bad_answer(body: bytes) -> None:
+def test_every_wrong_response_is_a_bad_response(body: bytes) -> None:
     """Any other exception would end the driver."""
     with pytest.raises(BadResponseError):
         decode(body, "r/1", 3)
@@ -325,7 +325,7 @@ def test_a_dead_server_of_others_that_comes_back_is_found_during_an_update(fake:
         assert client.status()[0].health is Health.HEALTHY
 
 
-def test_two_clients_of_one_run_ask_under_different_ids(fake: FakeSglang) -> None:
+def test_two_clients_of_one_run_use_different_ids(fake: FakeSglang) -> None:
     """A run that was killed and goes on: the server may still be at work on the first client's requests."""
     fake.latency_s = lambda _: 0.5
     asked = requests(8)

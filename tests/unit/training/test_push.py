@@ -37,7 +37,7 @@ def weights() -> dict[str, torch.Tensor]:
     return {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.tensor(2)}
 
 
-def test_every_receiver_hears_everything_in_order() -> None:
+def test_every_receiver_gets_everything_in_order() -> None:
     one, two = Listener(), Listener()
     pushed = push(3, weights().items(), [one, two])
     digest = WeightDigest()
