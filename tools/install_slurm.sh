@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Slurm and munge from Debian, for the tests that submit to a real Slurm on this host. Needs root; without it the tests
-# skip (or fail, under PACS_CI=1) and say so.
+# skip (or fail, under PACS_CI=1) with that reason.
 set -euo pipefail
 missing=()
 for tool in sbatch slurmctld slurmd munged; do
