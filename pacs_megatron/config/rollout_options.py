@@ -142,7 +142,7 @@ class SglangServers(Options):
     tp: PositiveInt = 1
     """Tensor-parallel size of a server: its number of GPUs."""
     mem_fraction: float | None = Field(default=None, gt=0, lt=1)
-    """Fraction of the GPU's total memory for weights and KV cache, whatever else is in use; a server's start waits until
+    """Fraction of the GPU's total memory for weights and KV cache, independent of other use; a server's start waits until
     it is free. null uses SGLang's default, a share of what is free."""
     max_total_tokens: PositiveInt | None = None
     """Size of the KV cache, in tokens; null uses the available memory. Set it on CPU."""
