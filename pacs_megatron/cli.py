@@ -3,46 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import signal
+import io
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from pacs_megatron import __version__
-from pacs_megatron.errors import ConfigError, PacsError
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.runtime.command_line import OneLineParser, check_arguments, run_command
 from pacs_megatron.runtime.shipped import cluster_file, run_file
 
 Verb = Callable[[argparse.Namespace], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and return its exit code. A PacsError is printed as one line on stderr."""
-    try:
-        parsed = _parse(arguments)
-        verb: Verb = parsed.run_verb
-        return int(verb(parsed))
-    except PacsError as error:
-        text = " ".join(str(error).split("\n"))
-        print(f"{type(error).__name__}: {text}", file=sys.stderr)
-        return int(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except BrokenPipeError:  # `pacs-megatron config show ... | head`
-        sys.stderr.close()
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        if error.filename is None:
-            raise  # no path of the user: a bug
-        print(
-            f"{type(error).__name__}: {error.filename}: {error.strerror}; correct the path or its permissions",
-            file=sys.stderr,
-        )
-        return 1
+    """Run one verb and return its exit code. Every error is one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a text of a file may not fit the terminal's encoding
+    return run_command(lambda: _run(sys.argv[1:] if arguments is None else arguments))
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _run(arguments: Sequence[str]) -> int:
+    check_arguments(arguments)
+    parsed = _parse(arguments)
+    verb: Verb = parsed.run_verb
+    return verb(parsed)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse, and accept overrides after options, which argparse does not."""
     parser = build_parser()
     parsed, rest = parser.parse_known_args(arguments)
@@ -55,9 +45,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    parser = argparse.ArgumentParser(
-        prog="pacs-megatron", description="Post-train reasoning models with PACS on Megatron-Core."
-    )
+    parser = OneLineParser(prog="pacs-megatron", description="Post-train reasoning models with PACS on Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"pacs-megatron {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="<verb>", required=True)
     _add_config_verb(verbs, "train", "train; the same command resumes a run", _train)
@@ -165,7 +153,7 @@ def _add_jobs(verbs: _SubParsers) -> None:
     parser.add_argument("--save", action="store_true", help="request a save and stop instead")
 
 
-_SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_SubParsers: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
 
 
 # --------------------------------------------------------------------------------------------------------------- verbs

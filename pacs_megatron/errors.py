@@ -18,10 +18,19 @@ class ExitCode(IntEnum):
     """State saved after a signal; run the same command again (EX_TEMPFAIL of sysexits.h)."""
 
 
+def one_line(text: str) -> str:
+    """`text` on one line for a terminal: line ends become spaces, other unprintable characters escapes."""
+    joined = " ".join(line for line in text.splitlines() if line)
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in joined)
+
+
 class PacsError(Exception):
     """Base of all errors that a user can cause or fix."""
 
     exit_code: ExitCode = ExitCode.FAILED
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
 
 
 class ConfigError(PacsError):

@@ -20,8 +20,11 @@ from pacs_megatron.config.checks import Problem, find_problems
 from pacs_megatron.config.fields import ROOT, Slot, slot_of
 from pacs_megatron.config.messages import explain_validation, where
 from pacs_megatron.config.schema import RunConfig
-from pacs_megatron.config.yaml_tree import Node, parse_yaml, read_yaml
+from pacs_megatron.config.yaml_tree import MAX_DEPTH, Node, parse_yaml, read_yaml
 from pacs_megatron.errors import ConfigError
+
+MAX_FILES = 100
+"""Maximum number of files of one configuration, counted with repetition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     Raises ConfigError for an unreadable or malformed file, an unknown or duplicate key, a wrong type, or an invalid
     combination.
     """
-    tree = _read_with_includes(Path(path), ())
+    tree = _Includes().read(Path(path), ())
     if overrides:
         first, *rest = map(_parse_override, overrides)
         for node in rest:  # overrides first: a strategy and its options may come in any order
@@ -129,25 +132,39 @@ def _is_indexed(entries: dict[str, Node], length: int) -> bool:
     return bool(entries) and all(key.isdecimal() and int(key) < length for key in entries)
 
 
-def _read_with_includes(path: Path, chain: tuple[Path, ...]) -> Node:
-    resolved = path.resolve()
-    display = _display(path)
-    if resolved in chain:
-        cycle = " -> ".join(_display(step) for step in (*chain[chain.index(resolved) :], resolved))
-        raise ConfigError(f"include cycle: {cycle}; remove one of these includes")
-    own = read_yaml(path, display)
-    assert isinstance(own.value, dict)
-    entries = dict(own.value)
-    include = entries.pop("include", None)
-    tree = Node({}, own.origin)
-    for name, origin in _include_names(include):
-        target = path.parent / name
-        if not target.is_file():
-            raise ConfigError(
-                f"include={name!r}: no such file {_display(target)}; paths are relative to the including file ({origin})"
-            )
-        tree = merge(tree, _read_with_includes(target, (*chain, resolved)), ROOT)
-    return Node(_mapping(merge(tree, Node(entries, own.origin), ROOT)), own.origin)
+class _Includes:
+    """Reads a file with its includes, up to a number of files: includes of includes can multiply."""
+
+    def __init__(self) -> None:
+        self._num_files = 0
+
+    def read(self, path: Path, chain: tuple[Path, ...]) -> Node:
+        display = _display(path)
+        try:
+            resolved = path.resolve()
+        except (OSError, RuntimeError) as error:  # a loop of symbolic links
+            raise ConfigError(f"cannot read the configuration {display}: {error}; give a file") from None
+        except ValueError:  # NUL
+            raise ConfigError(f"{display!r} is not the path of a configuration; correct it") from None
+        if resolved in chain:
+            cycle = " -> ".join(_display(step) for step in (*chain[chain.index(resolved) :], resolved))
+            raise ConfigError(f"include cycle: {cycle}; remove one of these includes")
+        own = read_yaml(path, display)
+        self._num_files += 1
+        if self._num_files > MAX_FILES:
+            raise ConfigError(f"more than {MAX_FILES} files by `include:`, the last is {display}; include fewer files")
+        entries = dict(_mapping(own))
+        include = entries.pop("include", None)
+        tree = Node({}, own.origin)
+        for name, origin in _include_names(include):
+            target = path.parent / name
+            if not os.path.isfile(target):
+                raise ConfigError(
+                    f"include={name!r}: no such file {_display(target)}; paths are relative to the including file "
+                    f"({origin})"
+                )
+            tree = merge(tree, self.read(target, (*chain, resolved)), ROOT)
+        return Node(_mapping(merge(tree, Node(entries, own.origin), ROOT)), own.origin)
 
 
 def _mapping(node: Node) -> dict[str, Node]:
@@ -172,12 +189,16 @@ def _include_names(include: Node | None) -> list[tuple[str, str]]:
 def _parse_override(text: str) -> Node:
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
-    if not equals or not all(part.strip() == part and part for part in parts):
-        raise ConfigError(f"override {text!r}: expected key=value with a dotted key, such as optimizer.lr=1e-6")
-    node = parse_yaml(value, f"override {key}", fixed_origin="override") if value else Node("", "override")
+    if not equals or len(parts) > MAX_DEPTH or not all(part.strip() == part and part for part in parts):
+        raise ConfigError(f"override {_shown(text)}: expected key=value with a dotted key, such as optimizer.lr=1e-6")
+    node = parse_yaml(value, f"override {_shown(key)}", fixed_origin="override") if value else Node("", "override")
     for part in reversed(parts):
         node = Node({part: node}, "override")
     return node
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def _split(key: str) -> list[str | int]:
@@ -186,5 +207,7 @@ def _split(key: str) -> list[str | int]:
 
 def _display(path: Path) -> str:
     """`path` relative to the working directory if it is inside, else unchanged."""
+    if len(str(path)) > 500:
+        return f"{str(path)[:500]}..."
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

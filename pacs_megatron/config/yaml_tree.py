@@ -2,6 +2,8 @@
 
 Plain scalars follow the core schema of YAML 1.2: `1e-6` is a number, `no` and `12:30` are strings (unlike YAML 1.1,
 PyYAML's default). Tags, anchors and merge keys are refused; `include:` composes files.
+
+This is the only reader of YAML. It limits the size, depth and numbers of a file, and every fault is a ConfigError.
 """
 
 from __future__ import annotations
@@ -17,6 +19,12 @@ from pacs_megatron.errors import ConfigError
 
 Scalar = str | int | float | bool | None
 Plain = Scalar | list["Plain"] | dict[str, "Plain"]
+
+MAX_BYTES = 256 * 1024
+"""Maximum size of a file or an override."""
+MAX_DEPTH = 32
+MAX_DIGITS = 24
+"""Maximum number of digits of an integer. Products of several still fit into a float."""
 
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _INT = re.compile(r"[-+]?[0-9]+")
@@ -64,26 +72,24 @@ def parse_yaml(text: str, source: str, *, fixed_origin: str | None = None) -> No
 
     Raises ConfigError for malformed YAML, a duplicate key, a tag, an anchor, or a key that is not a string.
     """
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{source}: {len(text)} characters of YAML, but at most {MAX_BYTES} are read; shorten it")
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ConfigError(_syntax_message(error, source)) from None
+    except RecursionError:
+        raise _too_deep(fixed_origin or source) from None
+    except (ValueError, OverflowError) as error:  # an escape of a character that does not exist
+        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}; fix it ({source})") from None
     if root is None:
         return Node(None, fixed_origin or f"{source}:1")
-    return _convert(root, source, fixed_origin, set())
+    return _Converter(source, fixed_origin).convert(root, 0)
 
 
 def read_yaml(path: Path, display: str) -> Node:
     """Read and parse one file, named `display` in messages. Raises ConfigError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {display}: {error.strerror}; give an existing file") from None
-    except UnicodeDecodeError:
-        raise ConfigError(
-            f"cannot read the configuration {display}: it is not UTF-8 text; re-save it as such"
-        ) from None
-    node = parse_yaml(text, display)
+    node = parse_yaml(_read_text(path, display), display)
     if not isinstance(node.value, dict):
         kind = "nothing" if node.value is None else f"a {type(node.value).__name__}"
         raise ConfigError(
@@ -92,44 +98,92 @@ def read_yaml(path: Path, display: str) -> Node:
     return node
 
 
-def _convert(node: yaml.Node, source: str, fixed_origin: str | None, seen: set[int]) -> Node:
-    origin = fixed_origin or f"{source}:{node.start_mark.line + 1}"
-    if id(node) in seen:
+def _read_text(path: Path, display: str) -> str:
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"cannot read the configuration {display}: it is not a regular file; give a file")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {display}: {error.strerror}; give an existing file") from None
+    except ValueError:  # NUL
+        raise ConfigError(f"{display!r} is not the path of a configuration; correct it") from None
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{display}: more than {MAX_BYTES} bytes; a configuration is smaller, give another file")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
         raise ConfigError(
-            f"YAML anchors and aliases are not supported; repeat the value or `include:` a file ({origin})"
-        )
-    seen.add(id(node))
-    if isinstance(node, yaml.ScalarNode):
-        return Node(_scalar(node, origin), origin)
-    if isinstance(node, yaml.SequenceNode):
-        _refuse_tag(node, "tag:yaml.org,2002:seq", origin)
-        return Node([_convert(item, source, fixed_origin, seen) for item in node.value], origin)
-    _refuse_tag(node, "tag:yaml.org,2002:map", origin)
-    entries: dict[str, Node] = {}
-    for key_node, value_node in node.value:
-        where = fixed_origin or f"{source}:{key_node.start_mark.line + 1}"
-        if not isinstance(key_node, yaml.ScalarNode):
+            f"cannot read the configuration {display}: it is not UTF-8 text; re-save it as such"
+        ) from None
+
+
+class _Converter:
+    """Turns PyYAML's nodes into ours."""
+
+    def __init__(self, source: str, fixed_origin: str | None) -> None:
+        self._source = source
+        self._fixed_origin = fixed_origin
+        self._seen: set[int] = set()
+
+    def _origin(self, node: yaml.Node) -> str:
+        return self._fixed_origin or f"{self._source}:{node.start_mark.line + 1}"
+
+    def convert(self, node: yaml.Node, depth: int) -> Node:
+        origin = self._origin(node)
+        if id(node) in self._seen:
             raise ConfigError(
-                f"expected a plain word as key, got a {key_node.id}; quote text that starts with [ or {{ ({where})"
+                f"YAML anchors and aliases are not supported; repeat the value or `include:` a file ({origin})"
             )
-        key = key_node.value
-        if key in entries:
-            raise ConfigError(
-                f"key `{key}` is written twice in one mapping, first at {entries[key].origin}; keep one ({where})"
-            )
-        child = _convert(value_node, source, fixed_origin, seen)
-        entries[key] = Node(child.value, where)
-    return Node(entries, origin)
+        self._seen.add(id(node))
+        if depth > MAX_DEPTH:
+            raise _too_deep(origin)
+        if isinstance(node, yaml.ScalarNode):
+            return Node(_scalar(node, origin), origin)
+        if isinstance(node, yaml.SequenceNode):
+            _refuse_tag(node, "tag:yaml.org,2002:seq", origin)
+            return Node([self.convert(item, depth + 1) for item in node.value], origin)
+        _refuse_tag(node, "tag:yaml.org,2002:map", origin)
+        return Node(self._mapping(node, depth), origin)
+
+    def _mapping(self, node: yaml.Node, depth: int) -> dict[str, Node]:
+        entries: dict[str, Node] = {}
+        for key_node, value_node in node.value:
+            where = self._origin(key_node)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(
+                    f"expected a plain word as key, got a {key_node.id}; quote text that starts with [ or {{ ({where})"
+                )
+            key = _readable(key_node.value, where)
+            if key in entries:
+                raise ConfigError(
+                    f"key `{key}` is written twice in one mapping, first at {entries[key].origin}; keep one ({where})"
+                )
+            entries[key] = Node(self.convert(value_node, depth + 1).value, where)
+        return entries
+
+
+def _too_deep(origin: str) -> ConfigError:
+    return ConfigError(f"values are nested more than {MAX_DEPTH} levels deep; flatten them ({origin})")
+
+
+def _readable(text: str, origin: str) -> str:
+    """`text`. Raises ConfigError for NUL and lone surrogates, which no file name or UTF-8 text can contain."""
+    if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError(f"text contains NUL or a lone surrogate: {text[:40]!r}; remove it ({origin})")
+    return text
 
 
 def _scalar(node: yaml.ScalarNode, origin: str) -> Scalar:
-    text: str = node.value
+    text = _readable(node.value, origin)
     _refuse_tag(node, "tag:yaml.org,2002:str", origin)
     if node.style is not None:  # quoted and block text is always a string
         return text
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if _INT.fullmatch(text):
+        if len(text) > MAX_DIGITS:
+            raise ConfigError(f"a number of {len(text)} digits, expected at most {MAX_DIGITS}; correct it ({origin})")
         return int(text)
     if _FLOAT.fullmatch(text):
         return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))

@@ -20,9 +20,10 @@ from pathlib import Path
 from pacs_megatron.checkpoint.names import Position, newest_position
 from pacs_megatron.config import load_config
 from pacs_megatron.config.layout import ranks_to_start
-from pacs_megatron.errors import ConfigError, ExitCode, PacsError
+from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.launch.serve import servers_here, wait_for_urls
 from pacs_megatron.launch.train import check_model_and_layout
+from pacs_megatron.runtime.command_line import OneLineParser, run_command
 from pacs_megatron.runtime.rows import read_rows
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
 
@@ -209,7 +210,7 @@ def _rewrite(run_dir: Path, rows: Sequence[Row]) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code. `describe` and `begin` print for the shell."""
-    parser = argparse.ArgumentParser(prog="python -m pacs_megatron.launch.job")
+    parser = OneLineParser(prog="python -m pacs_megatron.launch.job")
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("describe")
     verb.add_argument("config", type=Path)
@@ -226,18 +227,19 @@ def main(arguments: Sequence[str]) -> int:
     verb.add_argument("timeout_s", type=float)
     verb.add_argument("num_nodes", type=int)
     args = parser.parse_args(arguments)
-    try:
-        return _run_verb(args)
-    except PacsError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return int(error.exit_code)
-    except OSError as error:
-        text = f"{error.filename}: {error.strerror}; correct run.dir or its permissions, or free some space"
-        sys.stderr.write(f"ConfigError: {text}\n")
-        return ExitCode.MISCONFIGURED
+    return run_command(lambda: _run_verb(args))
 
 
 def _run_verb(args: argparse.Namespace) -> int:
+    try:
+        return _verb(args)
+    except OSError as error:  # the exit code of a wrong configuration: the job is not requeued
+        raise ConfigError(
+            f"{error.filename}: {error.strerror}; correct run.dir or its permissions, or free some space"
+        ) from None
+
+
+def _verb(args: argparse.Namespace) -> int:
     if args.verb == "describe":
         lines = [f"{key}={shlex.quote(value)}" for key, value in describe(args.config, args.overrides).items()]
         sys.stdout.write("\n".join(lines) + "\n")

@@ -6,7 +6,6 @@ resume, FP8 against bf16, SGLang's weight sync and the network. The same program
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -25,6 +24,7 @@ import yaml
 from pacs_megatron import __version__
 from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.preflight.doctor import installed
+from pacs_megatron.runtime.command_line import OneLineParser, run_command
 
 REL_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
 """Relative tolerance of the first step's gradient norm, compared with one rank."""
@@ -302,7 +302,7 @@ def make_folder(folder: Path) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Returns 0 if nothing failed."""
-    parser = argparse.ArgumentParser(prog="python -m pacs_megatron.launch.selftest")
+    parser = OneLineParser(prog="python -m pacs_megatron.launch.selftest")
     parser.add_argument(
         "folder", type=Path, help="on a file system that all nodes share; emptied if it is of an earlier self-test"
     )
@@ -310,18 +310,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--gpus", type=int, default=0, help="number of GPUs per node")
     parser.add_argument("--sglang-python", help="interpreter of an environment with SGLang")
     args = parser.parse_args(arguments)
-    folder = args.folder.absolute()
-    try:
-        make_folder(folder)
-    except (ConfigError, OSError) as error:
-        sys.stderr.write(f"ConfigError: {error}\n")
-        return ExitCode.MISCONFIGURED
-    test = SelfTest(folder, args.ranks, args.gpus, args.sglang_python)
+    return run_command(lambda: _run(args.folder.absolute(), args.ranks, args.gpus, args.sglang_python))
+
+
+def _run(folder: Path, ranks: int, gpus: int, sglang_python: str | None) -> int:
+    make_folder(folder)
+    test = SelfTest(folder, ranks, gpus, sglang_python)
     passed = test.run()
-    text = json.dumps(certificate(test.outcomes, args.gpus), indent=2)
+    text = json.dumps(certificate(test.outcomes, gpus), indent=2)
     (folder / "certificate.json").write_text(text + "\n", encoding="utf-8")
     sys.stdout.write(text + "\n")
-    return 0 if passed else 1
+    return ExitCode.OK if passed else ExitCode.FAILED
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from pacs_megatron.config import RunConfig, load_config
-from pacs_megatron.errors import ConfigError, PacsError, RolloutError
+from pacs_megatron.errors import ConfigError, ExitCode, PacsError, RolloutError
+from pacs_megatron.runtime.command_line import run_command
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
 
 if TYPE_CHECKING:
@@ -188,18 +189,21 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write("usage: python -m pacs_megatron.launch.serve <folder> <config> [key=value ...]\n")
         return 2
     logging.basicConfig(level=logging.INFO)
-    folder = Path(arguments[0])
+    return run_command(lambda: _run(Path(arguments[0]), Path(arguments[1]), arguments[2:]))
+
+
+def _run(folder: Path, config: Path, overrides: Sequence[str]) -> int:
     try:
-        loaded = load_config(Path(arguments[1]), arguments[2:])
+        loaded = load_config(config, overrides)
         ending = Ending(folder, run_folder(loaded))
         ending.install()
         return serve(folder, loaded.config, ending)
-    except PacsError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    except Exception as error:
         folder.mkdir(parents=True, exist_ok=True)
         node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        _publish(folder / f"{node}.error", json.dumps({"code": int(error.exit_code), "message": str(error)}))
-        return int(error.exit_code)
+        code = int(error.exit_code) if isinstance(error, PacsError) else int(ExitCode.FAILED)
+        _publish(folder / f"{node}.error", json.dumps({"code": code, "message": str(error)}))
+        raise
 
 
 if __name__ == "__main__":

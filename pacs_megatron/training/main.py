@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError
 from pacs_megatron.observability.logs import setup_logging
+from pacs_megatron.runtime.command_line import report_error
 from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.run_folder import (
     ATTEMPT_VARIABLE,
@@ -131,6 +132,9 @@ def main(arguments: Sequence[str]) -> int:
             _print_after_rank_0(error)
         code = error.exit_code
         is_refused = isinstance(error, FolderInUseError)
+    except Exception as error:  # noqa: BLE001  a bug: one line and a report, and no interpreter that waits for collectives
+        logger.debug("%s", traceback.format_exc())
+        code = ExitCode(report_error(error))
     if is_first and not is_refused:
         _write_exit_code(config_path, overrides, code)
     # Other ranks may hang in a collective that this one left: exit without waiting for them.

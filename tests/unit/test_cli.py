@@ -113,3 +113,58 @@ def test_a_closed_pipe_is_quiet(config: str) -> None:
     )
     assert done.stdout == "{\n"
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["trian"], "ConfigError: argument <verb>: invalid choice: 'trian'"),
+        (["submit", "run.yaml"], "ConfigError: the following arguments are required: --cluster"),
+        (["logs", "run", "--lines", "many"], "ConfigError: argument --lines: invalid int value: 'many'"),
+        (["config", "show", "run.yaml", "--nosuch"], "ConfigError: unrecognized arguments: --nosuch"),
+    ],
+)
+def test_a_usage_error_is_one_line(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(expected)
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "verb", [["status"], ["logs"], ["cancel"], ["export"], ["train"], ["config", "show"], ["plan"]]
+)
+@pytest.mark.parametrize("name", ["a\0b", "\udcff", "a" * 300, "/dev/null/x", "a/" * 3000, "", "\x1b[2J"])
+def test_odd_paths_are_one_line(verb: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*verb, name]) in (1, 2)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert "Traceback" not in captured.err and "crash" not in captured.err and "\x1b" not in captured.err
+
+
+def test_a_bug_is_one_line_with_a_report(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class BadError(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    def show(_loaded: object) -> str:
+        raise BadError
+
+    monkeypatch.setattr("pacs_megatron.config.explain.show", show)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    words = ["config", "show", config, "rollout.api_key_env=SECRET_NAME"]
+    monkeypatch.setattr(sys, "argv", ["pacs-megatron", *words[:3], "run.seed=3", "--api-token=abc"])
+    assert main(words[:3]) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("InternalError: BadError: ") and line.count("\n") == 1
+    [report] = tmp_path.glob("pacs-megatron-crash-*.txt")
+    assert str(report) in line
+    text = report.read_text()
+    assert "Traceback" in text and "raise BadError" in text and "pydantic 2" in text and "run.seed=3" in text
+    assert "abc" not in text
+    assert report.stat().st_mode & 0o777 == 0o600

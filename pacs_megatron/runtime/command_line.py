@@ -1,0 +1,112 @@
+"""What all command lines share: one line for each error, and a report for an unexpected one."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import platform
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NoReturn
+
+from pacs_megatron import __version__
+from pacs_megatron.errors import ConfigError, ExitCode, PacsError, one_line
+
+_PACKAGES = ("torch", "megatron-core", "transformers", "nemo-run", "sglang", "pydantic", "numpy")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential)")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An ArgumentParser whose usage errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error and exit with code 2."""
+        self.exit(ExitCode.MISCONFIGURED, f"ConfigError: {one_line(message)}; see `{self.prog} --help`\n")
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Raises ConfigError for NUL and bytes that are not UTF-8, which no path or value may contain."""
+    for word in arguments:
+        if "\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise ConfigError(f"argument {word[:60]!r} contains NUL or is not UTF-8; correct it")
+
+
+def run_command(command: Callable[[], int]) -> int:
+    """Run `command` and return its exit code. Every error becomes one line on stderr and a non-zero code."""
+    try:
+        return int(command())
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # `pacs-megatron config show ... | head`
+        sys.stderr.close()
+        return 128 + signal.SIGPIPE
+    except Exception as error:  # noqa: BLE001  everything that is left
+        return report_error(error)
+
+
+def report_error(error: Exception) -> int:
+    """Print `error` as one line, with a crash report if it is not of a path or of the disk; returns the exit code."""
+    if isinstance(error, PacsError):
+        return _fail(type(error).__name__, str(error), error.exit_code)
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL):
+        place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        fix = "free some space" if error.errno in _FULL else "correct the path or its permissions"
+        return _fail(type(error).__name__, f"{place}{error.strerror}; {fix}", ExitCode.FAILED)
+    what = f"{type(error).__name__}: {_message(error)}"
+    return _fail("InternalError", f"{what[:300]}; {write_report(error)}", ExitCode.FAILED)
+
+
+def write_report(error: BaseException) -> str:
+    """Write a crash report to the folder of temporary files; returns where it is, for the message."""
+    packages = {name: _version(name) for name in _PACKAGES}
+    lines = [
+        f"pacs-megatron {__version__}, Python {platform.python_version()}, {platform.platform()}",
+        ", ".join(f"{name} {found}" for name, found in packages.items()),
+        f"time: {time.strftime('%Y-%m-%dT%H:%M:%S%z')}",
+        f"working directory: {os.getcwd()}",
+        "arguments:",
+        *(f"  {_without_secret(word)}" for word in sys.argv[1:]),
+        "",
+        *traceback.format_exception(error),
+    ]
+    try:
+        handle, path = tempfile.mkstemp(prefix="pacs-megatron-crash-", suffix=".txt")
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write("\n".join(lines))
+    except OSError as failure:
+        return f"no report was written ({failure.strerror})"
+    return f"a bug: please report it with {Path(path)} (traceback, versions, arguments)"
+
+
+def _fail(kind: str, text: str, code: ExitCode) -> int:
+    sys.stderr.write(f"{kind}: {one_line(text)}\n")
+    return int(code)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  an exception of a plug-in
+        return "(its message cannot be shown)"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _without_secret(word: str) -> str:
+    key, equals, _ = word.partition("=")
+    return f"{key}=..." if equals and _SECRET.search(key) else word
