@@ -46,7 +46,7 @@ class PromptSet:
 
 
 def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> PromptSet:
-    """Reads, renders and tokenizes a data set. A prompt's id is `<name>/<row>` for every length limit.
+    """Reads, renders and tokenizes a data set. A prompt's id is `<name>/<row>` for any length limit.
 
     Raises DataError for malformed rows, for a tokenizer without chat template or with one that fails, and if no prompt
     is short enough.

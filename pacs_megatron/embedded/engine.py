@@ -1,9 +1,9 @@
-"""The embedded rollout engine: sampling inside the ranks on Hugging Face `transformers`, for a laptop and for tests.
+"""The embedded rollout engine: sampling inside the ranks with Hugging Face `transformers`, for a laptop and for tests.
 
-Same results for any number of ranks, bit for bit: requests are cut, in the order given, into chunks of
-`batch_sequences`; chunk i belongs to rank i % num_ranks and is computed with the same shapes wherever it lands; each
-sample draws from its own seed. It takes the same number of torch threads on every rank, and the same order of requests:
-both change how a matrix product is cut, and with it the last bit of a log-prob.
+Results are the same for any number of ranks, bit for bit. Requests are cut, in the given order, into chunks of
+`batch_sequences`. Chunk i belongs to rank i % num_ranks and has the same shapes on every rank; each sample has its own
+seed. All ranks need the same number of torch threads and the same order of requests: both change how a matrix product is
+split, and with it the last bit of a log-prob.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """Properties of the tokenizer that the engine uses."""
+    """The tokenizer's part of the engine."""
 
     eos_token_ids: frozenset[int]
-    """Each of them ends a response, and is its last token."""
+    """Each of them ends a response and is its last token."""
     pad_token_id: int
-    """Any valid id; padding is masked."""
+    """any valid id; padding is masked"""
     decode: Callable[[Sequence[int]], str]
-    """Token ids to text, special tokens included; looks for stop strings only."""
+    """Token ids to text, with special tokens; used to find stop strings only."""
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, model_path: str) -> Vocabulary:
-        """Of a `transformers` tokenizer; its end tokens and those of the folder's generation_config.json.
+        """From a `transformers` tokenizer: its end tokens and those of the folder's generation_config.json.
 
-        Raises DataError when there is no end token.
+        Raises DataError if there is no end token.
         """
         eos = stop_token_ids(tokenizer, model_path)
         pad = tokenizer.pad_token_id
@@ -59,7 +59,7 @@ class Vocabulary:
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows of a chunk that still grow. Everything is dropped in step by `keep`."""
+    """The unfinished rows of a chunk; `keep` drops rows from all fields."""
 
     requests: list[SampleRequest]
     sampler: RowSampler
@@ -101,7 +101,7 @@ class EmbeddedEngine:
         num_ranks: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`rank` of `num_ranks` answers every num_ranks-th chunk. Raises RolloutError for an unusable config.json."""
+        """`rank` of `num_ranks` samples every num_ranks-th chunk. Raises RolloutError for an unusable config.json."""
         self._options = options
         self._vocabulary = vocabulary
         self._rank, self._num_ranks = rank, num_ranks
@@ -114,12 +114,12 @@ class EmbeddedEngine:
 
     @property
     def version(self) -> int | None:
-        """Version of the weights that samples come from; None while there are none (or half of them)."""
+        """Version of the weights that samples come from; None without a complete set of weights."""
         return self._inbox.version
 
     @property
     def digest(self) -> str | None:
-        """Digest of these weights, as the exporter computed it."""
+        """The exporter's digest of these weights."""
         return self._inbox.digest
 
     # ------------------------------------------------------------------------------------------------ WeightReceiver
@@ -136,7 +136,7 @@ class EmbeddedEngine:
 
     # ------------------------------------------------------------------------------------------------- RolloutEngine
     def generate_share(self, requests: Sequence[SampleRequest]) -> list[Sample]:
-        """This rank's samples. Pass ALL requests, in the same order on every rank; shares of all ranks make the whole."""
+        """This rank's samples. Every rank passes ALL requests, in the same order; together the ranks sample all of them."""
         return list(self.stream(requests))
 
     def stream(
@@ -144,8 +144,8 @@ class EmbeddedEngine:
     ) -> Iterator[Sample]:
         """This rank's samples, chunk after chunk; exactly one for each request of its chunks.
 
-        Checks `should_stop` at every token: raises Interrupted, and the unfinished chunk is lost. Finished
-        chunks have been yielded, so a retry of the remaining chunks has the same requests and gives the same bits.
+        Calls `should_stop` at every token; if it is true, raises Interrupted and drops the unfinished chunk. Only whole
+        chunks are yielded, so the remaining ones have the same requests, and the same bits, after a resume.
         Raises RolloutError before the first sample: no complete weights, a repeated id, a prompt that is empty, too
         long for the model or outside its vocabulary. Raises RolloutError for non-finite logits.
         """
@@ -159,7 +159,7 @@ class EmbeddedEngine:
             self._cancelled.clear()
 
     def cancel(self, ids: Sequence[str]) -> None:
-        """These samples of the running `stream` end as ABORTED with what they have; unknown ids are ignored."""
+        """Ends these samples of the running `stream` as ABORTED, with the tokens so far. Ignores unknown ids."""
         self._cancelled.update(ids)
 
     def _check(self, requests: Sequence[SampleRequest]) -> None:
@@ -223,7 +223,7 @@ class EmbeddedEngine:
         )
 
     def _prefill(self, chunk: Sequence[SampleRequest], alive: list[int]) -> tuple[_Rows, torch.Tensor]:
-        """One forward over the distinct prompts; their keys, values and last logits repeated for their samples."""
+        """One forward pass over the distinct prompts; repeats their keys, values and last logits for their samples."""
         prompts, row_of = _distinct([chunk[i].token_ids for i in alive])
         longest = max(len(prompt) for prompt in prompts)
         device = self._device
@@ -262,7 +262,7 @@ class EmbeddedEngine:
     def _decode(
         self, prefilled: tuple[_Rows, torch.Tensor], out: _Decoding, should_stop: Callable[[], bool] | None
     ) -> None:
-        """Token after token until every row has ended. Raises Interrupted."""
+        """Samples tokens until every row has ended. Raises Interrupted."""
         rows, logits = prefilled
         ended = torch.zeros(len(rows.requests), dtype=torch.bool, device=self._device)
         for index in range(out.max_tokens):
@@ -322,7 +322,7 @@ _STOPS = (Stop.LENGTH, Stop.EOS, Stop.ABORTED)
 
 
 class _Decoding:
-    """Output of a chunk, on the device until the chunk is finished."""
+    """The tokens of a chunk, on the device until it is finished."""
 
     def __init__(self, max_tokens: int, num_rows: int, device: torch.device) -> None:
         self.max_tokens = max_tokens
@@ -335,7 +335,7 @@ class _Decoding:
     def write(
         self, index: int, number: torch.Tensor, ended: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
     ) -> None:
-        """Token `index` of rows `number`; rows that have ended decode on until they are compacted away, unrecorded."""
+        """Records token `index` of rows `number`. Ended rows are decoded until the next compaction but not recorded."""
         self._tokens[index, number] = ids.int()
         self._logprobs[index, number] = logprobs
         self._lengths[number] += ~ended
@@ -345,7 +345,7 @@ class _Decoding:
         self._stops_seen[number] = True
 
     def read(self, tokens: np.ndarray, logprobs: np.ndarray, lengths: np.ndarray, stops: list[Stop]) -> None:
-        """Copies to the host, zero beyond each row's length; rows that were never decoded stay as they are."""
+        """Copies to the host, with zeros beyond each row's length. Rows that were never decoded keep their values."""
         count = self._lengths.cpu().numpy()
         lengths[:] = count
         inside = np.arange(self.max_tokens)[None, :] < count[:, None]
@@ -367,7 +367,7 @@ class _StopStrings:
         self._windows = [max((len(s.encode()) for s in row), default=0) + 8 for row in stops]
 
     def update(self, ids: torch.Tensor) -> torch.Tensor:
-        """Appends one token to each row; bool [b], whether a stop string is now there."""
+        """Appends one token to each row; bool [b]: whether its text contains a stop string."""
         found = []
         for row, token in enumerate(ids.tolist()):
             self._tokens[row].append(token)
@@ -384,7 +384,7 @@ class _StopStrings:
 
 
 def _distinct(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
-    """The different prompts in order of first appearance, and for each given one its row among them (int64)."""
+    """The distinct prompts in order of first appearance, and the row of each given prompt among them (int64)."""
     first: dict[bytes, int] = {}
     distinct: list[np.ndarray] = []
     rows = np.empty(len(prompts), dtype=np.int64)
@@ -397,7 +397,7 @@ def _distinct(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarr
 
 
 def _build(model_path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The module of config.json, every weight NaN: one that never arrives cannot pass for a value."""
+    """The module of config.json with NaN weights, so that a missing weight cannot be mistaken for a value."""
     if not (model_path / "config.json").is_file():
         raise RolloutError(f"{model_path}: no config.json; model.path must be a Hugging Face folder")
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
@@ -414,7 +414,7 @@ def _build(model_path: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _max_context(config: Any) -> int:
-    """Tokens a sequence may have; the window where some layers attend to a sliding one, which is not masked here."""
+    """Maximum sequence length: the context, or the window of sliding-attention layers, which this engine does not mask."""
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
         getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
     )

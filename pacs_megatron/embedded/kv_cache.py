@@ -1,4 +1,4 @@
-"""Keys and values of a decoding batch in buffers that grow rarely, and the attention that reads them unrepeated."""
+"""Keys and values of a decoding batch in buffers that rarely grow, and attention that does not repeat them per head."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 ATTENTION = "pacs_grouped_queries"
-"""Name under which `grouped_attention` is known to transformers."""
+"""name of `grouped_attention` in transformers"""
 
 _GROW_TOKENS = 64
-"""Smallest growth of a buffer."""
+"""smallest growth of a buffer"""
 
 
 class DecodingCache(Cache):
-    """A `transformers` cache with preallocated buffers; `expand` and `keep` choose rows.
+    """A `transformers` cache with preallocated buffers; `keep` selects rows.
 
     DynamicCache concatenates, copying everything at each token and layer; this writes one column.
     """
@@ -34,8 +34,8 @@ class DecodingCache(Cache):
         """Appends [b, kv heads, new, head dim] and returns views on all of it, [b, kv heads, length, head dim]."""
         start = self._lengths[layer_idx]
         end = start + key_states.shape[2]
-        keys = self._keys[layer_idx] = _with_room(self._keys[layer_idx], key_states, start, end)
-        values = self._values[layer_idx] = _with_room(self._values[layer_idx], value_states, start, end)
+        keys = self._keys[layer_idx] = _grown(self._keys[layer_idx], key_states, start, end)
+        values = self._values[layer_idx] = _grown(self._values[layer_idx], value_states, start, end)
         keys[:, :, start:end] = key_states
         values[:, :, start:end] = value_states
         self._lengths[layer_idx] = end
@@ -45,15 +45,15 @@ class DecodingCache(Cache):
         return self._lengths[layer_idx]
 
     def keep(self, rows: torch.Tensor) -> None:
-        """The rows `rows` (int64 [m], repeats allowed), in that order."""
+        """Keeps `rows` (int64 [m], repeats allowed), in this order."""
         for buffers in (self._keys, self._values):
             for layer, buffer in enumerate(buffers):
                 if buffer is not None:
                     buffers[layer] = buffer.index_select(0, rows)
 
 
-def _with_room(buffer: torch.Tensor | None, new: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Returns `buffer`, or a larger copy of its first `start` columns with `end` columns."""
+def _grown(buffer: torch.Tensor | None, new: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """`buffer`, or a copy of its first `start` columns with space for `end` columns."""
     if buffer is not None and buffer.shape[2] >= end:
         return buffer
     batch, heads, _, dim = new.shape

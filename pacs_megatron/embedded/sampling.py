@@ -1,4 +1,4 @@
-"""One token for each row of a batch, from its own parameters and its own stream of random numbers.
+"""Samples one token for each row of a batch, with its own parameters and its own stream of random numbers.
 
 The distribution that is sampled from: softmax(logits / temperature), then only the `top_k` most likely tokens, then
 the smallest set of most likely tokens that holds `top_p` of what is left, renormalised (the order of Hugging Face
@@ -16,14 +16,14 @@ import torch
 from pacs_megatron.contracts import SamplingParams
 
 _BLOCK = 128
-"""Random numbers drawn at once for a row; its stream does not depend on it."""
+"""random numbers drawn at once for a row; its stream does not depend on it"""
 
 
 class RowSampler:
-    """Samples row by row; rows can be dropped (`keep`), which changes nothing for the others."""
+    """Samples row by row. `keep` drops rows without an effect on the others."""
 
     def __init__(self, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> None:
-        # NumPy's compatibility policy guarantees PCG64's raw stream; Generator.random's is not.
+        # NumPy's compatibility policy fixes PCG64's raw stream, but not that of Generator.random.
         self._streams = [np.random.PCG64(seed) for seed in seeds]
         self._device = device
         self._uniforms = torch.empty((len(params), 0), dtype=torch.float64, device=device)
@@ -33,7 +33,7 @@ class RowSampler:
         self._temperature = torch.where(temperature == 0, 1.0, temperature)[:, None].to(device)
         self._top_k = torch.tensor([p.top_k for p in params], device=device)[:, None]
         self._top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)[:, None]
-        # Decided for the whole batch, so that a row's arithmetic does not change when others are dropped.
+        # For the whole batch, so that a row's arithmetic does not change when other rows are dropped.
         self._all_greedy = bool(self._greedy.all())
         self._any_greedy = bool(self._greedy.any())
         self._scaled = bool((self._temperature != 1).any())

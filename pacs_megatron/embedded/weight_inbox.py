@@ -1,4 +1,4 @@
-"""Takes a policy's exported weights into a Hugging Face module, whole or not at all as far as sampling can see."""
+"""Copies a policy's exported weights into a Hugging Face module; sampling needs a complete set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pacs_megatron.errors import SyncError
 
 
 class WeightInbox:
-    """The receiving end of an export. `version` and `digest` are None while the module must not be sampled from.
+    """The receiving end of an export. `version` and `digest` are None while sampling is not allowed.
 
     A failed or broken-off update leaves it so until a complete one: the module holds a mixture.
     """
@@ -26,7 +26,7 @@ class WeightInbox:
         self.digest: str | None = None
 
     def begin(self, version: int) -> None:
-        """Starts (or restarts) an update; tensors of an incomplete one are discarded."""
+        """Starts an update, or starts it over; weights of an incomplete update are discarded."""
         self.version = self.digest = None
         self._pending_version = version
         self._received = set()
@@ -78,8 +78,7 @@ class WeightInbox:
         own = self._hash.hexdigest()
         if own != digest:
             raise SyncError(
-                f"update to version {self._pending_version}: the received weights have digest {own}, "
-                f"the sender's digest is {digest}"
+                f"update to version {self._pending_version}: the received weights have digest {own}, expected {digest}"
             )
         self.version, self.digest = self._pending_version, digest
         self._hash = None

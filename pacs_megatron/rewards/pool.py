@@ -2,7 +2,7 @@
 
 Concurrency: `submit` and `next_finished` may be called from any thread. One thread per worker takes a job, sends it over
 a socket and waits for the verdict. If that exceeds the time limit or the worker dies, the thread kills the worker with
-everything that it started, and starts another one. When the pool ends, for any reason, every waiting caller returns.
+everything that it started, and starts another one. When the pool ends, every waiting caller returns.
 
 A pool of a library (pebble) would not be shorter: it offers no separate session per worker and no memory limit, it
 waits for pipes that a grandchild may keep open, and it sends objects by pickle.
@@ -163,7 +163,11 @@ class RewardPool:
             worker.start()
             ready.put(None)
             while (job := self._jobs.get()) is not None:
-                self._verdicts.put(_judge(worker, job))
+                verdict = worker.judge(job)
+                if self._error is not None:
+                    return  # `end` killed this worker: the failure is not the verifier's
+                _log_failure(job, verdict)
+                self._verdicts.put(verdict)
                 if not worker.alive:
                     worker.start()
         except Exception as error:  # noqa: BLE001  # carried to the callers, who would not return otherwise
@@ -173,9 +177,7 @@ class RewardPool:
             worker.kill()
 
 
-def _judge(worker: "_Worker", job: _Job) -> Verdict:
-    answer = worker.judge(job)
-    verdict = Verdict(job.key, answer.get("reward"), answer.get("failure"))
+def _log_failure(job: _Job, verdict: Verdict) -> None:
     if verdict.failure is not None:
         logger.warning(
             "reward failed: prompt %s, sample %s: %s; response starts %r",
@@ -184,7 +186,6 @@ def _judge(worker: "_Worker", job: _Job) -> Verdict:
             verdict.failure,
             job.response[:_LOGGED_CHARS],
         )
-    return verdict
 
 
 class _Worker:
@@ -233,9 +234,9 @@ class _Worker:
         if "failure" in answer:
             raise RewardError(f"reward worker did not start: {answer['failure']}; its stderr has the reason")
 
-    def judge(self, job: _Job) -> dict[str, Any]:
-        """`{"reward"}` or `{"failure"}`."""
-        return self._exchange(encode_job(job.prompt, job.response), self._options.timeout_s)
+    def judge(self, job: _Job) -> Verdict:
+        answer = self._exchange(encode_job(job.prompt, job.response), self._options.timeout_s)
+        return Verdict(job.key, answer.get("reward"), answer.get("failure"))
 
     def _exchange(self, line: bytes, limit_s: float) -> dict[str, Any]:
         try:

@@ -18,7 +18,7 @@ class Admitted:
 
 
 def label_sample(sample: Sample, reward: float, label: int) -> Sample:
-    """`sample` with its verdict. A truncated response has label 0 for every reward."""
+    """`sample` with its verdict. A truncated response has label 0 for any reward."""
     return replace(sample, reward=reward, label=0 if sample.stop is Stop.LENGTH else label)
 
 

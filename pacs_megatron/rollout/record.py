@@ -13,6 +13,7 @@ from pacs_megatron.contracts import Sample
 from pacs_megatron.errors import DataError
 from pacs_megatron.rollout.sample_arrays import samples_from_message, samples_to_message
 from pacs_megatron.runtime.files import write_atomically
+from pacs_megatron.runtime.json_reader import as_object, parse_json
 
 _HEADER = "samples"
 
@@ -33,8 +34,14 @@ def read_record(path: Path) -> list[Sample]:
         with safe_open(path, framework="numpy") as file:
             header = (file.metadata() or {}).get(_HEADER)
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"{path}: not a record of samples ({error}); it is written with logging.save_tokens") from error
     if header is None:
         raise DataError(f"{path}: no ids of samples in it; it is written with logging.save_tokens")
-    return samples_from_message(json.loads(header), arrays)
+    found = as_object(parse_json(header, str(path), any_text=True), str(path))
+    try:
+        return samples_from_message(found, arrays)
+    except (KeyError, ValueError, IndexError, TypeError) as error:
+        raise DataError(
+            f"{path}: ids and arrays do not match ({type(error).__name__}: {error}); write it again"
+        ) from error

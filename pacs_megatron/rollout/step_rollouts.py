@@ -91,7 +91,7 @@ class StepRollouts:
         return in_flight
 
     def in_order(self) -> list[Sample]:
-        """Judged samples in the order of the requests, not of their arrival."""
+        """Judged samples in the order of the requests, not of arrival."""
         order = [request.id for request in self.requests] if self.requests else list(self.sampled)
         return [self.sampled[sample_id] for sample_id in order if sample_id in self.judged]
 

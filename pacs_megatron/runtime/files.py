@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pacs_megatron.errors import DataError
+from pacs_megatron.runtime.json_reader import as_object, parse_json
 
 PARTIAL_SUFFIX = ".partial"
 """of a file whose writer died; such a file is never read"""
@@ -53,10 +53,4 @@ def complete_lines(path: Path) -> list[bytes]:
 def parse_lines(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of `lines`. Raises DataError with the number of a line that is not one."""
     for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise DataError(f"{path}:{number}: not JSON ({error}); restore the line or delete it") from error
-        if not isinstance(record, dict):
-            raise DataError(f"{path}:{number}: expected a JSON object, got {type(record).__name__}; delete the line")
-        yield record
+        yield as_object(parse_json(line, str(path), line=number, any_text=True), f"{path}:{number}")

@@ -54,7 +54,7 @@ def parse_json(
         any_text: strings may contain NUL and lone surrogates, as the responses of a model do.
     """
     if isinstance(text, bytes):
-        text = _decode(text, where, error)
+        text = _decode(text, where if line is None else f"{where}:{line}", error)
     value, end = decode_json(text, skip_space(text, 0), where, line=line, error=error, any_text=any_text)
     rest = skip_space(text, end)
     if rest < len(text):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+from pacs_megatron.errors import DataError
+from pacs_megatron.runtime.json_reader import parse_json
 
 
 def read_rows(path: Path, keys: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -15,8 +17,8 @@ def read_rows(path: Path, keys: Collection[str] = ()) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            row = json.loads(line)
-        except ValueError:
+            row = parse_json(line, str(path))
+        except DataError:
             continue
         if isinstance(row, dict) and all(key in row for key in keys):
             rows.append(row)

@@ -150,11 +150,11 @@ def test_truncate_without_a_file_and_with_missing_rows(tmp_path: Path, caplog: p
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b'{"step": 1}\nnot json\n', ":2: not JSON"),
-        (b'{"step": 1}\n[1]\n', ":2: expected a JSON object, got list"),
+        (b'{"step": 1}\nnot json\n', ":2: malformed JSON"),
+        (b'{"step": 1}\n[1]\n', ":2: expected a JSON object, got an array"),
         (b'{"step": 2}\n{"step": 2}\n', ":2: expected an int step after 2, got 2"),
         (b'{"x": 2}\n', ":1: expected an int step"),
-        (b'\xff\xfe{"step": 1}\n', ":1: not JSON"),
+        (b'\xff\xfe{"step": 1}\n', ":1: byte 0 is not UTF-8"),
     ],
 )
 def test_malformed_line_is_reported(tmp_path: Path, content: bytes, complaint: str) -> None:

@@ -220,7 +220,7 @@ def test_one_file_of_samples_is_shown_once(tmp_path: Path) -> None:
         ("config.yaml", "a: [", "config.yaml: cannot be parsed"),
         ("config.yaml", "- a", "config.yaml: expected a mapping, got list"),
         ("environment.json", "{", "environment.json: cannot be parsed"),
-        ("metrics.jsonl", "x\n", "metrics.jsonl:1: not JSON"),
+        ("metrics.jsonl", "x\n", "metrics.jsonl:1: malformed JSON"),
         ("rollouts/step_000001.jsonl", '{"id": 1}\n', "a sample lacks answer"),
     ],
 )

@@ -139,7 +139,7 @@ def test_files_sort_by_step_beyond_six_digits(tmp_path: Path) -> None:
 def test_malformed_rollouts_name_the_line(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"id": 1}\n{"id"\n')
-    with pytest.raises(DataError, match=r"x\.jsonl:2: not JSON"):
+    with pytest.raises(DataError, match=r"x\.jsonl:2: malformed JSON"):
         read_rollouts(path)
 
 

@@ -75,7 +75,7 @@ def test_a_peer_that_stops_in_the_middle_of_a_message_causes_a_timeout() -> None
     with pytest.raises(RolloutError, match=r"rollout driver stopped in the middle of a message for 0\.3 s"):
         rank.receive()
     with pytest.raises(RolloutError, match="stopped in the middle"):
-        rank.send({}, {"tokens": np.zeros(1 << 22, dtype=np.int32)})  # no reader
+        rank.send({}, {"tokens": np.zeros(1 << 22, dtype=np.int32)})  # the peer does not read
     rank.close()
     theirs.close()
 

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pacs_megatron.errors import CheckpointError, DataError
+from pacs_megatron.runtime.files import complete_lines, parse_lines
 from pacs_megatron.runtime.json_reader import MAX_DEPTH, MAX_DIGITS, parse_json, read_json, read_object, read_text
+from pacs_megatron.runtime.rows import read_rows
 from tests.support.fuzz import fuzz, json_documents
 
 REFUSED = {
@@ -103,3 +105,15 @@ def test_any_bytes_give_a_value_or_the_named_error(document: str | bytes) -> Non
         parse_json(document, "f.json")
     except DataError as error:
         assert "\n" not in str(error) and len(str(error)) < 300
+
+
+@fuzz
+@given(lines=st.lists(st.binary(max_size=60) | st.sampled_from([b"[" * 5000, b"9" * 5000, b'{"step": 1}']), max_size=5))
+def test_any_file_of_lines_gives_rows_or_the_named_error(lines: list[bytes], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    assert all("step" in row for row in read_rows(path, ("step",)))
+    try:
+        assert all(isinstance(row, dict) for row in parse_lines(complete_lines(path), path))
+    except DataError as error:
+        assert "\n" not in str(error)
