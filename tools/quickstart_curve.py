@@ -16,7 +16,7 @@ from pacs_megatron.observability.metrics import Row, read_metrics  # noqa: E402
 FOLDER = ROOT / "docs" / "measurements" / "quickstart"
 PANELS = (
     ("pass@1 on 96 held-out problems", "eval/test/pass@1"),
-    ("mean reward of the training samples", "reward/mean"),
+    ("distance to the label, mean |σ(ψ) − y|", "pacs/residual_mean"),
 )
 TITLE_HEIGHT, LEGEND_HEIGHT = 24, 22
 # An image in a page has no style sheet but its own. The colours work on white and on dark.
