@@ -1,4 +1,4 @@
-"""What all command lines share: one line for each error, and a report for an unexpected one."""
+"""Shared by all command lines: one line for each error, and a report for an unexpected one."""
 
 from __future__ import annotations
 
