@@ -4,7 +4,10 @@ Concurrency: collective. Rank 0 talks to the driver and sends decisions; the oth
 until GENERATE (sample this rank's share) or the last decision of the request.
 """
 
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +29,7 @@ from pacs_megatron.errors import PacsError, RolloutError, named_error
 from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays
-from pacs_megatron.rollout.driver_client import DriverClient
+from pacs_megatron.rollout.driver_client import PATIENCE_S, STOPPED_PATIENCE_S, DriverClient
 from pacs_megatron.rollout.problem_counts import ProblemCounts
 from pacs_megatron.rollout.sample_arrays import (
     Message,
@@ -35,6 +38,7 @@ from pacs_megatron.rollout.sample_arrays import (
     samples_to_message,
 )
 
+logger = logging.getLogger(__name__)
 _MAX_RESENDS = 5
 
 
@@ -78,6 +82,8 @@ class Rollouts:
         self._driver = driver
         self._engine = engine
         self._should_stop = should_stop
+        self._orders: dict[int, dict[str, Any]] = {}
+        """on rank 0: steps trained -> position in the data, of the last boundaries"""
         self.send_weights: Callable[[int], None] = _cannot_send
         """sends the weights after the given number of steps to the rollout engine again; collective. The loop sets it"""
 
@@ -86,6 +92,7 @@ class Rollouts:
         header, arrays = self._exchange({"op": "rollout", "step": step}, trained=step - 1)
         wire, tokens = None, None
         if self._rank.rank == 0:
+            self._keep_order(step, header["order"])
             parts = _split_prefix(arrays)
             tokens = tokens_from_arrays(parts["tokens"])
             wire = facts_to_arrays(facts_from_arrays(parts["facts"]))
@@ -98,21 +105,39 @@ class Rollouts:
         return {name: [ProblemCounts(**counts) for counts in found] for name, found in header["benchmarks"].items()}
 
     # --------------------------------------------------------------------------------------------------------- state
-    def state(self, trained: int, *, final: bool) -> DriverState:
+    def state(self, trained: int, *, final: bool, at_boundary: bool) -> DriverState:
         """State for the checkpoint after `trained` steps; empty on all ranks but 0. Collective; raises on every rank.
 
-        `final`: nothing is judged any more, because the run ends after this checkpoint.
+        `final`: nothing is judged any more, because the run ends after this checkpoint. If the driver is dead or does not
+        respond, a checkpoint `at_boundary` of two steps is saved without samples of later steps.
         """
-        header, arrays = self._call({"op": "state", "trained": trained, "final": final}, None)
-        if not header:
-            return DriverState(order=None, buffer=None)
-        works = header["buffer"]["works"]
-        return DriverState(order=header["order"], buffer=(header["buffer"], arrays) if works else None)
 
-    def load_state(self, saved: DriverState) -> None:
+        def call() -> DriverState:
+            if self._driver is None:
+                return DriverState(order=None, buffer=None)
+            request = {"op": "state", "trained": trained, "final": final}
+            try:
+                header, arrays = self._driver.call(request)
+            except RolloutError as error:
+                if not at_boundary or trained not in self._orders:
+                    raise
+                logger.warning("%s; step %d is saved without samples of later steps", error, trained)
+                return DriverState(order=self._orders[trained], buffer=None)
+            works = header["buffer"]["works"]
+            return DriverState(order=header["order"], buffer=(header["buffer"], arrays) if works else None)
+
+        return self._channel.run_together(call)
+
+    def load_state(self, saved: DriverState, trained: int) -> None:
         """Inverse of `state`; reads `saved` on rank 0 only. Collective; raises on every rank."""
         buffer, arrays = (None, None) if saved.buffer is None else saved.buffer
+        self._keep_order(trained, saved.order if buffer is None else None)
         self._call({"op": "load_state", "order": saved.order, "buffer": buffer}, arrays)
+
+    def _keep_order(self, trained: int, order: dict[str, Any] | None) -> None:
+        self._orders = {step: kept for step, kept in self._orders.items() if step == trained - 1}
+        if order is not None:
+            self._orders[trained] = order
 
     def _call(self, request: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> Message:
         """Rank 0's request to the driver and its response; empty on the other ranks. Collective; raises on every rank."""
@@ -144,15 +169,16 @@ class Rollouts:
             return self._follow(), {}
         assert self._driver is not None
         driver = self._driver
-        header, arrays = self._response(lambda: driver.send(request))
+        header, arrays = self._response(partial(driver.send, request))
         while header["kind"] == "generate":
             self._channel.send(Decision(kind=DecisionKind.GENERATE, reason="sample", detail=header))
             # Outside of `_response`: `_generate` raises its errors on every rank.
             samples, payload, stopped = self._generate(header, arrays)
             if stopped:
                 # Every rank stops. The finished samples go into the checkpoint.
-                driver.reply({"op": "samples", **samples}, payload)
-                driver.abandon()
+                with suppress(RolloutError):  # a lost driver: `state` reports it
+                    driver.reply({"op": "samples", **samples}, payload, self._patience(with_heartbeat=False))
+                    driver.abandon()
                 raise Interrupted
             header, arrays = self._response(partial(driver.reply, {"op": "samples", **samples}, payload))
         kinds = {"groups": DecisionKind.TRAIN, "stale": DecisionKind.SYNC}
@@ -160,26 +186,46 @@ class Rollouts:
         self._channel.send(Decision(kind=kind, reason=str(request["op"]), detail=header))
         return header, arrays
 
-    def _response(self, send: Callable[[], None]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def _response(self, send: Callable[..., None]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Rank 0: sends a message and returns the driver's response. The other ranks receive an error before it is raised."""
         assert self._driver is not None
         try:
-            send()
+            send(on_wait=self._patience(with_heartbeat=True))
             header, arrays = self._driver.receive(on_wait=self._heartbeat)
             if header["kind"] == "generate":
                 self._raise_if_stop_requested()  # sampling may take long, and rank 0 polls no signals meanwhile
             return header, arrays
-        except (PacsError, Interrupted) as error:
+        except (PacsError, Interrupted) as caught:
+            error = Interrupted() if self._driver.is_lost and self._should_stop() else caught
             self._driver.abandon()
             detail = {"type": type(error).__name__, "message": str(error)}
             self._channel.send(Decision(kind=DecisionKind.STOP, reason="error", detail=detail))
-            raise
+            raise error from caught
 
     def _heartbeat(self) -> None:
         """Called while the other ranks are in `receive`. A stop request ends the wait, because generation may take long."""
         self._raise_if_stop_requested()
         self._channel.on_heartbeat()
         self._channel.send(Decision(kind=DecisionKind.WAIT, reason="driver busy", detail={}))
+
+    def _patience(self, *, with_heartbeat: bool) -> Callable[[], None]:
+        """`on_wait` of a message to the driver.
+
+        A message that is not sent completely makes the driver unusable. So a stop request ends the wait only if the driver
+        reads nothing for a while.
+        """
+        assert self._driver is not None
+        driver, start = self._driver, time.monotonic()
+
+        def on_wait() -> None:
+            limit_s = STOPPED_PATIENCE_S if driver.is_stopped else PATIENCE_S
+            if self._should_stop() and time.monotonic() - start > limit_s:
+                raise RolloutError(f"the rollout driver reads no messages for {limit_s:g} s")
+            if with_heartbeat:
+                self._channel.on_heartbeat()
+                self._channel.send(Decision(kind=DecisionKind.WAIT, reason="driver busy", detail={}))
+
+        return on_wait
 
     def _raise_if_stop_requested(self) -> None:
         if self._should_stop():

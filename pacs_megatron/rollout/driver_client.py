@@ -4,6 +4,7 @@ Every request has a number, and so do its responses: responses to an abandoned r
 """
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -18,8 +19,16 @@ import numpy as np
 from pacs_megatron import errors
 from pacs_megatron.rollout.wire import Connection
 from pacs_megatron.runtime.environment import VISIBLE_GPUS, visible_gpus
+from pacs_megatron.runtime.processes import is_stopped
 
+logger = logging.getLogger(__name__)
 _CLOSE_GRACE_S = 10.0
+_NOTICE_S = 10.0
+"""between two messages about a driver that does not respond"""
+STOPPED_PATIENCE_S = 10.0
+"""after a stop request, for a driver that SIGSTOP holds"""
+PATIENCE_S = 60.0
+"""after a stop request, for any other driver"""
 _POLL_S = 1.0
 
 
@@ -33,6 +42,7 @@ class DriverClient:
         """the driver died or exceeded its timeout; further requests fail"""
         self.on_progress: Callable[[int, int, bool], None] = lambda _done, _total, _waits_for_rewards: None
         """called with finished samples, all samples, and whether every sample is there and only verdicts are missing"""
+        self.should_stop: Callable[[], bool] = lambda: False
         self._timeout_s = timeout_s
         self._heartbeat_s = heartbeat_interval_s
         ours, theirs = socket.socketpair()
@@ -56,34 +66,67 @@ class DriverClient:
         theirs.close()
         self._connection = Connection(ours, "rollout driver", timeout_s)
 
-    def send(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+    def send(
+        self,
+        header: Mapping[str, Any],
+        arrays: Mapping[str, np.ndarray] | None = None,
+        on_wait: Callable[[], None] | None = None,
+    ) -> None:
         """Sends a request. `reply` sends data for the open request."""
         self._number += 1
-        self.reply(header, arrays)
+        self.reply(header, arrays, on_wait)
 
-    def reply(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Sends data for the open request."""
-        self._connection.send({**header, "request": self._number}, arrays)
+    def reply(
+        self,
+        header: Mapping[str, Any],
+        arrays: Mapping[str, np.ndarray] | None = None,
+        on_wait: Callable[[], None] | None = None,
+    ) -> None:
+        """Sends data for the open request. Calls `on_wait` every second until the driver has read it."""
+        if self.is_lost:
+            raise errors.RolloutError("the rollout driver is lost; see logs/driver.log in the run's folder")
+        sent = False
+        try:
+            self._connection.send({**header, "request": self._number}, arrays, on_wait)
+            sent = True
+        finally:
+            # Half a message makes the connection unusable.
+            self.is_lost = not sent
 
     def abandon(self) -> None:
         """Ends the open request without waiting for its response."""
         with contextlib.suppress(errors.RolloutError):  # the driver is lost; the next request raises that
             self.reply({"op": "abandon"})
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether SIGSTOP holds the process."""
+        return is_stopped(self._process.pid)
+
     def receive(self, on_wait: Callable[[], None] | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """The response to the open request. Calls `on_wait` every second (or `heartbeat_interval_s`) until it arrives.
 
-        The timeout restarts with every progress report. Raises the driver's error, or RolloutError after a timeout and
-        after the death of the driver.
+        The timeout restarts with every progress report. Without `on_wait` a stop request shortens it. Raises the driver's
+        error, or RolloutError after a timeout and after the death of the driver.
         """
-        deadline = time.monotonic() + self._timeout_s
+        start, notices = time.monotonic(), 0
         while True:
             while not self._connection.poll(min(self._heartbeat_s, _POLL_S)):
-                if time.monotonic() > deadline:
+                waited_s, is_stopped = time.monotonic() - start, self.is_stopped
+                state = ", stopped by SIGSTOP" if is_stopped else ""
+                limit_s = self._timeout_s
+                if on_wait is None and self.should_stop():
+                    limit_s = min(limit_s, STOPPED_PATIENCE_S if is_stopped else PATIENCE_S)
+                if waited_s > limit_s:
                     self.is_lost = True
                     raise errors.RolloutError(
-                        f"no response from the rollout driver within parallel.control_timeout_s={self._timeout_s:g} s; "
-                        "see logs/driver.log in the run's folder"
+                        f"no response from the rollout driver (pid {self._process.pid}{state}) for {waited_s:.0f} s "
+                        f"(parallel.control_timeout_s={self._timeout_s:g}); see logs/driver.log in the run's folder"
+                    )
+                if waited_s > _NOTICE_S * (notices + 1) and (is_stopped or on_wait is None):
+                    notices += 1
+                    logger.warning(
+                        "waiting for the rollout driver (pid %d%s): %.0f s", self._process.pid, state, waited_s
                     )
                 if on_wait is not None:
                     on_wait()
@@ -92,7 +135,7 @@ class DriverClient:
                 continue  # an abandoned request
             if header["kind"] != "progress":
                 break
-            deadline = time.monotonic() + self._timeout_s
+            start, notices = time.monotonic(), 0
             self.on_progress(header["done"], header["total"], header["waits_for_rewards"])
             if on_wait is not None:
                 on_wait()
@@ -116,7 +159,9 @@ class DriverClient:
 
     def close(self) -> None:
         """Ends the process; safe to call at any time."""
-        if self._process.poll() is None:
+        if self.is_lost:
+            self._process.kill()
+        elif self._process.poll() is None:
             with contextlib.suppress(errors.RolloutError):  # it is ending already
                 self._connection.send({"op": "close"})
         self._connection.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pacs_megatron.checkpoint import run_checkpoint
-from pacs_megatron.checkpoint.names import Position
+from pacs_megatron.checkpoint.names import Position, newest_position
 from pacs_megatron.contracts import Interrupted
 from pacs_megatron.errors import ExitCode, RewardError, RolloutError, SyncError
 from pacs_megatron.evaluation.passk import benchmark_metrics
@@ -94,14 +94,13 @@ def train(run: RunContext) -> ExitCode:
                 progress.complete_step(train_step(run, progress))
                 sync(run, progress.step)
                 _finish_step(run, progress, out)
-        except (RolloutError, RewardError, SyncError):
-            _save_before_error(run, progress)
-            raise
-        except Interrupted:
-            save(run, progress, final=True)
+        except (Interrupted, RolloutError, RewardError, SyncError) as error:  # of all ranks
+            saved = _save_before_exit(run, progress, error)
+            if not isinstance(error, Interrupted) and not run.channel.any_rank(run.stop.is_set()):
+                raise
             out.report()
             if run.rank.rank == 0:
-                logger.info("stopped after %s; saved; the same command continues", progress.position)
+                logger.info("stopped after %s; %s; the same command continues", progress.position, saved)
             return ExitCode.PREEMPTED
         export_hf(run, run.run_dir / "hf")
         out.report()
@@ -155,21 +154,26 @@ def evaluate(run: RunContext, step: int) -> dict[str, float | None]:
     return metrics
 
 
-def _save_before_error(run: RunContext, progress: RunProgress) -> None:
-    """Saves the position of the run before an error that all ranks have ends it."""
-    if progress.position == Position(0):
-        return
+def _save_before_exit(run: RunContext, progress: RunProgress, reason: Exception) -> str:
+    """Saves the position of the run if the driver's state is available. Returns "saved", or names the newest checkpoint."""
+    if progress.position == Position(0) and not isinstance(reason, Interrupted):
+        return "not saved; nothing was trained yet"
     try:
         save(run, progress, final=True)
     except RolloutError as error:
-        logger.warning("not saved: %s", error)
+        newest = newest_position(run.run_dir)
+        saved = f"not saved; the newest checkpoint is {newest.name}" if newest else "not saved; there is no checkpoint"
+        if run.rank.rank == 0:
+            logger.warning("%s: %s", saved, error)
+        return saved
+    return "saved"
 
 
 def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None:
     """Saves the position of the run, with all finished samples of later steps. Collective. `final`: the run ends."""
     has_reference = run.policy.reference is not None
     with run.timer.span("checkpoint"):
-        driver = run.rollouts.state(progress.step, final=final)
+        driver = run.rollouts.state(progress.step, final=final, at_boundary=not progress.open_step.updates)
         contents = run_checkpoint.Contents(
             sharded=policy_state.sharded_state(run.policy, is_loading=False, with_reference=has_reference),
             state={
@@ -215,7 +219,7 @@ def resume(run: RunContext) -> RunProgress | None:
     run.policy.version = saved["policy_version"]
     run.policy.optimizer.schedule.load_state_dict(saved["schedule"])
     buffer = run_checkpoint.read_buffer(folder) if run.rank.rank == 0 else None
-    run.rollouts.load_state(DriverState(order=saved["driver"], buffer=buffer))
+    run.rollouts.load_state(DriverState(order=saved["driver"], buffer=buffer), saved["step"])
     if run.rank.rank == 0:
         logger.info("resumed from %s", folder)
     open_step = run_checkpoint.read_open_step(folder)

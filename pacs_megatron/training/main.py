@@ -75,7 +75,13 @@ def _train(loaded: LoadedConfig, run_dir: Path, rank_number: int, *, is_new: boo
                     run_dir.parent.rmdir()
             raise
         setup_logging(run_dir / LOG_FOLDER, rank_number)
-        watchdog = Watchdog(run_dir, rank_number, run.rank.layout.world_size, loaded.config.parallel.hang_timeout_s)
+        watchdog = Watchdog(
+            run_dir,
+            rank_number,
+            run.rank.layout.world_size,
+            loaded.config.parallel.hang_timeout_s,
+            stop_reason=lambda: run.stop.reason,
+        )
         run.timer.on_change(watchdog.phase)
         run.channel.on_heartbeat = watchdog.alive
         watchdog.start()
@@ -107,6 +113,7 @@ def _build(loaded: LoadedConfig, run_dir: Path, rank_number: int, stack: ExitSta
             timeout_s=loaded.config.parallel.control_timeout_s,
             heartbeat_interval_s=loaded.config.parallel.heartbeat_interval_s,
         )
+        driver.should_stop = stop.is_set
         stack.callback(driver.close)
     run = context.build_on_all_ranks(loaded.config, run_dir, model_dir, driver, stop)
     if run.server_sync is not None:

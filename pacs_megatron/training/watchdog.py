@@ -12,14 +12,17 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from pacs_megatron.checkpoint.names import newest_position
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.runtime.files import write_atomically
-from pacs_megatron.runtime.run_folder import HEARTBEAT_FOLDER
+from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER
 
 logger = logging.getLogger(__name__)
 _WRITE_EVERY_S = 10.0
+_NOTICE_EVERY_S = 10.0
 _GRACE_S = 2.0
 """Between the report of a rank and its exit: slower ranks write their reports."""
 
@@ -27,11 +30,17 @@ _GRACE_S = 2.0
 class Watchdog:
     """Ends this process with exit code 70 after `timeout_s` without progress of the main thread."""
 
-    def __init__(self, run_dir: Path, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, run_dir: Path, rank: int, world_size: int, timeout_s: float, stop_reason: Callable[[], str] = lambda: ""
+    ) -> None:
+        """`stop_reason`: of this rank's stop request, empty without one; called from the thread."""
         self._run_dir = run_dir
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
+        self._stop_reason = stop_reason
+        self._stop_since: float | None = None
+        self._next_notice = 0.0
         self._phase = "start"
         self._since = time.monotonic()
         self._stop = threading.Event()
@@ -62,9 +71,31 @@ class Watchdog:
             if silent_s > self._timeout_s:
                 self._report(silent_s)
                 return
+            self._notice_stop(silent_s)
             if time.monotonic() - last_write > _WRITE_EVERY_S:
                 self._write()
                 last_write = time.monotonic()
+
+    def _notice_stop(self, silent_s: float) -> None:
+        """Rank 0, every 10 s between a stop request and the end of the run: the phase that delays the end."""
+        now = time.monotonic()
+        if self._rank or not (reason := self._stop_reason()):
+            return
+        if self._stop_since is None:
+            self._stop_since, self._next_notice = now, now + _NOTICE_EVERY_S
+        if now < self._next_notice:
+            return
+        self._next_notice = now + _NOTICE_EVERY_S
+        newest = newest_position(self._run_dir)
+        saved = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is {newest.name}"
+        logger.warning(
+            "%s %.0f s ago: still in phase '%s', no progress for %.0f s; %s",
+            reason,
+            now - self._stop_since,
+            self._phase,
+            silent_s,
+            saved,
+        )
 
     def _write(self) -> None:
         state = {"rank": self._rank, "phase": self._phase, "silent_s": round(time.monotonic() - self._since, 1)}
@@ -84,7 +115,7 @@ class Watchdog:
         if self._rank == 0:
             for other in range(self._world_size):
                 sys.stderr.write(f"  {self._describe(other)}\n")
-            write_atomically(self._run_dir / "exit_code", [f"{int(ExitCode.HANG)}\n".encode()])
+            write_atomically(self._run_dir / EXIT_CODE_FILE, [f"{int(ExitCode.HANG)}\n".encode()])
         sys.stderr.flush()
         os._exit(int(ExitCode.HANG))
 

@@ -58,3 +58,30 @@ def test_signs_of_life_keep_it_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyP
     dog.close()
     assert not (tmp_path / "exit_code").exists()
     assert json.loads((tmp_path / HEARTBEAT_FOLDER / "rank0.json").read_text())["rank"] == 0
+
+
+def test_a_stop_request_that_takes_long_names_the_phase_and_the_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    reason = [""]
+    dog = Watchdog(tmp_path, 0, 1, 1000.0, stop_reason=lambda: reason[0])
+    dog.phase(("update",))
+    for _ in range(3):
+        dog._notice_stop(0.0)
+        now[0] += 9.0
+    assert caplog.text == ""
+    reason[0] = "SIGTERM"
+    for _ in range(3):
+        dog._notice_stop(now[0] - 100.0)
+        now[0] += 9.0
+    assert [record.getMessage() for record in caplog.records] == [
+        "SIGTERM 18 s ago: still in phase 'update', no progress for 45 s; there is no checkpoint yet"
+    ]
+    folder = tmp_path / "checkpoints" / "step_000004"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    now[0] += 9.0
+    dog._notice_stop(60.0)
+    assert "the newest checkpoint is step_000004" in caplog.text
