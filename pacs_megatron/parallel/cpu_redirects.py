@@ -6,7 +6,7 @@ sends those calls to the CPU and all others to the real torch. The torch module 
 datasets and user code are not affected. With CUDA, `install` does nothing.
 
 Two of Megatron's checks compare the type name of a tensor with "torch.cuda.FloatTensor". `cuda_type_names` returns such
-names inside its `with` block.
+names inside its `with` block. No library offers this; Megatron-Core has no CPU mode.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """One writer per run folder: an flock on `<run>/run.lock`, and a lease inside the file with a heartbeat.
 
 flock alone does not reach other hosts on every file system (Lustre without `-o flock`, NFS with `local_lock`). The lease
-covers these: it names the writer, and its heartbeat shows that the writer is alive. Readers take no lock.
+covers these: it names the writer, and its heartbeat shows that the writer is alive. Readers take no lock. Libraries such
+as filelock have either the one or the other.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
 """Stop requests: a signal or the STOP file sets a flag, which the loop and the passes poll."""
 
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 from types import FrameType
+
+from pacs_megatron.runtime.processes import JOB_SIGNALS
 
 STOP_FILE = "STOP"
 """A batch script creates `<run>/STOP` where signals do not reach the ranks."""
@@ -21,8 +25,19 @@ class StopFlag:
 
     def install(self) -> None:
         """Handles the signals in this process. A second SIGINT raises KeyboardInterrupt."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in JOB_SIGNALS:
             signal.signal(number, self._on_signal)
+        # Python's handlers do not run while the main thread waits in a collective; a thread notices the signal then.
+        self._wakeup, notify = socket.socketpair()
+        notify.setblocking(False)
+        signal.set_wakeup_fd(notify.detach(), warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="stop flag", daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            for number in self._wakeup.recv(64):
+                if number in JOB_SIGNALS:
+                    self.reason = self.reason or signal.Signals(number).name
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.reason = signal.Signals(number).name
