@@ -135,10 +135,6 @@ class EmbeddedEngine:
         self._inbox.end(digest)
 
     # ------------------------------------------------------------------------------------------------- RolloutEngine
-    def generate_share(self, requests: Sequence[SampleRequest]) -> list[Sample]:
-        """This rank's samples. Every rank passes ALL requests, in the same order; together the ranks sample all of them."""
-        return list(self.stream(requests))
-
     def stream(
         self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool] | None = None
     ) -> Iterator[Sample]:

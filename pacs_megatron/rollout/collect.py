@@ -123,8 +123,8 @@ class Rollouts:
                     raise
                 logger.warning("%s; step %d is saved without samples of later steps", error, trained)
                 return DriverState(order=self._orders[trained], buffer=None)
-            works = header["buffer"]["works"]
-            return DriverState(order=header["order"], buffer=(header["buffer"], arrays) if works else None)
+            buffer = (header["buffer"], arrays) if header["buffer"]["steps"] else None
+            return DriverState(order=header["order"], buffer=buffer)
 
         return self._channel.run_together(call)
 

@@ -108,7 +108,7 @@ def rollouts_to_message(steps: Sequence[StepRollouts]) -> Message:
     """All samples, judged or not. Inverse of `rollouts_from_message`."""
     samples = [sample for rollouts in steps for sample in rollouts.sampled.values()]
     header, arrays = samples_to_message(samples)
-    header["works"] = [
+    header["steps"] = [
         {
             "step": rollouts.step,
             "epoch": rollouts.epoch,
@@ -138,7 +138,7 @@ def rollouts_from_message(
     samples = samples_from_message(header, arrays)
     verdicts = list(zip(samples, arrays["rewards"].tolist(), arrays["labels"].tolist(), strict=True))
     steps, start = [], 0
-    for saved in header["works"]:
+    for saved in header["steps"] if "steps" in header else header["works"]:  # the key of older checkpoints
         missing = [prompt_id for prompt_id in saved["prompts"] if prompt_id not in prompts]
         if missing:
             raise CheckpointError(

@@ -157,8 +157,8 @@ def test_a_stop_keeps_what_was_sampled_and_the_run_goes_on_to_the_same_bits(tmp_
     buffer = json.loads((folder / "buffer.json").read_text())
     trained = int(folder.name[-6:])
     assert trained < 3
-    assert {(work["step"], work["samples"]) for work in buffer["works"]} >= {(3, 16)}
-    assert all(work["step"] > trained and work["samples"] in (0, 16) for work in buffer["works"])
+    assert {(saved["step"], saved["samples"]) for saved in buffer["steps"]} >= {(3, 16)}
+    assert all(saved["step"] > trained and saved["samples"] in (0, 16) for saved in buffer["steps"])
     assert "buffer.safetensors" in (folder / "manifest.json").read_text()
     assert start(config, 1, *overrides) is ExitCode.OK
     assert reproducible_bytes(run_dir) == reproducible_bytes(whole)

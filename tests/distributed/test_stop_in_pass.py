@@ -257,8 +257,8 @@ def test_a_signal_in_a_chunk_of_the_embedded_engine_keeps_the_whole_ones(tmp_pat
     folder = tmp_path / "cut" / "runs" / "tiny"
     newest = latest_checkpoint(folder)
     assert newest is not None and newest.name == "step_000001"
-    [work] = json.loads((newest / "buffer.json").read_text())["works"]
-    assert (work["step"], work["samples"]) == (2, 12)
+    [saved] = json.loads((newest / "buffer.json").read_text())["steps"]
+    assert (saved["step"], saved["samples"]) == (2, 12)
     assert run_signalled(tmp_path / "cut", model, overrides, None) == [ExitCode.OK] * 2
     whole = tmp_path / "whole" / "runs" / "tiny"
     assert reproducible_bytes(folder) == reproducible_bytes(whole)

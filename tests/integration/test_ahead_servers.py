@@ -149,8 +149,8 @@ def test_a_stop_in_the_middle_of_generation_loses_no_finished_sample(
     [folder] = (run_dir / "checkpoints").iterdir()
     buffer = json.loads((folder / "buffer.json").read_text())
     kept = set(buffer["ids"])
-    assert len(kept) == len(buffer["ids"]) == sum(work["samples"] for work in buffer["works"]) > 0
-    assert any(0 < work["samples"] < SAMPLES for work in buffer["works"])
+    assert len(kept) == len(buffer["ids"]) == sum(saved["samples"] for saved in buffer["steps"]) > 0
+    assert any(0 < saved["samples"] < SAMPLES for saved in buffer["steps"])
     server.token_s = 0.004
     server.asked.clear()
     code, err = finish(start(tmp_path, model, server.url, 2))

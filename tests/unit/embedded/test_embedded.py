@@ -67,7 +67,7 @@ def test_greedy_is_token_identical_to_generate(any_tiny_qwen3):
     model = load(any_tiny_qwen3)
     eos = frequent_token(any_tiny_qwen3, prompts)
     engine = embedded_engine(any_tiny_qwen3, batch_sequences=5, eos=eos)
-    samples = engine.generate_share(requests_for(prompts, params=sampling(temperature=0.0, max_tokens=30)))
+    samples = list(engine.stream(requests_for(prompts, params=sampling(temperature=0.0, max_tokens=30))))
     assert len(samples) == len(prompts)
     for prompt, sample in zip(prompts, samples, strict=True):
         assert sample.response_ids.tolist() == hf_greedy(model, prompt, 30, eos)
@@ -97,15 +97,17 @@ def test_a_mixture_of_experts_takes_one_weight_for_each_expert(tmp_path):
     weights = checkpoint_weights(tmp_path)
     assert any(name.endswith("mlp.experts.3.up_proj.weight") for name, _ in weights)
     prompts = random_prompts(4)
-    samples = embedded_engine(tmp_path).generate_share(requests_for(prompts, params=sampling(temperature=0.0)))
+    samples = list(embedded_engine(tmp_path).stream(requests_for(prompts, params=sampling(temperature=0.0))))
     for prompt, sample in zip(prompts, samples, strict=True):
         assert sample.response_ids.tolist() == hf_greedy(load(tmp_path), prompt, 12)
 
 
 def test_log_probs_equal_a_full_forward(any_tiny_qwen3):
     model = load(any_tiny_qwen3)
-    samples = embedded_engine(any_tiny_qwen3, batch_sequences=16).generate_share(
-        requests_for(random_prompts(6), samples=4, params=sampling(max_tokens=40))
+    samples = list(
+        embedded_engine(any_tiny_qwen3, batch_sequences=16).stream(
+            requests_for(random_prompts(6), samples=4, params=sampling(max_tokens=40))
+        )
     )
     worst = 0.0
     for sample in samples:
@@ -122,8 +124,10 @@ def test_log_probs_equal_a_full_forward(any_tiny_qwen3):
 def test_the_sampled_distribution_is_the_models(tiny_qwen3):
     """First and second token of one prompt, counted, against exact probabilities (total variation)."""
     prompt = random_prompts(1)[0]
-    samples = embedded_engine(tiny_qwen3, batch_sequences=1000).generate_share(
-        requests_for([prompt], samples=4000, params=sampling(max_tokens=2, top_k=4))
+    samples = list(
+        embedded_engine(tiny_qwen3, batch_sequences=1000).stream(
+            requests_for([prompt], samples=4000, params=sampling(max_tokens=2, top_k=4))
+        )
     )
     model = load(tiny_qwen3)
     with torch.no_grad():
@@ -141,18 +145,20 @@ def test_the_sampled_distribution_is_the_models(tiny_qwen3):
 
 def test_bit_identical_for_any_number_of_ranks_and_reproducible(tiny_qwen3):
     requests = requests_for(random_prompts(7), samples=4, params=sampling(max_tokens=20))
-    whole = embedded_engine(tiny_qwen3, batch_sequences=6).generate_share(requests)
+    whole = list(embedded_engine(tiny_qwen3, batch_sequences=6).stream(requests))
     assert len({sample.token_ids.tobytes() for sample in whole}) == len(requests)
     for num_ranks in (1, 2, 3):
         shares = [
-            embedded_engine(tiny_qwen3, rank=rank, num_ranks=num_ranks, batch_sequences=6).generate_share(requests)
+            list(embedded_engine(tiny_qwen3, rank=rank, num_ranks=num_ranks, batch_sequences=6).stream(requests))
             for rank in range(num_ranks)
         ]
         by_id = {sample.id: sample for share in shares for sample in share}
         assert sum(len(share) for share in shares) == len(by_id) == len(requests)
         assert all(same(by_id[sample.id], sample) for sample in whole)
-    other = embedded_engine(tiny_qwen3, batch_sequences=6).generate_share(
-        requests_for(random_prompts(7), samples=4, params=sampling(max_tokens=20), run_seed=1)
+    other = list(
+        embedded_engine(tiny_qwen3, batch_sequences=6).stream(
+            requests_for(random_prompts(7), samples=4, params=sampling(max_tokens=20), run_seed=1)
+        )
     )
     assert not any(same(left, right) for left, right in zip(whole, other, strict=True))
 
@@ -162,7 +168,7 @@ def test_bit_identical_in_real_ranks(tiny_qwen3):
 
     def rank_main(rank: int, world_size: int) -> list[Sample]:
         engine = embedded_engine(tiny_qwen3, rank=rank, num_ranks=world_size, batch_sequences=8)
-        return engine.generate_share(requests)
+        return list(engine.stream(requests))
 
     (whole,) = run_ranks(rank_main, 1, init_process_group=False)
     shares = run_ranks(rank_main, 2, init_process_group=False)
@@ -173,8 +179,8 @@ def test_bit_identical_in_real_ranks(tiny_qwen3):
 
 def test_tokens_do_not_depend_on_the_chunk_size(tiny_qwen3):
     requests = requests_for(random_prompts(5), samples=3, params=sampling(max_tokens=20))
-    small = embedded_engine(tiny_qwen3, batch_sequences=2).generate_share(requests)
-    large = embedded_engine(tiny_qwen3, batch_sequences=64).generate_share(requests)
+    small = list(embedded_engine(tiny_qwen3, batch_sequences=2).stream(requests))
+    large = list(embedded_engine(tiny_qwen3, batch_sequences=64).stream(requests))
     for left, right in zip(small, large, strict=True):
         assert left.token_ids.tolist() == right.token_ids.tolist()
         np.testing.assert_allclose(left.sampler_logprobs, right.sampler_logprobs, atol=1e-5)
@@ -193,7 +199,7 @@ def test_limits_of_each_request_and_stop_strings(tiny_qwen3):
     requests[0] = replace(requests[0], params=sampling(temperature=0.0, max_tokens=1))
     requests[1] = replace(requests[1], params=sampling(temperature=0.0, max_tokens=7))
     requests[2] = replace(requests[2], params=sampling(temperature=0.0, max_tokens=12, stop=("never", stop)))
-    samples = engine.generate_share(requests)
+    samples = list(engine.stream(requests))
     assert [sample.response_len for sample in samples] == [1, 7, first_end, 12]
     assert [sample.stop for sample in samples] == [Stop.LENGTH, Stop.LENGTH, Stop.EOS, Stop.LENGTH]
     for sample, tokens in zip(samples, free, strict=True):
@@ -221,12 +227,12 @@ def test_weights_come_only_through_an_update_and_samples_carry_their_version(tin
     requests = requests_for(random_prompts(2), params=sampling(temperature=0.0))
     engine = embedded_engine(tiny_qwen3, filled=False)
     with pytest.raises(RolloutError, match="no complete set of weights"):
-        engine.generate_share(requests)
+        list(engine.stream(requests))
     digests = []
     for version, folder in ((3, other), (4, tiny_qwen3)):
         digests.append(fill(engine, checkpoint_weights(folder), version))
         model = load(folder)
-        for request, sample in zip(requests, engine.generate_share(requests), strict=True):
+        for request, sample in zip(requests, list(engine.stream(requests)), strict=True):
             assert sample.response_ids.tolist() == hf_greedy(model, request.token_ids.tolist(), 12)
             (span,) = sample.spans
             assert (span.version, span.digest, span.start, span.end) == (version, digests[-1], 0, sample.response_len)
@@ -243,9 +249,9 @@ def test_a_broken_update_names_the_weight_and_stops_sampling(any_tiny_qwen3):
         with pytest.raises(SyncError, match=message):
             fill(engine, sequence, 1)
         with pytest.raises(RolloutError, match="no complete set"):
-            engine.generate_share(requests)
+            list(engine.stream(requests))
         fill(engine, weights, 2)  # a complete update repairs it
-        assert engine.generate_share(requests)[0].spans[0].version == 2
+        assert next(iter(engine.stream(requests))).spans[0].version == 2
 
     attempt([w for w in weights if w[0] != name], f"without 1 of .* weights, the first is {name}")
     attempt([*weights, (name, tensor)], f"{name} arrived twice")
@@ -270,10 +276,10 @@ def test_a_tied_weight_may_come_under_both_names_but_not_differ(tiny_qwen3_tied)
     head = ("lm_head.weight", embedding[1])
     engine = embedded_engine(tiny_qwen3_tied)
     requests = requests_for(random_prompts(2))
-    expected = [sample.token_ids.tolist() for sample in engine.generate_share(requests)]
+    expected = [sample.token_ids.tolist() for sample in list(engine.stream(requests))]
     for both in ([embedding, head], [head, embedding], [head]):
         fill(engine, [*both, *rest], 1)
-        assert [sample.token_ids.tolist() for sample in engine.generate_share(requests)] == expected
+        assert [sample.token_ids.tolist() for sample in list(engine.stream(requests))] == expected
     for both in ([embedding, (head[0], head[1] + 1)], [head, (embedding[0], embedding[1] + 1)]):
         with pytest.raises(SyncError, match="tied"):
             fill(engine, [*both, *rest], 2)
@@ -295,15 +301,15 @@ def test_nothing_leaks_into_training(tiny_qwen3):
     engine = embedded_engine(tiny_qwen3, filled=False)
     fill(engine, sorted(model.named_parameters()))
     requests = requests_for(random_prompts(2))
-    before = engine.generate_share(requests)
+    before = list(engine.stream(requests))
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.is_inference_mode_enabled()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model(torch.tensor([before[0].token_ids.tolist()])).logits.square().mean().backward()
     optimizer.step()
-    assert all(same(left, right) for left, right in zip(before, engine.generate_share(requests), strict=True))
+    assert all(same(left, right) for left, right in zip(before, list(engine.stream(requests)), strict=True))
     fill(engine, sorted(model.named_parameters()), 1)
-    after = engine.generate_share(requests)
+    after = list(engine.stream(requests))
     assert not any(np.array_equal(a.sampler_logprobs, b.sampler_logprobs) for a, b in zip(before, after, strict=True))
 
 
@@ -321,17 +327,17 @@ def test_unusable_requests_are_refused_before_anything_is_sampled(tiny_qwen3, pr
     # Refused on every rank, so that none waits for another.
     for rank in range(2):
         with pytest.raises(RolloutError, match=message):
-            embedded_engine(tiny_qwen3, rank=rank, num_ranks=2, batch_sequences=1).generate_share(requests)
+            list(embedded_engine(tiny_qwen3, rank=rank, num_ranks=2, batch_sequences=1).stream(requests))
 
 
 def test_repeated_ids_and_non_finite_weights(tiny_qwen3):
     engine = embedded_engine(tiny_qwen3)
     request = requests_for([[1, 2, 3]])[0]
     with pytest.raises(RolloutError, match="requested twice"):
-        engine.generate_share([request, request])
+        list(engine.stream([request, request]))
     bad = [
         (n, t.clone().fill_(torch.nan) if n == "model.norm.weight" else t) for n, t in checkpoint_weights(tiny_qwen3)
     ]
     fill(engine, bad, 5)
     with pytest.raises(RolloutError, match="non-finite logits from weights version 5"):
-        engine.generate_share([request])
+        list(engine.stream([request]))

@@ -145,7 +145,10 @@ def test_cancelled_requests_stay_cancelled_in_a_checkpoint() -> None:
     one.is_returned = True
     header, arrays = rollouts_to_message([one])
     prompts = {f"d/{k}": prompt(k) for k in range(2)}
+    older = {("works" if name == "steps" else name): value for name, value in header.items()}
+    [from_older] = rollouts_from_message(older, arrays, prompts, requests_of)
     [again] = rollouts_from_message(json.loads(json.dumps(header)), arrays, prompts, requests_of)
+    assert (from_older.step, from_older.judged) == (again.step, again.judged)
     assert (again.cancelled, again.enough, again.is_returned) == (one.cancelled, 1, True)
     assert [g.prompt_id for g in again.groups()] == ["d/0"] and not again.missing
 
@@ -226,7 +229,7 @@ def test_a_reward_that_is_no_label_fails_its_step_only(judge: Judge) -> None:
     with pytest.raises(RolloutError, match="never sent"):
         buffer.arrived(good, [sample(good.requests[0], "unknown")])
     buffer.forget(1)
-    assert [w["step"] for w in buffer.state()[0]["works"]] == [2]
+    assert [saved["step"] for saved in buffer.state()[0]["steps"]] == [2]
 
 
 def test_a_sample_that_comes_twice_counts_once(judge: Judge) -> None:

@@ -131,7 +131,7 @@ def test_a_step_of_demonstrations_continues_from_a_checkpoint(tmp_path: Path) ->
     first.rollout(1, 1)
     first.rollout(2, 2)
     header, arrays = first.state(1, final=False)
-    assert [rollouts["step"] for rollouts in header["buffer"]["works"]] == [2]
+    assert [saved["step"] for saved in header["buffer"]["steps"]] == [2]
     second.load_state(json.loads(json.dumps(header)), arrays)
     for step in (2, 3):
         second.rollout(step, step)
