@@ -83,6 +83,7 @@ def _add_evaluation(verbs: _SubParsers) -> None:
     parser = _add_config_verb(verbs, "eval", "pass@k of a model on the configured benchmarks", _eval)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder to evaluate instead of model.path")
     parser.add_argument("--out", type=Path, help="folder for the results; default: <run folder>/eval")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare the weights with their certificate")
     parser = _add_verb(verbs, "export", "write the weights of a run as a Hugging Face checkpoint", _export)
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--step", type=int, help="the checkpoint to export; default: the newest")
@@ -166,7 +167,7 @@ def _train(args: argparse.Namespace) -> int:
 def _eval(args: argparse.Namespace) -> int:
     from pacs_megatron.training.eval_main import run_eval
 
-    print(run_eval(args.config, args.overrides, model=args.model, out=args.out))
+    print(run_eval(args.config, args.overrides, model=args.model, out=args.out, verify=not args.no_verify))
     return 0
 
 

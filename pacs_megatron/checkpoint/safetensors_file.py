@@ -1,7 +1,9 @@
 """One .safetensors file: its header read and checked, its tensors as views of the mapped file.
 
 safetensors' own reader is not used: it gives no views that can be dropped from memory again, and no check of a header
-against the size of its file. Layout (safetensors 0.x): 8 bytes little-endian header length, a JSON header, then the tensors without gaps.
+against the size of its file.
+
+Layout (safetensors 0.x): 8 bytes little-endian header length, a JSON header, then the tensors without gaps.
 """
 
 from __future__ import annotations

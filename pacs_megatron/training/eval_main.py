@@ -3,22 +3,26 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from pacs_megatron.checkpoint.hf_folder import HfFolder
+from pacs_megatron.checkpoint.safetensors_file import tensor_bytes
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import Problem
 from pacs_megatron.config.rollout_options import EmbeddedRollout
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Sample, SampleRequest, WeightReceiver
 from pacs_megatron.contracts.digest import WeightDigest
+from pacs_megatron.convert.certificate import CERTIFICATE_NAME
 from pacs_megatron.data import load_prompts, load_tokenizer
 from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
+from pacs_megatron.errors import CheckpointError
 from pacs_megatron.evaluation.benchmarks import Evaluation, evaluate
 from pacs_megatron.evaluation.passk import aggregate
 from pacs_megatron.observability.progress import Progress
@@ -26,6 +30,7 @@ from pacs_megatron.observability.rollout_log import write_rollouts
 from pacs_megatron.rewards.pool import RewardPool
 from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.runtime.files import json_line, write_atomically
+from pacs_megatron.runtime.json_reader import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +38,9 @@ RESULTS_NAME = "results.json"
 SAMPLES_NAME = "samples.jsonl"
 
 
-def run_eval(config_path: Path, overrides: Sequence[str], *, model: Path | None, out: Path | None) -> str:
+def run_eval(
+    config_path: Path, overrides: Sequence[str], *, model: Path | None, out: Path | None, verify: bool = True
+) -> str:
     """Evaluates `model` (default: model.path) on the configured benchmarks and returns a table to print.
 
     Writes results.json (the metrics, the counts of every problem, what was evaluated and how) and samples.jsonl to `out`
@@ -50,7 +57,8 @@ def run_eval(config_path: Path, overrides: Sequence[str], *, model: Path | None,
     tokenizer = load_tokenizer(str(folder.path), config.model.trust_remote_code)
     benchmarks = [load_prompts(benchmark, config.data, tokenizer) for benchmark in config.evaluation.benchmarks]
     engine = _engine(folder, config, Vocabulary.from_tokenizer(tokenizer, str(folder.path)))
-    digest = push_folder(folder, engine, version=0)
+    certified = certified_digests(folder) if verify else {}
+    digest = push_folder(folder, engine, version=0, certified=certified)
 
     def decode(ids: Any) -> str:
         return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
@@ -66,21 +74,49 @@ def run_eval(config_path: Path, overrides: Sequence[str], *, model: Path | None,
     target = Path(config.run.dir) / config.run.name / "eval" if out is None else out
     prompts = {prompt.id: prompt for benchmark in benchmarks for prompt in benchmark.prompts}
     write_rollouts(target / SAMPLES_NAME, evaluation.samples, prompts, decode)
-    facts = {"model": str(folder.path), "weights_digest": digest, "seconds": time.perf_counter() - started}
+    facts = {
+        "model": str(folder.path),
+        "weights_digest": digest,
+        "verified": bool(certified),
+        "seconds": time.perf_counter() - started,
+    }
     write_atomically(target / RESULTS_NAME, [_results_json(evaluation, config, facts)])
     return f"{table(evaluation, config.evaluation.k)}\n{target / RESULTS_NAME}"
 
 
-def push_folder(folder: HfFolder, receiver: WeightReceiver, version: int) -> str:
-    """Sends a folder's weights to `receiver` and returns their digest. Raises SyncError, CheckpointError."""
+def push_folder(
+    folder: HfFolder, receiver: WeightReceiver, version: int, certified: Mapping[str, str] | None = None
+) -> str:
+    """Sends a folder's weights to `receiver` and returns their digest.
+
+    Raises SyncError; CheckpointError for a tensor that differs from `certified`, its digest by name.
+    """
     digest = WeightDigest()
     receiver.begin_update(version)
     for name in folder.names:
         tensor = folder.get(name)
         digest.update(name, tensor)
+        expected = (certified or {}).get(name)
+        if expected is not None and xxhash.xxh3_128_hexdigest(tensor_bytes(tensor)) != expected:
+            raise CheckpointError(
+                f"{folder.path}: {name} was altered since the export (its digest is not that of {CERTIFICATE_NAME}); export "
+                "again, or pass --no-verify"
+            )
         receiver.put(name, tensor)
     receiver.end_update(digest.hexdigest())
     return digest.hexdigest()
+
+
+def certified_digests(folder: HfFolder) -> dict[str, str]:
+    """Tensor name -> xxh3-128, from the certificate that an export writes beside the weights; empty without one."""
+    path = folder.path / CERTIFICATE_NAME
+    if not path.is_file():
+        return {}
+    try:
+        tensors = read_object(path, error=CheckpointError)["hf"]["tensors"]
+        return {str(tensor["name"]): tensor["xxh3_128"] for tensor in tensors if tensor["xxh3_128"]}
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error!r}); export again, or remove it") from None
 
 
 def table(evaluation: Evaluation, ks: Sequence[int]) -> str:
