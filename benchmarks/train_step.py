@@ -208,10 +208,9 @@ def measure_speed(setup: Setup) -> dict[str, Any]:
     policy, used = build_policy(setup)
     minibatch = random_part(setup, policy.spec.vocab_size)
     objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
-    prepared = objective.prepare(None, minibatch.facts, None)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    steps = timed(lambda: policy.update(minibatch, prepared, objective, None), setup.steps)
+    steps = timed(lambda: policy.update(minibatch, objective, None), setup.steps)
     forward = timed(lambda: policy.logprobs(minibatch, "step_start"), setup.steps)
     num_tokens = int(minibatch.facts.lens.sum())
     flops = 3 * forward_flops(
@@ -240,16 +239,15 @@ def measure_check(setup: Setup) -> dict[str, Any]:
     minibatch = random_part(setup, policy.spec.vocab_size)
     start = policy.logprobs(minibatch, "step_start")
     flat = np.concatenate([start[row] for row in range(setup.samples)])
-    minibatch = replace(minibatch, step_start_logprobs=start)
+    minibatch = replace(minibatch, step_start_logprobs=start, index=1)
     pacs = build_objective(PacsOptions(name="pacs"), updates_per_step=2)
     scores = policy.scores(minibatch, pacs)
     found: dict[str, Any] = {"used": used, "score_floor": float(scores.abs().max())}
-    zeros = torch.zeros_like(scores)
-    report = policy.update(minibatch, pacs.prepare(zeros, minibatch.facts, None), pacs, scores)
+    report = policy.update(minibatch, pacs, None)
     found |= {"grad_norm": report.grad_norm, "score_drift": report.metrics["pacs/score_drift_max"]}
     sft = build_objective(SftOptions(name="sft"), updates_per_step=1)
     found["sft_loss"] = float(-flat.mean())
-    report = policy.update(minibatch, sft.prepare(None, minibatch.facts, None), sft, None)
+    report = policy.update(minibatch, sft, None)
     found["sft_grad_norm"] = report.grad_norm
     if setup.reference is None:
         return found | {"logprobs": flat.tolist()}

@@ -2,33 +2,37 @@
 
 import numpy as np
 
-from pacs_megatron.batching.split import plan_microbatches, split_by_group
+from pacs_megatron.batching.split import plan_with_groups, split_by_group
 from pacs_megatron.batching.tables import select_tokens, tokens_from_arrays, tokens_to_arrays
-from pacs_megatron.contracts import MiniBatch, SampleFacts, TokenBuffers
+from pacs_megatron.config.schema import BatchOptions
+from pacs_megatron.contracts import MiniBatch, Objective, SampleFacts, TokenBuffers
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import broadcast_arrays, receive_arrays, send_arrays
 
 
 def cut_step(
-    facts: SampleFacts,
-    tokens: TokenBuffers | None,
-    rank: Rank,
-    *,
-    updates_per_step: int,
-    tokens_per_microbatch: int,
+    facts: SampleFacts, tokens: TokenBuffers | None, rank: Rank, batch: BatchOptions, objective: Objective
 ) -> list[MiniBatch]:
     """The mini-batches of a step, each with its plan and this rank's share of the tokens. Collective.
 
     Args:
         facts: of all admitted samples, on every rank.
         tokens: of all of them, on rank 0; None elsewhere.
+        batch: updates per step, token budget, and whether groups stay together.
+        objective: its coupling and statistics decide whether groups matter.
     """
     minibatches = []
-    for rows in split_by_group(facts, updates_per_step):
+    for index, rows in enumerate(split_by_group(facts, batch.updates_per_step)):
         selected = facts.select(rows)
-        plan = plan_microbatches(selected, layout=rank.layout, tokens_per_microbatch=tokens_per_microbatch)
+        depends_on_groups = objective.coupling == "group" and bool(objective.statistics(index))
+        plan = plan_with_groups(
+            selected,
+            layout=rank.layout,
+            tokens_per_microbatch=batch.tokens_per_microbatch,
+            groups=batch.groups if depends_on_groups else "apart",
+        )
         mine = _share(tokens, rows, plan.owners(selected.num_samples), rank)
-        minibatches.append(MiniBatch(facts=selected, tokens=mine, plan=plan))
+        minibatches.append(MiniBatch(facts=selected, tokens=mine, plan=plan, index=index))
     return minibatches
 
 

@@ -1,6 +1,7 @@
 """Splits a step into mini-batches and mini-batches into micro-batches. Deterministic: every rank computes the same."""
 
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
@@ -25,15 +26,17 @@ def plan_microbatches(
     *,
     layout: Layout,
     tokens_per_microbatch: int,
+    keep_groups: bool = False,
     rows: np.ndarray | None = None,
     owner_of_row: np.ndarray | None = None,
 ) -> MicroBatchPlan:
     """Deal the samples to the data-parallel ranks and pack each rank's share into micro-batches within the token budget.
 
-    Longest first to the least loaded rank, then first fit: within 4/3 of the best balance. Siblings may be on different
-    ranks. `rows` restricts the plan to some samples (default: all); `owner_of_row` (int64 [n]) keeps each sample on the
-    rank that has its tokens. Empty micro-batches are added where the layout needs equal counts on all ranks, or a multiple
-    of the pipeline's size; a rank without samples gets at least one.
+    Longest first to the least loaded rank, then first fit: within 4/3 of the best balance. With `keep_groups` every group
+    that fits the budget stays in one micro-batch, among other whole groups; otherwise siblings may be on different ranks.
+    `rows` restricts the plan to some samples (default: all); `owner_of_row` (int64 [n]) keeps each sample on the rank
+    that has its tokens. Empty micro-batches are added where the layout needs equal counts on all ranks, or a multiple of
+    the pipeline's size; a rank without samples gets at least one.
 
     Raises ConfigError when one sample exceeds the budget.
     """
@@ -45,37 +48,102 @@ def plan_microbatches(
             f"batch.tokens_per_microbatch={tokens_per_microbatch} is smaller than sample {facts.ids[worst]} with "
             f"{int(lens[worst])} tokens; raise it to data.max_prompt_tokens + the response limit"
         )
-    order = rows[np.argsort(-lens[rows], kind="stable")]
+    items, together = _items(facts, rows, tokens_per_microbatch, keep_groups=keep_groups)
+    sizes = np.array([int(lens[members].sum()) for members in items], dtype=np.int64)
     load = np.zeros(layout.dp, dtype=np.int64)
     shares: list[list[int]] = [[] for _ in range(layout.dp)]
-    for row in order:
-        rank = int(load.argmin()) if owner_of_row is None else int(owner_of_row[row])
-        shares[rank].append(int(row))
-        load[rank] += lens[row]
-    packed = [_first_fit(share, lens, tokens_per_microbatch) for share in shares]
-    counts = [-(-max(len(batches), 1) // layout.microbatch_multiple) * layout.microbatch_multiple for batches in packed]
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        rank = int(load.argmin()) if owner_of_row is None else int(owner_of_row[items[item][0]])
+        shares[rank].append(item)
+        load[rank] += sizes[item]
+    split, whole = (
+        [
+            _packed([item for item in share if together[items[item][0]] == kept], items, sizes, tokens_per_microbatch)
+            for share in shares
+        ]
+        for kept in (False, True)
+    )
+    # First the split groups, so their score pass has the same micro-batches at the same places on all ranks.
+    batches = [
+        own + other or _padding(layout)
+        for own, other in zip(_with_padding(split, layout), _with_padding(whole, layout), strict=True)
+    ]
+    return MicroBatchPlan(by_dp_rank=tuple(tuple(own) for own in batches), together=together)
+
+
+def _items(
+    facts: SampleFacts, rows: np.ndarray, budget: int, *, keep_groups: bool
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Rows that are dealt and packed as one item (a group that stays together, or one sample), and `together` [n]."""
+    if not keep_groups:
+        return [rows[k : k + 1] for k in range(len(rows))], np.zeros(facts.num_samples, dtype=np.bool_)
+    together = np.bincount(facts.groups, weights=facts.lens)[facts.groups] <= budget
+    key = np.where(together, facts.groups, facts.num_samples + np.arange(facts.num_samples))[rows]
+    order = np.argsort(key, kind="stable")
+    return np.split(rows[order], np.flatnonzero(np.diff(key[order])) + 1), together
+
+
+def plan_with_groups(
+    facts: SampleFacts, *, layout: Layout, tokens_per_microbatch: int, groups: Literal["together", "apart", "auto"]
+) -> MicroBatchPlan:
+    """The plan for an objective whose coefficients depend on the group's log-probs (`batch.groups`).
+
+    `auto` keeps groups together unless that costs more than the score pass that it saves: a third of an update. Raises
+    ConfigError with `together` when a group exceeds the budget.
+    """
+    apart = plan_microbatches(facts, layout=layout, tokens_per_microbatch=tokens_per_microbatch)
+    if groups == "apart":
+        return apart
+    plan = plan_microbatches(facts, layout=layout, tokens_per_microbatch=tokens_per_microbatch, keep_groups=True)
+    if groups == "together" and not plan.together.all():
+        row = int(np.flatnonzero(~plan.together)[0])
+        tokens = int(facts.lens[facts.groups == facts.groups[row]].sum())
+        raise ConfigError(
+            f"batch.groups=together: the group of sample {facts.ids[row]} has {tokens} tokens, more than "
+            f"batch.tokens_per_microbatch={tokens_per_microbatch}; raise it, or use batch.groups=auto"
+        )
+    is_cheaper = 3 * max(plan.loads(facts)) <= 4 * max(apart.loads(facts))
+    return plan if groups == "together" or is_cheaper else apart
+
+
+def split_groups_only(plan: MicroBatchPlan, layout: Layout) -> MicroBatchPlan:
+    """The micro-batches of `plan` with samples of groups that are not together."""
+    packed = [[rows for rows in own if len(rows) and not plan.together[rows[0]]] for own in plan.by_dp_rank]
+    batches = [own or _padding(layout) for own in _with_padding(packed, layout)]
+    return MicroBatchPlan(by_dp_rank=tuple(tuple(own) for own in batches), together=plan.together)
+
+
+def _padding(layout: Layout) -> list[np.ndarray]:
+    """The fewest micro-batches that a rank may have."""
+    return [np.empty(0, dtype=np.int64)] * layout.microbatch_multiple
+
+
+def _with_padding(packed: list[list[np.ndarray]], layout: Layout) -> list[list[np.ndarray]]:
+    """Each rank's micro-batches, and empty ones up to a multiple of the pipeline's size or to equal counts."""
+    multiple = layout.microbatch_multiple
+    counts = [-(-len(own) // multiple) * multiple for own in packed]
     if layout.needs_equal_microbatches:
         counts = [max(counts)] * layout.dp
-    return MicroBatchPlan(
-        by_dp_rank=tuple(
-            tuple(batches + [np.empty(0, dtype=np.int64)] * (count - len(batches)))
-            for batches, count in zip(packed, counts, strict=True)
-        )
-    )
+    return [own + [np.empty(0, dtype=np.int64)] * (count - len(own)) for own, count in zip(packed, counts, strict=True)]
 
 
-def _first_fit(share: list[int], lens: np.ndarray, budget: int) -> list[np.ndarray]:
-    """Rows of one rank, longest first, into bins of at most `budget` tokens; rows ascend inside a bin."""
+def _packed(chosen: list[int], items: list[np.ndarray], sizes: np.ndarray, budget: int) -> list[np.ndarray]:
+    """Rows of each micro-batch with the chosen items, ascending."""
+    return [np.sort(np.concatenate([items[item] for item in found])) for found in _first_fit(chosen, sizes, budget)]
+
+
+def _first_fit(items: list[int], sizes: np.ndarray, budget: int) -> list[list[int]]:
+    """Items of one rank, longest first, into bins of at most `budget` tokens."""
     bins: list[list[int]] = []
     space: list[int] = []
-    for row in share:
-        need = int(lens[row])
+    for item in items:
+        need = int(sizes[item])
         for k, free in enumerate(space):
             if need <= free:
-                bins[k].append(row)
+                bins[k].append(item)
                 space[k] -= need
                 break
         else:
-            bins.append([row])
+            bins.append([item])
             space.append(budget - need)
-    return [np.array(sorted(rows), dtype=np.int64) for rows in bins]
+    return bins

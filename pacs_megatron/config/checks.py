@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pacs_megatron.config.layout import ranks_to_start
-from pacs_megatron.config.objective_options import SftOptions
+from pacs_megatron.config.objective_options import PacsOptions, SftOptions
 from pacs_megatron.config.options import Options
 from pacs_megatron.config.rollout_options import MAX_SGLANG_STOPS, SglangRollout, SglangServers
 from pacs_megatron.config.schema import DatasetOptions, RunConfig
@@ -274,6 +274,18 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
             f"batch.tokens_per_microbatch={batch.tokens_per_microbatch} is smaller than the longest sample: "
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {response_key(config)}="
             f"{max_response_tokens(config)}; use at least {longest}",
+        )
+    if "groups" in changed(batch) and not isinstance(config.objective, PacsOptions):
+        yield Problem(
+            "batch.groups",
+            f"batch.groups={batch.groups} is used by objective.name=pacs only, got {config.objective.name}; remove it",
+        )
+    elif batch.groups == "together" and batch.tokens_per_microbatch < batch.samples_per_prompt * longest:
+        yield Problem(
+            "batch.groups",
+            f"batch.groups=together needs batch.tokens_per_microbatch >= batch.samples_per_prompt * (data."
+            f"max_prompt_tokens + {response_key(config)}) = {batch.samples_per_prompt * longest}, got "
+            f"{batch.tokens_per_microbatch}; raise it, or use batch.groups=auto",
         )
 
 

@@ -142,6 +142,10 @@ class BatchOptions(Options):
     """Optimizer updates per step. Each uses an equal share of the groups."""
     tokens_per_microbatch: PositiveInt
     """Token budget of a micro-batch on one data-parallel rank. It must fit the longest sample."""
+    groups: Literal["together", "apart", "auto"] = "auto"
+    """PACS needs the scores of a whole group before the backward pass. `together`: every group is in one micro-batch, so
+    the update's own forward computes them; a group over the token budget is an error. `apart`: a score pass before the
+    update. `auto`: together where the budget and the balance of the data-parallel ranks allow, else apart."""
 
 
 # ---------------------------------------------------------------------------------------------- optimizer, loop, output

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 LogprobSource = Literal["step_start", "reference"]
 """`step_start`: the policy's own weights at the start of the step. `reference`: the frozen snapshot."""
 
+Coupling = Literal["token", "sample", "group", "minibatch"]
+"""The samples whose log-probs a token's coefficient depends on: none but the token's own, its sample's, its group's, all."""
+
+Statistic = Literal["score", "sampler_ratio"]
+"""A number per sample, from log-probs, that coefficients depend on. `score`: the masked sum of `Objective.token_scores`.
+`sampler_ratio`: mean over the response tokens of log pi_step_start - log pi_sampler, nats."""
+
 
 @dataclass(slots=True, kw_only=True)
 class TokenRecord:
@@ -33,43 +40,81 @@ class TokenRecord:
     response_lens: torch.Tensor
     """int64 [n], of the whole mini-batch"""
     step_start_logprobs: torch.Tensor | None = None
+    """at the step's first update these are `logprobs` without gradient"""
     reference_logprobs: torch.Tensor | None = None
     sampler_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     """float32, entropy of the full next-token distribution; no gradient"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleTable:
+    """Whole groups of a mini-batch as tensors on one device: [m] samples in the order of their ids, [g] groups."""
+
+    rows: torch.Tensor
+    """int64 [m], row in the mini-batch's SampleFacts"""
+    labels: torch.Tensor
+    """float64 [m], in {0, 1}"""
+    response_lens: torch.Tensor
+    """float64 [m]"""
+    group_of_sample: torch.Tensor
+    """int64 [m], 0-based"""
+    members: torch.Tensor
+    """int64 [g, largest group], positions in [m]; m in the unused places of smaller groups"""
+    num_samples: int
+    """N, samples of the whole mini-batch"""
+
+
 @dataclass(slots=True, kw_only=True)
 class Prepared:
-    """Result of `Objective.prepare` for one mini-batch, identical on every rank, without gradient."""
+    """Result of `Objective.prepare` for one mini-batch, identical on every rank. Without gradient."""
 
     per_sample: dict[str, torch.Tensor]
-    """float64 [n] each; `token_loss` indexes them with `sample_of_token` (1/N is already inside)"""
-    loss: float | None
-    """The true objective of the mini-batch, for reporting (nats a sample). None: it is the masked sum of `token_loss`
-    over the mini-batch."""
+    """float64 [n] each; `token_loss` looks them up by `sample_of_token` (1/N is included)"""
+    loss: float | None = None
+    """The true objective of the mini-batch, for reporting (nats per sample). None: the masked sum of `token_loss`."""
     metrics: dict[str, float] = field(default_factory=dict)
+    denominators: dict[str, float] = field(default_factory=dict)
+    """of `metrics` and `token_metrics` whose denominator is not the number of samples"""
     zero_gradient: torch.Tensor | None = None
-    """bool [n], samples whose gradient (and `token_loss`) is exactly zero; forward and backward may skip them.
-    None: no such sample is known."""
+    """bool [n], samples whose gradient (and `token_loss`) is exactly zero: the engine may leave them out of forward and
+    backward. None: no such sample is known."""
 
 
 @runtime_checkable
 class Objective(Protocol):
-    """Pure tensor functions; no process groups, no Megatron. `updates_per_step` is known at construction."""
+    """Pure tensor functions; no process groups, no Megatron. `updates_per_step` is known at construction.
+
+    An objective declares its coupling and the statistics that its coefficients depend on. The engine then computes the
+    statistics at the lowest exact cost: in the update's own forward where the coupled samples are in one micro-batch
+    (`couple`), else in a forward-only pass before the update.
+    """
 
     name: str
+    coupling: Coupling
 
-    def logprob_passes(self) -> frozenset[LogprobSource]:
-        """Trainer log-probs that every mini-batch needs before its first update (empty: none)."""
+    def logprob_passes(self, update_index: int) -> frozenset[LogprobSource]:
+        """Log-prob passes that the mini-batch of update `update_index` (0-based in the step) needs before the update.
+
+        The first update needs no `step_start` pass: its own forward computes these log-probs.
+        """
         ...
 
-    def needs_scores(self, update_index: int) -> bool:
-        """True if update `update_index` (0-based in the step) needs a score pass (no gradient) first."""
+    def statistics(self, update_index: int) -> frozenset[Statistic]:
+        """Statistics that the coefficients of update `update_index` depend on; empty: they are known beforehand."""
         ...
 
     def token_scores(self, tokens: TokenRecord) -> torch.Tensor:
-        """float64 [t]; the engine masks it and sums it by sample in fp64 to r_j. Called without grad."""
+        """float64 [t]; the engine masks it and sums it by sample in float64. Called without grad."""
+        ...
+
+    def couple(
+        self, table: SampleTable, scores: torch.Tensor | None, sampler_ratios: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """`Prepared.per_sample` for some whole groups, from their statistics; every tensor is float64 [m], on any device.
+
+        Runs between forward and backward: it neither raises nor synchronises with the host.
+        """
         ...
 
     def prepare_step(self, facts: SampleFacts) -> Any:
@@ -77,17 +122,19 @@ class Objective(Protocol):
         ...
 
     def prepare(self, scores: torch.Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
-        """One mini-batch: `scores` float64 [n] ordered as `facts`, None when `needs_scores` was False."""
+        """The whole mini-batch: coefficients, true loss and metrics. `scores` float64 [n] as `facts`; None: not declared.
+
+        Called before the update if no statistics are declared, else after its backward, for loss and metrics.
+        """
         ...
 
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> torch.Tensor:
-        """[t], dtype of `tokens.logprobs`; the engine masks and SUMS it over everything, and divides nowhere."""
+        """[t], dtype of `tokens.logprobs`; the engine masks it and sums it over the mini-batch, without any division."""
         ...
 
     def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, torch.Tensor]:
-        """Metrics that need the update's own log-probs: name -> [t], divided by the mini-batch's count already, so the
-        engine treats them like `token_loss`: mask, sum over everything, divide nowhere. Called without grad. The same
-        keys for every micro-batch; empty when there are none."""
+        """Metrics from the update's own log-probs: name -> [t], already divided by the mini-batch's count, so the engine
+        masks and sums them like `token_loss`. Called without grad. The same keys for every micro-batch; may be empty."""
         ...
 
 
@@ -113,16 +160,18 @@ class PolicyEngine(Protocol):
     def logprobs(
         self, minibatch: MiniBatch, source: LogprobSource, should_stop: Callable[[], bool] | None = None
     ) -> dict[int, Any]:
-        """Raises Interrupted on every rank if `should_stop` returns True on one of them during the pass."""
+        """Raises Interrupted on every rank if `should_stop` is true on one of them during the pass."""
         ...
 
-    def scores(
-        self, minibatch: MiniBatch, objective: Objective, should_stop: Callable[[], bool] | None = None
-    ) -> torch.Tensor: ...
-
     def update(
-        self, minibatch: MiniBatch, prepared: Prepared, objective: Objective, scores: torch.Tensor | None
-    ) -> UpdateReport: ...
+        self,
+        minibatch: MiniBatch,
+        objective: Objective,
+        step_inputs: Any,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> UpdateReport:
+        """One optimizer update. Raises Interrupted, before any weight changes, if a score pass is stopped."""
+        ...
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face names and full tensors, one at a time, bounded memory; every rank iterates to the end."""

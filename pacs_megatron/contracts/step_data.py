@@ -24,7 +24,7 @@ class SampleFacts:
     """bool [n], ended by length"""
     log_ratio_to_sampler: np.ndarray | None = None
     """float64 [n], mean over the response tokens of log pi_step_start - log pi_sampler, nats; the engine fills it in
-    (gathered over data-parallel ranks) if it computed step_start log-probs"""
+    for an objective that declares `sampler_ratio`"""
 
     @property
     def num_samples(self) -> int:
@@ -80,6 +80,12 @@ class MicroBatchPlan:
     """
 
     by_dp_rank: tuple[tuple[np.ndarray, ...], ...]
+    together: np.ndarray
+    """bool [n], samples of groups that are kept in one micro-batch; such a micro-batch holds whole groups only"""
+
+    def loads(self, facts: SampleFacts) -> list[int]:
+        """Tokens of each data-parallel rank."""
+        return [int(sum(facts.lens[rows].sum() for rows in batches)) for batches in self.by_dp_rank]
 
     def owners(self, num_samples: int) -> np.ndarray:
         """int64 [n], data-parallel rank of each row; -1 for a row without a micro-batch."""
@@ -101,6 +107,8 @@ class MiniBatch:
     tokens: TokenBuffers
     """`tokens.index` points into `facts`"""
     plan: MicroBatchPlan
+    index: int = 0
+    """0-based number of its update in the step; at 0 the policy has the weights of the step's start"""
     step_start_logprobs: dict[int, np.ndarray] | None = None
     """log pi of the policy at the start of this step, from the trainer"""
     reference_logprobs: dict[int, np.ndarray] | None = None

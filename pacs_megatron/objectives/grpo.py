@@ -15,54 +15,47 @@ from pacs_megatron.config.objective_options import GrpoOptions
 from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.protocols import LogprobSource
 from pacs_megatron.errors import NonFiniteError
-from pacs_megatron.objectives.groups import FloatArray, build_groups, canonical_order
+from pacs_megatron.objectives.groups import Groups, build_table, groups_of
 from pacs_megatron.objectives.lookup import at_tokens
 from pacs_megatron.objectives.means import mean_weights
+from pacs_megatron.objectives.uncoupled import UncoupledObjective
 
 MAX_LOG_RATIO = 20.0
 """Nats. Log-ratios are clamped here (no gradient above): exp would overflow, and Inf * 0 in a clipped branch is NaN."""
 
 
-class Grpo:
+class Grpo(UncoupledObjective):
     """The GRPO family; see `contracts.Objective` for the protocol."""
 
     name = "grpo"
 
-    def __init__(self, options: GrpoOptions, *, updates_per_step: int) -> None:
+    def __init__(self, options: GrpoOptions) -> None:
         self._options = options
-        self._updates_per_step = updates_per_step
 
-    def logprob_passes(self) -> frozenset[LogprobSource]:
-        """`step_start` for later updates' ratios, `reference` for the KL term."""
+    def logprob_passes(self, update_index: int) -> frozenset[LogprobSource]:
+        """`step_start` for the ratios from the second update on, `reference` for the KL term."""
         passes: set[LogprobSource] = set()
-        if self._updates_per_step > 1:
+        if update_index > 0:
             passes.add("step_start")
         if self._options.kl_coef > 0:
             passes.add("reference")
         return frozenset(passes)
-
-    def needs_scores(self, update_index: int) -> bool:
-        """Never: advantages depend on rewards only."""
-        return False
-
-    def token_scores(self, tokens: TokenRecord) -> torch.Tensor:
-        """Raises ValueError: there is no score pass."""
-        raise ValueError("objective: grpo has no score pass")
 
     def prepare_step(self, facts: SampleFacts) -> dict[str, float]:
         """Advantage of each sample id, from the rewards of the whole rollout batch's groups.
 
         Does not depend on the order of the rows, bit for bit. Raises NonFiniteError for a NaN or Inf among the rewards.
         """
-        order = canonical_order(facts)
-        ids = tuple(facts.ids[i] for i in order)
+        table = build_table(facts)
+        order = table.rows.numpy()
         rewards = facts.rewards[order]
         bad = np.flatnonzero(~np.isfinite(rewards))
         if len(bad):
-            raise NonFiniteError(f"reward of sample {ids[bad[0]]} is {rewards[bad[0]]}; expected a finite number")
-        groups = build_groups(facts.groups[order], ids)
-        centred = groups.centred(rewards)
-        return dict(zip(ids, self._scaled(centred, groups.sizes, groups.std(centred), groups.of_sample), strict=True))
+            raise NonFiniteError(
+                f"reward of sample {facts.ids[order[bad[0]]]} is {rewards[bad[0]]}; expected a finite number"
+            )
+        advantages = self._scaled(torch.from_numpy(rewards), groups_of(table))
+        return {facts.ids[row]: advantage for row, advantage in zip(order, advantages.tolist(), strict=True)}
 
     def prepare(self, scores: torch.Tensor | None, facts: SampleFacts, step_inputs: dict[str, float]) -> Prepared:
         """Per sample [n] float64: `advantage`, and `token_weight` u_i with every divisor inside."""
@@ -70,9 +63,16 @@ class Grpo:
         weights = mean_weights(facts.response_lens, self._options.loss_mean, self._options.constant_length)
         num_samples = facts.num_samples
         no_gradient = advantage == 0.0
+        # The engine may leave samples of zero advantage out, so importance is a mean over the tokens of the others.
+        num_tokens = float(facts.response_lens[~no_gradient.numpy()].sum())
         return Prepared(
-            per_sample={"advantage": advantage, "token_weight": torch.from_numpy(weights)},
-            loss=None,
+            per_sample={
+                "advantage": advantage,
+                "token_weight": torch.from_numpy(weights),
+                "importance_share": (~no_gradient).double() / max(num_tokens, 1.0),
+            },
+            denominators={"grpo/importance_mean": num_tokens, "grpo/importance_cut_frac": num_tokens}
+            | {name: float(facts.response_lens.sum()) for name in ("grpo/clip_frac", "grpo/kl")},
             metrics={
                 "grpo/advantage_abs_mean": float(np.abs(advantage.numpy()).sum()) / num_samples,
                 "grpo/zero_advantage_frac": float(no_gradient.sum()) / num_samples,
@@ -97,8 +97,9 @@ class Grpo:
         return weight * loss
 
     def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, torch.Tensor]:
-        """Means over all trained tokens of the mini-batch: `grpo/clip_frac`, where clipping stops the gradient; with
-        kl_coef > 0 `grpo/kl` (k3, nats). Tokens of samples without gradient add 0 to either, present or not."""
+        """`grpo/clip_frac`, the share of all trained tokens where clipping stops the gradient, and with kl_coef > 0
+        `grpo/kl` (k3, nats), their mean. With importance: `grpo/importance_mean` and `grpo/importance_cut_frac`, over
+        the tokens of samples whose advantage is not zero: groups with equal rewards are not in it."""
         num_tokens = tokens.response_lens.sum().clamp(min=1)
         advantage = at_tokens(prepared.per_sample["advantage"], tokens)
         ratio = self._ratio(tokens)
@@ -107,8 +108,9 @@ class Grpo:
         metrics = {"grpo/clip_frac": (too_high | too_low).to(ratio.dtype) / num_tokens}
         importance = self._importance(tokens)
         if importance is not None:
-            metrics["grpo/importance_mean"] = importance / num_tokens
-            metrics["grpo/importance_cut_frac"] = self._is_cut(self._sampler_ratio(tokens)).to(ratio.dtype) / num_tokens
+            share = at_tokens(prepared.per_sample["importance_share"], tokens)
+            metrics["grpo/importance_mean"] = importance * share
+            metrics["grpo/importance_cut_frac"] = self._is_cut(self._sampler_ratio(tokens)) * share
         if self._options.kl_coef > 0:
             metrics["grpo/kl"] = _k3(tokens) / num_tokens
         return metrics
@@ -118,11 +120,10 @@ class Grpo:
         return torch.exp((tokens.logprobs - self._step_start(tokens)).clamp(max=MAX_LOG_RATIO))
 
     def _step_start(self, tokens: TokenRecord) -> torch.Tensor:
-        """[t], log pi_step_start; with one update a step these are the update's own log-probs."""
-        old = tokens.logprobs.detach() if self._updates_per_step == 1 else tokens.step_start_logprobs
-        if old is None:
-            raise ValueError("objective: grpo with several updates a step needs step_start log-probs, got none")
-        return old
+        """[t], log pi_step_start."""
+        if tokens.step_start_logprobs is None:
+            raise ValueError("objective: grpo needs step_start log-probs, got none")
+        return tokens.step_start_logprobs
 
     def _importance(self, tokens: TokenRecord) -> torch.Tensor | None:
         """[t], the factor of the policy-gradient term, without gradient; None when there is no correction."""
@@ -147,17 +148,18 @@ class Grpo:
         log_ratio = self._step_start(tokens).detach() - tokens.sampler_logprobs
         return torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
 
-    def _scaled(self, centred: FloatArray, sizes: FloatArray, std: FloatArray, of_sample: np.ndarray) -> list[float]:
+    def _scaled(self, rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """[m], the advantages."""
+        centred = groups.centred(rewards)
         match self._options.advantage:
             case "dr_grpo":
-                advantage = centred
+                return centred
             case "rloo":
-                advantage = centred * (sizes / (sizes - 1.0))[of_sample]
+                return centred * (groups.sizes / (groups.sizes - 1.0))[groups.of_sample]
             case "grpo":
                 if self._options.advantage_eps is None:
                     raise ValueError("objective: advantage grpo without advantage_eps")
-                advantage = centred / (std + self._options.advantage_eps)[of_sample]
-        return [float(value) for value in advantage]
+                return centred / (groups.std(centred) + self._options.advantage_eps)[groups.of_sample]
 
 
 def _k3(tokens: TokenRecord) -> torch.Tensor:

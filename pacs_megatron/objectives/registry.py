@@ -19,8 +19,8 @@ def build_objective(options: PacsOptions | GrpoOptions | SftOptions, *, updates_
                 options.refuse_updates_per_step(updates_per_step)
             except ValueError as error:
                 raise ConfigError(str(error)) from error
-            return Pacs(options, updates_per_step=updates_per_step)
+            return Pacs(options)
         case GrpoOptions():
-            return Grpo(options, updates_per_step=updates_per_step)
+            return Grpo(options)
         case SftOptions():
             return Sft(options)

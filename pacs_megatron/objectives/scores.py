@@ -1,14 +1,16 @@
-"""Scores psi (6), class weights (3.5) and the sample loss (2) of PACS, each with its derivative. numpy float64, [n].
+"""Scores psi (6), class weights (3.5) and the sample loss (2) of PACS, each with its derivative. float64 [m], any device.
 
-Numbers in brackets are equations and sections of arXiv:2509.02522.
+Numbers in brackets are equations and sections of arXiv:2509.02522. Nothing here raises for a value or synchronises with
+the host: it also runs between forward and backward of a micro-batch.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
+import torch
+from torch import Tensor
 
-from pacs_megatron.objectives.groups import BoolArray, FloatArray, Groups
+from pacs_megatron.objectives.groups import Groups
 
 ScoreName = Literal["rloo", "dr_grpo", "grpo", "naive"]
 WeightingName = Literal["question", "only_positive", "only_negative", "none"]
@@ -19,11 +21,11 @@ SCORE_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStd:
-    """Values for the derivative of the `grpo` score; float64 [n], the group's value for each of its samples."""
+    """Values for the derivative of the `grpo` score; [m], the group's value for each of its samples."""
 
-    divisor: FloatArray
+    divisor: Tensor
     """max(s, floor) + e"""
-    slope: FloatArray
+    slope: Tensor
     """1 / s where the divisor depends on s; 0 where s = 0 or where the floor applies"""
 
 
@@ -31,14 +33,14 @@ class GroupStd:
 class Scores:
     """psi, and the values for its derivative."""
 
-    psi: FloatArray
-    centred: FloatArray
+    psi: Tensor
+    centred: Tensor
     """r minus the group's mean"""
     std: GroupStd | None
     """With score `grpo` only."""
 
 
-def group_scores(proxy: FloatArray, groups: Groups, score: ScoreName, std_floor: float | None) -> Scores:
+def group_scores(proxy: Tensor, groups: Groups, score: ScoreName, std_floor: float | None) -> Scores:
     """psi (6) from the reward proxy r.
 
     `std_floor`: the `grpo` score divides by max(s, std_floor) + e; where the floor applies, the divisor is a constant.
@@ -56,7 +58,7 @@ def group_scores(proxy: FloatArray, groups: Groups, score: ScoreName, std_floor:
             return Scores(psi=centred / std.divisor, centred=centred, std=std)
 
 
-def proxy_gradient(residual: FloatArray, scores: Scores, groups: Groups, score: ScoreName) -> FloatArray:
+def proxy_gradient(residual: Tensor, scores: Scores, groups: Groups, score: ScoreName) -> Tensor:
     """c_j = dL/dr_j from g_i = dL/dpsi_i: the transposed Jacobian of `group_scores`.
 
     Exactly 0 in a group whose g are all equal (except for `naive`): one class, and every r equal.
@@ -76,30 +78,29 @@ def proxy_gradient(residual: FloatArray, scores: Scores, groups: Groups, score: 
             return groups.centred(residual) / scores.std.divisor - through_std
 
 
-def class_weights(labels: FloatArray, groups: Groups, weighting: WeightingName) -> FloatArray:
+def class_weights(labels: Tensor, groups: Groups, weighting: WeightingName) -> Tensor:
     """w (3.5). `question` gives both classes of a group half of its weight G; 1 where the group has one class."""
     match weighting:
         case "none":
-            return np.ones_like(labels)
+            return torch.ones_like(labels)
         case "only_positive":
-            return labels.copy()
+            return labels.clone()
         case "only_negative":
             return 1.0 - labels
         case "question":
             positives = groups.total(labels)[groups.of_sample]
-            sizes = groups.size_of_sample
-            own_class = np.where(labels == 1.0, positives, sizes - positives)
-            return np.where(own_class == sizes, 1.0, sizes / (2.0 * own_class))
+            sizes = groups.sizes[groups.of_sample]
+            own_class = torch.where(labels == 1.0, positives, sizes - positives)
+            return torch.where(own_class == sizes, 1.0, sizes / (2.0 * own_class))
 
 
-def one_class(labels: FloatArray, groups: Groups) -> BoolArray:
+def one_class(labels: Tensor, groups: Groups) -> Tensor:
     """bool [g], groups whose labels are all equal."""
     positives = groups.total(labels)
-    single: BoolArray = (positives == 0.0) | (positives == groups.sizes)
-    return single
+    return (positives == 0.0) | (positives == groups.sizes)
 
 
-def sample_loss(psi: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
+def sample_loss(psi: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """BCE of sigmoid(psi) against the label (2), nats, and its derivative sigmoid(psi) - y.
 
     Both are written in the margin z = (1 - 2y) psi, so neither overflows nor cancels: loss = softplus(z), derivative =
@@ -107,20 +108,21 @@ def sample_loss(psi: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatA
     """
     sign = 1.0 - 2.0 * labels
     margin = sign * psi
-    decay = np.exp(-np.abs(margin))
-    loss = np.maximum(margin, 0.0) + np.log1p(decay)
-    sigmoid = np.where(margin >= 0.0, 1.0, decay) / (1.0 + decay)
+    decay = torch.exp(-margin.abs())
+    loss = margin.clamp(min=0.0) + torch.log1p(decay)
+    sigmoid = torch.where(margin >= 0.0, 1.0, decay) / (1.0 + decay)
     return loss, sign * sigmoid
 
 
-def _leave_one_out(groups: Groups) -> FloatArray:
+def _leave_one_out(groups: Groups) -> Tensor:
     """G / (G - 1) of each sample: r_i - mean of the others = G/(G-1) (r_i - mean of all)."""
-    return (groups.sizes / (groups.sizes - 1.0))[groups.of_sample]
+    sizes = groups.sizes
+    return (sizes / (sizes - 1.0))[groups.of_sample]
 
 
-def _group_std(centred: FloatArray, groups: Groups, floor: float | None) -> GroupStd:
+def _group_std(centred: Tensor, groups: Groups, floor: float | None) -> GroupStd:
     std = groups.std(centred)
     moves = std > (0.0 if floor is None else floor)
-    divisor = (std if floor is None else np.maximum(std, floor)) + SCORE_EPS
-    slope = np.divide(1.0, std, out=np.zeros_like(std), where=moves)
+    divisor = (std if floor is None else std.clamp(min=floor)) + SCORE_EPS
+    slope = torch.where(moves, 1.0 / torch.where(moves, std, 1.0), 0.0)
     return GroupStd(divisor=divisor[groups.of_sample], slope=slope[groups.of_sample])

@@ -9,9 +9,10 @@ from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.protocols import LogprobSource
 from pacs_megatron.objectives.lookup import at_tokens
 from pacs_megatron.objectives.means import mean_weights
+from pacs_megatron.objectives.uncoupled import UncoupledObjective
 
 
-class Sft:
+class Sft(UncoupledObjective):
     """Maximum likelihood; see `contracts.Objective` for the protocol."""
 
     name = "sft"
@@ -19,15 +20,8 @@ class Sft:
     def __init__(self, options: SftOptions) -> None:
         self._options = options
 
-    def logprob_passes(self) -> frozenset[LogprobSource]:
+    def logprob_passes(self, update_index: int) -> frozenset[LogprobSource]:
         return frozenset()
-
-    def needs_scores(self, update_index: int) -> bool:
-        return False
-
-    def token_scores(self, tokens: TokenRecord) -> torch.Tensor:
-        """Raises ValueError: there is no score pass."""
-        raise ValueError("objective: sft has no score pass")
 
     def prepare_step(self, facts: SampleFacts) -> None:
         """Nothing: SFT uses the mini-batch only."""
@@ -35,7 +29,7 @@ class Sft:
     def prepare(self, scores: torch.Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
         """Per sample [n] float64: `token_weight`, the weight of each of its tokens."""
         weights = mean_weights(facts.response_lens, self._options.loss_mean)
-        return Prepared(per_sample={"token_weight": torch.from_numpy(weights)}, loss=None)
+        return Prepared(per_sample={"token_weight": torch.from_numpy(weights)})
 
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> torch.Tensor:
         """[t]; its masked sum is the true loss, nats."""

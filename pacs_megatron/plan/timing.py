@@ -77,20 +77,26 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float, num_ou
     return matrices + attention + head
 
 
-def num_forward_passes(config: RunConfig) -> int:
+def num_forward_passes(config: RunConfig, *, groups_together: bool) -> int:
     """Forward-only passes over a mini-batch (score and log-prob passes), summed over a step's updates."""
     updates, objective = config.batch.updates_per_step, config.objective
-    sources = 0
+    later = updates - 1  # the first update's own forward computes the log-probs of the step's start
     if isinstance(objective, PacsOptions):
-        # With `step_start` the first update's scores are 0 by definition, so one update a step needs no pass at all.
-        closed_form = objective.reference == "step_start"
-        sources += (closed_form and updates > 1) or objective.importance_cap is not None
-        sources += objective.reference == "frozen"
-        return sources * updates + (updates - 1 if closed_form else updates)
+        has_cap = objective.importance_cap is not None
+        step_start = later if objective.reference == "step_start" or has_cap else 0
+        reference = updates if objective.reference == "frozen" else 0
+        # With `step_start` the first update's scores are 0 by definition.
+        scores = later if objective.reference == "step_start" and not has_cap else updates
+        return step_start + reference + (0 if groups_together else scores)
     if isinstance(objective, GrpoOptions):
-        sources += updates > 1
-        sources += objective.kl_coef > 0
-    return sources * updates
+        return later + (updates if objective.kl_coef > 0 else 0)
+    return 0
+
+
+def keeps_groups_together(config: RunConfig, lengths: Lengths) -> bool:
+    """Whether the groups of PACS fit one micro-batch at the mean length, so no update needs a score pass."""
+    batch = config.batch
+    return batch.groups != "apart" and batch.samples_per_prompt * lengths.total <= batch.tokens_per_microbatch
 
 
 def train_seconds(
@@ -131,7 +137,7 @@ def step_phases(
     phases = []
     if config.rollout.is_sampled:
         phases.append(_rollout(config, spec, layout, gpu, sampling, lengths))
-    passes = num_forward_passes(config)
+    passes = num_forward_passes(config, groups_together=keeps_groups_together(config, lengths))
     if passes:
         flops = forward * passes / config.batch.updates_per_step
         seconds = train_seconds(config, layout, gpu, flops, lengths=lengths, forward_only=True)

@@ -1,9 +1,12 @@
 """The trained model on Megatron-Core: log-probs, scores, one update, export. Implements contracts.PolicyEngine."""
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,27 +15,31 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from pacs_megatron.batching.split import plan_microbatches
+from pacs_megatron.batching.split import plan_microbatches, split_groups_only
 from pacs_megatron.config.schema import OptimizerOptions, ParallelOptions, PrecisionOptions
-from pacs_megatron.contracts import MiniBatch, Objective, Prepared, UpdateReport
-from pacs_megatron.contracts.protocols import LogprobSource
+from pacs_megatron.contracts import MiniBatch, Objective, Prepared, SampleFacts, UpdateReport
+from pacs_megatron.contracts.protocols import LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.models import ModelSpec, weight_table
+from pacs_megatron.objectives.groups import build_table
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import all_gather_by_index, broadcast_json
 from pacs_megatron.policy import passes, precision, weights
-from pacs_megatron.policy.microbatch import MicroBatch, build_microbatch
+from pacs_megatron.policy.microbatch import MicroBatch, build_microbatch, build_record
 from pacs_megatron.policy.model import PolicyModel, build_chunks, transformer_config, unwrap, wrap_for_training
 from pacs_megatron.policy.optimizer import Optimizer
 from pacs_megatron.policy.snapshot import Snapshot
 from pacs_megatron.policy.stoppable import StoppablePass, StopTest
-from pacs_megatron.policy.update_loss import MAX_LOG_RATIO, UpdateLoss, score_sums
+from pacs_megatron.policy.update_loss import MAX_LOG_RATIO, SampleStatistics, UpdateLoss
 
 logger = logging.getLogger(__name__)
 
+PASS_METRICS = ("passes/step_start", "passes/reference", "passes/score")
+"""forward-only passes per update"""
+
 
 class MegatronPolicy:
-    """One rank's part of the policy. Every public method is collective. `version` counts updates of the weights."""
+    """The policy on one rank. Every public method is collective. `version` counts updates of the weights."""
 
     def __init__(  # noqa: PLR0913  (keyword-only, and each from its own section of the config)
         self,
@@ -57,11 +64,11 @@ class MegatronPolicy:
         self.config = transformer_config(spec, parallel, precision_options, machine)
         self.version = 0
         self.compare_with_sampler = True
-        """report how far the sampler's log-probs are from the trainer's; off where nothing was sampled"""
+        """report the distance between the sampler's and the trainer's log-probs; off for demonstrations"""
         self.mismatch_threshold = 0.0
         """nats, for `mismatch/over_frac`"""
-        self.num_score_passes = 0
-        """counted, so that a test (and a user) can see when none was needed"""
+        self.num_passes: Counter[str] = Counter()
+        """forward-only passes over a mini-batch so far, by kind: `step_start`, `reference`, `score`"""
         self._tokens_per_microbatch = tokens_per_microbatch
         sequence_multiple = parallel.tp if parallel.sequence_parallel else 1
         self._multiple = math.lcm(sequence_multiple, precision.token_multiple(precision_options) * sequence_multiple)
@@ -90,16 +97,16 @@ class MegatronPolicy:
 
     # ------------------------------------------------------------------------------------------------------- weights
     def load_weights(self, read: Callable[[str], Tensor]) -> None:
-        """Fill the model from Hugging Face tensors (`read(name)`), and the optimizer's master weights from the model."""
+        """Fills the model from Hugging Face tensors (`read(name)`), and the optimizer's master weights from the model."""
         weights.load(self.models, self.table, read)
         self.optimizer.megatron.reload_model_params()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) in the table's order, on every rank; iterate to the end on all ranks."""
+        """(Hugging Face name, full tensor) in the table's order, on every rank. Every rank must iterate to the end."""
         return weights.export(self.models, self.table)
 
     def take_reference(self, *, reset_optimizer: bool) -> None:
-        """The reference becomes the current policy; at a reset Adam's moments go to 0."""
+        """Sets the reference to the current policy; `reset_optimizer` also sets Adam's moments to 0."""
         if self.reference is None:
             self.reference = Snapshot(self.chunks)
         else:
@@ -108,13 +115,21 @@ class MegatronPolicy:
             self.optimizer.reset_moments()
 
     # -------------------------------------------------------------------------------------------------------- passes
-    def _batches(self, minibatch: MiniBatch) -> list[MicroBatch]:
+    def _batches(self, minibatch: MiniBatch, *, with_tables: bool = False) -> list[MicroBatch]:
+        together = minibatch.plan.together
         return [
-            build_microbatch(minibatch, rows, multiple=self._multiple, device=self.rank.device)
+            build_microbatch(
+                minibatch,
+                rows,
+                multiple=self._multiple,
+                device=self.rank.device,
+                with_table=with_tables and bool(together[rows].all()),
+            )
             for rows in minibatch.plan.by_dp_rank[self.rank.dp]
         ]
 
     def _forward(self, minibatch: MiniBatch, should_stop: StopTest | None) -> tuple[list[MicroBatch], list[Tensor]]:
+        """This rank's micro-batches and their log-probs [local] (on the last pipeline stage)."""
         batches = self._batches(minibatch)
         if should_stop is None:
             return batches, passes.forward(self.chunks, batches)
@@ -124,7 +139,7 @@ class MegatronPolicy:
             build_microbatch(minibatch, none, multiple=self._multiple, device=self.rank.device),
             should_stop,
             num_polls=min(len(own) for own in minibatch.plan.by_dp_rank),
-            # One more than needed, so that data-parallel replicas do not march in step.
+            # One more than needed, so that data-parallel replicas need not run in step.
             lag=self.rank.layout.pp + 1,
             group=self.rank.control,
         )
@@ -135,52 +150,55 @@ class MegatronPolicy:
     ) -> dict[int, np.ndarray]:
         """log pi of this rank's samples: row -> float32 [response], nats. Filled on the last pipeline stage only.
 
-        With `should_stop`, asked at each micro-batch on every rank, raises Interrupted on all ranks when one says yes.
+        Polls `should_stop` at each micro-batch on every rank; raises Interrupted on all ranks after a stop request on one.
         """
+        self.num_passes[source] += 1
+        swapped: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if source == "reference":
             assert self.reference is not None, "take_reference comes first"
-            with self.reference.swapped_in():
-                batches, results = self._forward(minibatch, should_stop)
-        else:
+            swapped = self.reference.swapped_in()
+        with swapped:
             batches, results = self._forward(minibatch, should_stop)
         found: dict[int, np.ndarray] = {}
         for batch, logprobs in zip(batches, results, strict=False):
-            pieces = np.split(logprobs.cpu().numpy(), np.cumsum(batch.response_lens)[:-1])
+            pieces = np.split(batch.gather(logprobs).cpu().numpy(), np.cumsum(batch.response_lens)[:-1])
             found.update({int(row): piece for row, piece in zip(batch.rows, pieces, strict=False)})
         return found
 
-    def with_log_ratio_to_sampler(self, minibatch: MiniBatch) -> MiniBatch:
-        """`part` whose facts carry mean(log pi_step_start - log pi_sampler) of every sample."""
-        assert minibatch.step_start_logprobs is not None
-        bounds = minibatch.tokens.response_offsets
-        means = {
-            int(row): float(
-                np.mean(
-                    minibatch.step_start_logprobs[int(row)].astype(np.float64)
-                    - minibatch.tokens.sampler_logprobs[bounds[at] : bounds[at + 1]]
-                )
-            )
-            for at, row in enumerate(minibatch.tokens.index)
-            if int(row) in minibatch.step_start_logprobs
-        }
-        ratios = self._gather_by_row(means, minibatch.facts.num_samples).numpy()
-        return replace(minibatch, facts=replace(minibatch.facts, log_ratio_to_sampler=ratios))
-
     def scores(self, minibatch: MiniBatch, objective: Objective, should_stop: StopTest | None = None) -> Tensor:
-        """r_j of the whole mini-batch, float64 [n] on the CPU, the same bits on every rank. One forward, no grad.
+        """r_j of the whole mini-batch, float64 [n] on the CPU, the same bits on every rank: a forward-only pass.
 
-        With `should_stop`, asked at each micro-batch on every rank, raises Interrupted on all ranks when one says yes.
+        Raises Interrupted as `logprobs`, and NonFiniteError.
         """
-        self.num_score_passes += 1
-        batches, results = self._forward(minibatch, should_stop)
-        sums: dict[int, float] = {}
-        for batch, logprobs in zip(batches, results, strict=False):
-            sums.update(score_sums(minibatch, batch, logprobs, objective))
-        scores = self._gather_by_row(sums, minibatch.facts.num_samples)
-        if not bool(torch.isfinite(scores).all()):
-            worst = minibatch.facts.ids[int((~torch.isfinite(scores)).nonzero()[0])]
-            raise NonFiniteError(f"the score of sample {worst} is not finite; no weight was changed")
-        return scores
+        statistics = self._score_pass(minibatch, objective, {"score"}, should_stop)
+        return self._gathered(statistics, minibatch.facts, np.arange(minibatch.facts.num_samples))["score"]
+
+    def _score_pass(
+        self, minibatch: MiniBatch, objective: Objective, names: Collection[Statistic], should_stop: StopTest | None
+    ) -> SampleStatistics:
+        self.num_passes["score"] += 1
+        statistics = SampleStatistics(names=names)
+        with torch.no_grad():
+            for batch, logprobs in zip(*self._forward(minibatch, should_stop), strict=False):
+                record = build_record(batch, logprobs, None, is_step_start=minibatch.index == 0)
+                statistics.add(batch, record, objective)
+        return statistics
+
+    def _gathered(self, statistics: SampleStatistics, facts: SampleFacts, rows: np.ndarray) -> dict[Statistic, Tensor]:
+        """float64 [n] each, the same bits on every rank; NaN at other rows than `rows`, which all must be in the pass.
+
+        Raises NonFiniteError on all ranks.
+        """
+        gathered: dict[Statistic, Tensor] = {}
+        for name in sorted(statistics.names):
+            values = self._gather_by_row(statistics.by_row(name), facts.num_samples)
+            bad = (~torch.isfinite(values[rows])).nonzero()[:, 0].tolist()
+            if bad:
+                raise NonFiniteError(
+                    f"the {name} of sample {facts.ids[rows[bad[0]]]} is not finite; no weight was changed"
+                )
+            gathered[name] = values
+        return gathered
 
     def _gather_by_row(self, values: dict[int, float], size: int) -> Tensor:
         index = np.fromiter(values.keys(), dtype=np.int64, count=len(values))
@@ -189,59 +207,115 @@ class MegatronPolicy:
 
     # -------------------------------------------------------------------------------------------------------- update
     def update(
-        self, minibatch: MiniBatch, prepared: Prepared, objective: Objective, scores: Tensor | None
+        self, minibatch: MiniBatch, objective: Objective, step_inputs: Any, should_stop: StopTest | None = None
     ) -> UpdateReport:
         """One optimizer update on the whole mini-batch.
 
-        Raises NonFiniteError on every rank, before any weight changes, when a coefficient or gradient is not finite.
+        Where coefficients depend on this update's log-probs, they are computed between forward and backward of the
+        micro-batch that holds the whole group, or from a score pass over the groups that are not together.
+        Raises NonFiniteError on every rank, before any weight changes, if a statistic, coefficient or gradient is not
+        finite; Interrupted, before any weight changes, as `logprobs`.
         """
+        names = objective.statistics(minibatch.index)
+        split = np.flatnonzero(~minibatch.plan.together) if names else np.empty(0, dtype=np.int64)
+        before: dict[Statistic, Tensor] = {}
+        if names:
+            prepared, before = self._prepare_split_groups(minibatch, objective, split, should_stop)
+        else:
+            prepared = objective.prepare(None, minibatch.facts, step_inputs)
+            minibatch = self._without_zero_gradient(minibatch, prepared)
         _check_finite(prepared)
-        minibatch = self._without_zero_gradient(minibatch, prepared, scores)
-        self.optimizer.zero_grad(self.chunks)
         loss = UpdateLoss(
-            minibatch=minibatch,
-            prepared=prepared,
+            prepared=_on_device(prepared, self.rank.device),
             objective=objective,
-            with_scores=scores is not None,
+            statistics=SampleStatistics(names=names),
+            is_step_start=minibatch.index == 0,
             mismatch_threshold=self.mismatch_threshold,
         )
+        reports = self._forward_backward(minibatch, loss)
+        drift: dict[str, float] = {}
+        if names:
+            found = self._gathered(loss.statistics, minibatch.facts, np.arange(minibatch.facts.num_samples))
+            if "score" in before:
+                change = (found["score"] - before["score"])[split].abs().max()
+                drift[f"{objective.name}/score_drift_max"] = float(change)
+            for name, values in before.items():
+                found[name][split] = values[split]
+            ratios = found["sampler_ratio"].numpy() if "sampler_ratio" in found else None
+            facts = replace(minibatch.facts, log_ratio_to_sampler=ratios)
+            prepared = objective.prepare(found.get("score"), facts, step_inputs)
+        metrics, denominators = self._metrics(prepared, self._sum_reports(reports))
+        norm, lr = self.optimizer.step()
+        self.version += 1
+        return UpdateReport(
+            grad_norm=norm,
+            is_clipped=self.optimizer.clips(norm),
+            lr=lr,
+            metrics=metrics | drift | _passes(minibatch, has_score_pass=bool(before)),
+            denominators=denominators | dict.fromkeys(PASS_METRICS, 1.0),
+        )
+
+    def _prepare_split_groups(
+        self, minibatch: MiniBatch, objective: Objective, split: np.ndarray, should_stop: StopTest | None
+    ) -> tuple[Prepared, dict[Statistic, Tensor]]:
+        """Coefficients of the samples `split`, whose groups are not together, from a score pass, and its statistics."""
+        if not len(split):
+            return Prepared(per_sample={}), {}
+        facts = minibatch.facts
+        subset = replace(minibatch, plan=split_groups_only(minibatch.plan, self.rank.layout))
+        names = objective.statistics(minibatch.index)
+        found = self._gathered(self._score_pass(subset, objective, names, should_stop), facts, split)
+        table = build_table(facts, split)
+        ordered = {name: values[table.rows] for name, values in found.items()}
+        coupled = objective.couple(table, ordered.get("score"), ordered.get("sampler_ratio"))
+        per_sample = {
+            name: values.new_zeros(facts.num_samples).index_copy(0, table.rows, values)
+            for name, values in coupled.items()
+        }
+        return Prepared(per_sample=per_sample), found
+
+    def _forward_backward(self, minibatch: MiniBatch, loss: UpdateLoss) -> list[Mapping[str, Tensor]]:
+        """The gradients of the mini-batch, and the reports of `loss`."""
+        self.optimizer.zero_grad(self.chunks)
         for model in self.models:
             model.want_entropy = True
-        batches = self._batches(minibatch)
+        batches = self._batches(minibatch, with_tables=bool(loss.statistics.names))
         reports = passes.forward_backward(self.chunks, batches, loss)
         for model in self.models:
             model.want_entropy = False
-        sums = self._sum_reports(reports)
+        return reports
+
+    def _metrics(self, prepared: Prepared, sums: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+        """Metrics of an update, and the denominators other than the number of samples."""
         metrics = {name: value for name, value in sums.items() if not name.startswith(("sum/", "max/"))}
         metrics |= prepared.metrics
         metrics["objective/loss"] = sums["sum/loss"] if prepared.loss is None else prepared.loss
+        denominators = dict(prepared.denominators)
         num_tokens = sums["sum/tokens"]
         if num_tokens:
-            metrics["policy/entropy"] = sums["sum/entropy"] / num_tokens
-            metrics["policy/logprob_mean"] = sums["sum/logprob"] / num_tokens
+            by_token = {
+                "policy/entropy": sums["sum/entropy"] / num_tokens,
+                "policy/logprob_mean": sums["sum/logprob"] / num_tokens,
+            }
             if self.compare_with_sampler:
-                metrics |= _mismatch_metrics(sums, num_tokens)
-        if scores is not None:
-            difference = self._gather_by_row(loss.scores, minibatch.facts.num_samples) - scores
-            metrics[f"{objective.name}/score_drift_max"] = float(difference.abs().max())
-        norm, lr = self.optimizer.step()
-        self.version += 1
-        return UpdateReport(grad_norm=norm, is_clipped=self.optimizer.clips(norm), lr=lr, metrics=metrics)
+                by_token |= _mismatch_metrics(sums, num_tokens)
+            metrics |= by_token
+            denominators |= dict.fromkeys(by_token, num_tokens)
+        return metrics, denominators
 
-    def _without_zero_gradient(self, minibatch: MiniBatch, prepared: Prepared, scores: Tensor | None) -> MiniBatch:
-        """Leave samples out whose gradient is exactly zero, where no earlier pass fixed the plan.
+    def _without_zero_gradient(self, minibatch: MiniBatch, prepared: Prepared) -> MiniBatch:
+        """Leaves samples out whose gradient is exactly zero, if no earlier pass has used the plan.
 
-        Their log-probs would be computed for nothing; N is in the coefficients already. After a score pass the plan
-        stays as it was, or the update's forward would not reproduce the scores bit for bit.
+        N is in the coefficients already. After a log-prob pass the plan stays, so the update computes with the same
+        shapes.
         """
-        if prepared.zero_gradient is None or scores is not None or minibatch.step_start_logprobs is not None:
+        if prepared.zero_gradient is None or minibatch.step_start_logprobs is not None:
             return minibatch
-        rows = np.flatnonzero(~prepared.zero_gradient.numpy())
         plan = plan_microbatches(
             minibatch.facts,
             layout=self.rank.layout,
             tokens_per_microbatch=self._tokens_per_microbatch,
-            rows=rows,
+            rows=np.flatnonzero(~prepared.zero_gradient.numpy()),
             owner_of_row=minibatch.plan.owners(minibatch.facts.num_samples),
         )
         return replace(minibatch, plan=plan)
@@ -263,8 +337,14 @@ class MegatronPolicy:
         return {name: top if name.startswith("max/") else total for name, total, top in pairs}
 
 
+def _passes(minibatch: MiniBatch, *, has_score_pass: bool) -> dict[str, float]:
+    """Forward-only passes for this update."""
+    counts = (minibatch.step_start_logprobs is not None, minibatch.reference_logprobs is not None, has_score_pass)
+    return dict(zip(PASS_METRICS, map(float, counts), strict=True))
+
+
 def _mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
-    """How far trainer and sampler disagree on the same tokens; means over `num_tokens` trained tokens."""
+    """Distance between trainer and sampler log-probs; means over the `num_tokens` tokens of the update's forward."""
     return {
         "mismatch/logprob_abs_mean": sums["sum/mismatch_abs"] / num_tokens,
         "mismatch/logprob_abs_max": sums["max/mismatch_abs"],
@@ -275,12 +355,17 @@ def _mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str,
 
 
 def _broadcast_names(names: list[str], rank: Rank) -> list[str]:
-    """Metric names from the last stage to the earlier ones, which have no reports."""
+    """Sends the metric names from the last stage to the earlier ones, which have no reports."""
     if rank.layout.pp == 1:
         return names
     source = rank.model_parallel_ranks[-1]
     received: list[str] = broadcast_json(names, src=source, group=rank.model_parallel)
     return received
+
+
+def _on_device(prepared: Prepared, device: torch.device) -> Prepared:
+    """`prepared` with its tensors on the device: one copy per update, not one per micro-batch."""
+    return replace(prepared, per_sample={name: values.to(device) for name, values in prepared.per_sample.items()})
 
 
 def _check_finite(prepared: Prepared) -> None:

@@ -1,4 +1,4 @@
-"""Input of one forward pass: packed tokens, sequence bounds, the tokens to predict, and the record for the objective."""
+"""Input of one forward pass (packed tokens, sequence bounds, tokens to predict) and the record for the objective."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from pacs_megatron.contracts import MiniBatch, TokenRecord
+from pacs_megatron.contracts import MiniBatch, SampleTable, TokenRecord
+from pacs_megatron.objectives.groups import build_table
 from pacs_megatron.policy.context import zigzag_index
 
 
@@ -19,8 +20,9 @@ from pacs_megatron.policy.context import zigzag_index
 class MicroBatch:
     """Packed samples of one micro-batch, on the device.
 
-    The last token of a sample is never fed: nothing is predicted from it. `t` counts fed tokens and padding that this
-    rank holds, `k` all response tokens; with context parallelism this rank predicts some of them, `local`.
+    The last token of a sample is not an input: it predicts no token. `t` counts this rank's input tokens and padding, `k`
+    all response tokens; with context parallelism this rank predicts some of them, `local`. Everything that the objective
+    needs is on the device before the pass, so nothing is copied between forward and backward.
     """
 
     rows: np.ndarray
@@ -36,8 +38,35 @@ class MicroBatch:
     """int64 [k], row in the mini-batch's SampleFacts"""
     response_lens: np.ndarray
     """int64 [samples]"""
+    all_response_lens: Tensor
+    """int64 [n], of the whole mini-batch"""
+    slots: Tensor
+    """int64 [k], place of each response token in a flattened [samples, longest response]"""
+    sampler_logprobs: Tensor
+    """float32 [k]"""
+    step_start_logprobs: Tensor | None
+    """float32 [k]"""
+    reference_logprobs: Tensor | None
+    """float32 [k]"""
+    row_index: Tensor
+    """int64 [samples], `rows` on the device"""
+    table: SampleTable | None
+    """of `rows`, where their groups are whole and their coefficients depend on this forward"""
     local: Tensor | None
     """int64 [k / cp, about], which of the k response tokens this rank predicts, in its order; None: all of them"""
+
+    def sums(self, values: Tensor) -> Tensor:
+        """float64 [samples], sums of `values` [local] by sample. Collective over context-parallel ranks; no gradient.
+
+        Every pass over the same micro-batch adds in the same order, so equal values have equal sums.
+        """
+        shape = (len(self.rows), int(self.response_lens.max(initial=0)))
+        flat = values.new_zeros(shape[0] * shape[1], dtype=torch.float64)
+        return flat.index_copy(0, self.slots, self.gather(values.double())).view(shape).sum(1)
+
+    def means(self, values: Tensor) -> Tensor:
+        """float64 [samples], means of `values` [local] over each sample's response tokens. As `sums`."""
+        return self.sums(values) / self.all_response_lens[self.row_index].clamp(min=1)
 
     def gather(self, values: Tensor) -> Tensor:
         """[local] of every context-parallel rank -> [k] in packed order, on each. Collective; no gradient."""
@@ -50,11 +79,14 @@ class MicroBatch:
         return full
 
 
-def build_microbatch(minibatch: MiniBatch, rows: np.ndarray, *, multiple: int, device: torch.device) -> MicroBatch:
-    """Packs `rows` of `part`, padded by one dummy sequence so that a rank holds a multiple of `multiple` tokens.
+def build_microbatch(
+    minibatch: MiniBatch, rows: np.ndarray, *, multiple: int, device: torch.device, with_table: bool = False
+) -> MicroBatch:
+    """Packs `rows` of `minibatch`, padded by one dummy sequence so that a rank has a multiple of `multiple` tokens.
 
-    No rows give a padding micro-batch: dummy tokens that run the graph and predict nothing. With context parallelism
-    every sequence is padded at its end to a multiple of 2 cp, where causal attention hides the padding.
+    Without rows: a padding micro-batch of dummy tokens that run the graph and predict nothing. With context parallelism
+    every sequence is padded at its end to a multiple of 2 cp, where causal attention hides the padding. `with_table`: the
+    rows are whole groups whose coefficients depend on this forward.
     """
     cp = parallel_state.get_context_parallel_world_size()
     sequence_multiple = 2 * cp if cp > 1 else 1
@@ -85,7 +117,20 @@ def build_microbatch(minibatch: MiniBatch, rows: np.ndarray, *, multiple: int, d
     bounds = torch.tensor(np.concatenate([[0], np.cumsum(lens)]), dtype=torch.int32, device=device)
     longest = max(lens)
     response_lens = minibatch.facts.response_lens[rows]
+    ends = np.cumsum(response_lens)
+    starts = np.repeat(np.arange(len(rows)) * response_lens.max(initial=0) - (ends - response_lens), response_lens)
 
+    def by_token(values: Mapping[int, np.ndarray] | None) -> Tensor | None:
+        if values is None:
+            return None
+        # Only the last pipeline stage has log-probs, and only it uses them.
+        return _concat([values[int(row)] for row in rows if int(row) in values]).to(device)
+
+    bounds_of = minibatch.tokens.response_offsets
+    sampler = [
+        minibatch.tokens.sampler_logprobs[bounds_of[at] : bounds_of[at + 1]]
+        for at in (position_of_row[int(row)] for row in rows)
+    ]
     label_row = torch.from_numpy(np.concatenate(labels))
     mine, local = None, None
     if cp > 1:
@@ -114,52 +159,43 @@ def build_microbatch(minibatch: MiniBatch, rows: np.ndarray, *, multiple: int, d
         ),
         sample_of_token=torch.from_numpy(np.repeat(rows, response_lens)).to(device),
         response_lens=response_lens,
+        all_response_lens=torch.from_numpy(minibatch.facts.response_lens).to(device),
+        slots=torch.from_numpy(starts + np.arange(response_lens.sum())).to(device),
+        sampler_logprobs=_concat(sampler).to(device),
+        step_start_logprobs=by_token(minibatch.step_start_logprobs),
+        reference_logprobs=by_token(minibatch.reference_logprobs),
+        row_index=torch.from_numpy(rows).to(device),
+        table=build_table(minibatch.facts, rows, device) if with_table else None,
         local=local,
     )
 
 
-def build_record(
-    minibatch: MiniBatch,
-    batch: MicroBatch,
-    logprobs: Tensor,
-    entropy: Tensor | None,
-    *,
-    gathered: bool,
-) -> TokenRecord:
-    """The objective's view of a micro-batch whose log-probs were computed: all k of them (`gathered`), or this rank's
-    `local` ones.
+def build_record(batch: MicroBatch, logprobs: Tensor, entropy: Tensor | None, *, is_step_start: bool) -> TokenRecord:
+    """The objective's view of a micro-batch: `logprobs` [local] of this rank's response tokens.
+
+    `is_step_start`: the policy has the weights of the step's start, so `logprobs` are the step-start log-probs too.
     """
-    local = batch.local if batch.local is not None and not gathered else None
 
     def pick(values: Tensor) -> Tensor:
-        values = values.to(logprobs.device)
-        return values if local is None else values[local]
+        return values if batch.local is None else values[batch.local]
 
-    def by_token(values: Mapping[int, np.ndarray] | None) -> Tensor | None:
-        return None if values is None else pick(_by_token(values, batch))
-
+    step_start = batch.step_start_logprobs
+    if step_start is not None:
+        step_start = pick(step_start)
+    elif is_step_start:
+        step_start = logprobs.detach()
     return TokenRecord(
         logprobs=logprobs,
         mask=torch.ones_like(logprobs, requires_grad=False),
         sample_of_token=pick(batch.sample_of_token),
-        response_lens=torch.from_numpy(minibatch.facts.response_lens).to(logprobs.device),
-        step_start_logprobs=by_token(minibatch.step_start_logprobs),
-        reference_logprobs=by_token(minibatch.reference_logprobs),
-        sampler_logprobs=pick(_sampler_logprobs(minibatch, batch)),
+        response_lens=batch.all_response_lens,
+        step_start_logprobs=step_start,
+        reference_logprobs=None if batch.reference_logprobs is None else pick(batch.reference_logprobs),
+        sampler_logprobs=pick(batch.sampler_logprobs),
         entropy=entropy,
     )
 
 
-def _by_token(values: Mapping[int, np.ndarray], batch: MicroBatch) -> Tensor:
-    minibatches = [values[int(row)] for row in batch.rows]
-    return torch.from_numpy(np.concatenate(minibatches) if minibatches else np.empty(0, dtype=np.float32))
-
-
-def _sampler_logprobs(minibatch: MiniBatch, batch: MicroBatch) -> Tensor:
-    position_of_row = {int(row): position for position, row in enumerate(minibatch.tokens.index)}
-    bounds = minibatch.tokens.response_offsets
-    minibatches = [
-        minibatch.tokens.sampler_logprobs[bounds[position_of_row[int(row)]] : bounds[position_of_row[int(row)] + 1]]
-        for row in batch.rows
-    ]
-    return torch.from_numpy(np.concatenate(minibatches) if minibatches else np.empty(0, dtype=np.float32))
+def _concat(pieces: list[np.ndarray]) -> Tensor:
+    """float32"""
+    return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.float32), *pieces]))

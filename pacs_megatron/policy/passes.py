@@ -47,7 +47,7 @@ def _run(
 def forward(
     chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], stoppable: StoppablePass | None = None
 ) -> list[Tensor]:
-    """Log-probs float32 [k] of every micro-batch, on the last pipeline stage; an empty list elsewhere. No grad.
+    """Log-probs float32 [local] of every micro-batch, on the last pipeline stage; an empty list elsewhere. No grad.
 
     Raises Interrupted on every rank after a stop request during `stoppable`, which has the same micro-batches.
     """
@@ -55,7 +55,7 @@ def forward(
     def keep(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         logprobs = output[0]
         # Megatron reads the device of the loss when the model has experts; its value is not used.
-        return logprobs.sum(), torch.zeros((), dtype=torch.int, device=logprobs.device), batch.gather(logprobs)
+        return logprobs.sum(), torch.zeros((), dtype=torch.int, device=logprobs.device), logprobs
 
     iterators = [iter(batches) for _ in chunks] if stoppable is None else stoppable.iterators(len(chunks))
     with torch.no_grad(), unchanged_fp8_state(chunks):

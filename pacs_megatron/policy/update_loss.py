@@ -1,36 +1,70 @@
-"""The share of one micro-batch in an update: the objective's loss, sums to report, and the scores that it reproduces."""
+"""Contribution of one micro-batch to an update: the objective's loss, sums to report, and the samples' statistics."""
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pacs_megatron.contracts import MiniBatch, Objective, Prepared
+from pacs_megatron.contracts import Objective, Prepared, SampleTable, TokenRecord
+from pacs_megatron.contracts.protocols import Statistic
 from pacs_megatron.policy.microbatch import MicroBatch, build_record
 
 MAX_LOG_RATIO = 60.0
-"""Nats; exponents are cut here, so that sums stay within fp32. Beyond it the circuit breaker has to see finite figures."""
+"""Nats; exponents are clamped here, so sums are finite in fp32 and the circuit breaker can compare them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleStatistics:
+    """Statistics of the samples of a pass, on the device until `by_row` reads them."""
+
+    names: Collection[Statistic]
+    found: list[tuple[np.ndarray, dict[Statistic, Tensor]]] = field(default_factory=list)
+
+    def add(self, batch: MicroBatch, record: TokenRecord, objective: Objective) -> dict[Statistic, Tensor]:
+        """float64 [samples] of one micro-batch. Collective over context-parallel ranks."""
+        values: dict[Statistic, Tensor] = {}
+        if "score" in self.names:
+            values["score"] = batch.sums(objective.token_scores(record) * record.mask)
+        if "sampler_ratio" in self.names:
+            assert record.step_start_logprobs is not None and record.sampler_logprobs is not None
+            log_ratio = record.step_start_logprobs.double() - record.sampler_logprobs.double()
+            values["sampler_ratio"] = batch.means(log_ratio * record.mask)
+        self.found.append((batch.rows, values))
+        return values
+
+    def by_row(self, name: Statistic) -> dict[int, float]:
+        """Row -> value, of this rank's samples. Synchronises with the device."""
+        return {
+            int(row): value
+            for rows, values in self.found
+            for row, value in zip(rows, values[name].tolist(), strict=True)
+        }
 
 
 @dataclass(slots=True, kw_only=True)
 class UpdateLoss:
-    """The loss function of one update's forward_backward."""
+    """The loss function of one update's forward_backward. It neither raises for a value nor waits for the device."""
 
-    minibatch: MiniBatch
     prepared: Prepared
+    """coefficients that are known before the pass, on the device"""
     objective: Objective
-    with_scores: bool
-    """a score pass came first: compute r_j again, to see whether this forward reproduces it"""
+    statistics: SampleStatistics
+    is_step_start: bool
     mismatch_threshold: float
-    """nats; tokens whose log-prob differs by more from the sampler's are counted"""
-    scores: dict[int, float] = field(default_factory=dict)
-    """row -> r_j of the micro-batches seen so far"""
+    """nats; counts tokens whose log-prob differs by more from the sampler's"""
 
     def __call__(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss to back-propagate, sums over this rank's tokens to report)"""
-        record = build_record(self.minibatch, batch, logprobs, entropy, gathered=False)
-        loss = (self.objective.token_loss(record, self.prepared) * record.mask).sum()
+        record = build_record(batch, logprobs, entropy, is_step_start=self.is_step_start)
+        prepared = self.prepared
+        if self.statistics.names:
+            with torch.no_grad():
+                found = self.statistics.add(batch, replace(record, logprobs=logprobs.detach()), self.objective)
+                if batch.table is not None:
+                    prepared = self._coupled(batch, batch.table, found)
+        loss = (self.objective.token_loss(record, prepared) * record.mask).sum()
         with torch.no_grad():
             assert record.sampler_logprobs is not None
             report = {
@@ -40,11 +74,26 @@ class UpdateLoss:
                 "sum/tokens": record.mask.sum(),
             }
             report |= self._mismatch((logprobs - record.sampler_logprobs) * record.mask)
-            for name, value in self.objective.token_metrics(record, self.prepared).items():
+            for name, value in self.objective.token_metrics(record, prepared).items():
                 report[name] = (value * record.mask).sum()
-            if self.with_scores:
-                self.scores.update(score_sums(self.minibatch, batch, batch.gather(logprobs.detach()), self.objective))
         return loss, report
+
+    def _coupled(self, batch: MicroBatch, table: SampleTable, found: Mapping[Statistic, Tensor]) -> Prepared:
+        """Coefficients of the micro-batch's groups from this forward, scattered to [n].
+
+        A value that is not finite gives coefficients of 0 here; all ranks raise together after the backward pass.
+        """
+        in_order = torch.searchsorted(batch.row_index, table.rows)  # rows ascend in a micro-batch
+        ordered = {name: values[in_order] for name, values in found.items()}
+        coupled = self.objective.couple(table, ordered.get("score"), ordered.get("sampler_ratio"))
+        size = len(batch.all_response_lens)
+        return replace(
+            self.prepared,
+            per_sample={
+                name: values.new_zeros(size).index_copy(0, table.rows, values.nan_to_num(0.0, 0.0, 0.0))
+                for name, values in coupled.items()
+            },
+        )
 
     def _mismatch(self, log_ratio: Tensor) -> dict[str, Tensor]:
         """`log_ratio` [k], log pi_trainer - log pi_sampler of the sampled tokens, nats. KL by the k3 estimator."""
@@ -58,15 +107,3 @@ class UpdateLoss:
             "sum/mismatch_over": (distance > self.mismatch_threshold).float().sum(),
             "max/mismatch_abs": largest,
         }
-
-
-@torch.no_grad()
-def score_sums(minibatch: MiniBatch, batch: MicroBatch, logprobs: Tensor, objective: Objective) -> dict[int, float]:
-    """Row -> sum of the masked token scores; `logprobs` [k] are gathered. Accumulated in fp64, in token order."""
-    record = build_record(minibatch, batch, logprobs.detach(), None, gathered=True)
-    values = (objective.token_scores(record).double() * record.mask.double()).cpu().numpy()
-    bounds = np.concatenate([[0], np.cumsum(batch.response_lens)])
-    return {
-        int(row): float(np.sum(values[start:stop]))
-        for row, start, stop in zip(batch.rows, bounds[:-1], bounds[1:], strict=True)
-    }

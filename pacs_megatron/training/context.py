@@ -64,7 +64,7 @@ class RunContext:
 
     @property
     def has_reference(self) -> bool:
-        return "reference" in self.objective.logprob_passes()
+        return "reference" in self.objective.logprob_passes(0)
 
 
 def join(config: RunConfig) -> tuple[Rank, ControlChannel]:

@@ -1,7 +1,7 @@
 """One training step: rollouts in, updates out. The loop then sends the new weights to the rollout engine."""
 
 from pacs_megatron.training.context import RunContext
-from pacs_megatron.training.phases import collect, cut, logprobs, poll, scores, update, with_logprobs
+from pacs_megatron.training.phases import collect, cut, logprobs, poll, update, with_logprobs
 from pacs_megatron.training.progress import RunProgress
 from pacs_megatron.training.sync import release_memory
 
@@ -19,14 +19,12 @@ def train_step(run: RunContext, progress: RunProgress) -> dict[str, float | None
     minibatches = cut(run, samples)  # whole groups; one plan of micro-batches for all passes of a mini-batch
     if done.logprobs is None:  # else they come from the checkpoint: the weights of the step's start no longer exist
         done.logprobs = [logprobs(run, minibatch) for minibatch in minibatches]
-    minibatches = [with_logprobs(run, *pair) for pair in zip(minibatches, done.logprobs, strict=True)]
+    minibatches = [with_logprobs(*pair) for pair in zip(minibatches, done.logprobs, strict=True)]
     # If every group was filtered out, there is no mini-batch: the step is counted but no weight changes.
     step_inputs = run.objective.prepare_step(samples.facts) if minibatches else None
     for minibatch in minibatches[done.updates :]:
         poll(run)
-        psi = scores(run, minibatch) if run.objective.needs_scores(done.updates) else None
-        prepared = run.objective.prepare(psi, minibatch.facts, step_inputs)
-        done.add(update(run, minibatch, prepared, psi), minibatch.facts.num_samples)
+        done.add(update(run, minibatch, step_inputs), minibatch.facts.num_samples)
     if run.reset_every and step % run.reset_every == 0:
         run.policy.take_reference(reset_optimizer=True)
     return {**samples.metrics, **done.sums.values()}

@@ -33,7 +33,9 @@ def prepared_updates(objective: Objective, updates: int, batch: Batch) -> list[P
     step_inputs = objective.prepare_step(batch.facts)
     return [
         objective.prepare(
-            objective_scores(objective, batch) if objective.needs_scores(update) else None, batch.facts, step_inputs
+            objective_scores(objective, batch) if "score" in objective.statistics(update) else None,
+            batch.facts,
+            step_inputs,
         )
         for update in range(updates)
     ]
@@ -45,18 +47,19 @@ def test_promises(setting: str) -> None:
     batch = random_batch(8)
     n = batch.facts.num_samples
     assert isinstance(objective, Objective) and objective.name == SETTINGS[setting][1]["name"]
-    asked = objective.logprob_passes()
-    assert asked <= {"step_start", "reference"}
-    for prepared in prepared_updates(objective, updates, batch):
+    for index, prepared in enumerate(prepared_updates(objective, updates, batch)):
+        passes = objective.logprob_passes(index)
+        assert passes <= {"step_start", "reference"}
         assert prepared.per_sample
         for values in prepared.per_sample.values():
             assert values.dtype == torch.float64 and values.shape == (n,) and not values.requires_grad
             assert torch.isfinite(values).all()
         assert all(np.isfinite(value) for value in prepared.metrics.values())
         record = batch.record(logprobs=batch.logprobs.float())
-        # The objective may use only the log-probs that it declared.
-        record.step_start_logprobs = batch.reference.float() if "step_start" in asked else None
-        record.reference_logprobs = batch.reference.float() if "reference" in asked else None
+        # Nothing else may be needed: declared passes, and at the first update its own log-probs as those of the step's start.
+        own = record.logprobs.detach() if index == 0 else None
+        record.step_start_logprobs = batch.reference.float() if "step_start" in passes else own
+        record.reference_logprobs = batch.reference.float() if "reference" in passes else None
         loss = objective.token_loss(record, prepared)
         assert loss.dtype == torch.float32 and loss.shape == record.mask.shape
         names = set(objective.token_metrics(record, prepared))

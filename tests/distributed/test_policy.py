@@ -54,7 +54,7 @@ def run(folder: Path, case: dict[str, Any], budget: int, dtype: str = "fp32") ->
             "loss": [r.metrics["objective/loss"] for r in reports],
             "norm": [r.grad_norm for r in reports],
             "weights": weights,
-            "score_passes": policy.num_score_passes,
+            "score_passes": policy.num_passes["score"],
         }
 
     results = run_ranks(on_rank, case["world"])

@@ -15,7 +15,7 @@ from pacs_megatron.batching.tables import select_tokens
 from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions, SftOptions
 from pacs_megatron.objectives import build_objective
 from tests.support.plain_trainer import PlainTrainer, grpo_loss, pacs_loss, sft_loss
-from tests.support.policy_cases import make_part, make_policy, random_step, train
+from tests.support.policy_cases import make_part, make_policy, random_step, train, with_passes
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test
 
@@ -87,14 +87,13 @@ def test_later_grpo_updates_use_the_clipped_ratio(tiny_qwen3: Path, layout: str)
         numbers, clipped = [], []
         for _ in range(2):
             cuts = [(facts.select(rows), select_tokens(tokens, rows, rows)) for rows in split_by_group(facts, 2)]
-            minibatches = [make_part(cut[0], renumbered(cut[1]), policy, BUDGET) for cut in cuts]
             minibatches = [
-                replace(minibatch, step_start_logprobs=policy.logprobs(minibatch, "step_start"))
-                for minibatch in minibatches
+                with_passes(policy, objective, make_part(cut[0], renumbered(cut[1]), policy, BUDGET, index=index))
+                for index, cut in enumerate(cuts)
             ]
             inputs = objective.prepare_step(facts)
             for minibatch in minibatches:
-                report = policy.update(minibatch, objective.prepare(None, minibatch.facts, inputs), objective, None)
+                report = policy.update(minibatch, objective, inputs)
                 numbers.append((report.metrics["objective/loss"], report.grad_norm))
                 clipped.append(report.metrics["grpo/clip_frac"])
         return numbers, weights_of(policy), clipped

@@ -134,9 +134,10 @@ def test_a_non_finite_coefficient_is_refused_before_any_pass(tiny_qwen3: Path) -
         minibatch = make_part(*STEPS[0], policy)
         prepared = objective.prepare(None, minibatch.facts, None)
         prepared.per_sample["coefficient"][2] = float("nan")
+        objective.prepare = lambda *_: prepared
         before = state_of(policy)
         with pytest.raises(NonFiniteError, match="'coefficient'"):
-            policy.update(minibatch, prepared, objective, None)
+            policy.update(minibatch, objective, None)
         assert all(torch.equal(a, b) for a, b in zip(before, state_of(policy), strict=True))
 
     run_ranks(on_rank, 1)
@@ -171,13 +172,16 @@ def test_leaving_samples_without_gradient_out_changes_nothing(tmp_path: Path, la
         assert prepared.zero_gradient is not None and int(prepared.zero_gradient.sum()) == 6
         forwarded: list[int] = []
         batches_of = policy._batches
-        policy._batches = lambda minibatch: [b for b in batches_of(minibatch) if forwarded.append(len(b.rows)) is None]
-        short = policy.update(minibatch, prepared, objective, None)
+        policy._batches = lambda *args, **kwargs: [
+            b for b in batches_of(*args, **kwargs) if forwarded.append(len(b.rows)) is None
+        ]
+        short = policy.update(minibatch, objective, None)
         num_short, after_short = sum(forwarded), weights_of(policy)
         policy.load_weights(lambda name: start[name])
         policy.optimizer.reset_moments()
         forwarded.clear()
-        whole = policy.update(minibatch, replace(prepared, zero_gradient=None), objective, None)
+        objective.prepare = lambda *_: replace(prepared, zero_gradient=None)
+        whole = policy.update(minibatch, objective, None)
         return num_short, sum(forwarded), short, whole, after_short, weights_of(policy)
 
     results = run_ranks(on_rank, world)

@@ -14,10 +14,11 @@ from pacs_megatron.batching.distribute import cut_step
 from pacs_megatron.batching.split import split_by_group
 from pacs_megatron.batching.tables import select_tokens
 from pacs_megatron.config.objective_options import PacsOptions
+from pacs_megatron.config.schema import BatchOptions
 from pacs_megatron.contracts import MiniBatch, SampleFacts, TokenBuffers
 from pacs_megatron.objectives import build_objective
 from tests.support.plain_trainer import PlainTrainer, pacs_loss
-from tests.support.policy_cases import make_part, make_policy, random_step
+from tests.support.policy_cases import make_part, make_policy, random_step, with_passes
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test
 from tests.support.tiny_families import make_family
@@ -33,7 +34,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"ep": 2}),
     "recompute": (1, {"recompute": {"granularity": "full"}}),
 }
-BUDGET = 64
+BUDGET = 96
+"""Tokens; every group of `random_step` fits, and a mini-batch needs several micro-batches."""
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +44,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_family(tmp_path_factory.mktemp(family), family, **shape) for family in ("qwen3", "qwen3_moe")}
 
 
-def parts_of(policy: Any, facts: SampleFacts, tokens: TokenBuffers, updates: int) -> list[MiniBatch]:
+def parts_of(
+    policy: Any, objective: Any, facts: SampleFacts, tokens: TokenBuffers, updates: int, groups: Any = "apart"
+) -> list[MiniBatch]:
     return cut_step(
         facts,
         tokens if policy.rank.rank == 0 else None,
         policy.rank,
-        updates_per_step=updates,
-        tokens_per_microbatch=BUDGET,
+        BatchOptions(
+            prompts_per_step=4,
+            samples_per_prompt=4,
+            updates_per_step=updates,
+            tokens_per_microbatch=BUDGET,
+            groups=groups,
+        ),
+        objective,
     )
 
 
@@ -65,7 +75,7 @@ def test_scores_at_unchanged_weights_are_zero_bit_for_bit(folders: dict[str, Pat
         frozen = build_objective(PacsOptions(name="pacs", reference="frozen"), updates_per_step=1)
         minibatches = [
             replace(minibatch, step_start_logprobs=policy.logprobs(minibatch, "step_start"))
-            for minibatch in parts_of(policy, facts, tokens, 2)
+            for minibatch in parts_of(policy, start, facts, tokens, 2)
         ]
         found: dict[str, Any] = {"start": [policy.scores(minibatch, start) for minibatch in minibatches]}
         policy.take_reference(reset_optimizer=False)
@@ -75,8 +85,7 @@ def test_scores_at_unchanged_weights_are_zero_bit_for_bit(folders: dict[str, Pat
         found["frozen"] = [policy.scores(minibatch, frozen) for minibatch in minibatches]
         drifts = []
         for minibatch in minibatches:
-            scores = policy.scores(minibatch, start)
-            report = policy.update(minibatch, start.prepare(scores, minibatch.facts, None), start, scores)
+            report = policy.update(replace(minibatch, index=1), start, None)
             drifts.append(report.metrics["pacs/score_drift_max"])
         moved = policy.scores(minibatches[0], start)
         again = policy.scores(minibatches[0], frozen)
@@ -101,11 +110,11 @@ def test_the_first_update_against_the_steps_start_needs_no_forward(tiny_qwen3: P
     def on_rank(_rank: int, world: int) -> Any:
         policy = make_policy(tiny_qwen3, world)
         objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
-        assert objective.logprob_passes() == frozenset() and not objective.needs_scores(0)
+        assert not objective.logprob_passes(0) and not objective.statistics(0)
         minibatch = make_part(facts, tokens, policy)
         prepared = objective.prepare(None, minibatch.facts, objective.prepare_step(minibatch.facts))
-        report = policy.update(minibatch, prepared, objective, None)
-        return policy.num_score_passes, prepared.per_sample["coefficient"].numpy(), dict(report.metrics)
+        report = policy.update(minibatch, objective, None)
+        return policy.num_passes.total(), prepared.per_sample["coefficient"].numpy(), dict(report.metrics)
 
     ((passes, coefficients, metrics),) = run_ranks(on_rank, 1)
     assert passes == 0
@@ -126,9 +135,16 @@ def test_the_first_update_against_the_steps_start_needs_no_forward(tiny_qwen3: P
     assert kinds == {True, False}
 
 
-@pytest.mark.parametrize("layout", in_test(["one", "tp2-sp", "pp2", "cp2", "dp2"], "tp2-sp", "cp2", "dp2"))
-def test_two_updates_a_step_equal_the_plain_loop(folders: dict[str, Path], layout: str) -> None:
-    """Two steps of two updates; the second update of each needs the scores of the weights it meets."""
+@pytest.mark.parametrize(
+    ("layout", "groups"),
+    [
+        *((layout, "apart") for layout in ("tp2-sp", "cp2", "dp2")),
+        *((layout, "together") for layout in ("one", "pp2", "vpp2")),
+        *(pytest.param(layout, "apart", marks=pytest.mark.full) for layout in ("one", "pp2")),
+    ],
+)
+def test_two_updates_a_step_equal_the_plain_loop(folders: dict[str, Path], layout: str, groups: str) -> None:
+    """Two steps of two updates; the second update of each needs the scores of the current weights."""
     world, options = LAYOUTS[layout]
     folder = folders["qwen3"]
     steps = [random_step(seed) for seed in (11, 12)]
@@ -145,19 +161,16 @@ def test_two_updates_a_step_equal_the_plain_loop(folders: dict[str, Path], layou
         reports = []
         for facts, tokens in steps:
             minibatches = [
-                replace(minibatch, step_start_logprobs=policy.logprobs(minibatch, "step_start"))
-                for minibatch in parts_of(policy, facts, tokens, 2)
+                with_passes(policy, objective, minibatch)
+                for minibatch in parts_of(policy, objective, facts, tokens, 2, groups)
             ]
-            for index, minibatch in enumerate(minibatches):
-                scores = policy.scores(minibatch, objective) if objective.needs_scores(index) else None
-                reports.append(
-                    policy.update(minibatch, objective.prepare(scores, minibatch.facts, None), objective, scores)
-                )
+            reports += [policy.update(minibatch, objective, None) for minibatch in minibatches]
         weights = {name: tensor.clone().numpy() for name, tensor in policy.export_weights()}
-        return [(r.metrics["objective/loss"], r.grad_norm) for r in reports], policy.num_score_passes, weights
+        return [(r.metrics["objective/loss"], r.grad_norm) for r in reports], dict(policy.num_passes), weights
 
     numbers, passes, weights = run_ranks(on_rank, world)[0]
-    assert passes == 2, "only the second update of a step needs scores"
+    # Only the second update of a step depends on log-probs; with groups together its own forward computes the scores.
+    assert passes == ({"step_start": 2, "score": 2} if groups == "apart" else {"step_start": 2})
     assert abs(numbers[1][0] - np.log(2)) > 1e-3, "psi is not zero at the second update"
     np.testing.assert_allclose(numbers, expected, rtol=2e-5)
     for name, weight in trainer.weights().items():
@@ -203,10 +216,7 @@ def test_a_frozen_reference_and_its_hard_reset(folders: dict[str, Path], layout:
                 assert policy.optimizer.num_updates == reset_at
             minibatch = make_part(*step, policy, BUDGET)
             minibatch = replace(minibatch, reference_logprobs=policy.logprobs(minibatch, "reference"))
-            scores = policy.scores(minibatch, objective)
-            reports.append(
-                policy.update(minibatch, objective.prepare(scores, minibatch.facts, None), objective, scores)
-            )
+            reports.append(policy.update(minibatch, objective, None))
         weights = {name: tensor.float().numpy() for name, tensor in policy.export_weights()}
         return [(r.metrics["objective/loss"], r.grad_norm) for r in reports], zeros, weights
 

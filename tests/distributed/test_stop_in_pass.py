@@ -126,7 +126,7 @@ def test_every_rank_leaves_the_pass(folders: dict[str, Path], tmp_path: Path, la
 
 UPDATES = 3
 """A step."""
-PACS_FROZEN = ("objective.reference=frozen", "objective.importance_cap=2.0")
+PACS_FROZEN = ("objective.reference=frozen", "objective.importance_cap=2.0", "batch.groups=apart")
 GRPO_KL = ("objective.name=grpo", "objective.kl_coef=0.1")
 LAYOUT_KEYS = {
     "tp": ("parallel.tp=2",),
@@ -176,8 +176,8 @@ def run_signalled(folder: Path, model: Path, overrides: tuple[str, ...], signal_
             return call
 
         # This process ends with the test.
-        for phase in ("scores", "update", "logprobs"):
-            setattr(MegatronPolicy, phase, signalling(phase, getattr(MegatronPolicy, phase)))
+        for phase, method in (("scores", "_score_pass"), ("update", "update"), ("logprobs", "logprobs")):
+            setattr(MegatronPolicy, method, signalling(phase, getattr(MegatronPolicy, method)))
         EmbeddedEngine._decode = signalling("decode", EmbeddedEngine._decode)  # type: ignore[method-assign]
         return int(run_rank(config, overrides))
 

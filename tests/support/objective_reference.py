@@ -28,6 +28,8 @@ class Batch:
     sample_of_token: torch.Tensor
     sampler: torch.Tensor | None = None
     """log-probs of the sampler"""
+    step_start: torch.Tensor | None = None
+    """None: `reference`"""
 
     def record(self, tokens: torch.Tensor | None = None, logprobs: torch.Tensor | None = None) -> TokenRecord:
         """The tokens `tokens` (default: all); `logprobs` [t] of the whole batch replace the stored ones."""
@@ -38,7 +40,7 @@ class Batch:
             mask=self.mask[rows],
             sample_of_token=self.sample_of_token[rows],
             response_lens=torch.from_numpy(self.facts.response_lens),
-            step_start_logprobs=self.reference[rows],
+            step_start_logprobs=(self.reference if self.step_start is None else self.step_start)[rows],
             reference_logprobs=self.reference[rows],
             sampler_logprobs=None if self.sampler is None else self.sampler[rows],
         )

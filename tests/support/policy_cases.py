@@ -103,33 +103,35 @@ def random_step(
     )
 
 
-def make_part(facts: SampleFacts, tokens: TokenBuffers, policy: Any, tokens_per_microbatch: int = 256) -> MiniBatch:
-    """The mini-batch with this rank's share of the tokens."""
-    layout = policy.rank.layout
+def make_part(
+    facts: SampleFacts,
+    tokens: TokenBuffers,
+    policy: Any,
+    tokens_per_microbatch: int = 256,
+    *,
+    index: int = 0,
+    keep_groups: bool = False,
+) -> MiniBatch:
+    """The mini-batch of update `index` of its step, with this rank's share of the tokens."""
     plan = plan_microbatches(
-        facts,
-        layout=layout,
-        tokens_per_microbatch=tokens_per_microbatch,
+        facts, layout=policy.rank.layout, tokens_per_microbatch=tokens_per_microbatch, keep_groups=keep_groups
     )
     mine = np.flatnonzero(plan.owners(facts.num_samples) == policy.rank.dp)
-    return MiniBatch(facts=facts, tokens=select_tokens(tokens, mine, mine), plan=plan)
+    return MiniBatch(facts=facts, tokens=select_tokens(tokens, mine, mine), plan=plan, index=index)
+
+
+def with_passes(policy: Any, objective: Any, minibatch: MiniBatch) -> MiniBatch:
+    """The mini-batch with the log-probs that the objective needs before its update."""
+    found = {f"{name}_logprobs": policy.logprobs(minibatch, name) for name in objective.logprob_passes(minibatch.index)}
+    return replace(minibatch, **found)
 
 
 def train(policy: Any, objective: Any, steps: list[tuple[SampleFacts, TokenBuffers]], **part_options: Any) -> list[Any]:
     """Runs one update with all passes that the objective needs; returns the reports."""
     reports = []
     for facts, tokens in steps:
-        minibatch = make_part(facts, tokens, policy, **part_options)
-        passes = objective.logprob_passes()
-        if "step_start" in passes:
-            minibatch = replace(minibatch, step_start_logprobs=policy.logprobs(minibatch, "step_start"))
-            minibatch = policy.with_log_ratio_to_sampler(minibatch)
-        if "reference" in passes:
-            minibatch = replace(minibatch, reference_logprobs=policy.logprobs(minibatch, "reference"))
-        inputs = objective.prepare_step(minibatch.facts)
-        scores = policy.scores(minibatch, objective) if objective.needs_scores(0) else None
-        prepared = objective.prepare(scores, minibatch.facts, inputs)
-        reports.append(policy.update(minibatch, prepared, objective, scores))
+        minibatch = with_passes(policy, objective, make_part(facts, tokens, policy, **part_options))
+        reports.append(policy.update(minibatch, objective, objective.prepare_step(minibatch.facts)))
     return reports
 
 

@@ -1,5 +1,6 @@
 """The GRPO family against plain per-token loops with autograd in float64."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -110,41 +111,48 @@ def plain_corrected_loss(
     return total / batch.mask.sum(), torch.tensor(factors, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("importance", ["truncate", "mask"])
-def test_importance_correction_matches_a_loop_over_tokens(importance: Any, updates: int) -> None:
+def test_importance_correction_matches_a_loop_over_tokens(importance: Any, index: int) -> None:
     options: dict[str, Any] = {"importance": importance, "importance_cap": 1.3, "kl_coef": 0.2}
-    objective, parsed = grpo(updates_per_step=updates, **options), GrpoOptions(name="grpo", **options)
+    objective, parsed = grpo(updates_per_step=2, **options), GrpoOptions(name="grpo", **options)
     assert parsed.importance_floor == (0.5 if importance == "mask" else None)
     batch = random_batch(7, spread=0.3)
+    # Groups of one class have equal rewards, so their advantage is zero.
+    batch = Batch(**{**vars(batch), "facts": replace(batch.facts, rewards=batch.facts.labels)})
     noise = torch.from_numpy(np.random.default_rng(1).normal(0, 0.6, len(batch.mask)))
-    batch = Batch(**{**vars(batch), "sampler": batch.logprobs + noise})
+    # At the first update its own log-probs are those of the step's start.
+    step_start = batch.logprobs if index == 0 else batch.reference
+    batch = Batch(**{**vars(batch), "sampler": batch.logprobs + noise, "step_start": step_start})
     prepared = objective.prepare(None, batch.facts, objective.prepare_step(batch.facts))
     gradient, loss = objective_gradient(objective, batch, prepared, cuts=5)
     logprobs = batch.logprobs.clone().requires_grad_(True)
-    # One update a step: its own log-probs are those of the step's start.
-    step_start = batch.logprobs if updates == 1 else batch.reference
     plain, factors = plain_corrected_loss(
         batch, logprobs, plain_advantages(batch.facts, "grpo"), parsed, step_start.clone()
     )
     plain.backward()
     assert loss == pytest.approx(float(plain.detach()), rel=1e-10)
     np.testing.assert_allclose(gradient, logprobs.grad, rtol=1e-10, atol=1e-15)
-    without = grpo(updates_per_step=updates, kl_coef=0.2)
+    without = grpo(updates_per_step=2, kl_coef=0.2)
     assert not torch.allclose(objective_gradient(without, batch, prepared, cuts=5)[0], gradient)
     metrics = objective.token_metrics(batch.record(), prepared)
     sums = {name: float((values * batch.mask).sum()) for name, values in metrics.items()}
-    num_tokens = float(batch.mask.sum())
-    assert sums["grpo/importance_mean"] == pytest.approx(float((factors * batch.mask).sum()) / num_tokens)
+    # Over the tokens of samples with an advantage, whether the engine leaves the other samples out or not.
+    has_advantage = torch.tensor(plain_advantages(batch.facts, "grpo"))[batch.sample_of_token] != 0
+    counted = batch.mask * has_advantage
+    num_tokens = float(counted.sum())
+    assert 0 < num_tokens < float(batch.mask.sum())
+    assert prepared.denominators["grpo/importance_mean"] == num_tokens
+    assert sums["grpo/importance_mean"] == pytest.approx(float((factors * counted).sum()) / num_tokens)
     ratio = torch.exp(step_start - batch.sampler)
     cut = (ratio > 1.3) | ((ratio < 0.5) & (importance == "mask"))
-    assert sums["grpo/importance_cut_frac"] == pytest.approx(float((cut * batch.mask).sum()) / num_tokens)
+    assert sums["grpo/importance_cut_frac"] == pytest.approx(float((cut * counted).sum()) / num_tokens)
     assert 0.1 < sums["grpo/importance_cut_frac"] < 0.9
 
 
 def test_importance_of_a_sampler_that_is_the_trainer_changes_nothing() -> None:
     batch = random_batch(8)
-    batch = Batch(**{**vars(batch), "sampler": batch.logprobs.clone()})
+    batch = Batch(**{**vars(batch), "sampler": batch.logprobs.clone(), "step_start": batch.logprobs})
     plain, corrected = grpo(), grpo(importance="truncate")
     prepared = plain.prepare(None, batch.facts, plain.prepare_step(batch.facts))
     assert torch.equal(objective_gradient(plain, batch, prepared)[0], objective_gradient(corrected, batch, prepared)[0])
@@ -211,20 +219,21 @@ def test_huge_ratios_leave_no_nan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("updates", "kl_coef", "passes"),
-    [(1, 0.0, set()), (2, 0.0, {"step_start"}), (1, 0.1, {"reference"}), (2, 0.1, {"step_start", "reference"})],
+    ("index", "kl_coef", "passes"),
+    [(0, 0.0, set()), (1, 0.0, {"step_start"}), (0, 0.1, {"reference"}), (1, 0.1, {"step_start", "reference"})],
 )
-def test_which_passes_a_setting_needs(updates: int, kl_coef: float, passes: set[str]) -> None:
-    objective = grpo(updates_per_step=updates, kl_coef=kl_coef)
-    assert objective.logprob_passes() == passes
-    assert not objective.needs_scores(0) and not objective.needs_scores(1)
+def test_which_passes_an_update_needs(index: int, kl_coef: float, passes: set[str]) -> None:
+    """The first update needs no step-start pass: its ratio is 1 by construction."""
+    objective = grpo(updates_per_step=2, kl_coef=kl_coef)
+    assert objective.logprob_passes(index) == passes
+    assert objective.coupling == "token" and not objective.statistics(index)
 
 
 def test_bugs_of_the_caller_are_refused() -> None:
     batch = random_batch(0)
     objective = grpo(updates_per_step=2, kl_coef=0.1)
     prepared = objective.prepare(None, batch.facts, objective.prepare_step(batch.facts))
-    with pytest.raises(ValueError, match="no score pass"):
+    with pytest.raises(ValueError, match="has no scores"):
         objective.token_scores(batch.record())
     record = batch.record()
     record.step_start_logprobs = None

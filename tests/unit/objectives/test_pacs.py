@@ -1,5 +1,6 @@
 """PACS against autograd in float64, its closed forms, and what must not depend on order or cut."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.contracts import Objective, Prepared, SampleFacts
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.objectives import Pacs, build_objective
+from pacs_megatron.objectives.groups import build_table
 from tests.support.objective_reference import (
     Batch,
     make_facts,
@@ -121,7 +123,7 @@ def test_several_updates_follow_a_plain_implementation() -> None:
     objective = pacs(updates_per_step=3)
     for update in range(3):
         batch = batch_at(ours)
-        scores = objective_scores(objective, batch) if objective.needs_scores(update) else None
+        scores = objective_scores(objective, batch) if "score" in objective.statistics(update) else None
         assert (scores is None) == (update == 0)
         prepared = prepare(objective, facts, scores)
         gradient, _ = objective_gradient(objective, batch, prepared, cuts=6, seed=update)
@@ -312,7 +314,7 @@ class Enumeration:
         )
         objective = pacs(beta=self.BETA, **self.options, **actor)
         log_ratio = self.response_logprobs(self.LOGITS) - self.response_logprobs(self.reference_logits)
-        scores = (self.BETA * log_ratio[self.members]).flatten() if objective.needs_scores(0) else None
+        scores = (self.BETA * log_ratio[self.members]).flatten() if "score" in objective.statistics(0) else None
         # One mini-batch of all groups divides by num_groups more than a mini-batch of one prompt.
         a = prepare(objective, facts, scores).per_sample["coefficient"].view(-1, self.SIZE) * self.num_groups
         theta = self.LOGITS.clone().requires_grad_(True)
@@ -419,24 +421,61 @@ def test_importance_needs_the_log_ratios_and_select_keeps_them() -> None:
 
 # ------------------------------------------------------------------------------------------------- passes, errors
 @pytest.mark.parametrize(
-    ("updates", "options", "passes", "scores"),
+    ("options", "first", "later", "first_statistics", "later_statistics"),
     [
-        (1, {}, set(), [False]),
-        (2, {}, {"step_start"}, [False, True]),
-        (1, {"importance_cap": 2.0}, {"step_start"}, [False]),
-        (1, {"reference": "frozen"}, {"reference"}, [True]),
-        (2, {"reference": "frozen"}, {"reference"}, [True, True]),
-        (2, {"reference": "frozen", "importance_cap": 2.0}, {"reference", "step_start"}, [True, True]),
-        (2, {"reward_proxy": "mean_log_prob"}, set(), [True, True]),
-        (1, {"reward_proxy": "mean_log_prob", "importance_cap": 2.0}, {"step_start"}, [True]),
+        ({}, "", "step_start", "", "score"),
+        ({"importance_cap": 2.0}, "", "step_start", "sampler_ratio", "score sampler_ratio"),
+        ({"reference": "frozen"}, "reference", "reference", "score", "score"),
+        (
+            {"reference": "frozen", "importance_cap": 2.0},
+            "reference",
+            "reference step_start",
+            "score sampler_ratio",
+            "score sampler_ratio",
+        ),
+        ({"reward_proxy": "mean_log_prob"}, "", "", "score", "score"),
+        (
+            {"reward_proxy": "mean_log_prob", "importance_cap": 2.0},
+            "",
+            "step_start",
+            "score sampler_ratio",
+            "score sampler_ratio",
+        ),
     ],
 )
-def test_which_passes_a_setting_needs(
-    updates: int, options: dict[str, Any], passes: set[str], scores: list[bool]
+def test_passes_and_statistics_of_the_first_and_later_updates(
+    options: dict[str, Any], first: str, later: str, first_statistics: str, later_statistics: str
 ) -> None:
-    objective = pacs(updates_per_step=updates, **options)
-    assert objective.logprob_passes() == passes
-    assert [objective.needs_scores(update) for update in range(updates)] == scores
+    """The first update needs no step-start pass: its own forward computes these log-probs."""
+    objective = pacs(updates_per_step=2, **options)
+    assert [set(objective.logprob_passes(index)) for index in (0, 1)] == [set(first.split()), set(later.split())]
+    assert set(objective.statistics(0)) == set(first_statistics.split())
+    assert set(objective.statistics(1)) == set(later_statistics.split())
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("proxy", PROXIES)
+def test_coefficients_of_some_groups_equal_those_of_the_whole_mini_batch(
+    proxy: str, score: str, weighting: str
+) -> None:
+    """`couple` on the groups of a micro-batch gives the same bits as `prepare` on all groups; N is the mini-batch's."""
+    batch = random_batch(4)
+    objective = with_any_reference(
+        proxy,
+        score=score,
+        weighting=weighting,
+        importance_cap=1.3,
+        **({"actor_term": 0.5} if proxy == "sum_log_ratio" else {}),
+    )
+    scores = objective_scores(objective, batch)
+    ratios = np.random.default_rng(0).normal(0, 0.3, batch.facts.num_samples)
+    facts = replace(batch.facts, log_ratio_to_sampler=ratios)
+    whole = coefficient(prepare(objective, facts, scores))
+    for groups in ([0], [1, 5], [2, 3, 8]):
+        table = build_table(facts, np.flatnonzero(np.isin(facts.groups, groups)))
+        found = objective.couple(table, scores[table.rows], torch.from_numpy(ratios)[table.rows])["coefficient"]
+        np.testing.assert_array_equal(found.numpy(), whole[table.rows])
 
 
 def test_bugs_of_the_caller_are_refused() -> None:
@@ -448,7 +487,7 @@ def test_bugs_of_the_caller_are_refused() -> None:
     with pytest.raises(ValueError, match="not dense"):
         prepare(objective, make_facts([0, 0, 2, 2], [0.0, 1.0, 1.0, 0.0]), torch.zeros(4, dtype=torch.float64))
     facts = make_facts([0, 0], [0.0, 1.0])
-    with pytest.raises(ValueError, match="needs the score pass"):
+    with pytest.raises(ValueError, match="needs scores for every update"):
         prepare(objective, facts, None)
     with pytest.raises(ValueError, match=r"float64 \[2\]"):
         prepare(objective, facts, torch.zeros(2))

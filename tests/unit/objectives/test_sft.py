@@ -29,10 +29,10 @@ def test_loss_and_gradient_match_autograd(loss_mean: Literal["token", "sequence"
 def test_groups_of_one_and_no_passes() -> None:
     objective = build_objective(SftOptions(name="sft"), updates_per_step=1)
     assert isinstance(objective, Objective)
-    assert objective.logprob_passes() == frozenset() and not objective.needs_scores(0)
+    assert not objective.logprob_passes(0) and not objective.statistics(0)
     facts = make_facts([0, 1, 2], [1.0, 1.0, 1.0], lens=[1, 2, 3])
     prepared = objective.prepare(None, facts, objective.prepare_step(facts))
     assert prepared.per_sample["token_weight"].tolist() == pytest.approx([1 / 6] * 3)
     assert objective.token_metrics(random_batch(0).record(), prepared) == {}
-    with pytest.raises(ValueError, match="no score pass"):
+    with pytest.raises(ValueError, match="has no scores"):
         objective.token_scores(random_batch(0).record())

@@ -318,8 +318,9 @@ def test_flops_are_what_torch_counts(tiny_qwen3: Path) -> None:
     assert counter.get_total_flops() == pytest.approx(ours + masked_half, rel=0.01)
 
 
+@pytest.mark.parametrize("groups", ["together", "apart"])
 @pytest.mark.parametrize("updates", [1, 4])
-def test_forward_passes_are_the_objectives_own(updates: int) -> None:
+def test_forward_passes_are_the_objectives_own(updates: int, groups: str) -> None:
     from pacs_megatron.objectives import build_objective
 
     options: list[PacsOptions | GrpoOptions] = [
@@ -337,9 +338,11 @@ def test_forward_passes_are_the_objectives_own(updates: int) -> None:
             update={"objective": objective, "batch": base.batch.model_copy(update={"updates_per_step": updates})}
         )
         real = build_objective(objective, updates_per_step=updates)
-        passes = len(real.logprob_passes()) * updates + sum(real.needs_scores(index) for index in range(updates))
-        assert timing.num_forward_passes(config) == passes
-        assert memory.needs_reference_snapshot(config) == ("reference" in real.logprob_passes())
+        passes = sum(len(real.logprob_passes(index)) for index in range(updates))
+        if groups == "apart":
+            passes += sum(bool(real.statistics(index)) for index in range(updates))
+        assert timing.num_forward_passes(config, groups_together=groups == "together") == passes
+        assert memory.needs_reference_snapshot(config) == ("reference" in real.logprob_passes(0))
 
 
 def test_layers_are_dealt_as_megatron_does() -> None:
