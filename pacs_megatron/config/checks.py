@@ -289,6 +289,15 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _sampling(config: RunConfig) -> Iterator[Problem]:
+    if not isinstance(config.rollout, DemonstrationRollout) and config.rollout.sampling.temperature == 0:
+        yield Problem(
+            "rollout.sampling.temperature",
+            "rollout.sampling.temperature=0 is greedy: all responses of a group are equal, and log-probs are divided by it; "
+            "use a temperature above 0, such as 1.0 (0 is for evaluation.sampling)",
+        )
+
+
 def _strategy(config: RunConfig) -> Iterator[Problem]:
     is_sft, is_demo = isinstance(config.objective, SftOptions), not config.rollout.is_sampled
     if is_sft and not is_demo:
@@ -419,6 +428,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _precision,
     _parallel,
     _strategy,
+    _sampling,
     _rollout_place,
     _ahead,
     _oversample,

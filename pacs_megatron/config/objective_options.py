@@ -53,7 +53,7 @@ class PacsOptions(_TrainedOptions):
     score: Literal["rloo", "dr_grpo", "grpo", "naive"] = "rloo"
     """Score psi from the proxies of a group (6): the estimator that centres and scales them."""
     score_std_floor: float | None = Field(default=None, gt=0)
-    """Lower bound of a group's standard deviation with `score: grpo`. Required with `reference: step_start`."""
+    """Lower bound of a group's standard deviation with `score: grpo`. Required with a reference."""
     weighting: Literal["question", "only_positive", "only_negative", "none"] = "question"
     """Class weights of correct and incorrect samples (section 3.5)."""
     reference: Literal["step_start", "frozen"] | None = Field(default_factory=_default_reference)
@@ -86,10 +86,11 @@ class PacsOptions(_TrainedOptions):
             )
         if self.score_std_floor is not None and self.score != "grpo":
             raise ValueError(f"objective.score_std_floor is used by score grpo only, got score={self.score}; remove it")
-        if self.score == "grpo" and self.reference == "step_start" and self.score_std_floor is None:
+        if self.score == "grpo" and self.reference is not None and self.score_std_floor is None:
+            when = "at the first update" if self.reference == "step_start" else "when the snapshot is the policy itself"
             raise ValueError(
-                "objective.score_std_floor is required with score grpo and reference step_start: every score is 0 at "
-                "the first update, so the standard deviation is 0 too; set it (for instance 0.1) or use score rloo"
+                f"objective.score_std_floor is required with score grpo and reference {self.reference}: every score is 0 "
+                f"{when}, so the standard deviation is 0 too; set it (for instance 0.1) or use score rloo"
             )
         if self.actor_scope is not None and self.actor_term == 0:
             raise ValueError(f"objective.actor_scope={self.actor_scope} needs objective.actor_term > 0; remove it")

@@ -234,7 +234,7 @@ def _settings(run: RunContext) -> dict[str, Any]:
     """Values that a run may not change inside a step."""
     return {
         "batch.updates_per_step": run.config.batch.updates_per_step,
-        "objective.*": sorted(run.objective.logprob_passes()),
+        "objective.*": sorted(run.objective.logprob_passes(1)),
     }
 
 

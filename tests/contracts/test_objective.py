@@ -15,7 +15,7 @@ from tests.support.objective_reference import Batch, objective_gradient, objecti
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "pacs": (1, {"name": "pacs"}),
     "pacs-updates": (2, {"name": "pacs"}),
-    "pacs-frozen": (1, {"name": "pacs", "reference": "frozen", "score": "grpo"}),
+    "pacs-frozen": (1, {"name": "pacs", "reference": "frozen", "score": "grpo", "score_std_floor": 0.1}),
     "pacs-mean": (1, {"name": "pacs", "reward_proxy": "mean_log_prob"}),
     "grpo": (1, {"name": "grpo"}),
     "grpo-kl": (2, {"name": "grpo", "kl_coef": 0.1}),

@@ -32,7 +32,10 @@ def pacs(updates_per_step: int = 1, **options: Any) -> Objective:
 
 
 def with_any_reference(proxy: str, **options: Any) -> Objective:
+    """A floor that no standard deviation here reaches is as good as none, which `score: grpo` with a reference refuses."""
     reference = {"reference": "frozen"} if proxy == "sum_log_ratio" else {}
+    if reference and options.get("score") == "grpo":
+        options = {"score_std_floor": 1e-12} | options
     return pacs(reward_proxy=proxy, **reference, **options)
 
 

@@ -1,0 +1,182 @@
+"""Resume with other settings: every optimizer key takes effect; every pair of layouts loads or is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pacs_megatron.config.objective_options import PacsOptions
+from pacs_megatron.errors import CheckpointError
+from pacs_megatron.objectives import build_objective
+from tests.distributed.test_checkpoint import FROZEN, STEPS, continued, load, save
+from tests.support.plain_trainer import PlainTrainer, pacs_loss
+from tests.support.policy_cases import OPTIMIZER, make_policy, train
+from tests.support.ranks import run_ranks
+from tests.support.tiny_families import make_family
+from tests.support.tiny_models import make_tiny_qwen3
+
+PACS = PacsOptions(name="pacs")
+TOTAL = 12
+BASE: dict[str, Any] = {"schedule": "linear", "lr": 1e-3, "min_lr": 2e-4, "weight_decay": 0.1}
+CHANGES: dict[str, Any] = {
+    "lr": 4e-4,
+    "min_lr": 8e-4,
+    "weight_decay": 2.0,
+    "adam_beta1": 0.5,
+    "adam_beta2": 0.5,
+    "adam_eps": 1e-2,
+    "schedule": "constant",
+    "warmup_updates": 8,
+}
+
+
+def planned_lr(options: dict[str, Any], update: int) -> float:
+    """Learning rate of update `update` (from 1) of TOTAL, written from docs/configuration.md."""
+    warmup = options.get("warmup_updates", 0)
+    if update <= warmup:
+        return options["lr"] * update / warmup
+    if options["schedule"] == "constant":
+        return options["lr"]
+    done = (update - warmup) / (TOTAL + 1 - warmup)
+    return options["min_lr"] + (1 - done) * (options["lr"] - options["min_lr"])
+
+
+def plain_run(folder: Path, first: dict[str, Any], later: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Weights after three updates with the options `first` and three with `later`, by torch's AdamW."""
+    trainer = PlainTrainer(folder)
+    matrices = [p for p in trainer.model.parameters() if p.ndim > 1]
+    vectors = [p for p in trainer.model.parameters() if p.ndim == 1]
+    trainer.optimizer.param_groups.clear()
+    trainer.optimizer.add_param_group({"params": matrices})
+    trainer.optimizer.add_param_group({"params": vectors})
+    for number, step in enumerate(STEPS, start=1):
+        options = OPTIMIZER | (first if number <= 3 else later)
+        for group, decay in zip(trainer.optimizer.param_groups, (options["weight_decay"], 0.0), strict=True):
+            group["lr"] = planned_lr(options, number)
+            group["betas"] = (options["adam_beta1"], options["adam_beta2"])
+            group["eps"], group["weight_decay"] = options["adam_eps"], decay
+        trainer.update(*step, pacs_loss(trainer.logprobs(*step), step[0]))
+    return trainer.weights()
+
+
+@pytest.mark.parametrize("distributed", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "key", [key if key in ("lr", "adam_beta1") else pytest.param(key, marks=pytest.mark.full) for key in CHANGES]
+)
+def test_a_changed_optimizer_key_takes_effect_on_resume(tmp_path: Path, key: str, distributed: bool) -> None:
+    """Decay, warm-up and schedule of Megatron against torch's AdamW: norms are not decayed, min_lr follows the last update."""
+    model = make_tiny_qwen3(tmp_path / "model", tied=False)
+    changed = BASE | {key: CHANGES[key]}
+    expected, unchanged = plain_run(model, BASE, changed), plain_run(model, BASE, BASE)
+
+    def on_rank(options: dict[str, Any], *, is_resumed: bool) -> Any:
+        def run(_rank: int, world: int) -> Any:
+            policy = make_policy(
+                model, world, optimizer=options, total_updates=TOTAL, distributed_optimizer=distributed
+            )
+            policy.take_reference(reset_optimizer=False)
+            if is_resumed:
+                load(policy, tmp_path)
+            train(policy, build_objective(PACS, updates_per_step=1), STEPS[3:] if is_resumed else STEPS[:3])
+            if not is_resumed:
+                save(policy, tmp_path, 3, model)
+            return {name: tensor.clone().numpy() for name, tensor in policy.export_weights()}
+
+        return run
+
+    run_ranks(on_rank(BASE, is_resumed=False), 1)
+    weights = run_ranks(on_rank(changed, is_resumed=True), 1)[0]
+    for name, weight in expected.items():
+        np.testing.assert_allclose(weights[name], weight, atol=1e-5, err_msg=name)
+    assert max(np.abs(unchanged[name] - expected[name]).max() for name in expected) > 5e-5, "the change has no effect"
+
+
+DENSE: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "tp2-sp": (2, {"tp": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pp": 2}),
+    "pp2-vpp2": (2, {"pp": 2, "vpp": 2}),
+    "cp2": (2, {"cp": 2}),
+    "tp2-pp2": (4, {"tp": 2, "pp": 2}),
+    "dp2-distopt": (2, {"distributed_optimizer": True}),
+    "tp2-distopt": (2, {"tp": 2, "distributed_optimizer": True}),
+    "pp2-distopt": (2, {"pp": 2, "distributed_optimizer": True}),
+}
+MOE: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2-sp": (2, {"tp": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pp": 2}),
+    "ep2": (2, {"ep": 2}),
+    "pp2-ep2": (4, {"pp": 2, "ep": 2}),
+    "dp2-distopt": (2, {"distributed_optimizer": True}),
+    "ep2-distopt": (2, {"ep": 2, "distributed_optimizer": True}),
+}
+TABLE = [(family, saved) for family, layouts in (("qwen3", DENSE), ("qwen3_moe", MOE)) for saved in layouts]
+
+
+def is_supported(saved: dict[str, Any], loaded: dict[str, Any]) -> bool:
+    """The table of docs/configuration.md."""
+    same_optimizer = saved.get("distributed_optimizer", False) == loaded.get("distributed_optimizer", False)
+    return same_optimizer and (saved.get("ep", 1) > 1) == (loaded.get("ep", 1) > 1)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("family", "saved"), TABLE)
+def test_every_pair_of_layouts_resumes_or_is_refused_by_name(tmp_path: Path, family: str, saved: str) -> None:
+    layouts = DENSE if family == "qwen3" else MOE
+    model = make_family(tmp_path / "model", family, vocab_size=272, num_hidden_layers=4)
+    world, options = layouts[saved]
+
+    def saving(_rank: int, world: int) -> Any:
+        from pacs_megatron.policy import state
+
+        policy = make_policy(model, world, **options)
+        policy.take_reference(reset_optimizer=False)
+        train(policy, build_objective(FROZEN, updates_per_step=1), STEPS[:3])
+        save(policy, tmp_path, 3, model)
+        return state.optimizer_format(policy), continued(policy)
+
+    saved_format, expected = run_ranks(saving, world)[0]
+    for name, (ranks, target) in layouts.items():
+
+        def loading(_rank: int, world: int, target: dict[str, Any] = target) -> Any:
+            from pacs_megatron.policy import state
+
+            policy = make_policy(model, world, **target)
+            try:
+                state.check_optimizer_format(saved_format, policy)
+            except CheckpointError as error:
+                return str(error)
+            load(policy, tmp_path)
+            return continued(policy)
+
+        found = run_ranks(loading, ranks)[0]
+        if is_supported(options, target):
+            np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5, err_msg=name)
+            np.testing.assert_allclose(found["norm"], expected["norm"], rtol=1e-4, err_msg=name)
+        else:
+            assert "the checkpoint was saved with parallel." in found and "\n" not in found, (name, found)
+
+
+def test_a_schedule_counts_the_updates_that_steps_planned(tmp_path: Path) -> None:
+    """A step with fewer groups than updates does not delay the decay."""
+    model = make_tiny_qwen3(tmp_path / "model", tied=False)
+
+    def on_rank(_rank: int, world: int) -> list[float]:
+        policy = make_policy(model, world, optimizer=BASE | {"min_lr": 0.0}, total_updates=TOTAL)
+        objective = build_objective(PACS, updates_per_step=1)
+        reports = train(policy, objective, STEPS[:2])
+        policy.optimizer.advance_schedule(2)
+        policy.optimizer.advance_schedule(TOTAL - 1)
+        return [r.lr for r in reports + train(policy, objective, STEPS[2:3])]
+
+    options = BASE | {"min_lr": 0.0}
+    rates = run_ranks(on_rank, 1)[0]
+    np.testing.assert_allclose(rates, [planned_lr(options, update) for update in (1, 2, TOTAL)], rtol=1e-12)
+    assert rates[-1] > 0, "the last update of a schedule to 0 still changes weights"
+
