@@ -290,7 +290,7 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
 
 
 def _sampling(config: RunConfig) -> Iterator[Problem]:
-    if not isinstance(config.rollout, DemonstrationRollout) and config.rollout.sampling.temperature == 0:
+    if config.rollout.is_sampled and config.rollout.sampling.temperature == 0:
         yield Problem(
             "rollout.sampling.temperature",
             "rollout.sampling.temperature=0 is greedy: all responses of a group are equal, and log-probs are divided by it; "

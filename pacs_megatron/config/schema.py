@@ -159,7 +159,7 @@ class OptimizerOptions(Options):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay from lr to min_lr after the warm-up, over the updates of the run."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices; norms and biases have none."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Adam's decay rate of the first moment."""
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)

@@ -1,5 +1,6 @@
 """Megatron's optimizer and schedule, with clipping by the global norm and a check for non-finite gradients."""
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -55,7 +56,8 @@ class Optimizer:
             max_lr=options.lr,
             min_lr=options.lr if options.schedule == "constant" else options.min_lr,
             lr_warmup_steps=warmup,
-            lr_decay_steps=max(total_updates, 1),
+            # One more than the updates: the last update still has a learning rate above min_lr, which may be 0.
+            lr_decay_steps=total_updates + 1,
             lr_decay_style=options.schedule,
             start_wd=options.weight_decay,
             end_wd=options.weight_decay,
@@ -67,11 +69,34 @@ class Optimizer:
 
     @property
     def num_updates(self) -> int:
+        """Position of the schedule: updates so far, counting planned updates that had no groups."""
         return int(self.schedule.num_steps)
 
     def optimizers(self) -> Iterator[Any]:
         """Megatron's optimizers; a model with experts has several."""
         yield from getattr(self.megatron, "chained_optimizers", [self.megatron])
+
+    def advance_schedule(self, position: int) -> None:
+        """Moves the schedule to `position`, in planned updates: a step with fewer groups than updates skips some."""
+        self.schedule.step(increment=max(0, position - self.num_updates))
+
+    @contextlib.contextmanager
+    def keeps_hyperparameters(self) -> Iterator[None]:
+        """Restores learning rates, betas, epsilon and weight decay after the body, which loads a checkpoint.
+
+        Megatron loads them into the parameter groups, and its schedule prefers those to the configuration.
+        """
+        kept = [
+            {key: value for key, value in group.items() if key not in ("params", "step")} for group in self._groups()
+        ]
+        yield
+        for group, values in zip(self._groups(), kept, strict=True):
+            group.update(values)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [
+            group for part in self.optimizers() if part.optimizer is not None for group in part.optimizer.param_groups
+        ]
 
     def _create_state(self) -> None:
         """Creates the moments, so a checkpoint of step 0 has the same tensors as any other."""

@@ -3,7 +3,7 @@
 Keys: `model.*` (global layer numbers, so any layout reads them), `reference.*` likewise, `optimizer.*`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from pacs_megatron.errors import CheckpointError
 from pacs_megatron.parallel import cpu_redirects
 from pacs_megatron.policy.engine import MegatronPolicy
 
@@ -33,6 +34,26 @@ def sharding_metadata() -> dict[str, Any]:
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+
+
+def optimizer_format(policy: MegatronPolicy) -> dict[str, Any]:
+    """Settings that Megatron cannot change between saving and loading an optimizer; part of a checkpoint's state."""
+    is_distributed = any(isinstance(part, DistributedOptimizer) for part in policy.optimizer.optimizers())
+    return {
+        "parallel.distributed_optimizer": is_distributed,
+        "parallel.ep > 1": parallel_state.get_expert_model_parallel_world_size() > 1,
+    }
+
+
+def check_optimizer_format(saved: Mapping[str, Any], policy: MegatronPolicy) -> None:
+    """Raises CheckpointError, before anything is loaded, if the optimizer of a checkpoint does not fit this layout."""
+    for key, value in optimizer_format(policy).items():
+        if saved.get(key, value) != value:
+            raise CheckpointError(
+                f"the checkpoint was saved with {key}: {str(saved[key]).lower()}, this run has {str(value).lower()}; "
+                "Megatron cannot convert the optimizer's state between them. Resume with the saved setting, or export the "
+                "checkpoint and start a new run from its weights"
+            )
 
 
 def _model_state(policy: MegatronPolicy, prefix: str) -> dict[str, Any]:
@@ -80,7 +101,8 @@ def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
         model.load_state_dict(state[f"{MODEL}{number}"], strict=True)
     if _has_steps_of_parameters(policy):
         _restore_step_zero(state[OPTIMIZER])
-    with torch.no_grad(), _steps_apart(policy), cpu_redirects.cuda_type_names():
+    keeps = policy.optimizer.keeps_hyperparameters()
+    with torch.no_grad(), keeps, _steps_apart(policy), cpu_redirects.cuda_type_names():
         policy.optimizer.megatron.load_state_dict(state[OPTIMIZER])
     if f"{REFERENCE}0" in state:
         policy.take_reference(reset_optimizer=False)

@@ -183,6 +183,7 @@ def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None
                 "row": progress.row,
                 "digest": run.digest,
                 "has_reference": has_reference,
+                "optimizer_format": policy_state.optimizer_format(run.policy),
             },
             rng=policy_state.rng_state(),
             hf_metadata=run.model_dir,
@@ -209,6 +210,7 @@ def resume(run: RunContext) -> RunProgress | None:
         return None
     run_checkpoint.verify_checkpoint(folder, run.channel)
     saved = run_checkpoint.read_state(folder)
+    policy_state.check_optimizer_format(saved.get("optimizer_format", {}), run.policy)  # absent in checkpoints of 0.1
     if saved["has_reference"] and run.policy.reference is None:
         run.policy.take_reference(reset_optimizer=False)
     state = policy_state.sharded_state(run.policy, is_loading=True, with_reference=saved["has_reference"])

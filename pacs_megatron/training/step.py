@@ -25,6 +25,7 @@ def train_step(run: RunContext, progress: RunProgress) -> dict[str, float | None
     for minibatch in minibatches[done.updates :]:
         poll(run)
         done.add(update(run, minibatch, step_inputs), minibatch.facts.num_samples)
+    run.policy.optimizer.advance_schedule(step * run.config.batch.updates_per_step)  # also past updates without groups
     if run.reset_every and step % run.reset_every == 0:
         run.policy.take_reference(reset_optimizer=True)
     return {**samples.metrics, **done.sums.values()}

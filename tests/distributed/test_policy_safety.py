@@ -213,3 +213,26 @@ def test_an_update_whose_samples_all_lack_a_gradient_still_ends(tmp_path: Path, 
     for report, same in run_ranks(on_rank, world):
         assert report.grad_norm == 0.0 and same
         assert report.metrics["pacs/one_class_group_frac"] == 1.0
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_an_update_without_gradient_still_takes_an_adam_step(tiny_qwen3: Path, distributed: bool) -> None:
+    """The moments of the update before still move the weights, as with torch's AdamW."""
+    facts, tokens = STEPS[1]
+    steps = [STEPS[0], (with_labels(facts, list(range(facts.num_groups))), tokens)]
+    trainer = PlainTrainer(tiny_qwen3)
+    for step in steps:
+        before = trainer.weights()
+        trainer.update(*step, pacs_loss(trainer.logprobs(*step), step[0]))
+    expected = trainer.weights()
+
+    def on_rank(_rank: int, world: int) -> Any:
+        policy = make_policy(tiny_qwen3, world, tokens_per_microbatch=BUDGET, distributed_optimizer=distributed)
+        reports = train(policy, build_objective(PACS, updates_per_step=1), steps, tokens_per_microbatch=BUDGET)
+        return reports[1].grad_norm, {name: tensor.numpy() for name, tensor in weights_of(policy).items()}
+
+    norm, weights = run_ranks(on_rank, 1)[0]
+    assert norm == 0.0
+    assert max(np.abs(expected[name] - before[name]).max() for name in expected) > 1e-4
+    for name, weight in expected.items():
+        np.testing.assert_allclose(weights[name], weight, atol=5e-6, err_msg=name)

@@ -179,4 +179,3 @@ def test_a_schedule_counts_the_updates_that_steps_planned(tmp_path: Path) -> Non
     rates = run_ranks(on_rank, 1)[0]
     np.testing.assert_allclose(rates, [planned_lr(options, update) for update in (1, 2, TOTAL)], rtol=1e-12)
     assert rates[-1] > 0, "the last update of a schedule to 0 still changes weights"
-

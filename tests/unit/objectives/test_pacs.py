@@ -28,14 +28,14 @@ WEIGHTINGS = ("question", "only_positive", "only_negative", "none")
 
 
 def pacs(updates_per_step: int = 1, **options: Any) -> Objective:
+    """A floor far below every standard deviation here stands for none, which `score: grpo` with a reference refuses."""
+    if options.get("score") == "grpo" and options.get("reference") is not None:
+        options = {"score_std_floor": 1e-20} | options
     return build_objective(PacsOptions(name="pacs", **options), updates_per_step=updates_per_step)
 
 
 def with_any_reference(proxy: str, **options: Any) -> Objective:
-    """A floor that no standard deviation here reaches is as good as none, which `score: grpo` with a reference refuses."""
     reference = {"reference": "frozen"} if proxy == "sum_log_ratio" else {}
-    if reference and options.get("score") == "grpo":
-        options = {"score_std_floor": 1e-12} | options
     return pacs(reward_proxy=proxy, **reference, **options)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pacs_megatron.policy.engine import _mismatch_metrics
-from pacs_megatron.policy.update_loss import UpdateLoss
+from pacs_megatron.policy.update_loss import SampleStatistics, UpdateLoss
 
 
 @pytest.mark.parametrize("scale", [1e-3, 0.1, 2.0])
@@ -19,10 +19,10 @@ def test_against_numpy(scale: float) -> None:
     sampler = np.minimum(trainer + rng.normal(0.3 * scale, scale, 900).astype(np.float32), 0)
     mask = (rng.random(900) > 0.2).astype(np.float32)
     loss = UpdateLoss(
-        minibatch=cast("Any", None),
         prepared=cast("Any", None),
         objective=cast("Any", None),
-        with_scores=False,
+        statistics=SampleStatistics(names=()),
+        is_step_start=True,
         mismatch_threshold=0.1,
     )
     reports = []
@@ -53,10 +53,10 @@ def test_against_numpy(scale: float) -> None:
 def test_a_gross_mismatch_stays_finite_for_the_circuit_breaker(sampler: float) -> None:
     """exp(95) is beyond fp32: a row that is not finite would end the run before the breaker names what to look at."""
     loss = UpdateLoss(
-        minibatch=cast("Any", None),
         prepared=cast("Any", None),
         objective=cast("Any", None),
-        with_scores=False,
+        statistics=SampleStatistics(names=()),
+        is_step_start=True,
         mismatch_threshold=0.1,
     )
     report = loss._mismatch(torch.full((5000,), -0.5 - sampler))
