@@ -225,8 +225,9 @@ class SglangRollout(RolloutEngineOptions):
     """Type of the servers' weights. The policy's weights are cast to it for the transfer."""
     api_key_env: EnvironmentName | None = None
     """Environment variable that contains the servers' API key."""
-    max_in_flight: PositiveInt = 512
-    """Maximum number of requests in flight per server. Further requests are queued in the client."""
+    max_in_flight: PositiveInt = 256
+    """Maximum number of requests in flight per server. Further requests are queued in the client. SGLang's CUDA graphs end
+    at a batch of 256 for `servers.tp` below 4 and of 512 from 4 on (80 and 141 GB GPUs); larger batches run without."""
     request_timeout_s: float = Field(default=3600.0, gt=0)
     """Timeout of one generation request, in seconds."""
     retries: int = Field(default=3, ge=0)

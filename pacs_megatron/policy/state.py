@@ -32,6 +32,9 @@ def sharding_metadata() -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         # The only format that loads at another tensor- or pipeline-parallel size.
         "distrib_optim_sharding_type": "fully_reshardable",
+        # Without it every rank gathers whole fp32 buffers on its GPU (distrib_optimizer.py:1085-1095), beside resident
+        # servers; with it data-parallel rank 0 gathers them over gloo in host memory.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
 
@@ -77,12 +80,23 @@ def sharded_state(policy: MegatronPolicy, *, is_loading: bool, with_reference: b
         state[OPTIMIZER] = policy.optimizer.megatron.sharded_state_dict(
             model_only, is_loading=is_loading, metadata=sharding_metadata()
         )
+    _drop_missing_state(state[OPTIMIZER])
     if with_reference:
         assert policy.reference is not None
         with policy.reference.swapped_in():
             # The sharded tensors alias the parameters, so their values are cloned while the snapshot is in the model.
             state |= {name: _detach(chunk) for name, chunk in _model_state(policy, REFERENCE).items()}
     return state
+
+
+def _drop_missing_state(state: Any) -> None:
+    """Removes `param_state: None` of ranks that gather nothing: Megatron warns if ranks differ in values outside of
+    sharded tensors. Changes `state`."""
+    if isinstance(state, dict):
+        if state.get("param_state", ...) is None:
+            del state["param_state"]
+        for value in state.values():
+            _drop_missing_state(value)
 
 
 def _detach(chunk: dict[str, Any]) -> dict[str, Any]:

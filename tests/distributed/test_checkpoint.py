@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pacs_megatron.checkpoint import run_checkpoint
 from pacs_megatron.checkpoint.names import MANIFEST_NAME, Position
@@ -17,6 +18,7 @@ from pacs_megatron.objectives import build_objective
 from pacs_megatron.parallel.control import ControlChannel
 from tests.support.policy_cases import make_policy, random_step, train
 from tests.support.ranks import run_ranks
+from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3
 
 STEPS = [random_step(seed) for seed in range(6)]
@@ -107,6 +109,36 @@ def test_resume_at_the_same_and_at_other_layouts(
         other = run_ranks(loading(model, tmp_path, kept | layout), layout.get("pp", 1))[0]
         np.testing.assert_allclose(other["loss"], expected["loss"], rtol=tolerance)
         np.testing.assert_allclose(other["norm"], expected["norm"], rtol=tolerance)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_only_one_data_parallel_rank_gathers_the_optimizer_state(tmp_path: Path, family: str) -> None:
+    """The others would hold whole fp32 buffers, on a GPU beside the servers."""
+    folder = make_family(tmp_path, family)
+
+    def on_rank(_rank: int, world: int) -> int:
+        from pacs_megatron.policy import state
+
+        policy = make_policy(folder, world, distributed_optimizer=True)
+        optimizer = state.sharded_state(policy, is_loading=False, with_reference=False)[state.OPTIMIZER]
+        found: list[int] = []
+
+        def count(value: Any) -> None:
+            if isinstance(value, dict):
+                for item in value.values():
+                    count(item)
+            elif isinstance(value, list | tuple):
+                for item in value:
+                    count(item)
+            elif isinstance(getattr(value, "data", None), torch.Tensor):
+                found.append(value.data.numel())
+
+        count(optimizer)
+        return sum(found)
+
+    first, second = run_ranks(on_rank, 2)
+    assert first > 0
+    assert second == 0
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
