@@ -85,7 +85,7 @@ def build_microbatch(
     """Packs `rows` of `minibatch`, padded by one dummy sequence so that a rank has a multiple of `multiple` tokens.
 
     Without rows: a padding micro-batch of dummy tokens that run the graph and predict nothing. With context parallelism
-    every sequence is padded at its end to a multiple of 2 cp, where causal attention hides the padding. `with_table`: the
+    every sequence is padded on the right to a multiple of 2 cp, where causal attention hides the padding. `with_table`: the
     rows are whole groups whose coefficients depend on this forward.
     """
     cp = parallel_state.get_context_parallel_world_size()
@@ -147,7 +147,7 @@ def build_microbatch(
         position_ids=row_tensor(torch.from_numpy(np.concatenate(positions))),
         labels=row_tensor(label_row),
         # Padding counts as a part of its sequence, so the padded bounds that Transformer Engine's context parallelism
-        # also asks for are the same ones.
+        # requires are the same.
         packed=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=bounds,
