@@ -34,7 +34,7 @@ class OpenRequest:
         self._respond = respond
         self._for_ranks = deque(for_ranks)
         self._in_ranks: StepRollouts | None = None
-        self._reported = (0, 0)
+        self._reported = (0, 0, False)
         self._reported_at = 0.0
 
     def advance(self, buffer: RolloutBuffer) -> Message | None:
@@ -60,9 +60,9 @@ class OpenRequest:
         """At most one message per second, and only after a change: rank 0's timeout restarts with each of them."""
         if time.monotonic() - self._reported_at < PROGRESS_INTERVAL_S:
             return None
-        counts = buffer.counts(self.rollouts)
-        if counts == self._reported:
+        done, total = buffer.counts(self.rollouts)
+        report = (done, total, not buffer.missing(self.rollouts))
+        if report == self._reported:
             return None
-        self._reported, self._reported_at = counts, time.monotonic()
-        is_sampled = not buffer.missing(self.rollouts)
-        return {"kind": "progress", "done": counts[0], "total": counts[1], "waits_for_rewards": is_sampled}, {}
+        self._reported, self._reported_at = report, time.monotonic()
+        return {"kind": "progress", "done": done, "total": total, "waits_for_rewards": report[2]}, {}

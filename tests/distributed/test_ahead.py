@@ -64,7 +64,7 @@ def start(config: Path, world: int, *overrides: str) -> ExitCode:
 
 
 @pytest.mark.parametrize("max_staleness", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_each_step_is_sampled_from_the_weights_that_the_lag_names(
+def test_max_staleness_determines_the_weights_that_sample_each_step(
     tmp_path: Path, model: Path, max_staleness: int
 ) -> None:
     """Against a loop written by hand: plain transformers trains, and an engine that is filled from the run's own
@@ -145,7 +145,7 @@ class Sampler:
 
 
 @pytest.mark.full
-def test_a_stop_keeps_what_was_sampled_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, model: Path) -> None:
+def test_a_stop_keeps_the_samples_and_a_resumed_run_has_the_same_bits(tmp_path: Path, model: Path) -> None:
     overrides = ("parallel.tp=1", "rollout.max_staleness=2", "checkpoint.every=2", "reward.timeout_s=3600")
     assert start(write(tmp_path / "whole", model), 1, *overrides) is ExitCode.OK
     whole, run_dir = tmp_path / "whole" / "runs" / "tiny", tmp_path / "cut" / "runs" / "tiny"
