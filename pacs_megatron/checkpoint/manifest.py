@@ -8,7 +8,6 @@ export needs besides the weights). There may be other files.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,7 @@ from pacs_megatron.checkpoint.names import (
 from pacs_megatron.checkpoint.staging import write_file
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.runtime.json_reader import read_object
-
-logger = logging.getLogger(__name__)
+from pacs_megatron.runtime.waiting import report_wait
 
 DIST_FOLDER = "dist"
 HF_FOLDER = "hf"
@@ -141,10 +139,9 @@ def check_checkpoint(folder: Path, *, digests: bool = True) -> Manifest:
     """The manifest of a complete checkpoint. Raises CheckpointError for a wrong identity or a missing or altered file."""
     manifest = read_manifest(folder)
     check_identity(folder, manifest)
-    if digests:
-        size = sum(facts.nbytes for facts in manifest.files.values())
-        logger.info("%s: checking the digests of %.2f GB", folder, size / 1e9)
-    check_files(folder, manifest, digests=digests)
+    size = sum(facts.nbytes for facts in manifest.files.values())
+    with report_wait(f"for the digests of {folder} ({size / 1e9:.1f} GB)"):
+        check_files(folder, manifest, digests=digests)
     return manifest
 
 

@@ -47,6 +47,7 @@ from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import gather_json
 from pacs_megatron.runtime.files import sync_folder, write_atomically
 from pacs_megatron.runtime.json_reader import read_object
+from pacs_megatron.runtime.waiting import report_wait
 
 logger = logging.getLogger(__name__)
 _PARTIAL = ".partial"
@@ -217,7 +218,9 @@ def verify_checkpoint(folder: Path, channel: ControlChannel) -> None:
         except CheckpointError as error:
             raise CheckpointError(f"{error}; or remove {folder} to resume from an older one") from None
 
-    channel.run_together(check)
+    size = sum(facts.nbytes for facts in manifest.files.values())
+    with report_wait(f"for the digests of {folder} ({size / 1e9:.1f} GB)"):
+        channel.run_together(check)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

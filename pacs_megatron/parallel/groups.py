@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import HashStore
 from pacs_megatron.contracts import Layout
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.parallel import cpu_redirects
+from pacs_megatron.runtime.waiting import report_wait
 
 _STARTUP_TIMEOUT_S = 1800.0
 
@@ -97,7 +98,9 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _rendezvous(rank, world_size, "gloo" if on_cpu else "nccl")
+        address = os.environ.get("MASTER_ADDR", "this process")
+        with report_wait(f"for {world_size} ranks to connect to {address}"):
+            _rendezvous(rank, world_size, "gloo" if on_cpu else "nccl")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
