@@ -1,10 +1,12 @@
-"""Documents: internal links exist, text wraps at 100 columns, every metric is described."""
+"""Documents: links and paths exist, text wraps at 100 columns, the README's file loads, every metric is described."""
 
 import ast
 import re
 from pathlib import Path
 
 import pytest
+
+from pacs_megatron.config import load_config
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -14,6 +16,7 @@ DOCUMENTS = sorted(
     ]
 )
 COLUMNS = 100
+PATH = re.compile(r"`((?:pacs_megatron|tests|benchmarks|configs|docs|slurm|tools|requirements)/[\w./*-]+)`")
 METRIC = re.compile(
     r"(reward|response|admission|data|staleness|objective|optimizer|policy|mismatch|pacs|grpo|sft)/[a-z0-9_]*[a-z]"
 )
@@ -43,6 +46,14 @@ def test_links_and_columns(path: Path) -> None:
         linked = (path.parent / file).resolve() if file else path
         assert linked.exists(), f"{target}: no such file"
         assert not anchor or anchor in anchors(linked), f"{target}: no such heading"
+    missing = [name for name in PATH.findall("\n".join(lines)) if not list(ROOT.glob(name.rstrip("/")))]
+    assert not missing, f"no such file: {missing}"
+
+
+def test_the_configuration_of_the_readme_loads(tmp_path: Path) -> None:
+    [text] = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    (tmp_path / "my-run.yaml").write_text(text)
+    assert load_config(tmp_path / "my-run.yaml").config.run.name == "my-run"
 
 
 def test_every_metric_is_described() -> None:
