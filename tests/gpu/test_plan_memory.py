@@ -5,12 +5,15 @@ Left out of both: CUDA context, NCCL and fragmentation, which `max_memory_alloca
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pacs_megatron.config.layout import layout_of
 from pacs_megatron.config.objective_options import PacsOptions
@@ -19,10 +22,11 @@ from pacs_megatron.objectives import build_objective
 from pacs_megatron.plan import memory
 from tests.distributed.test_plan_exact import run_config
 from tests.support.policy_cases import make_policy, random_step, train
-from tests.support.ranks import run_ranks
+from tests.support.ranks import free_port
 from tests.support.tiny_families import make_family
 
 pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[2]
 TOKENS = 8192
 SHAPE: dict[str, dict[str, Any]] = {
     "qwen3": {
@@ -49,34 +53,37 @@ SHAPE: dict[str, dict[str, Any]] = {
 }
 
 
-def has_gpu() -> bool:
-    """Runs in a child: the ranks are forked from this process, which must not have a CUDA context."""
-    code = "import torch, sys; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def peak_bytes(folder: Path, parallel: dict[str, Any]) -> int:
+    """The allocator's peak in a training step, in this process (the test starts a fresh one).
+
+    Not in a fork: importing Megatron calls CUDA (megatron/core/nccl_allocator.py:11), and a fork of that process cannot
+    use it.
+    """
+    policy = make_policy(folder, 1, dtype="bf16", tokens_per_microbatch=TOKENS, **parallel)
+    objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
+    # Short samples, packed: three micro-batches that fill the budget nearly.
+    steps = [random_step(seed, num_groups=3 * TOKENS // 50, vocab=30000) for seed in range(3)]
+    train(policy, objective, steps[:2], tokens_per_microbatch=TOKENS)  # creates the optimizer's state
+    torch.cuda.reset_peak_memory_stats()
+    train(policy, objective, steps[2:], tokens_per_microbatch=TOKENS)
+    return torch.cuda.max_memory_allocated()
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("granularity", ["none", "full"])
 @pytest.mark.parametrize("family", SHAPE)
 def test_one_stage_is_as_planned(family: str, granularity: str, tmp_path: Path) -> None:
-    if not has_gpu():
+    if not torch.cuda.is_available():
         pytest.skip("no CUDA device on this host")
     folder = make_family(tmp_path, family, **SHAPE[family])
     parallel = {"recompute": {"granularity": granularity}}
-    # Short samples, packed: three micro-batches that fill the budget nearly.
-    steps = [random_step(seed, num_groups=3 * TOKENS // 50, vocab=30000) for seed in range(3)]
-
-    def on_rank(_rank: int, world: int) -> int:
-        import torch
-
-        policy = make_policy(folder, world, dtype="bf16", tokens_per_microbatch=TOKENS, **parallel)
-        objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
-        train(policy, objective, steps[:2], tokens_per_microbatch=TOKENS)  # the optimizer's state is there from now on
-        torch.cuda.reset_peak_memory_stats()
-        train(policy, objective, steps[2:], tokens_per_microbatch=TOKENS)
-        return torch.cuda.max_memory_allocated()
-
-    (peak,) = run_ranks(on_rank, 1, timeout=800, init_process_group=False)
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = os.environ | place | {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.gpu.test_plan_memory", str(folder), json.dumps(parallel)]
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=800, check=True
+    )
+    peak = int(done.stdout.split()[-1])
     config = run_config("bf16", parallel)
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"tokens_per_microbatch": TOKENS})})
     spec, layout = load_spec(folder), layout_of(config, 1)
@@ -84,3 +91,7 @@ def test_one_stage_is_as_planned(family: str, granularity: str, tmp_path: Path) 
     planned = sum(item.num_bytes for item in items)
     table = ", ".join(f"{item.name} {item.num_bytes / 2**20:.0f}" for item in items)
     assert peak == pytest.approx(planned, rel=0.05), f"{peak / 2**20:.0f} MiB, planned {planned / 2**20:.0f}: {table}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{peak_bytes(Path(sys.argv[1]), json.loads(sys.argv[2]))}\n")
