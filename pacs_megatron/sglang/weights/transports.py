@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 import shutil
 import socket
@@ -39,6 +40,28 @@ T = TypeVar("T")
 Kind = Literal["nccl", "gloo"]
 CUDA_ARG_DEVICE = 6
 """Position of the device in the arguments of torch's `rebuild_cuda_tensor`; SGLang expects a GPU's UUID there."""
+
+
+GROUP_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""torch reads these in the constructor of an NCCL group. 2 is CleanUpOnly (ProcessGroupNCCL.hpp:167-170): if a server dies
+inside a broadcast, the group's watchdog aborts the group. With the default it ends the whole process, rank 0."""
+_environment_lock = threading.Lock()
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Sets environment variables for the block; one thread at a time."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 class Transport(Protocol):
@@ -327,7 +350,8 @@ class BroadcastTransport:
         if kind == "nccl":
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = limit
-            return dist.ProcessGroupNCCL(prefixed, 0, num_ranks, nccl)
+            with _environment(GROUP_SETTINGS):
+                return dist.ProcessGroupNCCL(prefixed, 0, num_ranks, nccl)
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = limit
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
