@@ -32,7 +32,7 @@ from pacs_megatron.config.messages import RENAMED_KEYS  # noqa: E402
 
 METRIC_KEYS = {"lag/": "staleness/"}
 """metrics: old prefix -> new prefix"""
-NEW_METRICS = ("optimizer/clipped_frac",)
+NEW_METRICS = ("optimizer/clipped_frac", "passes/step_start", "passes/reference", "passes/score")
 """metrics that the old code did not write"""
 STOPPED, LIMIT_S = 75, 900.0
 
@@ -60,6 +60,7 @@ WARM_START = COMMON | {
     "rollout.engine": "demonstrations",
     "rollout.max_response_tokens": 48,
     "optimizer.lr": 2e-3,
+    "optimizer.min_lr": 2e-5,  # 0 had a last update without effect
     "optimizer.warmup_updates": 20,
 }
 PACS = COMMON | {

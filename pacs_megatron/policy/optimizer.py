@@ -60,8 +60,8 @@ class Optimizer:
             max_lr=options.lr,
             min_lr=options.lr if options.schedule == "constant" else options.min_lr,
             lr_warmup_steps=warmup,
-            # One more than the updates: the last update still has a learning rate above min_lr, which may be 0.
-            lr_decay_steps=total_updates + 1,
+            # The last update has min_lr. A rate of 0 comes after it, or the last update would change nothing.
+            lr_decay_steps=max(total_updates, 1) + (options.min_lr == 0),
             lr_decay_style=options.schedule,
             start_wd=options.weight_decay,
             end_wd=options.weight_decay,
