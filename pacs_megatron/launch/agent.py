@@ -1,7 +1,8 @@
 """torchrun with useful exit codes: `python -m pacs_megatron.launch.agent <torchrun arguments>`.
 
 torchrun always exits 1 with a traceback if a rank fails, and SIGUSR1 kills it. This wrapper forwards SIGUSR1 to the
-ranks, prints one line for a killed rank, and exits with the code of the first rank that failed.
+ranks, prints one line for a killed rank, and exits with the code of the first rank that failed. With `--standalone` its
+rendezvous listens on loopback only.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
@@ -22,6 +25,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run torchrun; returns 0, the exit code of the first failed rank, or 128 + its signal."""
     die_with_parent(signal.SIGTERM)
     _pass_on_usr1()
+    if "--standalone" in arguments:
+        _listen_on_loopback()
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -40,6 +45,29 @@ def main(arguments: Sequence[str]) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def _listen_on_loopback() -> None:
+    """Make the stores of a run on one host listen on 127.0.0.1. torchrun's listen on all interfaces.
+
+    A store executes the commands of every process that connects. torchrun's modules import the class after this.
+    """
+    from torch import distributed
+
+    original: Any = vars(distributed)["TCPStore"]
+
+    class LoopbackStore(original):
+        def __init__(self, host_name: str, port: int, **options: Any) -> None:
+            if options.get("is_master"):
+                listener = socket.socket()
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(("127.0.0.1", port))
+                listener.listen(128)
+                host_name, port = listener.getsockname()
+                options["master_listen_fd"] = listener.detach()
+            super().__init__(host_name, port, **options)
+
+    vars(distributed)["TCPStore"] = LoopbackStore
 
 
 def _pass_on_usr1() -> None:

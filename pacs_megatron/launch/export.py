@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, Position, newest_step
 from pacs_megatron.errors import ConfigError
+from pacs_megatron.runtime.run_lock import RunLock
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -13,7 +15,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = True) -> str:
     """Write the weights of `step` (default: the newest checkpoint) to `out`, and return a line to print.
 
-    Raises ConfigError without a checkpoint, CheckpointError or ConversionError for an unreadable one.
+    Raises ConfigError without a checkpoint, or if `out` is None and the run folder is in use, and CheckpointError or
+    ConversionError for an unreadable checkpoint.
     """
     from pacs_megatron.convert.convert import Options, megatron_to_hf
     from pacs_megatron.observability.logs import setup_logging
@@ -30,6 +33,10 @@ def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = 
         raise ConfigError(f"{folder} does not exist or is incomplete; the newest checkpoint is step {newest}")
     target = out if out is not None else run_dir / "hf_exports" / Position(chosen).name
     setup_logging(None, 0)
-    return str(
-        megatron_to_hf(folder, Options(out=target, verify_source=verify), step=None, max_shard_bytes=MAX_SHARD_BYTES)
-    )
+    # A folder elsewhere needs no lock: readers of a run are never refused.
+    with RunLock(run_dir, "export") if out is None else nullcontext():
+        return str(
+            megatron_to_hf(
+                folder, Options(out=target, verify_source=verify), step=None, max_shard_bytes=MAX_SHARD_BYTES
+            )
+        )

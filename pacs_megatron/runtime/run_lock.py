@@ -150,7 +150,9 @@ def refuse_if_locked(run_dir: Path) -> None:
 
 def _refusal(run_dir: Path, owner: Lease | None) -> FolderInUseError:
     name = "another process" if owner is None else str(owner)
-    return FolderInUseError(f"{run_dir} is in use by {name}; stop that process, or choose another run.name")
+    return FolderInUseError(
+        f"{run_dir} is in use by {name}; stop that process, choose another run.name, or another --out"
+    )
 
 
 def _flock(file: int, run_dir: Path) -> bool:

@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from pacs_megatron.rewards.pool import RewardPool
 from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.runtime.files import json_line, write_atomically
 from pacs_megatron.runtime.json_reader import read_object
+from pacs_megatron.runtime.run_folder import run_folder
+from pacs_megatron.runtime.run_lock import RunLock, refuse_if_locked
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,9 @@ def run_eval(
     loaded = load_config(config_path, overrides)
     config = loaded.config
     _check(loaded)
+    run_dir = run_folder(loaded)
+    if out is None:
+        refuse_if_locked(run_dir)
     folder = HfFolder(config.model.path if model is None else model)
     started = time.perf_counter()
     tokenizer = load_tokenizer(str(folder.path), config.model.trust_remote_code)
@@ -71,16 +77,18 @@ def run_eval(
         evaluation = evaluate(
             benchmarks, _with_progress(engine.stream), judge, config.evaluation, run_seed=config.run.seed, step=0
         )
-    target = Path(config.run.dir) / config.run.name / "eval" if out is None else out
+    target = run_dir / "eval" if out is None else out
     prompts = {prompt.id: prompt for benchmark in benchmarks for prompt in benchmark.prompts}
-    write_rollouts(target / SAMPLES_NAME, evaluation.samples, prompts, decode)
     facts = {
         "model": str(folder.path),
         "weights_digest": digest,
         "verified": bool(certified),
         "seconds": time.perf_counter() - started,
     }
-    write_atomically(target / RESULTS_NAME, [_results_json(evaluation, config, facts)])
+    # A folder elsewhere needs no lock.
+    with RunLock(run_dir, "eval") if out is None else nullcontext():
+        write_rollouts(target / SAMPLES_NAME, evaluation.samples, prompts, decode)
+        write_atomically(target / RESULTS_NAME, [_results_json(evaluation, config, facts)])
     return f"{table(evaluation, config.evaluation.k)}\n{target / RESULTS_NAME}"
 
 

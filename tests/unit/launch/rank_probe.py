@@ -15,6 +15,20 @@ def main(folder: Path, mode: str) -> int:
     (folder / f"started_{rank}").write_text(
         f"{os.getpid()} {os.environ['WORLD_SIZE']} {os.environ['MASTER_ADDR']} {os.environ['OMP_NUM_THREADS']}"
     )
+    if mode == "listen":
+        import psutil
+        import torch.distributed
+
+        torch.distributed.init_process_group("gloo")
+        torch.distributed.barrier()
+        listening = [
+            connection.laddr.ip
+            for process in (psutil.Process(), psutil.Process().parent())
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        (folder / f"listening_{rank}").write_text("\n".join(listening))
+        torch.distributed.barrier()
     if mode == "fail_on_1" and rank == "1":
         return 2
     if mode == "die_on_1" and rank == "1":

@@ -36,6 +36,13 @@ def test_ranks_end_well(tmp_path: Path) -> None:
     assert_gone(tmp_path)
 
 
+def test_a_run_on_one_host_listens_on_loopback_only(tmp_path: Path) -> None:
+    assert start_ranks([PROBE, str(tmp_path), "listen"], 2, tmp_path / "exit_code") == 0
+    found = [path.read_text().split() for path in tmp_path.glob("listening_*")]
+    assert len(found) == 2 and all(found)
+    assert {address for addresses in found for address in addresses} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
 def test_a_failed_rank_gives_its_code(tmp_path: Path) -> None:
     assert start_ranks([PROBE, str(tmp_path), "fail_on_1"], 2, tmp_path / "exit_code") == 2
     assert_gone(tmp_path)
