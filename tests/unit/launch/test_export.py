@@ -16,7 +16,7 @@ def test_export_takes_the_lock_of_the_run_it_writes_to(tmp_path: Path, monkeypat
     (folder / "manifest.json").write_text("{}")
     monkeypatch.setattr("pacs_megatron.convert.convert.megatron_to_hf", lambda *_, **__: "exported")
     with RunLock(tmp_path / "run", "train"):
-        with pytest.raises(FolderInUseError, match="is in use by `train` .*another --out"):
+        with pytest.raises(FolderInUseError, match=r"is in use by `train` .*another --out"):
             export(tmp_path / "run", step=None, out=None)
         assert export(tmp_path / "run", step=None, out=tmp_path / "out") == "exported"
     assert export(tmp_path / "run", step=None, out=None) == "exported"
