@@ -62,7 +62,7 @@ class Run:
             rank=SimpleNamespace(rank=rank, device=torch.device("cpu")),
             policy=SimpleNamespace(version=1, export_weights=lambda: iter(WEIGHTS.items())),
             engine=None,
-            driver=SimpleNamespace(ask=lambda _request: ({"servers": alive}, {})) if rank == 0 else None,
+            driver=SimpleNamespace(call=lambda _request: ({"servers": alive}, {})) if rank == 0 else None,
             server_sync=ServerSync(IpcTransport(10.0), settings),
         )
 

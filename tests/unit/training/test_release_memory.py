@@ -47,7 +47,7 @@ def test_only_servers_on_the_trainers_gpus(place: dict[str, Any], released: list
             run_together=lambda action, only=None: action(), broadcast_json=lambda value: value, any_rank=bool
         ),
         rank=SimpleNamespace(rank=0),
-        driver=SimpleNamespace(ask=lambda _question: ({"servers": [[URL, 0]]}, {})),
+        driver=SimpleNamespace(call=lambda _question: ({"servers": [[URL, 0]]}, {})),
         server_sync=recorder,
     )
     release_memory(world)
