@@ -24,7 +24,7 @@ nitpicky = True
 
 _CONTENTS = {
     "Start": ["Overview <../README>", "architecture", "objective", "configuration", "reference", "metrics"],
-    "Use": ["operations", "../slurm/README", "../conversion/README", "../examples/README"],
+    "Use": ["operations", "security", "../slurm/README", "../conversion/README", "../examples/README"],
     "Background": ["families", "compatibility", "experiments", "../CONTRIBUTING", "../CHANGELOG"],
 }
 
@@ -35,7 +35,9 @@ def add_generated_text(_app: Sphinx, document: str, content: list[str]) -> None:
         content[0] += reference.markdown()
     if document == root_doc:
         folders = {title: sorted(HERE.glob(f"{title.lower()}/*.md")) for title in ("Measurements", "Decisions")}
-        contents = _CONTENTS | {t: [f"{p.parent.name}/{p.stem}" for p in paths] for t, paths in folders.items()}
+        listed = {Path(page).name for pages in _CONTENTS.values() for page in pages} | {"README"}
+        folders |= {"Others": sorted(path for path in HERE.glob("*.md") if path.stem not in listed)}
+        contents = _CONTENTS | {t: [str(path.relative_to(HERE)) for path in found] for t, found in folders.items()}
         for title, pages in contents.items():
             content[0] += f"\n```{{toctree}}\n:caption: {title}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
 
