@@ -15,6 +15,9 @@ _SCALINGS = {
 }
 _DTYPES = ("float32", "bfloat16", "float16")
 
+MAX_LAYERS, MAX_EXPERTS = 2**12, 2**14
+"""The weight table and the plan have a row for each."""
+
 
 class ConfigReader:
     """Typed access to one model's config; every error names the key, its value and the expected value."""
@@ -23,10 +26,11 @@ class ConfigReader:
         self.config = config
         self.family = family
 
-    def integer(self, key: str) -> int:
+    def integer(self, key: str, limit: int = 2**40) -> int:
+        """A positive integer up to `limit`."""
         value = self._required(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConversionError(f"config.json: {key}={value!r}, expected a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+            raise ConversionError(f"config.json: {key}={value!r}, expected a positive integer of at most {limit}")
         return value
 
     def optional_integer(self, key: str) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pacs_megatron.errors import ConversionError
-from pacs_megatron.models.config_reader import ConfigReader
+from pacs_megatron.models.config_reader import MAX_LAYERS, ConfigReader
 from pacs_megatron.models.spec import ModelSpec, MoeSpec
 from pacs_megatron.models.table import Row
 from pacs_megatron.models.transforms import GatedUp, Plain, Qkv
@@ -55,7 +55,7 @@ def read_decoder(
     theta, scaling = config.rope()
     return ModelSpec(
         family=config.family,
-        num_layers=config.integer("num_hidden_layers"),
+        num_layers=config.integer("num_hidden_layers", MAX_LAYERS),
         hidden_size=hidden_size,
         ffn_size=config.integer("intermediate_size"),
         num_heads=num_heads,
@@ -79,4 +79,4 @@ def qwen_window_in_use(config: ConfigReader) -> bool:
     if not config.boolean("use_sliding_window", missing=False):
         return False
     first = config.optional_integer("max_window_layers")
-    return first is None or first < config.integer("num_hidden_layers")
+    return first is None or first < config.integer("num_hidden_layers", MAX_LAYERS)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pacs_megatron.models.config_reader import ConfigReader
+from pacs_megatron.models.config_reader import MAX_EXPERTS, ConfigReader
 from pacs_megatron.models.decoder import ATTENTION, EXPERTS, MLP_NORM, QK_NORM, qwen_window_in_use, read_decoder
 from pacs_megatron.models.spec import ModelSpec, MoeSpec
 from pacs_megatron.models.table import Family, Row
@@ -16,7 +16,7 @@ def _read(config: ConfigReader) -> ModelSpec:
     # transformers 5 reads both keys and keeps the older one when it saves.
     experts_key = "num_experts" if config.optional_integer("num_experts") else "num_local_experts"
     moe = MoeSpec(
-        num_experts=config.integer(experts_key),
+        num_experts=config.integer(experts_key, MAX_EXPERTS),
         top_k=config.integer("num_experts_per_tok"),
         expert_ffn_size=config.integer("moe_intermediate_size"),
         norm_topk_prob=config.boolean("norm_topk_prob", missing=False),

@@ -243,6 +243,17 @@ def test_family_rules() -> None:
     assert read_spec(llama | {"rope_scaling": LLAMA3_ROPE}).rope_theta == 500000.0
 
 
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [("Llama-3.1-8B", "num_hidden_layers"), ("Qwen3-30B-A3B", "num_experts"), ("Llama-3.1-8B", "vocab_size")],
+)
+def test_sizes_are_limited(model: str, key: str) -> None:
+    """The weight table has a row for each layer and expert: 10 ** 9 of them took minutes."""
+    config, _ = PUBLISHED[model]
+    with pytest.raises(ConversionError, match=f"{key}=10+, expected a positive integer of at most"):
+        read_spec(config | {key: 10**13})
+
+
 def test_folder_errors_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"config\.json is missing"):
         load_spec(tmp_path)
