@@ -167,7 +167,7 @@ def test_three_updates_equal_autograd_through_the_whole_mini_batch(
     np.testing.assert_allclose(kept[0], apart[0], rtol=1e-5)
     for found, other in zip(kept[4], apart[4], strict=True):
         for key in found.keys() & other.keys():
-            np.testing.assert_allclose(found[key], other[key], rtol=1e-5, atol=1e-6, err_msg=key)
+            np.testing.assert_allclose(found[key], other[key], rtol=1e-4, atol=1e-5, err_msg=key)
 
 
 @pytest.mark.parametrize("layout", ["pp2", "vpp2", pytest.param("tp2-pp2", marks=pytest.mark.full)])
