@@ -166,7 +166,7 @@ def test_three_updates_equal_autograd_through_the_whole_mini_batch(
     np.testing.assert_allclose(np.array(kept[0])[:, 0], np.array(apart[0])[:, 0], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(kept[0], apart[0], rtol=1e-5)
     for found, other in zip(kept[4], apart[4], strict=True):
-        for key in found.keys() & other.keys():
+        for key in (key for key in found.keys() & other.keys() if not key.startswith("passes/")):
             np.testing.assert_allclose(found[key], other[key], rtol=1e-4, atol=1e-5, err_msg=key)
 
 
