@@ -24,7 +24,7 @@ def checks_of(folder: Path, model: Path, rollout: str) -> dict[str, Check]:
 
 def test_a_running_server_gets_a_request(lab: Lab, tmp_path: Path) -> None:
     found = checks_of(tmp_path, lab.folders[0], f"urls: ['{lab.url}'], sync: {{transport: disk}}")
-    assert found["rollout.urls"].level == "ok" and f"{lab.url} answers in" in found["rollout.urls"].message
+    assert found["rollout.urls"].level == "ok" and f"{lab.url} responds in" in found["rollout.urls"].message
 
 
 @pytest.mark.full
