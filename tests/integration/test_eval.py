@@ -90,7 +90,7 @@ def test_the_same_command_gives_the_same_samples_and_another_model_others(config
     ("arguments", "message"),
     [
         (["evaluation.sampling.temperature=-1"], "evaluation.sampling.temperature"),
-        (["model.path=nowhere"], "nowhere is no folder"),
+        (["model.path=nowhere"], "nowhere is not a folder"),
         (["evaluation.sampling.max_response_tokens=4000"], "exceed the model's context of 1024"),
     ],
 )
