@@ -112,7 +112,7 @@ def test_what_a_lost_node_cut_off_is_no_obstacle(sound: Path, tmp_path: Path, mo
     (tmp_path / "runs/tiny/checkpoints/step_000008.partial").mkdir()
     checks = run_preflight(config)
     assert not [str(check) for check in checks if check.level == "fail"]
-    assert "has no whole checkpoint: the run starts" in "\n".join(map(str, checks))
+    assert "has no complete checkpoint: the run starts" in "\n".join(map(str, checks))
 
 
 def test_what_a_reward_prints_stays_out_of_the_report(sound: Path, tmp_path: Path) -> None:
