@@ -33,7 +33,7 @@ def error_of(rank: int, failing: dict[int, PacsError], *, only: int | None = Non
     [
         ({}, None, [10, 11, 12]),
         ({}, 1, [None, 11, None]),
-        ({2: DataError("b|ä\nc")}, None, [("DataError", "b|ä\nc")] * WORLD),
+        ({2: DataError("b|ä\nc")}, None, [("DataError", "b|ä c")] * WORLD),  # an error is always one line
         ({1: RolloutError("b")}, 1, [("RolloutError", "b")] * WORLD),
         ({1: RolloutError("b")}, 2, [None, None, 12]),
     ],
