@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 NUM_INPUTS = int(os.environ.get("PACS_FUZZ_INPUTS", "500"))
 
 
-def fuzz(test: Callable[..., Any]) -> Callable[..., Any]:
+def fuzz(test: Callable[..., Any], num_inputs: int = NUM_INPUTS) -> Callable[..., Any]:
     """Marks a hypothesis test as a long one and sets its number of inputs; goes above `@given`."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-    configured = settings(max_examples=NUM_INPUTS, deadline=None, suppress_health_check=checks, derandomize=True)
+    configured = settings(max_examples=num_inputs, deadline=None, suppress_health_check=checks, derandomize=True)
     marked: Callable[..., Any] = pytest.mark.full(configured(test))
     return marked
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from pacs_megatron.errors import ConfigError, PacsError
 from pacs_megatron.launch.batch_script import setup_lines, train_command
 from pacs_megatron.launch.request import Request, expand
 from pacs_megatron.launch.submit import submit
-from tests.support.fuzz import fuzz
+from tests.support.fuzz import NUM_INPUTS, fuzz
 from tests.unit.config.test_load import BASE
 
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
@@ -175,7 +176,8 @@ def test_the_check_sees_an_execution(sandbox: Sandbox) -> None:
     assert sandbox.canary.exists()
 
 
-@fuzz
+@partial(fuzz, num_inputs=NUM_INPUTS // 20)  # a dry run takes seconds
+@pytest.mark.timeout(1800)
 @given(
     payload=st.text(
         alphabet=st.sampled_from(list("$();|&<>\"'`\\\n\t *?[]{}~#!%=-a/é名\u202e")), min_size=1, max_size=40
