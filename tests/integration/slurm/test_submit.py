@@ -154,7 +154,8 @@ def test_a_sweep_converts_each_model_once(nemo_run: None, tmp_path: Path) -> Non
     together = "\n".join(submit(make_request(config, sweep=sweep, convert=True), dry_run=True))
     assert together.count("convert to-megatron --hf") == 2
     waits = re.findall(r"^# tiny: train-(\S+) starts after (\S+) ", together, re.MULTILINE)
-    assert dict(waits) == {job.name: "convert" if "-2" not in str(job.converted) else "convert-2" for job in jobs}
+    conversions = {job.name: "convert-2" if job.converted.name.endswith("-2") else "convert" for job in jobs}
+    assert dict(waits) == conversions
     alone = expand(make_request(config, convert=True))
     assert str(alone[0].converted) == f"{runs}/tiny/converted"
 
