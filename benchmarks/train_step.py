@@ -354,13 +354,7 @@ def run_case(setups: list[Setup], out: Path, log: Path) -> dict[str, dict[str, A
 
 
 def machine_facts() -> dict[str, Any]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    def of(name: str) -> str | None:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return None
+    from importlib.metadata import distributions
 
     names = ("torch", "megatron-core", "transformer-engine", "transformers", "triton")
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
@@ -372,7 +366,7 @@ def machine_facts() -> dict[str, Any]:
         "gpu": gpu or None,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "versions": {name: of(name) for name in names},
+        "versions": {d.name: d.version for d in distributions() if d.name in names},
     }
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.objective_options import PacsOptions, SftOptions
-from pacs_megatron.config.options import Options
 from pacs_megatron.config.rollout_options import MAX_SGLANG_STOPS, SglangRollout, SglangServers
 from pacs_megatron.config.schema import DatasetOptions, RunConfig
+from pacs_megatron.config.text import Options
 
 
 @dataclass(frozen=True, slots=True)

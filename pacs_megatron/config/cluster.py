@@ -9,7 +9,6 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, ValidationError, model_validator
 
-from pacs_megatron.config.options import Options
 from pacs_megatron.config.text import (
     Constraint,
     CpuBind,
@@ -20,6 +19,7 @@ from pacs_megatron.config.text import (
     MemorySize,
     ModuleName,
     Mount,
+    Options,
     PathText,
 )
 from pacs_megatron.config.yaml_tree import read_yaml

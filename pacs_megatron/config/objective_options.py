@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from pacs_megatron.config.options import Options
+from pacs_megatron.config.text import Options
 
 
 # An option that the other settings do not use defaults to None, so a value given there can be refused.

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from pacs_megatron.config.options import Options
-from pacs_megatron.config.text import Line
+from pacs_megatron.config.text import Line, Options
 
 
 class RewardWorkerOptions(Options):

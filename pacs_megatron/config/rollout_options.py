@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from pacs_megatron.config.options import Options
-from pacs_megatron.config.text import Devices, EnvironmentName, HostName, Line, PathText, Url
+from pacs_megatron.config.text import Devices, EnvironmentName, HostName, Line, Options, PathText, Url
 
 
 class SamplingOptions(Options):

@@ -11,10 +11,9 @@ from typing import Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from pacs_megatron.config.objective_options import ObjectiveOptions, PacsOptions, SftOptions
-from pacs_megatron.config.options import Options
 from pacs_megatron.config.reward_options import RewardOptions
 from pacs_megatron.config.rollout_options import RolloutOptions, SamplingOptions
-from pacs_megatron.config.text import Line, PathText, RunName, TimeLimit
+from pacs_megatron.config.text import Line, Options, PathText, RunName, TimeLimit
 
 
 # -------------------------------------------------------------------------------------------------------------- model

@@ -169,7 +169,7 @@ def run_rank(arguments: Sequence[str]) -> None:
     )
     rank = groups.initialize(layout, seed=0, control_timeout_s=_TIMEOUT_S)
     from pacs_megatron.policy import model, precision, weights
-    from pacs_megatron.policy.logits import logits
+    from pacs_megatron.policy.passes import logits
 
     source = MegatronWeights(Path(job["checkpoint"]), digests=False)
     spec = source.table.spec

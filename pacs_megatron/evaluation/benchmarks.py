@@ -7,8 +7,8 @@ from pacs_megatron.config.schema import EvaluationOptions
 from pacs_megatron.contracts import Sample, SampleRequest
 from pacs_megatron.data import PromptSet
 from pacs_megatron.evaluation.passk import benchmark_metrics
+from pacs_megatron.rollout.admission import ProblemCounts, count_problem
 from pacs_megatron.rollout.judge import Judge
-from pacs_megatron.rollout.problem_counts import ProblemCounts, count_problem
 from pacs_megatron.rollout.requests import sample_requests
 
 Sampler = Callable[[Sequence[SampleRequest]], Iterable[Sample]]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.rollout.problem_counts import ProblemCounts
+from pacs_megatron.rollout.admission import ProblemCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,6 @@ from pacs_megatron.policy import passes, precision, weights
 from pacs_megatron.policy.microbatch import MicroBatch, build_microbatch, build_record
 from pacs_megatron.policy.model import PolicyModel, build_chunks, transformer_config, unwrap, wrap_for_training
 from pacs_megatron.policy.optimizer import Optimizer
-from pacs_megatron.policy.snapshot import Snapshot
 from pacs_megatron.policy.stoppable import StoppablePass, StopTest
 from pacs_megatron.policy.update_loss import MAX_LOG_RATIO, SampleStatistics, UpdateLoss
 
@@ -86,7 +85,7 @@ class MegatronPolicy:
         )
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = None
-        self.reference: Snapshot | None = None
+        self.reference: weights.Snapshot | None = None
         for model in self.models:
             model.temperature = temperature
 
@@ -108,7 +107,7 @@ class MegatronPolicy:
     def take_reference(self, *, reset_optimizer: bool) -> None:
         """Sets the reference to the current policy; `reset_optimizer` also sets Adam's moments to 0."""
         if self.reference is None:
-            self.reference = Snapshot(self.chunks)
+            self.reference = weights.Snapshot(self.chunks)
         else:
             self.reference.take()
         if reset_optimizer:

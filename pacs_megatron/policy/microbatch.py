@@ -1,7 +1,7 @@
 """Input of one forward pass (packed tokens, sequence bounds, tokens to predict) and the record for the objective."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,35 +88,11 @@ def build_microbatch(
     every sequence is padded on the right to a multiple of 2 cp, where causal attention hides the padding. `with_table`: the
     rows are whole groups whose coefficients depend on this forward.
     """
-    cp = parallel_state.get_context_parallel_world_size()
-    sequence_multiple = 2 * cp if cp > 1 else 1
-    multiple = math.lcm(multiple * cp, sequence_multiple)
+    facts, cp = minibatch.facts, parallel_state.get_context_parallel_world_size()
     position_of_row = {int(row): position for position, row in enumerate(minibatch.tokens.index)}
-    ids: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
-    labels: list[np.ndarray] = []
-    for row in rows:
-        at = position_of_row[int(row)]
-        tokens = minibatch.tokens.token_ids[minibatch.tokens.offsets[at] : minibatch.tokens.offsets[at + 1]].astype(
-            np.int64
-        )
-        prompt_len = int(minibatch.facts.prompt_lens[row])
-        label = np.full(len(tokens) - 1, -1, dtype=np.int64)
-        label[prompt_len - 1 :] = tokens[prompt_len:]
-        fill = -(len(tokens) - 1) % sequence_multiple
-        ids.append(np.pad(tokens[:-1], (0, fill)))
-        positions.append(np.arange(len(tokens) - 1 + fill))
-        labels.append(np.pad(label, (0, fill), constant_values=-1))
-    total = sum(len(part_ids) for part_ids in ids)
-    padding = -total % multiple if total else multiple
-    if padding:
-        ids.append(np.zeros(padding, dtype=np.int64))
-        positions.append(np.arange(padding))
-        labels.append(np.full(padding, -1, dtype=np.int64))
-    lens = [len(part_ids) for part_ids in ids]
-    bounds = torch.tensor(np.concatenate([[0], np.cumsum(lens)]), dtype=torch.int32, device=device)
-    longest = max(lens)
-    response_lens = minibatch.facts.response_lens[rows]
+    positions = [position_of_row[int(row)] for row in rows]
+    inputs, bounds = _pack(minibatch, rows, positions, multiple=multiple, cp=cp)
+    response_lens = facts.response_lens[rows]
     ends = np.cumsum(response_lens)
     starts = np.repeat(np.arange(len(rows)) * response_lens.max(initial=0) - (ends - response_lens), response_lens)
 
@@ -126,47 +102,78 @@ def build_microbatch(
         # Only the last pipeline stage has log-probs, and only it uses them.
         return _concat([values[int(row)] for row in rows if int(row) in values]).to(device)
 
-    bounds_of = minibatch.tokens.response_offsets
-    sampler = [
-        minibatch.tokens.sampler_logprobs[bounds_of[at] : bounds_of[at + 1]]
-        for at in (position_of_row[int(row)] for row in rows)
-    ]
-    label_row = torch.from_numpy(np.concatenate(labels))
-    mine, local = None, None
+    sampler, at = minibatch.tokens.sampler_logprobs, minibatch.tokens.response_offsets
+    local = None
     if cp > 1:
         mine = zigzag_index(bounds.tolist(), cp)[parallel_state.get_context_parallel_rank()]
-        number = (label_row >= 0).cumsum(0) - 1
-        local = number[mine][label_row[mine] >= 0].to(device)
-
-    def row_tensor(row: Tensor) -> Tensor:
-        return (row if mine is None else row[mine])[None].to(device)
-
+        is_label = inputs[2] >= 0
+        local = (is_label.cumsum(0) - 1)[mine][is_label[mine]].to(device)
+        inputs = inputs[:, mine]
+    input_ids, position_ids, labels = inputs[:, None].to(device)
     return MicroBatch(
         rows=rows,
-        input_ids=row_tensor(torch.from_numpy(np.concatenate(ids))),
-        position_ids=row_tensor(torch.from_numpy(np.concatenate(positions))),
-        labels=row_tensor(label_row),
-        # Padding counts as a part of its sequence, so the padded bounds that Transformer Engine's context parallelism
-        # requires are the same.
-        packed=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            cu_seqlens_q_padded=bounds if cp > 1 else None,
-            cu_seqlens_kv_padded=bounds if cp > 1 else None,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        ),
+        input_ids=input_ids,
+        position_ids=position_ids,
+        labels=labels,
+        packed=packed_params(bounds, device, padded=cp > 1),
         sample_of_token=torch.from_numpy(np.repeat(rows, response_lens)).to(device),
         response_lens=response_lens,
-        all_response_lens=torch.from_numpy(minibatch.facts.response_lens).to(device),
+        all_response_lens=torch.from_numpy(facts.response_lens).to(device),
         slots=torch.from_numpy(starts + np.arange(response_lens.sum())).to(device),
-        sampler_logprobs=_concat(sampler).to(device),
+        sampler_logprobs=_concat([sampler[at[k] : at[k + 1]] for k in positions]).to(device),
         step_start_logprobs=by_token(minibatch.step_start_logprobs),
         reference_logprobs=by_token(minibatch.reference_logprobs),
         row_index=torch.from_numpy(rows).to(device),
-        table=build_table(minibatch.facts, rows, device) if with_table else None,
+        table=build_table(facts, rows, device) if with_table else None,
         local=local,
+    )
+
+
+def _pack(
+    minibatch: MiniBatch, rows: np.ndarray, positions: Sequence[int], *, multiple: int, cp: int
+) -> tuple[Tensor, Tensor]:
+    """int64 [3, t] input ids, position ids and labels of all ranks; int32 [sequences + 1] bounds, on the CPU."""
+    sequence_multiple = 2 * cp if cp > 1 else 1
+    multiple = math.lcm(multiple * cp, sequence_multiple)
+    tokens, offsets = minibatch.tokens.token_ids, minibatch.tokens.offsets
+    sequences: list[np.ndarray] = []
+    for row, at in zip(rows, positions, strict=True):
+        ids = tokens[offsets[at] : offsets[at + 1]].astype(np.int64)
+        prompt_len = int(minibatch.facts.prompt_lens[row])
+        length = len(ids) - 1
+        sequences.append(_dummy_tokens(length + -length % sequence_multiple))
+        sequences[-1][0, :length] = ids[:-1]
+        sequences[-1][2, prompt_len - 1 : length] = ids[prompt_len:]
+    total = sum(sequence.shape[1] for sequence in sequences)
+    padding = -total % multiple if total else multiple
+    if padding:
+        sequences.append(_dummy_tokens(padding))
+    lens = [sequence.shape[1] for sequence in sequences]
+    bounds = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
+    return torch.from_numpy(np.concatenate(sequences, axis=1)), bounds
+
+
+def _dummy_tokens(length: int) -> np.ndarray:
+    """int64 [3, length]: input ids 0, positions, no labels."""
+    return np.stack([np.zeros(length, dtype=np.int64), np.arange(length), np.full(length, -1)])
+
+
+def packed_params(bounds: Tensor, device: torch.device, *, padded: bool = False) -> PackedSeqParams:
+    """Megatron's parameters of sequences with int32 bounds [n + 1] on the CPU.
+
+    `padded`: with context parallelism. Padding counts as a part of its sequence, so the padded bounds that Transformer
+    Engine's context parallelism requires are the same.
+    """
+    longest = int(bounds.diff().max())
+    bounds = bounds.to(device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=bounds if padded else None,
+        cu_seqlens_kv_padded=bounds if padded else None,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 

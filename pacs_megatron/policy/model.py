@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,7 +25,7 @@ from pacs_megatron.config.schema import ParallelOptions, PrecisionOptions
 from pacs_megatron.models import ModelSpec
 from pacs_megatron.parallel import cpu_redirects
 from pacs_megatron.parallel.groups import Rank
-from pacs_megatron.policy import patches, precision
+from pacs_megatron.policy import precision
 from pacs_megatron.policy.head import token_logprobs
 from pacs_megatron.policy.modules import PackedAttention, RMSNorm
 
@@ -184,7 +185,10 @@ def build_chunks(
     rank: Rank,
 ) -> list[torch.nn.Module]:
     """This rank's model chunks (one, or `vpp`), on its device, in bf16 wrapped in Float16Module. Weights are arbitrary."""
-    patches.apply()
+    # Defect of megatron-core 0.16: the router tests `te_general_gemm is not None`, a name that is unbound without
+    # Transformer Engine (NameError).
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
     chunks: list[torch.nn.Module] = []
     vpp = config.virtual_pipeline_model_parallel_size
     for stage in range(vpp or 1):

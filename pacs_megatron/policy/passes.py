@@ -1,16 +1,17 @@
 """Forward and backward over a plan of micro-batches, through Megatron's own schedules."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from pacs_megatron.policy.fp8_state import unchanged_fp8_state
-from pacs_megatron.policy.microbatch import MicroBatch
+from pacs_megatron.models import ModelSpec
+from pacs_megatron.policy.microbatch import MicroBatch, packed_params
 from pacs_megatron.policy.stoppable import StoppablePass
 
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -58,7 +59,7 @@ def forward(
         return logprobs.sum(), torch.zeros((), dtype=torch.int, device=logprobs.device), logprobs
 
     iterators = [iter(batches) for _ in chunks] if stoppable is None else stoppable.iterators(len(chunks))
-    with torch.no_grad(), unchanged_fp8_state(chunks):
+    with torch.no_grad(), _unchanged_fp8_state(chunks):
         results = _run(chunks, iterators, len(batches), keep, forward_only=True)
     if stoppable is not None:
         stoppable.finish()
@@ -80,3 +81,68 @@ def forward_backward(
 
     results = _run(chunks, [iter(batches) for _ in chunks], len(batches), loss, forward_only=False)
     return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else []
+
+
+def _newest_amax(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
+    """float32 [tensors] per module with delayed scaling: the row of its amax history that casts write to."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            for key in ("scaling_fwd", "scaling_bwd"):
+                history = getattr(getattr(module, "fp8_meta", {}).get(key), "amax_history", None)
+                if history is not None:
+                    yield history[0]
+
+
+@contextlib.contextmanager
+def _unchanged_fp8_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Restores the amax histories of delayed scaling after a pass without gradient; other recipes have no state.
+
+    Transformer Engine records the amax of every cast, also without gradient, and the next update would compute its
+    scales from the maximum over score passes and updates.
+    """
+    before = {amax.data_ptr(): amax.clone() for amax in _newest_amax(chunks)}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for amax in _newest_amax(chunks):
+                saved = before.get(amax.data_ptr())
+                # A first pass creates the state: its newest row starts at 0.
+                amax.zero_() if saved is None else amax.copy_(saved)
+
+
+@torch.no_grad()
+def logits(chunks: Sequence[torch.nn.Module], spec: ModelSpec, sequences: Sequence[Sequence[int]]) -> Tensor | None:
+    """All logits, for comparison with another implementation; not used in training.
+
+    float32 [t, v] of all sequences one after the other, v without padding; None except on the last pipeline stage.
+
+    One packed forward through Megatron's schedule. Collective over the model's ranks.
+    """
+    device = next(chunks[0].parameters()).device
+    lens = [len(sequence) for sequence in sequences]
+    bounds = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    tokens = torch.tensor([t for sequence in sequences for t in sequence], device=device)[None]
+    positions = torch.cat([torch.arange(n, device=device) for n in lens])[None]
+    packed = packed_params(bounds, device)
+
+    def keep(output: Tensor, *, non_loss_data: bool) -> Tensor:
+        gathered = tensor_parallel.gather_from_tensor_model_parallel_region(output)
+        result: Tensor = gathered[0, :, : spec.vocab_size].float()
+        return result
+
+    def step(iterator: Iterator[None], model: torch.nn.Module) -> Any:
+        next(iterator)
+        return model(tokens, positions, None, packed_seq_params=packed), keep
+
+    results = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter([None]) for _ in chunks] if len(chunks) > 1 else iter([None]),
+        model=list(chunks),
+        num_microbatches=1,
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    return results[0] if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None

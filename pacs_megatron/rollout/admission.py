@@ -1,4 +1,4 @@
-"""Selection of the judged samples to train: labels, truncation, minimum group size. Dropped samples are counted."""
+"""Judged samples: selection of those to train (dropped ones are counted), and counts per problem of a benchmark."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -68,4 +68,34 @@ def shuffle_labels(groups: Sequence[Group], *, seed: int, step: int) -> tuple[Gr
     return tuple(
         replace(group, samples=tuple(replace(sample, label=next(shuffled)) for sample in group.samples))
         for group in groups
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemCounts:
+    """Samples of one benchmark problem, judged or not; every metric of an evaluation is computed from them."""
+
+    problem_id: str
+    num_samples: int
+    """n: responses that the verifier judged"""
+    num_correct: int
+    """c of those n"""
+    num_unjudged: int = 0
+    """responses without a verdict: in neither number, reported beside the result"""
+    num_truncated: int = 0
+    """of all responses: cut at the limit"""
+    num_tokens: int = 0
+    """of all responses"""
+
+
+def count_problem(problem_id: str, samples: Sequence[Sample]) -> ProblemCounts:
+    """Counts of the judged `samples` of one problem. A truncated response is wrong: the judge labelled it 0."""
+    judged = [sample for sample in samples if sample.failure is None]
+    return ProblemCounts(
+        problem_id=problem_id,
+        num_samples=len(judged),
+        num_correct=sum(sample.label == 1 for sample in judged),
+        num_unjudged=len(samples) - len(judged),
+        num_truncated=sum(sample.stop is Stop.LENGTH for sample in samples),
+        num_tokens=sum(sample.response_len for sample in samples),
     )

@@ -29,8 +29,8 @@ from pacs_megatron.errors import PacsError, RolloutError, named_error
 from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays
+from pacs_megatron.rollout.admission import ProblemCounts
 from pacs_megatron.rollout.driver_client import PATIENCE_S, STOPPED_PATIENCE_S, DriverClient
-from pacs_megatron.rollout.problem_counts import ProblemCounts
 from pacs_megatron.rollout.sample_arrays import (
     Message,
     requests_from_message,

@@ -1,11 +1,14 @@
-"""Sample requests for a rollout engine: one for each sample, with its id and seed."""
+"""Sample requests for a rollout engine: one for each sample, with its id and seed.
+
+A seed is a function of the request, not of the server or of the batch that the sample is in.
+"""
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Literal
 
 from pacs_megatron.config.rollout_options import SamplingOptions
 from pacs_megatron.contracts import Prompt, SampleRequest, SamplingParams
-from pacs_megatron.rollout.seeds import sample_seed
 
 Purpose = Literal["train", "eval"]
 
@@ -42,3 +45,13 @@ def sampling_params(options: SamplingOptions) -> SamplingParams:
         max_tokens=options.max_response_tokens,
         stop=options.stop,
     )
+
+
+def sample_seed(run_seed: int, step: int, prompt_id: str, index: int, *, purpose: str = "train") -> int:
+    """63-bit seed (0 <= seed < 2**63) of sample `index` of `prompt_id` in `step`.
+
+    `purpose` ("train", "eval") separates an evaluation from the training step with the same number.
+    """
+    # prompt_id is last: it is the only free text, so different requests never give the same bytes.
+    key = f"{purpose}|{run_seed}|{step}|{index}|{prompt_id}".encode()
+    return int.from_bytes(blake2b(key, digest_size=8, person=b"pacs-sample").digest(), "big") >> 1

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pacs_megatron.contracts import SampleRequest, SamplingParams
-from pacs_megatron.rollout.seeds import sample_seed
+from pacs_megatron.rollout.requests import sample_seed
 
 
 def sampling(**changes: Any) -> SamplingParams:

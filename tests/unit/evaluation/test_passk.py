@@ -10,7 +10,7 @@ import pytest
 
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.evaluation.passk import aggregate, benchmark_metrics, pass_at_k
-from pacs_megatron.rollout.problem_counts import ProblemCounts
+from pacs_megatron.rollout.admission import ProblemCounts
 
 
 def exact(n: int, c: int, k: int) -> Fraction:

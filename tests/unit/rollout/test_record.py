@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from pacs_megatron.contracts import Sample, Span, Stop
 from pacs_megatron.errors import DataError
 from pacs_megatron.observability.rollout_log import RECORD_SUFFIX, rollout_files, rollout_path, truncate_rollouts
-from pacs_megatron.rollout.record import read_record, write_record
+from pacs_megatron.rollout.sample_arrays import read_record, write_record
 from tests.support.fuzz import damaged, fuzz
 
 

@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from pacs_megatron.rollout.seeds import sample_seed
+from pacs_megatron.rollout.requests import sample_seed
 
 
 def test_every_argument_matters_and_the_value_is_fixed():
