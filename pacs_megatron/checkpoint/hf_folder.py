@@ -15,11 +15,14 @@ import torch
 from pacs_megatron.checkpoint.page_cache import WriteBehind
 from pacs_megatron.checkpoint.safetensors_file import SafetensorsFile, Stored, TensorInfo, plan_header, tensor_bytes
 from pacs_megatron.checkpoint.staging import StagedFolder, fsync_path, write_file
+from pacs_megatron.config.text import MAX_NAME_BYTES
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.models import Entry, load_config
+from pacs_megatron.runtime.json_reader import read_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _METADATA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _METADATA_FOLDERS = ("additional_chat_templates",)
 
@@ -39,6 +42,7 @@ class HfFolder:
         self.metadata_folder = self.path
         """contains config and tokenizer files"""
         self._file_of = self._open()
+        self._check_dtypes()
         self.names: tuple[str, ...] = tuple(self._file_of)
         """in the order of the files"""
 
@@ -93,6 +97,25 @@ class HfFolder:
                 )
         return file_of
 
+    def _check_dtypes(self) -> None:
+        """A weight is a floating-point number, and a 16-bit one has the format that config.json declares.
+
+        Other bits would be converted without an error, into wrong numbers.
+        """
+        declared = str(self.config.get("dtype") or self.config.get("torch_dtype")).removeprefix("torch.")
+        wrong = {"bfloat16": torch.float16, "float16": torch.bfloat16}.get(declared)
+        for name, file in self._file_of.items():
+            dtype = file.tensors[name].info.dtype
+            if dtype not in WEIGHT_DTYPES:
+                raise CheckpointError(
+                    f"{file.path}: {name} is {dtype}, expected one of {', '.join(map(str, WEIGHT_DTYPES))}; get another copy, "
+                    "without quantisation"
+                )
+            if dtype == wrong:
+                raise CheckpointError(
+                    f"{file.path}: {name} is {dtype}, but config.json declares {declared}; correct the one that is wrong"
+                )
+
     def _open_single(self) -> SafetensorsFile:
         single = self.path / SINGLE_NAME
         if single.exists():
@@ -106,15 +129,12 @@ class HfFolder:
         raise CheckpointError(f"{self.path} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME}")
 
     def _weight_map(self, index: Path) -> dict[str, str]:
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{index} is damaged ({error!r}); download it again") from None
+        weight_map = read_object(index, error=CheckpointError).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
             raise CheckpointError(f"{index}: weight_map must map names to files; download it again")
         for file_name in set(weight_map.values()):
-            if Path(file_name).name != file_name:
-                raise CheckpointError(f"{index} names {file_name!r}, which is not a file of this folder")
+            if Path(file_name).name != file_name or not 0 < len(file_name.encode()) <= MAX_NAME_BYTES:
+                raise CheckpointError(f"{index} names {file_name[:100]!r}, which is not a file of this folder")
         return weight_map
 
 

@@ -9,7 +9,7 @@ import torch
 
 from pacs_megatron.checkpoint.dist_metadata import MODEL_PREFIX
 from pacs_megatron.checkpoint.dist_reader import DistReader
-from pacs_megatron.checkpoint.hf_folder import HfFolder
+from pacs_megatron.checkpoint.hf_folder import WEIGHT_DTYPES, HfFolder
 from pacs_megatron.checkpoint.manifest import DIST_FOLDER, HF_FOLDER, check_checkpoint, read_manifest
 from pacs_megatron.checkpoint.names import MANIFEST_NAME, position_of
 from pacs_megatron.errors import CheckpointError
@@ -78,6 +78,9 @@ class MegatronWeights:
             raise CheckpointError(f"{folder} holds {key}, which no row of the table of family {family} maps")
         for key in sorted(expected.keys() - found):
             raise CheckpointError(f"{folder} lacks {key}, which the table of family {family} needs")
+        for key, entry in expected.items():
+            if self.dtype(entry) not in WEIGHT_DTYPES:
+                raise CheckpointError(f"{folder}: {key} is {self.dtype(entry)}, which is no dtype of weights")
         for key, entry in expected.items():
             if self._reader.shape(key) != entry.checkpoint_shape:
                 raise CheckpointError(

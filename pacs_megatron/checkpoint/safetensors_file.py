@@ -20,6 +20,7 @@ import torch
 
 from pacs_megatron.checkpoint.page_cache import MappedFile
 from pacs_megatron.errors import CheckpointError
+from pacs_megatron.runtime.json_reader import as_object, parse_json
 
 _DTYPES = {
     "F64": torch.float64,
@@ -38,6 +39,8 @@ _DTYPES = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20
 """safetensors' own limit"""
+_MAX_DIMS = 8
+_MAX_SIZE = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +69,14 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                header, data_start = self._read_header(file.read(8), file, size)
-                self.tensors = self._check(header, data_start, size)
-            self._file = MappedFile(path)
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing; download the checkpoint again") from None
+        if not path.is_file():
+            state = "is not a regular file" if path.exists() else "is missing"
+            raise CheckpointError(f"{path} {state}; download the checkpoint again")
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header, data_start = self._read_header(file.read(8), file, size)
+            self.tensors = self._check(header, data_start, size)
+        self._file = MappedFile(path)
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor as a view of the mapped file, read page by page on use."""
@@ -98,37 +101,22 @@ class SafetensorsFile:
             raise CheckpointError(
                 f"{self.path} is not a complete safetensors file ({size} bytes, header of {length}); download it again"
             )
-        try:
-            header = json.loads(file.read(length), object_pairs_hook=self._unique)
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"{self.path}: the header is not JSON ({error}); download it again") from None
-        if not isinstance(header, dict):
-            raise CheckpointError(f"{self.path}: the header is not an object; download it again")
+        where = f"{self.path}: header"
+        header = as_object(parse_json(file.read(length), where, error=CheckpointError), where, error=CheckpointError)
         header.pop("__metadata__", None)
         return header, 8 + length
-
-    def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{self.path}: {twice} occurs twice; get another copy")
-        return found
 
     def _check(self, header: Mapping[str, Any], data_start: int, size: int) -> dict[str, Stored]:
         tensors: dict[str, Stored] = {}
         end = 0
-        for name, entry in sorted(header.items(), key=self._start_of):
-            if entry.get("dtype") not in _DTYPES:
-                raise CheckpointError(f"{self.path}: {name} has dtype {entry.get('dtype')!r}, which is not supported")
-            info = TensorInfo(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
-            start, stop = entry["data_offsets"]
+        # Empty tensors first: they end where the next one starts.
+        for start, stop, info in sorted((self._entry(*item) for item in header.items()), key=lambda found: found[:2]):
             if start != end or stop - start != info.nbytes:
                 raise CheckpointError(
-                    f"{self.path}: {name} of {info.nbytes} bytes is at {start}..{stop}, expected at {end}; "
+                    f"{self.path}: {info.name} of {info.nbytes} bytes is at {start}..{stop}, expected at {end}; "
                     "the header is damaged, download the file again"
                 )
-            tensors[name] = Stored(info, data_start + start)
+            tensors[info.name] = Stored(info, data_start + start)
             end = stop
         if size != data_start + end:
             raise CheckpointError(
@@ -137,13 +125,21 @@ class SafetensorsFile:
             )
         return tensors
 
-    def _start_of(self, item: tuple[str, Any]) -> int:
-        name, entry = item
-        try:
-            start, stop = entry["data_offsets"]
-            return int(start) if stop > start else int(start) - 1  # empty tensors first
-        except (TypeError, KeyError, ValueError):
-            raise CheckpointError(f"{self.path}: the header's entry of {name} is damaged; download it again") from None
+    def _entry(self, name: str, entry: Any) -> tuple[int, int, TensorInfo]:
+        """(start, stop, info) of a header's entry."""
+        found = entry if isinstance(entry, dict) else {}
+        code, shape, place = (found.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not (_are_sizes(shape) and len(shape) <= _MAX_DIMS and _are_sizes(place) and len(place) == 2):
+            raise CheckpointError(
+                f"{self.path}: the header's entry of {name[:100]} is damaged ({str(entry)[:100]}); download it again"
+            )
+        if not isinstance(code, str) or code not in _DTYPES:
+            raise CheckpointError(f"{self.path}: {name} has dtype {str(code)[:60]!r}, which is not supported")
+        return place[0], place[1], TensorInfo(name, _DTYPES[code], tuple(shape))
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < _MAX_SIZE for value in values)
 
 
 def plan_header(tensors: Sequence[TensorInfo]) -> tuple[bytes, dict[str, Stored]]:

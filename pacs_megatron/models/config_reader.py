@@ -13,8 +13,18 @@ _SCALINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+_RANGES = {
+    "rms_norm_eps": (1e-20, 0.1),
+    "rope_theta": (1.0, 1e15),
+    "factor": (1.0, 2.0**20),
+    "low_freq_factor": (2.0**-20, 2.0**20),
+    "high_freq_factor": (2.0**-20, 2.0**20),
+}
 _DTYPES = ("float32", "bfloat16", "float16")
+_SHOWN_CHARS = 120
 
+MAX_SIZE = 2**31
+"""Of a dimension; the product of two fits into 64 bits."""
 MAX_LAYERS, MAX_EXPERTS = 2**12, 2**14
 """The weight table and the plan have a row for each."""
 
@@ -26,22 +36,17 @@ class ConfigReader:
         self.config = config
         self.family = family
 
-    def integer(self, key: str, limit: int = 2**40) -> int:
+    def integer(self, key: str, limit: int = MAX_SIZE) -> int:
         """A positive integer up to `limit`."""
-        value = self._required(key)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-            raise ConversionError(f"config.json: {key}={value!r}, expected a positive integer of at most {limit}")
-        return value
+        return _integer(key, self._required(key), limit)
 
     def optional_integer(self, key: str) -> int | None:
         """None where the key is missing or null."""
         return None if self.config.get(key) is None else self.integer(key)
 
     def number(self, key: str) -> float:
-        value = self._required(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConversionError(f"config.json: {key}={value!r}, expected a number")
-        return float(value)
+        """A number within the key's range."""
+        return _number(key, self._required(key))
 
     def boolean(self, key: str, *, missing: bool) -> bool:
         """`missing`: transformers' value for an absent key."""
@@ -49,7 +54,7 @@ class ConfigReader:
         if value is None:
             return missing
         if not isinstance(value, bool):
-            raise ConversionError(f"config.json: {key}={value!r}, expected true or false")
+            raise wrong_value(key, value, "true or false")
         return value
 
     def refuse(self, key: str, *, unless: tuple[Any, ...], reason: str) -> None:
@@ -58,13 +63,16 @@ class ConfigReader:
         if value is not None and value not in unless:
             allowed = " or ".join(repr(v) for v in unless)
             raise ConversionError(
-                f"config.json: {key}={value!r} is not supported for {self.family} ({reason}); supported: {allowed}"
+                f"config.json: {key}={_shown(value)} is not supported for {self.family} ({reason}); supported: {allowed}"
             )
 
     def refuse_sliding_window(self, window_in_use: bool) -> None:
         """The policy has full attention only. `layer_types`, where present, takes precedence over `window_in_use`."""
         layer_types = self.config.get("layer_types")
         if layer_types is not None:
+            num_layers = self.integer("num_hidden_layers", MAX_LAYERS)
+            if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+                raise wrong_value("layer_types", layer_types, f"one entry for each of {num_layers} layers")
             window_in_use = any(kind != "full_attention" for kind in layer_types)
         if window_in_use:
             raise ConversionError(
@@ -75,32 +83,63 @@ class ConfigReader:
     def rope(self) -> tuple[float, dict[str, Any] | None]:
         """(theta, scaling); scaling is None or has `rope_type` and that type's numbers."""
         # transformers 5 writes `rope_parameters`; 4 writes `rope_theta` and an optional `rope_scaling`.
-        parameters = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        found = (self.config.get(key) for key in ("rope_parameters", "rope_scaling"))
+        parameters = next((value for value in found if value is not None), {})
         if not isinstance(parameters, Mapping):
-            raise ConversionError(f"config.json: rope parameters are {parameters!r}, expected an object")
+            raise ConversionError(f"config.json: rope parameters are {_shown(parameters)}, expected an object")
         theta = parameters.get("rope_theta", self.config.get("rope_theta"))
-        theta = _DEFAULT_THETA if theta is None else float(theta)
+        theta = _DEFAULT_THETA if theta is None else _number("rope_theta", theta)
         kind = parameters.get("rope_type", parameters.get("type"))
         if kind is None or kind == "default":
             return theta, None
-        if kind not in _SCALINGS:
+        if not isinstance(kind, str) or kind not in _SCALINGS:
             raise ConversionError(
-                f"config.json: rope_type={kind!r} is not supported; supported: default, {', '.join(_SCALINGS)}"
+                f"config.json: rope_type={_shown(kind)} is not supported; supported: default, {', '.join(_SCALINGS)}"
             )
         missing = [key for key in _SCALINGS[kind] if key not in parameters]
         if missing:
             raise ConversionError(f"config.json: rope_type={kind!r} lacks {', '.join(missing)}")
-        return theta, {"rope_type": kind} | {key: parameters[key] for key in _SCALINGS[kind]}
+        scaling = {key: parameters[key] for key in _SCALINGS[kind]}
+        for key, value in scaling.items():
+            _number(key, value) if key in _RANGES else _integer(key, value, MAX_SIZE)
+        if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+            raise wrong_value("high_freq_factor", scaling["high_freq_factor"], "more than low_freq_factor")
+        return theta, {"rope_type": kind} | scaling
 
     def dtype(self) -> str:
         """transformers 5 writes `dtype`, 4 `torch_dtype`; with neither key transformers loads float32."""
         value = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
         name = str(value).removeprefix("torch.")
         if name not in _DTYPES:
-            raise ConversionError(f"config.json: dtype={value!r} is not supported; supported: {', '.join(_DTYPES)}")
+            raise ConversionError(
+                f"config.json: dtype={_shown(value)} is not supported; supported: {', '.join(_DTYPES)}"
+            )
         return name
 
     def _required(self, key: str) -> Any:
         if self.config.get(key) is None:
             raise ConversionError(f"config.json: {key} is missing; a {self.family} checkpoint has it")
         return self.config[key]
+
+
+def wrong_value(key: str, value: Any, expected: str) -> ConversionError:
+    """The error of a key's value."""
+    return ConversionError(f"config.json: {key}={_shown(value)}, expected {expected}")
+
+
+def _integer(key: str, value: Any, limit: int) -> int:
+    if type(value) is not int or not 1 <= value <= limit:
+        raise wrong_value(key, value, f"a positive integer of at most {limit}")
+    return value
+
+
+def _number(key: str, value: Any) -> float:
+    low, high = _RANGES[key]
+    if type(value) not in (int, float) or not low <= value <= high:  # false for NaN
+        raise wrong_value(key, value, f"a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

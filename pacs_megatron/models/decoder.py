@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pacs_megatron.errors import ConversionError
-from pacs_megatron.models.config_reader import MAX_LAYERS, ConfigReader
+from pacs_megatron.models.config_reader import MAX_LAYERS, ConfigReader, wrong_value
 from pacs_megatron.models.spec import ModelSpec, MoeSpec
 from pacs_megatron.models.table import Row
 from pacs_megatron.models.transforms import GatedUp, Plain, Qkv
@@ -52,6 +52,12 @@ def read_decoder(
     num_kv_heads = config.optional_integer("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
         raise ConversionError(f"config.json: num_key_value_heads={num_kv_heads} does not divide {num_heads} heads")
+    head_dim = config.optional_integer("head_dim")
+    if head_dim is None and hidden_size % num_heads:
+        raise ConversionError(f"config.json: num_attention_heads={num_heads} does not divide hidden_size={hidden_size}")
+    head_dim = head_dim or hidden_size // num_heads
+    if head_dim % 2:
+        raise wrong_value("head_dim", head_dim, "an even number (rotary positions turn pairs)")
     theta, scaling = config.rope()
     return ModelSpec(
         family=config.family,
@@ -60,7 +66,7 @@ def read_decoder(
         ffn_size=config.integer("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=config.optional_integer("head_dim") or hidden_size // num_heads,
+        head_dim=head_dim,
         vocab_size=config.integer("vocab_size"),
         max_positions=config.integer("max_position_embeddings"),
         tied=config.boolean("tie_word_embeddings", missing=False),

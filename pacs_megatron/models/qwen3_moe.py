@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pacs_megatron.models.config_reader import MAX_EXPERTS, ConfigReader
+from pacs_megatron.models.config_reader import MAX_EXPERTS, ConfigReader, wrong_value
 from pacs_megatron.models.decoder import ATTENTION, EXPERTS, MLP_NORM, QK_NORM, qwen_window_in_use, read_decoder
 from pacs_megatron.models.spec import ModelSpec, MoeSpec
 from pacs_megatron.models.table import Family, Row
@@ -21,6 +21,8 @@ def _read(config: ConfigReader) -> ModelSpec:
         expert_ffn_size=config.integer("moe_intermediate_size"),
         norm_topk_prob=config.boolean("norm_topk_prob", missing=False),
     )
+    if moe.top_k > moe.num_experts:
+        raise wrong_value("num_experts_per_tok", moe.top_k, f"at most {experts_key}={moe.num_experts}")
     return read_decoder(config, qk_norm=True, moe=moe)
 
 

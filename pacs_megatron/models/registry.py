@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from pacs_megatron.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from pacs_megatron.models.config_reader import ConfigReader
 from pacs_megatron.models.spec import ModelSpec
 from pacs_megatron.models.table import Family, WeightTable, build_table
+from pacs_megatron.runtime.json_reader import read_object
 
 FAMILIES: tuple[Family, ...] = (qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY, mistral.FAMILY)
 VOCAB_MULTIPLE = 128
@@ -27,9 +27,9 @@ def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
     Raises ConversionError for an unsupported family or feature, a missing key or a wrong type.
     """
     model_type = hf_config.get("model_type")
-    if model_type not in _BY_MODEL_TYPE:
+    if not isinstance(model_type, str) or model_type not in _BY_MODEL_TYPE:
         raise ConversionError(
-            f"config.json: model_type={model_type!r} is not supported; supported: {', '.join(_BY_MODEL_TYPE)} "
+            f"config.json: model_type={str(model_type)[:60]!r} is not supported; supported: {', '.join(_BY_MODEL_TYPE)} "
             "(see docs/families.md to add a family)"
         )
     family = _BY_MODEL_TYPE[model_type]
@@ -39,15 +39,9 @@ def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
 def load_config(path: str | Path) -> dict[str, Any]:
     """config.json of a Hugging Face folder. Raises ConversionError if it is missing or not a JSON object."""
     file = Path(path) / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConversionError(f"{file} is missing; give the folder of a Hugging Face checkpoint") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConversionError(f"{file} is not valid JSON ({error}); download the checkpoint again") from None
-    if not isinstance(config, dict):
-        raise ConversionError(f"{file} contains a {type(config).__name__}, expected an object")
-    return config
+    if not file.exists():
+        raise ConversionError(f"{file} is missing; give the folder of a Hugging Face checkpoint")
+    return read_object(file, error=ConversionError)
 
 
 def load_spec(path: str | Path) -> ModelSpec:

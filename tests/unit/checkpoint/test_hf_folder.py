@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from pacs_megatron.checkpoint import staging
 from pacs_megatron.checkpoint.hf_folder import HfFolder, HfFolderWriter, hf_tensors
-from pacs_megatron.checkpoint.safetensors_file import TensorInfo
+from pacs_megatron.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
 from pacs_megatron.errors import CheckpointError, ConversionError, PacsError
 from pacs_megatron.models import load_spec, weight_table
+from tests.support.fuzz import damaged, fuzz, json_documents
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +72,8 @@ def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
         "empty": torch.zeros(0, 3),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text("{}")
-    folder = HfFolder(tmp_path)
-    assert all(torch.equal(folder.get(name), tensor) for name, tensor in tensors.items())
+    file = SafetensorsFile(tmp_path / "model.safetensors")
+    assert all(torch.equal(file.get(name), tensor) for name, tensor in tensors.items())
 
 
 def test_transformers_loads_what_was_written(sharded: Path, tiny_qwen3: Path) -> None:
@@ -141,6 +146,37 @@ def _same_name_twice(header: str) -> str:
     return header.rstrip()[:-1] + f',"{name}":{json.dumps(entry)}' + "}"
 
 
+def _change_entry(folder: Path, key: str | None, value: Any) -> None:
+    def change(text: str) -> str:
+        header = json.loads(text)
+        name = next(name for name in header if name != "__metadata__")
+        header[name] = value if key is None else header[name] | {key: value}
+        return json.dumps(header)
+
+    _rewrite_header(folder, change)
+
+
+def _relabel_half(folder: Path) -> None:
+    tensors = load_file(_first_shard(folder))
+    save_file({name: tensor.half() for name, tensor in tensors.items()}, _first_shard(folder))
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}))
+
+
+BAD_ENTRIES: dict[str, tuple[str | None, Any]] = {
+    "is a list": (None, [1]),
+    "is null": (None, None),
+    "has floats as shape": ("shape", [272.0, 64.0]),
+    "has a negative size": ("shape", [-272, -64]),
+    "has booleans as shape": ("shape", [True, True]),
+    "has a huge shape": ("shape", [10**200]),
+    "has too many dimensions": ("shape", [1] * 100_000),
+    "has a word as shape": ("shape", "ab"),
+    "has no offsets": ("data_offsets", None),
+    "has three offsets": ("data_offsets", [0, 1, 2]),
+    "has floats as offsets": ("data_offsets", [0.0, 69632.0]),
+    "has a list as dtype": ("dtype", ["F32"]),
+}
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing shard": (lambda f: _first_shard(f).unlink(), r"model-00001-of-\d+\.safetensors is missing"),
     "truncated shard": (
@@ -153,10 +189,22 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: _first_shard(f).write_bytes(b"\xff" * 64),
         "not a complete safetensors file",
     ),
-    "header is no JSON": (lambda f: _rewrite_header(f, lambda h: h.replace("{", "[", 1)), "header is not JSON"),
+    "header is no JSON": (lambda f: _rewrite_header(f, lambda h: h.replace("{", "[", 1)), "header.*malformed JSON"),
     "unknown dtype": (lambda f: _rewrite_header(f, lambda h: h.replace('"F32"', '"F99"', 1)), "dtype 'F99'"),
     "wrong shape": (lambda f: _rewrite_header(f, lambda h: h.replace("[272,64]", "[271,64]", 1)), "header is damaged"),
-    "name twice in a file": (lambda f: _rewrite_header(f, _same_name_twice), "occurs twice"),
+    "integers instead of floats": (
+        lambda f: _rewrite_header(f, lambda h: h.replace('"F32"', '"I32"')),
+        "is torch.int32, expected one of torch.float64",
+    ),
+    "half instead of bfloat16": (_relabel_half, "is torch.float16, but config.json declares bfloat16"),
+    **{
+        f"entry {name}": (
+            lambda f, key=key, value=value: _change_entry(f, key, value),  # type: ignore[misc]
+            "header's entry of .* is damaged|dtype .* is not supported",
+        )
+        for name, (key, value) in BAD_ENTRIES.items()
+    },
+    "name twice in a file": (lambda f: _rewrite_header(f, _same_name_twice), "is repeated in one object"),
     "name twice over files": (_duplicate_over_files, r"is in model-00001.* and in model-00002"),
     "name not in the index": (
         lambda f: _edit_index(f, lambda m: m.pop("model.norm.weight")),
@@ -174,7 +222,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: _edit_index(f, lambda m: m.update({"x": "../../etc/passwd"})),
         "not a file of this folder",
     ),
-    "index is no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "index.json is damaged"),
+    "index is no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "index.json.*malformed JSON"),
     "index missing": (lambda f: (f / "model.safetensors.index.json").unlink(), "index.json is missing"),
     "config missing": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
 }
@@ -189,6 +237,42 @@ def test_a_damaged_folder_is_refused_in_one_line(fault: str, sharded: Path) -> N
         HfFolder(sharded)
     assert isinstance(caught.value, CheckpointError | ConversionError)
     assert "\n" not in str(caught.value)
+
+
+@fuzz
+@given(data=st.data())
+def test_any_header_or_index_gives_a_folder_or_the_named_error(data: st.DataObject, written: Path) -> None:
+    """Bytes of the header changed, an entry replaced, or the index damaged."""
+    shard, index = _first_shard(written), written / "model.safetensors.index.json"
+    content = shard.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    header[data.draw(st.sampled_from(sorted(header)))] = data.draw(json_documents())
+    text = data.draw(damaged(content[8 : 8 + length]) | st.just(json.dumps(header).encode()))
+    with tempfile.TemporaryDirectory() as folder:
+        changed = Path(folder)
+        (changed / "config.json").write_text("{}")
+        (changed / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+        _open_or_named_error(changed)
+        for file in written.glob("*.safetensors"):
+            (changed / file.name).symlink_to(file)
+        (changed / index.name).write_bytes(data.draw(damaged(index.read_bytes())))
+        _open_or_named_error(changed)
+
+
+def _open_or_named_error(folder: Path) -> None:
+    try:
+        opened = HfFolder(folder)
+        assert all(opened.get(name).shape == opened.shape(name) for name in opened.names)
+    except (CheckpointError, ConversionError) as error:
+        assert "\n" not in str(error) and len(str(error)) < 1000
+
+
+def test_a_pipe_is_no_file_of_weights(tiny_qwen3: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny_qwen3 / "config.json", tmp_path)
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not a regular file"):  # and does not wait for a writer
+        HfFolder(tmp_path)
 
 
 def test_pickled_weights_are_not_loaded(tiny_qwen3: Path, tmp_path: Path) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import ModelSpec, MoeSpec, load_spec, num_parameters, read_spec
+from tests.support.fuzz import damaged, fuzz, json_documents
 from tests.support.tiny_families import CASES, LLAMA3_ROPE, config_of
 
 # As published with the checkpoints (transformers 4 style); the counts are the models' own.
@@ -200,7 +206,7 @@ def test_defaults_that_transformers_takes_for_missing_keys() -> None:
     [
         ({"model_type": "gemma3"}, "model_type='gemma3'"),
         ({"use_sliding_window": True, "max_window_layers": 4, "sliding_window": 512}, "sliding-window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"layer_types": ["full_attention"] * 39 + ["sliding_attention"]}, "sliding-window"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -254,15 +260,99 @@ def test_sizes_are_limited(model: str, key: str) -> None:
         read_spec(config | {key: 10**13})
 
 
+INTEGERS = (
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_hidden_layers",
+        "vocab_size",
+    ),
+    *("max_position_embeddings", "head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+)
+NO_INTEGER = (math.nan, math.inf, -1, 0, 0.5, 8.0, "8", True, [8], {"a": 8}, 10**13, 10**400)
+LLAMA3 = LLAMA3_ROPE | {"rope_theta": 5e5}
+
+
+@pytest.mark.parametrize("key", INTEGERS)
+@pytest.mark.parametrize("value", NO_INTEGER, ids=str)
+def test_every_size_is_a_positive_integer(key: str, value: Any) -> None:
+    with pytest.raises(ConversionError, match=f"config.json: {key}=.* expected a positive integer of at most"):
+        read_spec(PUBLISHED["Qwen3-30B-A3B"][0] | {key: value})
+
+
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e-6, 0, 10**400, "1e-6", True, [1e-6]], ids=str)
+def test_every_number_has_its_range(key: str, value: Any) -> None:
+    with pytest.raises(ConversionError, match=f"config.json: {key}=.* expected a number"):
+        read_spec(QWEN3_14B | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rms_norm_eps": 1.0}, "rms_norm_eps=1.0"),
+        ({"rope_theta": 0.5}, "rope_theta=0.5"),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": "1e6"}}, "rope_theta='1e6'"),
+        ({"rope_parameters": LLAMA3 | {"factor": math.nan}}, "factor=nan"),
+        ({"rope_parameters": LLAMA3 | {"factor": 0}}, "factor=0"),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": -1.0}}, "low_freq_factor=-1.0"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": LLAMA3["low_freq_factor"]}}, "high_freq_factor"),
+        (
+            {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8192.5}},
+            "original_max_position_embeddings",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": "4"}}, "factor='4'"),
+        ({"rope_scaling": {"type": ["linear"], "factor": 4.0}}, "rope_type=['linear']"),
+        ({"rope_scaling": "linear"}, "rope parameters are 'linear'"),
+        ({"rope_scaling": 0}, "rope parameters are 0"),
+        ({"model_type": ["qwen3"]}, "['qwen3']"),
+        ({"layer_types": 40}, "layer_types=40"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"head_dim": 127}, "head_dim=127"),
+        ({"head_dim": None, "hidden_size": 5121}, "hidden_size=5121"),
+        ({"head_dim": None, "num_attention_heads": 10240, "num_key_value_heads": 8}, "num_attention_heads=10240"),
+        ({"torch_dtype": ["bfloat16"]}, "dtype=['bfloat16']"),
+    ],
+)
+def test_numbers_and_types_that_do_not_fit(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConversionError) as caught:
+        read_spec(QWEN3_14B | change)
+    assert words in str(caught.value)
+
+
+def test_more_experts_chosen_than_present() -> None:
+    with pytest.raises(ConversionError, match="num_experts_per_tok=129"):
+        read_spec(PUBLISHED["Qwen3-30B-A3B"][0] | {"num_experts_per_tok": 129})
+
+
 def test_folder_errors_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"config\.json is missing"):
         load_spec(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConversionError, match=r"config\.json is not valid JSON"):
-        load_spec(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConversionError, match="contains a list"):
-        load_spec(tmp_path)
+    for text, words in (("{", "malformed JSON"), ("[]", "expected a JSON object, got an array"), ('{"a": NaN}', "NaN")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConversionError, match=rf"config\.json.*{words}"):
+            load_spec(tmp_path)
+
+
+@fuzz
+@given(document=json_documents(), key=st.sampled_from(sorted(PUBLISHED["Qwen3-30B-A3B"][0])), data=st.data())
+def test_any_value_in_config_json_gives_a_spec_or_the_named_error(document: Any, key: str, data: st.DataObject) -> None:
+    """A value replaced in a published config, or the whole file damaged."""
+    config = PUBLISHED["Qwen3-30B-A3B"][0] | {key: document}
+    try:
+        num_parameters(
+            read_spec(config | {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2} | {key: document})
+        )
+    except ConversionError as error:
+        assert "\n" not in str(error)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_bytes(data.draw(damaged(json.dumps(config).encode())))
+        try:
+            load_spec(folder)
+        except ConversionError as error:
+            assert "\n" not in str(error)
 
 
 def test_import_needs_neither_torch_nor_megatron() -> None:
