@@ -46,7 +46,7 @@ from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import gather_json
 from pacs_megatron.runtime.files import sync_folder, write_atomically
-from pacs_megatron.runtime.json_reader import read_object
+from pacs_megatron.runtime.json_reader import as_object, parse_json, read_object, read_text
 from pacs_megatron.runtime.waiting import report_wait
 
 logger = logging.getLogger(__name__)
@@ -154,9 +154,12 @@ def _write_record(folder: Path, name: str, record: Record) -> None:
 def _read_record(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
     from safetensors.numpy import load_file
 
-    if not (folder / f"{name}.json").is_file():
+    path = folder / f"{name}.json"
+    if not path.is_file():
         return None
-    return json.loads((folder / f"{name}.json").read_text()), load_file(folder / f"{name}.safetensors")
+    text = read_text(path, error=CheckpointError)
+    header = as_object(parse_json(text, str(path), error=CheckpointError, any_text=True), str(path))
+    return header, load_file(folder / f"{name}.safetensors")
 
 
 def read_buffer(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:

@@ -6,7 +6,6 @@ An interrupted download resumes. A second call keeps complete files.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.errors import ConfigError, DataError, PacsError
-from pacs_megatron.models import read_spec
+from pacs_megatron.models import load_spec, read_spec
 from pacs_megatron.models.hub import HUB_FILES, snapshot
 from pacs_megatron.plan.constants import GIB
 from pacs_megatron.plan.known_models import KNOWN_MODELS
@@ -118,7 +117,7 @@ def _named(path: str, error: Exception) -> PacsError:
 def _compare(path: str, folder: Path) -> None:
     """Compare the downloaded architecture with the one that `plan` assumes for this hub id."""
     known = KNOWN_MODELS.get(path)
-    found = read_spec(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    found = load_spec(folder)
     if known is not None and read_spec(known) != found:
         raise ConfigError(
             f"{path} differs from what `plan` assumes: {found} instead of {read_spec(known)}; please report it"

@@ -24,7 +24,7 @@ from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.launch.serve import servers_here, wait_for_urls
 from pacs_megatron.launch.train import check_model_and_layout
 from pacs_megatron.runtime.command_line import OneLineParser, run_command
-from pacs_megatron.runtime.rows import read_rows
+from pacs_megatron.runtime.rows import has_fields, read_rows
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
 
 ATTEMPTS_FILE = "attempts.jsonl"
@@ -37,6 +37,8 @@ CANCEL_FILE = "CANCEL"
 """Written by `cancel --save` beside STOP: save, stop, and do not requeue."""
 Row = dict[str, float | int | str]
 """One attempt, or one submitted job."""
+_BEGUN = {"attempt": int, "job_id": str | int, "begin": int | float, "begin_step": int}
+_ENDED = {"end": int | float, "code": int, "end_step": int}
 
 
 def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
@@ -181,7 +183,8 @@ def note_jobs(run_dir: Path, jobs: Sequence[tuple[str, str]]) -> None:
 def known_jobs(run_dir: Path) -> dict[str, str]:
     """Job id -> name of all jobs of this run, oldest first."""
     found = {
-        str(row["job_id"]): str(row["name"]) for row in read_rows(run_dir / "logs" / JOBS_FILE, ("name", "job_id"))
+        str(row["job_id"]): str(row["name"])
+        for row in read_rows(run_dir / "logs" / JOBS_FILE, {"name": str, "job_id": str | int})
     }
     for row in read_attempts(run_dir):
         if row["job_id"] != "none":
@@ -190,8 +193,9 @@ def known_jobs(run_dir: Path) -> dict[str, str]:
 
 
 def read_attempts(run_dir: Path) -> list[Row]:
-    """Rows of attempts.jsonl; empty if there is none."""
-    return read_rows(run_dir / "logs" / ATTEMPTS_FILE, ("attempt", "job_id", "begin", "begin_step"))
+    """Rows of attempts.jsonl; empty if there is none. Skips damaged rows."""
+    rows = read_rows(run_dir / "logs" / ATTEMPTS_FILE, _BEGUN)
+    return [row for row in rows if "end" not in row or has_fields(row, _ENDED)]
 
 
 def _append(run_dir: Path, row: Row, name: str) -> None:

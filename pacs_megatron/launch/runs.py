@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from pacs_megatron.checkpoint.names import newest_position
-from pacs_megatron.errors import ConfigError, ExitCode
+from pacs_megatron.errors import ConfigError, DataError, ExitCode
 from pacs_megatron.launch.job import (
     CANCEL_FILE,
     LATEST,
@@ -18,6 +17,7 @@ from pacs_megatron.launch.job import (
     known_jobs,
     read_attempts,
 )
+from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.rows import read_rows
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER
 
@@ -68,10 +68,10 @@ def _heartbeats(run_dir: Path, since: float) -> list[str]:
     phases: dict[str, list[tuple[int, float]]] = {}
     for path in (run_dir / HEARTBEAT_FOLDER).glob("rank*.json"):
         try:
-            state, written = json.loads(path.read_text(encoding="utf-8")), path.stat().st_mtime
+            state, written = read_object(path), path.stat().st_mtime
             beat = int(state["rank"]), float(state["silent_s"]) + time.time() - written
             phase = str(state["phase"])
-        except (OSError, ValueError, TypeError, KeyError):
+        except (DataError, OSError, ValueError, TypeError, KeyError):
             continue  # replaced during the read, or partial
         if written >= since:
             phases.setdefault(phase, []).append(beat)
@@ -102,7 +102,7 @@ def _outcome(code: int) -> str:
 
 def _last_metrics(run_dir: Path) -> list[str]:
     path = run_dir / "metrics.jsonl"
-    rows = read_rows(path, ("step",))
+    rows = read_rows(path, {"step": int})
     if not rows:
         return []
     row = rows[-1]

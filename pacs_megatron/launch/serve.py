@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from pacs_megatron.config import RunConfig, load_config
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError, RolloutError
 from pacs_megatron.runtime.command_line import run_command
+from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
 
 if TYPE_CHECKING:
@@ -166,9 +167,9 @@ def wait_for_urls(
     code = None
     while len(files := sorted(folder.glob("*.urls"))) < num_nodes:
         for path in sorted(folder.glob("*.error")):
-            left = json.loads(path.read_text(encoding="utf-8"))
-            kind = ConfigError if left["code"] == ConfigError.exit_code else RolloutError
-            raise kind(f"node {path.stem}: {left['message']}")
+            left = read_object(path, error=RolloutError)
+            kind = ConfigError if left.get("code") == ConfigError.exit_code else RolloutError
+            raise kind(f"node {path.stem}: {left.get('message')}")
         if code is not None:
             raise RolloutError(
                 f"this node's server process exited with code {code} and wrote no error; see the logs in {folder}"

@@ -1,20 +1,21 @@
 """`report.html`: one self-contained file that shows a run, made from the run folder alone."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from tqdm import tqdm
 
+from pacs_megatron.config.yaml_tree import read_yaml
 from pacs_megatron.errors import DataError
 from pacs_megatron.observability.charts import MEANS_FROM, Chart, Series, format_number, line_chart, stacked_bars
 from pacs_megatron.observability.metrics import Row, read_metrics
 from pacs_megatron.observability.page import page, safe_text
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_files
 from pacs_megatron.runtime.files import write_atomically
+from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, REPORT_FILE
 
 _MAX_TEXT = 6000
@@ -98,21 +99,13 @@ def write_report(run_dir: Path, *, num_samples: int) -> Path:
 
 
 def _read(run_dir: Path) -> _Run:
-    config = _mapping(run_dir / CONFIG_FILE, yaml.safe_load, yaml.YAMLError)
-    environment = _mapping(run_dir / ENVIRONMENT_FILE, json.loads, json.JSONDecodeError)
-    return _Run(run_dir.resolve().name, read_metrics(run_dir), config, environment)
-
-
-def _mapping(path: Path, parse: Callable[[str], Any], malformed: type[Exception]) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        found = parse(path.read_text(encoding="utf-8"))
-    except (malformed, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be parsed ({str(error).splitlines()[0]}); restore or delete it") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path}: expected a mapping, got {type(found).__name__}; restore or delete it")
-    return found
+    config, environment = run_dir / CONFIG_FILE, run_dir / ENVIRONMENT_FILE
+    return _Run(
+        run_dir.resolve().name,
+        read_metrics(run_dir),
+        cast("dict[str, Any]", read_yaml(config, str(config)).plain()) if config.exists() else {},
+        read_object(environment) if environment.exists() else {},
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- header

@@ -401,7 +401,7 @@ def planned_ending_s(plan: Plan) -> float:
 
 
 def _measured_seconds(path: Path, updates_per_step: int) -> float | None:
-    rows = read_rows(path)
+    rows = read_rows(path, {})
 
     def longest(name: str) -> float:
         return max((float(row[name]) for row in rows if isinstance(row.get(name), int | float)), default=0.0)

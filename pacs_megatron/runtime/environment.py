@@ -54,32 +54,37 @@ def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
 
     Raises ConfigError for an incomplete environment.
     """
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        return _from_torchrun(environ)
     # A batch script also has SLURM_PROCID; only tasks of srun have a step id.
-    if "SLURM_STEP_ID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return _from_srun(environ)
-    return None
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        launcher, read = "torchrun", _from_torchrun
+    elif "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        launcher, read = "srun", _from_srun
+    else:
+        return None
+    try:
+        place = read(environ)
+    except KeyError as error:
+        raise ConfigError(
+            f"the environment is that of {launcher}, but {error.args[0]} is not set; start ranks by torchrun or srun, or "
+            "unset RANK"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"a variable of {launcher} is no integer: {error}; correct the launcher") from None
+    inside = 0 <= place.local_rank < place.local_world_size <= place.world_size and 0 <= place.rank < place.world_size
+    if not inside or not 0 < place.master_port < 65536:
+        raise ConfigError(f"the environment of {launcher} is inconsistent: {place}; correct the launcher")
+    return place
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> RankPlace:
-    try:
-        return RankPlace(
-            rank=int(environ["RANK"]),
-            world_size=int(environ["WORLD_SIZE"]),
-            local_rank=int(environ["LOCAL_RANK"]),
-            local_world_size=int(environ["LOCAL_WORLD_SIZE"]),
-            master_addr=environ["MASTER_ADDR"],
-            master_port=int(environ["MASTER_PORT"]),
-        )
-    except KeyError as error:
-        raise ConfigError(
-            f"RANK and WORLD_SIZE are set but {error.args[0]} is not; start ranks by torchrun or srun, or unset RANK"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(
-            f"RANK, WORLD_SIZE, LOCAL_* and MASTER_PORT must be integers: {error}; fix the launcher"
-        ) from None
+    return RankPlace(
+        rank=int(environ["RANK"]),
+        world_size=int(environ["WORLD_SIZE"]),
+        local_rank=int(environ["LOCAL_RANK"]),
+        local_world_size=int(environ["LOCAL_WORLD_SIZE"]),
+        master_addr=environ["MASTER_ADDR"],
+        master_port=int(environ["MASTER_PORT"]),
+    )
 
 
 def _from_srun(environ: Mapping[str, str]) -> RankPlace:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from pacs_megatron.errors import DataError
 from pacs_megatron.runtime.json_reader import parse_json
 
+Fields = Mapping[str, type | UnionType]
+"""Keys of a row, with the types of their values."""
 
-def read_rows(path: Path, keys: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The objects that have all `keys`; none if there is no file. Skips incomplete lines."""
+
+def read_rows(path: Path, fields: Fields) -> list[dict[str, Any]]:
+    """The objects that have all `fields`; none if there is no file. Skips incomplete lines."""
     if not path.is_file():
         return []
     rows = []
@@ -20,6 +24,11 @@ def read_rows(path: Path, keys: Collection[str] = ()) -> list[dict[str, Any]]:
             row = parse_json(line, str(path))
         except DataError:
             continue
-        if isinstance(row, dict) and all(key in row for key in keys):
+        if isinstance(row, dict) and has_fields(row, fields):
             rows.append(row)
     return rows
+
+
+def has_fields(row: Mapping[str, Any], fields: Fields) -> bool:
+    """Whether `row` has all `fields`, each of its type."""
+    return all(isinstance(row.get(key), kind) for key, kind in fields.items())

@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from pacs_megatron.errors import ConfigError, ExitCode
+from pacs_megatron.errors import ConfigError, DataError, ExitCode
+from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.processes import process_facts
 
 logger = logging.getLogger(__name__)
@@ -170,8 +171,8 @@ def _flock(file: int, run_dir: Path) -> bool:
 def _read(path: Path) -> Lease | None:
     """None for a released lock; also for a torn write, whose writer has died."""
     try:
-        return Lease(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        return Lease(**read_object(path))
+    except (DataError, TypeError):
         return None
 
 

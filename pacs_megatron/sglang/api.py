@@ -157,7 +157,7 @@ class SglangApi:
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> None:
         """A call that changes state. Also raises ServerRefusedError for status 200 with `success: false`."""
         data = self.call(path, body, timeout_s)
-        with contextlib.suppress(ValueError):  # some responses are plain text
+        with contextlib.suppress(ValueError, RecursionError):  # some responses are plain text
             response = json.loads(data)
             if isinstance(response, dict) and response.get("success") is False:
                 raise ServerRefusedError(f"{self.url}{path}: HTTP 200, but no success: {excerpt(data)}", 200)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from pacs_megatron.errors import ConfigError, RolloutError
+from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.sglang import guard as sglang_guard
 from pacs_megatron.sglang import start
 from pacs_megatron.sglang.api import SglangApi
@@ -32,6 +32,7 @@ START_ATTEMPTS = 3
 """Another process may take the chosen port before the server binds it."""
 API_KEY, MEM_FRACTION = "PACS_SGLANG_API_KEY", "PACS_SGLANG_MEM_FRACTION"
 """Environment variables that `sglang/start.py` turns into arguments."""
+_BAD_RECORD = (RolloutError, OSError, ValueError, TypeError, KeyError)
 PORT_TAKEN = ("address already in use", "Address already in use", "EADDRINUSE")
 
 
@@ -135,8 +136,8 @@ def reap(folder: Path) -> list[int]:
     """
     ended: list[int] = []
     for path in sorted(folder.glob("*.pid")):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            ended += _reap_one(json.loads(path.read_text()))
+        with contextlib.suppress(*_BAD_RECORD):
+            ended += _reap_one(read_object(path, error=RolloutError))
         path.unlink(missing_ok=True)
     if ended:
         logger.warning("ended %d leftover server processes of an earlier run: %s", len(ended), ended)
@@ -288,8 +289,8 @@ class ManagedServer:
 
 def reap_file(path: Path) -> None:
     """`reap` for one pid file."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        _reap_one(json.loads(path.read_text()))
+    with contextlib.suppress(*_BAD_RECORD):
+        _reap_one(read_object(path, error=RolloutError))
     path.unlink(missing_ok=True)
 
 

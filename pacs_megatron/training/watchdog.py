@@ -18,8 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pacs_megatron.checkpoint.names import newest_position
-from pacs_megatron.errors import ExitCode
+from pacs_megatron.errors import DataError, ExitCode
 from pacs_megatron.runtime.files import write_atomically
+from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER
 
 logger = logging.getLogger(__name__)
@@ -124,8 +125,9 @@ class Watchdog:
     def _describe(self, rank: int) -> str:
         file = self._run_dir / HEARTBEAT_FOLDER / f"rank{rank}.json"
         try:
-            state = json.loads(file.read_text())
+            state = read_object(file)
+            phase, silent_s = state["phase"], float(state["silent_s"])
             age_s = time.time() - file.stat().st_mtime
-        except (OSError, ValueError) as error:
+        except (DataError, OSError, KeyError, TypeError, ValueError) as error:
             return f"rank {rank}: no heartbeat ({error})"
-        return f"rank {rank}: phase '{state['phase']}' for {state['silent_s']:g} s, heartbeat {age_s:.0f} s old"
+        return f"rank {rank}: phase '{phase}' for {silent_s:g} s, heartbeat {age_s:.0f} s old"

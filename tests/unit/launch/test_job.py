@@ -204,6 +204,28 @@ def test_truncated_rows_are_skipped(tmp_path: Path) -> None:
     assert [row["job_id"] for row in read_attempts(tmp_path)] == ["7", "8"]
 
 
+DAMAGED = ("x", None, [1], {"a": 1}, True, 10**250, -1.5)
+
+
+@pytest.mark.parametrize("value", DAMAGED, ids=str)
+def test_status_of_damaged_rows_and_heartbeats(tmp_path: Path, value: object) -> None:
+    """Any field of any file that `status` reads has the wrong type."""
+    attempt(tmp_path, 1)
+    files = {
+        "logs/attempts.jsonl": read_attempts(tmp_path)[0],
+        "logs/jobs.jsonl": {"name": "train", "job_id": "8", "submitted": 1.0},
+        "metrics.jsonl": {"step": 1, "reward/mean": 0.5},
+        "heartbeats/rank0.json": {"rank": 0, "phase": "collect", "silent_s": 1.0},
+    }
+    for name, row in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        for key in row:
+            (tmp_path / name).write_text(json.dumps(row | {key: value}) + "\n")
+            assert status(tmp_path).startswith("run ")
+        (tmp_path / name).write_text("[" * 100_000)
+        assert status(tmp_path).startswith("run ")
+
+
 def test_logs_of_one_attempt(tmp_path: Path) -> None:
     folder = begin(tmp_path / "a run", "7")
     (folder.parent / "rank0.log").write_text("rank\n")

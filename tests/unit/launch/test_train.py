@@ -123,8 +123,11 @@ def test_places() -> None:
     assert find_rank(torchrun | {"MASTER_PORT": "5"}) == RankPlace(3, 4, 1, 2, "h", 5)
     with pytest.raises(ConfigError, match="MASTER_PORT is not"):
         find_rank(torchrun)
-    with pytest.raises(ConfigError, match="must be integers"):
+    with pytest.raises(ConfigError, match="a variable of torchrun is no integer"):
         find_rank(torchrun | {"MASTER_PORT": "x"})
+    for wrong in ({"RANK": "4"}, {"LOCAL_RANK": "-1"}, {"LOCAL_WORLD_SIZE": "9"}, {"MASTER_PORT": "65536"}):
+        with pytest.raises(ConfigError, match="the environment of torchrun is inconsistent"):
+            find_rank(torchrun | {"MASTER_PORT": "5"} | wrong)
     batch_script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
     assert find_rank(batch_script) is None
     step = {
@@ -139,4 +142,8 @@ def test_places() -> None:
     }
     assert find_rank(step) == RankPlace(2, 4, 0, 2, "n1", job_port("7"))
     assert find_rank(step | {"SLURM_STEP_NUM_TASKS": "1"}) is None
+    with pytest.raises(ConfigError, match="a variable of srun is no integer"):
+        find_rank(step | {"SLURM_STEP_NUM_TASKS": "four"})
+    with pytest.raises(ConfigError, match="that of srun, but SLURM_LOCALID is not set"):
+        find_rank({key: value for key, value in step.items() if key != "SLURM_LOCALID"})
     assert os.environ.get("RANK") is None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pacs_megatron.contracts import Prompt, Sample, Stop
-from pacs_megatron.errors import DataError
+from pacs_megatron.errors import PacsError
 from pacs_megatron.observability.charts import MAX_POINTS, Chart, Series, format_number, line_chart, stacked_bars
 from pacs_megatron.observability.metrics import MetricsWriter
 from pacs_megatron.observability.report import write_report
@@ -217,9 +217,9 @@ def test_one_file_of_samples_is_shown_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("config.yaml", "a: [", "config.yaml: cannot be parsed"),
-        ("config.yaml", "- a", "config.yaml: expected a mapping, got list"),
-        ("environment.json", "{", "environment.json: cannot be parsed"),
+        ("config.yaml", "a: [", "not valid YAML"),
+        ("config.yaml", "- a", "config.yaml: expected a mapping (`key: value` lines) at the top, got a list"),
+        ("environment.json", "{", "environment.json:1: malformed JSON"),
         ("metrics.jsonl", "x\n", "metrics.jsonl:1: malformed JSON"),
         ("rollouts/step_000001.jsonl", '{"id": 1}\n', "a sample lacks answer"),
     ],
@@ -231,7 +231,7 @@ def test_malformed_input_is_reported_and_the_old_report_is_kept(
     path.parent.mkdir(exist_ok=True)
     path.write_text(content)
     (tmp_path / "report.html").write_text("old")
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(PacsError) as raised:
         write_report(tmp_path, num_samples=8)
     assert complaint in str(raised.value)
     assert "\n" not in str(raised.value)

@@ -112,7 +112,7 @@ def test_any_bytes_give_a_value_or_the_named_error(document: str | bytes) -> Non
 def test_any_file_of_lines_gives_rows_or_the_named_error(lines: list[bytes], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n".join(lines))
-    assert all("step" in row for row in read_rows(path, ("step",)))
+    assert all("step" in row for row in read_rows(path, {"step": int}))
     try:
         assert all(isinstance(row, dict) for row in parse_lines(complete_lines(path), path))
     except DataError as error:
