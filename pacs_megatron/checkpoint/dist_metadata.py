@@ -4,8 +4,6 @@
 unknown origin cannot run code. Megatron's own loader has no such guard: call `check_metadata` before it.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path

@@ -5,8 +5,6 @@ of files and the borders of the pieces. `dist_checkpointing.load` reads it in an
 needs every tensor in one state dict and loses errors of its threads.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -5,8 +5,6 @@ A checkpoint folder: `manifest.json`, `dist/` (Megatron's torch_dist format), `h
 export needs besides the weights). There may be other files.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The policy's weights in a Megatron checkpoint, by the weight table: for export, and under Hugging Face names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Otherwise a conversion fills the cache with pages that are not read again. Alloc
 kernel drops the cached files of other programs.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import threading

@@ -6,8 +6,6 @@ against the size of its file.
 Layout (safetensors 0.x): 8 bytes little-endian header length, a JSON header, then the tensors without gaps.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

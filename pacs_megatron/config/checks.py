@@ -4,8 +4,6 @@
 are in `config/shape.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

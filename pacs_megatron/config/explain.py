@@ -1,7 +1,5 @@
 """Text of `config show`, `config explain` and `config schema`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Mappings are merged key by key; lists and scalars are replaced. If a later layer
 all other paths to the working directory.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One-line messages for pydantic's validation errors: key, value, expected, fix, origin."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The options of each reward function: a part of the schema (config/schema.py)."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt

@@ -1,7 +1,5 @@
 """Checks of a configuration against the model's shape. `launch` calls them, as `models` is above this layer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol

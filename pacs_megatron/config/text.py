@@ -3,8 +3,6 @@
 Strings that reach a file name, a shell or a batch script have one of these types.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The certificate of a conversion: every tensor of both sides with its digest, and the checks that passed."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import platform

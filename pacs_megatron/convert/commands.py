@@ -1,7 +1,5 @@
 """The three commands of `pacs-megatron convert` and of the scripts in conversion/."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import signal

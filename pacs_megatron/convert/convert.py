@@ -1,7 +1,5 @@
 """HF folder -> Megatron checkpoint and back, tensor by tensor: memory use does not depend on the model's size."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Compares the policy's logits on a converted checkpoint, at a layout, with transformers' on the Hugging Face folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

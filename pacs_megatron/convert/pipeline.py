@@ -1,7 +1,5 @@
 """Runs independent jobs on a few threads with a limit on the bytes in flight: reading and writing overlap."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass

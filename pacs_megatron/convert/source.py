@@ -1,7 +1,5 @@
 """The source of a conversion: its local folder, and the check of its tensors against the weight table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Reads both sides of a conversion from disk and compares them bit for bit through the table's inverse transforms."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """Keys and values of a decoding batch in buffers that rarely grow, and attention that does not repeat them per head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

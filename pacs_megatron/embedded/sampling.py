@@ -6,8 +6,6 @@ the smallest set of most likely tokens that holds `top_p` of what is left, renor
 `temperature = 0` (greedy) there is no distribution: the log-prob is the model's own, at temperature 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

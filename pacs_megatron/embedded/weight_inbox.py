@@ -1,7 +1,5 @@
 """Copies a policy's exported weights into a Hugging Face module; sampling needs a complete set."""
 
-from __future__ import annotations
-
 import re
 
 import torch

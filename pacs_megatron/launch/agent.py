@@ -5,8 +5,6 @@ ranks, prints one line for a killed rank, and exits with the code of the first r
 rendezvous listens on loopback only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import signal

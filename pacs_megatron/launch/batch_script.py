@@ -1,7 +1,5 @@
 """Shell text of the batch scripts. Every value from a configuration, a cluster file or the environment is quoted."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

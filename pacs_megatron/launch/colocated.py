@@ -5,8 +5,6 @@ On one node the driver owns the servers. It cannot stop servers on other nodes, 
 owns the servers of its node, and they exit with it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

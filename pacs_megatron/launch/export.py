@@ -1,7 +1,5 @@
 """`export`: write a checkpoint of a run as a Hugging Face folder, without Megatron."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 

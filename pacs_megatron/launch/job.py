@@ -4,8 +4,6 @@ A run is a chain of attempts (Slurm jobs, or requeues of one job). `begin` opens
 requeues the job, except after success, an invalid configuration, or several attempts without progress.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """NeMo-Run: tasks and executors of an experiment, its dry run and its submission."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The runs of a `submit` request: one, or one per combination of a sweep."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """`status`, `logs` and `cancel` of a run folder."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ It runs real training commands on a small random model and compares each layout 
 resume, FP8 against bf16, SGLang's weight sync and the network. The same program runs on CPU with gloo, in the tests.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

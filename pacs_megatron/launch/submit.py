@@ -5,8 +5,6 @@ signal before the time limit reaches the ranks, and the end of the script decide
 submits the batch script. Its retries are off, because it also retries an invalid configuration.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator, Sequence

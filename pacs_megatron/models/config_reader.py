@@ -1,7 +1,5 @@
 """Reads config.json of transformers 4 and 5 into plain values; refuses settings that the model would compute wrongly."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

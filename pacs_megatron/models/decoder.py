@@ -1,7 +1,5 @@
 """Shared by all families: the rows of attention, dense MLP and experts, and the common config keys."""
 
-from __future__ import annotations
-
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models.config_reader import MAX_LAYERS, ConfigReader, wrong_value
 from pacs_megatron.models.spec import ModelSpec, MoeSpec

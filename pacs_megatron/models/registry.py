@@ -1,7 +1,5 @@
 """The family of a checkpoint: config.json -> ModelSpec -> weight table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

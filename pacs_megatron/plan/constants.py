@@ -1,7 +1,5 @@
 """Numbers that `plan` cannot derive, each with its source: a measurement file of this repository, or "assumed"."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

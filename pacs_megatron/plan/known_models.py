@@ -3,8 +3,6 @@
 The values are those of each repository's config.json; `fetch` compares them with the file it gets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType

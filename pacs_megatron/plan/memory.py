@@ -4,8 +4,6 @@ Parameters, gradients and optimizer state come from the weight table and are exa
 of a live Megatron model). Activations follow the layers' saved tensors. All other numbers are constants with a source.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

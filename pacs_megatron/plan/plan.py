@@ -1,7 +1,5 @@
 """`plan`: memory, time and fit of a run from its configuration alone. No GPU, no Slurm, no network, no torch."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Sequence

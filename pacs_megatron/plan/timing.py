@@ -4,8 +4,6 @@ FLOPs follow Megatron's formula: two per multiply-add, attention scores counted 
 Seconds come from the FLOPs and the constants' assumed efficiencies; they are estimates, not measurements.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from pacs_megatron.config.checks import max_response_tokens

@@ -1,7 +1,5 @@
 """One result line of `preflight`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`doctor`: reports what works on this machine and what to install for the rest. It never fails."""
 
-from __future__ import annotations
-
 import os
 import platform
 import resource

@@ -1,7 +1,5 @@
 """Checks of this host: software, GPUs, folders, free space, ports, network interfaces, cluster file."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

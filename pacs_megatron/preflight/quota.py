@@ -3,8 +3,6 @@
 `statvfs` does not include a user's quota on Lustre and NFS, so this module also runs `lfs quota` and `quota` if installed.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ On a login node it checks the configuration, the files and the software. Inside 
 every rank takes part, and it also checks equality and connections between nodes.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

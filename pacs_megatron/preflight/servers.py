@@ -1,7 +1,5 @@
 """Checks of SGLang: options, version, and whether a server starts and responds."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Shared by all command lines: one line for each error, and a report for an unexpected one."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

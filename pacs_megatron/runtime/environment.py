@@ -1,7 +1,5 @@
 """How a command was started (alone, by torchrun, by srun), and the environment variables of ranks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Files of JSON lines, possibly damaged by the loss of a node."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType

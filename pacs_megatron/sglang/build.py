@@ -1,7 +1,5 @@
 """The SGLang engine of a run: attaches to external servers, or starts managed ones."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait

@@ -3,8 +3,6 @@
 A response of 8k tokens is 250 kB of JSON, about 3 ms; thousands of them on the event loop would delay other requests.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

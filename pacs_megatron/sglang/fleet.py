@@ -12,8 +12,6 @@ The `weight_version` that a server reports decides. It is set to a version only 
 verified, so a server that missed an update, was restarted or received part of it is never treated as current.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """The request for one sample, its checks, and the limit of open connections."""
 
-from __future__ import annotations
-
 import logging
 import resource
 from typing import Any

@@ -1,7 +1,5 @@
 """A managed SGLang server: its command line, start and shutdown."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

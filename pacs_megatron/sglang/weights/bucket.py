@@ -1,7 +1,5 @@
 """Tensors packed back to back into one flat byte buffer of bounded size, which is sent as a unit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Builds the weight sync of a run's configuration."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -6,8 +6,6 @@ with an independent implementation of the same rules, so a tensor that was lost,
 transfer or by the server's loader is detected. Hashes as in SGLang 0.5.23: SHA-256 on CPU, a 64-bit word hash on CUDA.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Mapping

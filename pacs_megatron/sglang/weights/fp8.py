@@ -1,8 +1,6 @@
 """Blockwise FP8 of linear weights: e4m3 values and one scale per block of 128 x 128, the format of Hugging Face FP8
 checkpoints (`quantization_config: {quant_method: fp8, weight_block_size: [128, 128]}`)."""
 
-from __future__ import annotations
-
 import re
 
 import torch

@@ -14,8 +14,6 @@ for it; a restart (managed servers) also recovers it. The update continues with 
 none is left.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

@@ -4,8 +4,6 @@ Methods that take `api` may run concurrently for several servers, in threads; `p
 Every wait has a timeout. An exception of `join`, `send` or `finish` concerns that one server only.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json
