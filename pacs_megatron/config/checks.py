@@ -1,11 +1,10 @@
-"""Checks of combinations of keys. They import neither torch nor a model; each problem names the key and the fix.
+"""Checks of combinations of keys. They import neither torch nor a model; each problem is one line.
 
 `find_problems` uses the configuration alone, `layout_problems` also the world size. Checks against the model's shape
-are in `config/shape.py`.
+are in `models/shape.py`.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.objective_options import PacsOptions, SftOptions
@@ -14,17 +13,7 @@ from pacs_megatron.config.schema import DatasetOptions, RunConfig
 from pacs_megatron.config.text import Options
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One invalid combination."""
-
-    key: str
-    """Dotted key to change."""
-    message: str
-    """The problem, the expected value and the fix, in one line."""
-
-
-def find_problems(config: RunConfig) -> list[Problem]:
+def find_problems(config: RunConfig) -> list[str]:
     """Problems of the configuration alone, in the order of the schema."""
     return [problem for check in _CHECKS for problem in check(config)]
 
@@ -39,7 +28,7 @@ def max_response_tokens(config: RunConfig) -> int:
     return config.rollout.sampling.max_response_tokens
 
 
-def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
+def layout_problems(config: RunConfig, world_size: int) -> list[str]:
     """Problems of the layout on `world_size` ranks."""
     return list(_layout(config, world_size))
 
@@ -68,54 +57,47 @@ def one_of(values: list[int]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ the file alone
-def _run(config: RunConfig) -> Iterator[Problem]:
+def _run(config: RunConfig) -> Iterator[str]:
     run, resources = config.run, config.resources
     if seconds_of(resources.time_limit) <= resources.signal_lead_s:
-        yield Problem(
-            "resources.time_limit",
+        yield (
             f"resources.time_limit={resources.time_limit} is not longer than resources.signal_lead_s="
-            f"{resources.signal_lead_s}; the stop signal would arrive at the start; raise it",
+            f"{resources.signal_lead_s}; the stop signal would arrive at the start; raise it"
         )
     if resources.gpus_per_node:
         if run.nproc is not None:
-            yield Problem(
-                "run.nproc",
-                "run.nproc is not used with resources.gpus_per_node > 0, which starts one rank per GPU; remove it",
-            )
+            yield ("run.nproc is not used with resources.gpus_per_node > 0, which starts one rank per GPU; remove it")
         if resources.gpu is None:
-            yield Problem("resources.gpu", "`resources.gpu` is missing; set it to a100, h100, h200 or b200")
+            yield ("`resources.gpu` is missing; set it to a100, h100, h200 or b200")
         yield from _layout(config, ranks_to_start(config), key="resources.nodes")
     elif resources.gpu is not None:
-        yield Problem("resources.gpu", "resources.gpu is not used with resources.gpus_per_node=0; remove it")
+        yield ("resources.gpu is not used with resources.gpus_per_node=0; remove it")
     elif run.nproc is not None:
         yield from _layout(config, ranks_to_start(config), key="run.nproc")
 
 
-def _rollout_place(config: RunConfig) -> Iterator[Problem]:
+def _rollout_place(config: RunConfig) -> Iterator[str]:
     resources, rollout = config.resources, config.rollout.sglang
     if rollout is None:
         if resources.rollout_nodes:
-            yield Problem(
-                "resources.rollout_nodes",
+            yield (
                 f"resources.rollout_nodes={resources.rollout_nodes} needs rollout.engine=sglang, got "
-                f"{config.rollout.engine}; set 0",
+                f"{config.rollout.engine}; set 0"
             )
         return
     if resources.rollout_nodes and rollout.sync.transport == "ipc":
-        yield Problem(
-            "rollout.sync.transport",
+        yield (
             f"rollout.sync.transport=ipc stays on one host, but resources.rollout_nodes={resources.rollout_nodes}; use broadcast "
-            "or disk",
+            "or disk"
         )
     servers = rollout.servers
     yield from _ipc(config, rollout)
     if servers is None:
         return
     if resources.rollout_nodes and servers.colocated:
-        yield Problem(
-            "rollout.servers.colocated",
+        yield (
             f"rollout.servers.colocated=true with resources.rollout_nodes={resources.rollout_nodes}: the servers "
-            "run on separate nodes; set only one of them",
+            "run on separate nodes; set only one of them"
         )
     on_every_node = servers.colocated and resources.nodes > 1
     if on_every_node:
@@ -135,284 +117,228 @@ def _rollout_place(config: RunConfig) -> Iterator[Problem]:
             if offered >= servers.tp
             else f"use rollout.servers.tp of at most {offered}"
         )
-        yield Problem(
-            "rollout.servers.count" if offered >= servers.tp else "rollout.servers.tp",
+        yield (
             f"rollout.servers.count * tp = {servers.count} * {servers.tp} = {wanted} GPUs, but {where} offers {offered}; "
-            f"{fix}",
+            f"{fix}"
         )
     elif resources.gpus_per_node and servers.tp > resources.gpus_per_node:
-        yield Problem(
-            "rollout.servers.tp",
+        yield (
             f"rollout.servers.tp={servers.tp}: a server runs on one node with resources.gpus_per_node="
-            f"{resources.gpus_per_node}; use at most {resources.gpus_per_node}",
+            f"{resources.gpus_per_node}; use at most {resources.gpus_per_node}"
         )
     if resources.rollout_nodes and servers.count % resources.rollout_nodes:
-        yield Problem(
-            "rollout.servers.count",
+        yield (
             f"rollout.servers.count={servers.count} does not divide over resources.rollout_nodes={resources.rollout_nodes}; "
-            f"use a multiple of {resources.rollout_nodes}",
+            f"use a multiple of {resources.rollout_nodes}"
         )
 
 
-def _ipc(config: RunConfig, rollout: SglangRollout) -> Iterator[Problem]:
+def _ipc(config: RunConfig, rollout: SglangRollout) -> Iterator[str]:
     """A handle of GPU memory can be opened on the same GPU only: each rank sends weights to the servers on its own."""
     if rollout.sync.transport != "ipc":
         return
     servers, resources = rollout.servers, config.resources
     if servers is None and resources.nodes * resources.gpus_per_node > 1:
-        yield Problem(
-            "rollout.sync.transport",
+        yield (
             "rollout.sync.transport=ipc with rollout.urls on several GPUs: the GPU of a server is known for rollout.servers "
-            "only; use broadcast or disk, or let the run start the servers",
+            "only; use broadcast or disk, or let the run start the servers"
         )
     if servers is not None and servers.device == "cuda" and not servers.colocated:
-        yield Problem(
-            "rollout.sync.transport",
+        yield (
             "rollout.sync.transport=ipc passes handles of GPU memory, which a server on another GPU cannot open; set "
-            "rollout.servers.colocated=true, or use broadcast",
+            "rollout.servers.colocated=true, or use broadcast"
         )
 
 
-def _colocated_on_nodes(rollout: SglangRollout, servers: SglangServers, nodes: int) -> Iterator[Problem]:
+def _colocated_on_nodes(rollout: SglangRollout, servers: SglangServers, nodes: int) -> Iterator[str]:
     """Each node starts its own servers. Rank 0 reaches servers on other nodes by network and files only."""
     if rollout.sync.transport != "disk":
-        yield Problem(
-            "rollout.sync.transport",
+        yield (
             f"rollout.sync.transport={rollout.sync.transport} with rollout.servers.colocated=true on "
             f"resources.nodes={nodes}: ipc works on one host only, and broadcast requires trainer and server on "
-            "different GPUs; use disk",
+            "different GPUs; use disk"
         )
     if servers.count % nodes:
-        yield Problem(
-            "rollout.servers.count",
+        yield (
             f"rollout.servers.count={servers.count} does not divide over resources.nodes={nodes} with colocated=true; use a "
-            f"multiple of {nodes}",
+            f"multiple of {nodes}"
         )
     if servers.visible_devices:
-        yield Problem(
-            "rollout.servers.visible_devices",
+        yield (
             f"rollout.servers.visible_devices with resources.nodes={nodes}: each node assigns its GPUs to its servers; set it "
-            "to []",
+            "to []"
         )
 
 
-def _ahead(config: RunConfig) -> Iterator[Problem]:
+def _ahead(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout.sglang
     if rollout is None or not rollout.max_staleness:
         return
     is_colocated = rollout.servers is not None and rollout.servers.colocated
     if is_colocated or rollout.shares_gpus:
         key = "servers.colocated" if is_colocated else "shares_gpus"
-        yield Problem(
-            "rollout.max_staleness",
+        yield (
             f"rollout.max_staleness={rollout.max_staleness} with rollout.{key}=true: these servers release their "
-            "memory during the training step and cannot sample; set max_staleness=0, or use separate GPUs for the servers",
+            "memory during the training step and cannot sample; set max_staleness=0, or use separate GPUs for the servers"
         )
 
 
-def _oversample(config: RunConfig) -> Iterator[Problem]:
+def _oversample(config: RunConfig) -> Iterator[str]:
     admission = config.admission
     if admission.oversample > 1 and not admission.drop_one_class_groups:
-        yield Problem(
-            "admission.oversample",
+        yield (
             f"admission.oversample={admission.oversample} without admission.drop_one_class_groups=true only biases "
-            "training to short responses; set drop_one_class_groups=true or oversample=1",
+            "training to short responses; set drop_one_class_groups=true or oversample=1"
         )
 
 
-def _precision(config: RunConfig) -> Iterator[Problem]:
+def _precision(config: RunConfig) -> Iterator[str]:
     if config.precision.fp8 is not None and config.precision.dtype != "bf16":
-        yield Problem(
-            "precision.dtype",
-            f"precision.dtype={config.precision.dtype} with precision.fp8: FP8 requires bf16; set precision.dtype=bf16",
+        yield (
+            f"precision.dtype={config.precision.dtype} with precision.fp8: FP8 requires bf16; set precision.dtype=bf16"
         )
     if config.precision.fp8 is not None and config.resources.gpu == "a100":
-        yield Problem(
-            "precision.fp8",
+        yield (
             f"precision.fp8 ({config.precision.fp8.recipe}) with resources.gpu=a100, which has no FP8 support; remove "
-            "precision.fp8, or use h100, h200 or b200",
+            "precision.fp8, or use h100, h200 or b200"
         )
     if config.precision.fp8 is not None and not config.resources.gpus_per_node:
-        yield Problem(
-            "precision.fp8", "precision.fp8 requires GPUs, got resources.gpus_per_node=0; set it or remove fp8"
-        )
+        yield ("precision.fp8 requires GPUs, got resources.gpus_per_node=0; set it or remove fp8")
 
 
-def _parallel(config: RunConfig) -> Iterator[Problem]:
+def _parallel(config: RunConfig) -> Iterator[str]:
     parallel = config.parallel
     if parallel.sequence_parallel and parallel.tp == 1:
-        yield Problem(
-            "parallel.sequence_parallel",
-            "parallel.sequence_parallel=true requires parallel.tp > 1; disable it or raise parallel.tp",
-        )
+        yield ("parallel.sequence_parallel=true requires parallel.tp > 1; disable it or raise parallel.tp")
     if parallel.vpp is not None and parallel.pp == 1:
-        yield Problem(
-            "parallel.vpp", f"parallel.vpp={parallel.vpp} requires parallel.pp > 1; remove it or raise parallel.pp"
-        )
+        yield (f"parallel.vpp={parallel.vpp} requires parallel.pp > 1; remove it or raise parallel.pp")
     recompute = parallel.recompute
     if "num_layers" in changed(recompute) and recompute.granularity != "full":
-        yield Problem(
-            "parallel.recompute.num_layers",
-            f"parallel.recompute.num_layers is used by granularity=full only, got {recompute.granularity}; remove it",
+        yield (
+            f"parallel.recompute.num_layers is used by granularity=full only, got {recompute.granularity}; remove it"
         )
 
 
-def _batch(config: RunConfig) -> Iterator[Problem]:
+def _batch(config: RunConfig) -> Iterator[str]:
     batch = config.batch
     if batch.updates_per_step > batch.prompts_per_step:
-        yield Problem(
-            "batch.updates_per_step",
+        yield (
             f"batch.updates_per_step={batch.updates_per_step} is more than batch.prompts_per_step="
-            f"{batch.prompts_per_step}: an update requires at least one group; use at most {batch.prompts_per_step}",
+            f"{batch.prompts_per_step}: an update requires at least one group; use at most {batch.prompts_per_step}"
         )
     longest = max_sequence_tokens(config)
     if batch.tokens_per_microbatch < longest:
-        yield Problem(
-            "batch.tokens_per_microbatch",
+        yield (
             f"batch.tokens_per_microbatch={batch.tokens_per_microbatch} is smaller than the longest sample: "
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {response_key(config)}="
-            f"{max_response_tokens(config)}; use at least {longest}",
+            f"{max_response_tokens(config)}; use at least {longest}"
         )
     if "groups" in changed(batch) and not isinstance(config.objective, PacsOptions):
-        yield Problem(
-            "batch.groups",
-            f"batch.groups={batch.groups} is used by objective.name=pacs only, got {config.objective.name}; remove it",
+        yield (
+            f"batch.groups={batch.groups} is used by objective.name=pacs only, got {config.objective.name}; remove it"
         )
     elif batch.groups == "together" and batch.tokens_per_microbatch < batch.samples_per_prompt * longest:
-        yield Problem(
-            "batch.groups",
+        yield (
             f"batch.groups=together needs batch.tokens_per_microbatch >= batch.samples_per_prompt * (data."
             f"max_prompt_tokens + {response_key(config)}) = {batch.samples_per_prompt * longest}, got "
-            f"{batch.tokens_per_microbatch}; raise it, or use batch.groups=auto",
+            f"{batch.tokens_per_microbatch}; raise it, or use batch.groups=auto"
         )
 
 
-def _sampling(config: RunConfig) -> Iterator[Problem]:
+def _sampling(config: RunConfig) -> Iterator[str]:
     if config.rollout.is_sampled and config.rollout.sampling.temperature == 0:
-        yield Problem(
-            "rollout.sampling.temperature",
+        yield (
             "rollout.sampling.temperature=0 is greedy: all responses of a group are equal, and log-probs are divided by it; "
-            "use a temperature above 0, such as 1.0 (0 is for evaluation.sampling)",
+            "use a temperature above 0, such as 1.0 (0 is for evaluation.sampling)"
         )
 
 
-def _strategy(config: RunConfig) -> Iterator[Problem]:
+def _strategy(config: RunConfig) -> Iterator[str]:
     is_sft, is_demo = isinstance(config.objective, SftOptions), not config.rollout.is_sampled
     if is_sft and not is_demo:
-        yield Problem(
-            "rollout.engine",
+        yield (
             f"rollout.engine={config.rollout.engine} with objective.name=sft: sft trains on the data's solutions; "
-            "set rollout.engine=demonstrations",
+            "set rollout.engine=demonstrations"
         )
     if is_demo and not is_sft:
-        yield Problem(
-            "rollout.engine",
+        yield (
             f"rollout.engine=demonstrations with objective.name={config.objective.name}: it requires sampled responses; set "
-            "rollout.engine=embedded or objective.name=sft",
+            "rollout.engine=embedded or objective.name=sft"
         )
     if is_demo:
         yield from _demonstrations(config)
     elif config.reward is None:
-        yield Problem(
-            "reward", "`reward` is missing; sampled responses require a verifier: add reward.name, such as math"
-        )
+        yield ("`reward` is missing; sampled responses require a verifier: add reward.name, such as math")
 
 
-def _demonstrations(config: RunConfig) -> Iterator[Problem]:
+def _demonstrations(config: RunConfig) -> Iterator[str]:
     columns = config.data.train.columns
     if columns is not None and columns.solution is None:
-        yield Problem(
-            "data.train.columns.solution",
-            "`data.train.columns.solution` is missing; rollout.engine=demonstrations trains on it: name the column",
-        )
+        yield ("`data.train.columns.solution` is missing; rollout.engine=demonstrations trains on it: name the column")
     if config.reward is not None and not config.evaluation.benchmarks:
-        yield Problem("reward", "`reward` is not used by rollout.engine=demonstrations without benchmarks; remove it")
+        yield ("`reward` is not used by rollout.engine=demonstrations without benchmarks; remove it")
     if config.data.shuffle_labels:
-        yield Problem(
-            "data.shuffle_labels",
-            "data.shuffle_labels=true: rollout.engine=demonstrations has no labels to shuffle; remove it",
-        )
+        yield ("data.shuffle_labels=true: rollout.engine=demonstrations has no labels to shuffle; remove it")
     for name in changed(config.admission):
-        yield Problem(
-            f"admission.{name}",
-            f"`admission.{name}` is not used by rollout.engine=demonstrations: nothing is sampled; remove it",
-        )
+        yield (f"`admission.{name}` is not used by rollout.engine=demonstrations: nothing is sampled; remove it")
 
 
-def _datasets(config: RunConfig) -> Iterator[Problem]:
+def _datasets(config: RunConfig) -> Iterator[str]:
     yield from _dataset("data.train", config.data.train)
     names: dict[str, int] = {}
     for index, dataset in enumerate(config.evaluation.benchmarks):
         key = f"evaluation.benchmarks.{index}"
         yield from _dataset(key, dataset)
         if dataset.name is not None and names.setdefault(dataset.name, index) != index:
-            yield Problem(
-                f"{key}.name",
-                f"{key}.name={dataset.name} is also the name of benchmark {names[dataset.name]}; rename it",
-            )
+            yield (f"{key}.name={dataset.name} is also the name of benchmark {names[dataset.name]}; rename it")
 
 
-def _dataset(key: str, dataset: DatasetOptions) -> Iterator[Problem]:
+def _dataset(key: str, dataset: DatasetOptions) -> Iterator[str]:
     if (dataset.preset is None) == (dataset.columns is None):
         got = "neither" if dataset.preset is None else "both"
-        yield Problem(key, f"{key}: exactly one of `preset` and `columns` must be set, got {got}; set one")
+        yield (f"{key}: exactly one of `preset` and `columns` must be set, got {got}; set one")
 
 
-def _optimizer(config: RunConfig) -> Iterator[Problem]:
+def _optimizer(config: RunConfig) -> Iterator[str]:
     optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:
-        yield Problem(
-            "optimizer.min_lr",
-            f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}; lower it",
-        )
+        yield (f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}; lower it")
     if optimizer.schedule == "constant" and optimizer.min_lr > 0:
-        yield Problem(
-            "optimizer.min_lr",
-            "optimizer.min_lr is not used by optimizer.schedule=constant; remove it or set a schedule",
-        )
+        yield ("optimizer.min_lr is not used by optimizer.schedule=constant; remove it or set a schedule")
     updates = config.run.steps * config.batch.updates_per_step
     if optimizer.schedule != "constant" and optimizer.warmup_updates >= updates:
-        yield Problem(
-            "optimizer.warmup_updates",
+        yield (
             f"optimizer.warmup_updates={optimizer.warmup_updates} leaves no update for the decay: the run has {updates} "
-            f"(run.steps * batch.updates_per_step); use less than {updates}",
+            f"(run.steps * batch.updates_per_step); use less than {updates}"
         )
 
 
-def _evaluation(config: RunConfig) -> Iterator[Problem]:
+def _evaluation(config: RunConfig) -> Iterator[str]:
     evaluation = config.evaluation
     if evaluation.benchmarks:
         if evaluation.sampling is None:
-            yield Problem(
-                "evaluation.sampling",
-                "`evaluation.sampling` is missing; benchmarks require it: add max_response_tokens",
-            )
+            yield ("`evaluation.sampling` is missing; benchmarks require it: add max_response_tokens")
         if config.reward is None:
-            yield Problem("reward", "`reward` is missing; benchmarks require a verifier: add reward.name, such as math")
+            yield ("`reward` is missing; benchmarks require a verifier: add reward.name, such as math")
         for k in evaluation.k:
             if not 1 <= k <= evaluation.samples_per_prompt:
-                yield Problem(
-                    "evaluation.k",
+                yield (
                     f"evaluation.k={k}: pass@k requires 1 <= k <= evaluation.samples_per_prompt="
-                    f"{evaluation.samples_per_prompt}; lower k or raise evaluation.samples_per_prompt",
+                    f"{evaluation.samples_per_prompt}; lower k or raise evaluation.samples_per_prompt"
                 )
         return
     for name in changed(evaluation):
-        yield Problem(
-            f"evaluation.{name}",
-            f"`evaluation.{name}` is not used without evaluation.benchmarks; add a benchmark or remove the key",
-        )
+        yield (f"`evaluation.{name}` is not used without evaluation.benchmarks; add a benchmark or remove the key")
 
 
-def _stop_strings(config: RunConfig) -> Iterator[Problem]:
+def _stop_strings(config: RunConfig) -> Iterator[str]:
     if config.rollout.sglang is None:
         return
     places = {"rollout.sampling": config.rollout.sampling, "evaluation.sampling": config.evaluation.sampling}
     for place, sampling in places.items():
         if sampling is not None and len(sampling.stop) > MAX_SGLANG_STOPS:
-            yield Problem(
-                f"{place}.stop",
-                f"{place}.stop has {len(sampling.stop)} strings, but SGLang allows at most {MAX_SGLANG_STOPS}; shorten it",
+            yield (
+                f"{place}.stop has {len(sampling.stop)} strings, but SGLang allows at most {MAX_SGLANG_STOPS}; shorten it"
             )
 
 
@@ -421,7 +347,7 @@ def response_key(config: RunConfig) -> str:
     return "rollout.sampling.max_response_tokens" if config.rollout.is_sampled else "rollout.max_response_tokens"
 
 
-_CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+_CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _run,
     _precision,
     _parallel,
@@ -439,7 +365,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
 
 
 # ------------------------------------------------------------------------------------------------------------ with ranks
-def _layout(config: RunConfig, world_size: int, key: str = "parallel.tp") -> Iterator[Problem]:
+def _layout(config: RunConfig, world_size: int, key: str = "parallel.tp") -> Iterator[str]:
     parallel = config.parallel
     replica = parallel.tp * parallel.pp * parallel.cp
     product = f"parallel.tp*pp*cp={parallel.tp}*{parallel.pp}*{parallel.cp}={replica}"
@@ -448,22 +374,20 @@ def _layout(config: RunConfig, world_size: int, key: str = "parallel.tp") -> Ite
             f"start a multiple of {replica} ranks, or make tp*pp*cp {one_of(divisors(world_size)).removeprefix('use ')}"
         )
         prefix = "" if key.startswith("parallel.") else f"{key}: "
-        yield Problem(key, f"{prefix}{world_size} ranks are not a multiple of {product}; {fix}")
+        yield (f"{prefix}{world_size} ranks are not a multiple of {product}; {fix}")
         return
     # With ep > 1 experts are not sharded by tensor parallelism: they are distributed over all ranks of a stage.
     stage_ranks = world_size // parallel.pp
     if stage_ranks % parallel.ep:
-        yield Problem(
-            "parallel.ep",
+        yield (
             f"parallel.ep={parallel.ep} does not divide the {stage_ranks} ranks of a pipeline stage ({world_size} ranks, "
-            f"pp={parallel.pp}); {one_of(divisors(stage_ranks))}",
+            f"pp={parallel.pp}); {one_of(divisors(stage_ranks))}"
         )
     dp = world_size // replica
     groups = config.batch.prompts_per_step // config.batch.updates_per_step
     samples = groups * config.batch.samples_per_prompt
     if samples < dp:
-        yield Problem(
-            "batch.prompts_per_step",
+        yield (
             f"an update has {samples} samples (batch.prompts_per_step / updates_per_step * samples_per_prompt) for "
-            f"{dp} data-parallel ranks; raise batch.prompts_per_step or use fewer ranks",
+            f"{dp} data-parallel ranks; raise batch.prompts_per_step or use fewer ranks"
         )

@@ -14,9 +14,9 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from pacs_megatron.config.checks import Problem, find_problems
+from pacs_megatron.config.checks import find_problems
 from pacs_megatron.config.fields import ROOT, Slot, slot_of
-from pacs_megatron.config.messages import explain_validation, where
+from pacs_megatron.config.messages import explain_validation, named_key, where
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.config.yaml_tree import MAX_DEPTH, Node, parse_yaml, read_yaml
 from pacs_megatron.errors import ConfigError
@@ -47,9 +47,9 @@ class LoadedConfig:
         """The resolved configuration with all defaults, as YAML. Loading it gives an equal configuration."""
         return yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=1000)
 
-    def fail(self, problem: Problem) -> ConfigError:
-        """The error for `problem`, with the origin of its key."""
-        return ConfigError(f"{problem.message} ({self.where(problem.key)})")
+    def fail(self, problem: str) -> ConfigError:
+        """The error for `problem`, with the origin of the key that it names first."""
+        return ConfigError(f"{problem} ({self.where(named_key(problem))})")
 
     def _origin(self, key: str) -> str:
         path = _split(key)

@@ -62,10 +62,15 @@ def _validator_line(text: str, path: Sequence[str | int], root: Node) -> str:
     """A message of a validator: of one value, or of a section, whose message names the key."""
     if path and not fields_at(path, root):
         return f"{dotted(path)}: {text} ({where(path, root)})"
-    named = re.search(r"\b\w+(\.\w+)+", text)
-    prefix = "" if named is not None or not path else f"{dotted(path)}: "
-    place = path if named is None else named.group().split(".")
-    return f"{prefix}{text} ({where(place, root)})"
+    named = named_key(text)
+    prefix = "" if named or not path else f"{dotted(path)}: "
+    return f"{prefix}{text} ({where(named.split('.') if named else path, root)})"
+
+
+def named_key(text: str) -> str:
+    """The first key in a message: a dotted one, or one in backticks. Empty if it names none."""
+    found = re.search(r"`([a-z][\w.]*)`|\b[a-z]\w*(?:\.\w+)+", text)
+    return "" if found is None else found[1] or found[0]
 
 
 def where(path: Sequence[str | int], root: Node) -> str:

@@ -20,8 +20,8 @@ import psutil  # type: ignore[import-untyped]
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import ranks_to_start
-from pacs_megatron.config.shape import shape_problems
 from pacs_megatron.errors import ConfigError, ExitCode
+from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.runtime.environment import find_rank, rank_environment
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
 from pacs_megatron.runtime.run_lock import refuse_if_locked

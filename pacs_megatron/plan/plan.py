@@ -15,10 +15,10 @@ from pacs_megatron.config.checks import (
     max_sequence_tokens,
 )
 from pacs_megatron.config.layout import layout_of, ranks_to_start
-from pacs_megatron.config.shape import shape_problems
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.models import ModelSpec
+from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.plan import constants, memory, timing
 from pacs_megatron.plan.constants import GIB, Gpu
 from pacs_megatron.plan.known_models import need_spec

@@ -15,7 +15,6 @@ import xxhash
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.safetensors_file import tensor_bytes
 from pacs_megatron.config import LoadedConfig, load_config
-from pacs_megatron.config.checks import Problem
 from pacs_megatron.config.rollout_options import EmbeddedRollout
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Sample, SampleRequest, WeightReceiver
@@ -152,9 +151,9 @@ def table(evaluation: Evaluation, ks: Sequence[int]) -> str:
 
 def _check(loaded: LoadedConfig) -> None:
     if not loaded.config.evaluation.benchmarks:
-        raise loaded.fail(Problem("evaluation.benchmarks", "evaluation.benchmarks is empty, add a benchmark"))
+        raise loaded.fail("evaluation.benchmarks is empty, add a benchmark")
     if loaded.config.reward is None:
-        raise loaded.fail(Problem("reward", "`reward` is missing, but an evaluation needs one; add it"))
+        raise loaded.fail("`reward` is missing, but an evaluation needs one; add it")
 
 
 def _engine(folder: HfFolder, config: RunConfig, vocabulary: Vocabulary) -> EmbeddedEngine:

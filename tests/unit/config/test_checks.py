@@ -8,8 +8,9 @@ import pytest
 
 from pacs_megatron.config import load_config
 from pacs_megatron.config.checks import layout_problems
-from pacs_megatron.config.shape import shape_problems
+from pacs_megatron.config.messages import named_key
 from pacs_megatron.errors import ConfigError
+from pacs_megatron.models.shape import shape_problems
 from tests.unit.config.test_load import BASE
 
 SFT = [
@@ -199,7 +200,7 @@ class Shape:
 )
 def test_shape(base: Path, overrides: list[str], shape: Shape, expected: str) -> None:
     problems = shape_problems(load_config(base, overrides).config, shape, "M")
-    assert [problem for problem in problems if expected in problem.message]
+    assert [problem for problem in problems if expected in problem]
 
 
 def test_a_dense_width_does_not_bind_a_moe_model(base: Path) -> None:
@@ -216,5 +217,5 @@ def test_a_dense_width_does_not_bind_a_moe_model(base: Path) -> None:
     ],
 )
 def test_layout(base: Path, overrides: list[str], ranks: int, key: str) -> None:
-    assert [problem.key for problem in layout_problems(load_config(base, overrides).config, ranks)] == [key]
+    assert [named_key(problem) for problem in layout_problems(load_config(base, overrides).config, ranks)] == [key]
     assert layout_problems(load_config(base).config, 8) == []

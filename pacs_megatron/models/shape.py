@@ -1,0 +1,78 @@
+"""Checks of a configuration against the model's shape."""
+
+import math
+from collections.abc import Iterator
+
+from pacs_megatron.config.checks import (
+    divisors,
+    max_response_tokens,
+    max_sequence_tokens,
+    one_of,
+    response_key,
+)
+from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.models.spec import ModelSpec
+
+
+def shape_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> list[str]:
+    """Problems of the layout with the model's heads, layers, experts and length; `model_name` appears in messages."""
+    return list(_shape(config, shape, model_name))
+
+
+def _shape(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
+    parallel, moe = config.parallel, shape.moe
+    # Names as in the checkpoint's config.json.
+    ffn = ("intermediate_size", shape.ffn_size) if moe is None else ("moe_intermediate_size", moe.expert_ffn_size)
+    sizes = [("num_key_value_heads", shape.num_kv_heads), ("num_attention_heads", shape.num_heads), ffn]
+    common = divisors(math.gcd(*(size for _, size in sizes)))
+    for name, size in sizes:
+        if size % parallel.tp:
+            yield (f"parallel.tp={parallel.tp} does not divide {name}={size} of {model_name}; {one_of(common)}")
+            break
+    stages = parallel.pp * (parallel.vpp or 1)
+    if shape.num_layers % stages:
+        label = "pp" if parallel.vpp is None else "pp*vpp"
+        yield (
+            f"parallel.{label}={stages} does not divide num_hidden_layers={shape.num_layers} of {model_name}; make it "
+            f"{one_of(divisors(shape.num_layers)).removeprefix('use ')}"
+        )
+    if parallel.ep > 1 and moe is None:
+        yield (f"parallel.ep={parallel.ep}, but {model_name} has no experts; set parallel.ep=1")
+    if moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
+        yield (
+            f"parallel.sequence_parallel=false with parallel.tp={parallel.tp} and {model_name}, a mixture-of-experts "
+            "model, which requires parallel.sequence_parallel=true (Megatron's experts expect tokens sharded over the "
+            "tensor-parallel ranks); set it"
+        )
+    if moe is not None and moe.num_experts % parallel.ep:
+        yield (
+            f"parallel.ep={parallel.ep} does not divide num_experts={moe.num_experts} of {model_name}; "
+            f"{one_of(divisors(moe.num_experts))}"
+        )
+    yield from _positions(config, shape, model_name)
+    yield from _server_shape(config, shape, model_name)
+
+
+def _positions(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
+    longest, limit = max_sequence_tokens(config), shape.max_positions
+    scaling = shape.rope_scaling
+    if scaling is not None and scaling["rope_type"] == "linear":
+        limit = int(limit * float(scaling["factor"]))  # max_position_embeddings is the length before scaling
+    if longest > limit:
+        yield (
+            f"{response_key(config)}={max_response_tokens(config)} + data.max_prompt_tokens={config.data.max_prompt_tokens} = "
+            f"{longest} positions, but {model_name} has max_position_embeddings={limit}; lower one of them"
+        )
+
+
+def _server_shape(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
+    """SGLang shards heads evenly, and shards key-value heads evenly or replicates each equally often."""
+    servers = config.rollout.managed_servers
+    if servers is None:
+        return
+    works = [tp for tp in divisors(shape.num_heads) if shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0]
+    if servers.tp not in works:
+        yield (
+            f"rollout.servers.tp={servers.tp} does not divide num_attention_heads={shape.num_heads} and "
+            f"num_key_value_heads={shape.num_kv_heads} of {model_name}; {one_of([tp for tp in works if tp <= 16])}"
+        )
