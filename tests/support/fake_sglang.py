@@ -21,7 +21,11 @@ class FakeSglang:
     """`fault` and `latency_s` may be changed at any time. Use as a context manager."""
 
     def __init__(
-        self, *, latency_s: Callable[[dict[str, Any]], float] = lambda _: 0.0, api_key: str | None = None
+        self,
+        *,
+        latency_s: Callable[[dict[str, Any]], float] = lambda _: 0.0,
+        api_key: str | None = None,
+        address: tuple[str, int] = ("127.0.0.1", 0),
     ) -> None:
         self.fault: Fault = "none"
         self.latency_s = latency_s
@@ -36,18 +40,20 @@ class FakeSglang:
         self.most_in_flight = 0
         self.held_until = 0
         """so many requests must have been in flight at once before any is answered"""
+        self.stops_early = False
+        """responses end at various lengths, by the end token"""
         self.raw: dict[str, bytes] = {}
         """path -> bytes to send as they are, without HTTP; then the connection is closed"""
         self._active: set[str] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.port = 0
+        self.host, self.port = address
         self._run(self._open())
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def refuse(self) -> None:
         """Closes the port: connections are refused, open ones broken."""
@@ -78,7 +84,7 @@ class FakeSglang:
         # handler_cancellation: a client that disconnects ends its request, as on the real server.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.TCPSite(self._runner, self.host, self.port, reuse_address=True)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
@@ -162,6 +168,9 @@ class FakeSglang:
     async def _answer(self, request: web.Request, body: dict[str, Any], rid: str) -> web.StreamResponse:
         params = body["sampling_params"]
         num_tokens, seed = int(params["max_new_tokens"]), int(params["sampling_seed"])
+        finish = {"type": "length", "length": num_tokens}
+        if self.stops_early and seed % num_tokens:
+            num_tokens, finish = seed % num_tokens, {"type": "stop", "matched": 258}
         if len(body["input_ids"]) > 4096:
             return web.json_response({"error": {"message": "The input is longer than the context"}}, status=400)
         if self.fault == "http_500":
@@ -175,7 +184,7 @@ class FakeSglang:
             logprobs[-1][0] = None  # as the real server encodes NaN and Inf
         meta = {
             "id": "somebody-else" if self.fault == "other_id" else rid,
-            "finish_reason": {"type": "length", "length": num_tokens},
+            "finish_reason": finish,
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": num_tokens,
             "cached_tokens": 0,

@@ -9,18 +9,23 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from aiohttp import web
 from safetensors.torch import load_file, save_file
+from torch.distributed import PrefixStore, TCPStore
 
 from pacs_megatron.errors import PacsError
+from pacs_megatron.sglang.weights.checksums import ExpectedChecksums, ModelDims, sha_hash
 from tests.support.weight_server import WeightServer
 
 T = TypeVar("T")
@@ -45,12 +50,13 @@ class OutOfMemoryError(RuntimeError):
 
 
 class Node:
-    """Memory of eight GPUs: owner -> bytes, per GPU."""
+    """Memory of a host's GPUs: owner -> bytes, per GPU."""
 
-    def __init__(self, gpu_bytes: int) -> None:
+    def __init__(self, gpu_bytes: int, num_gpus: int = NUM_GPUS) -> None:
         self.gpu_bytes = gpu_bytes
-        self._used: list[dict[str, int]] = [{} for _ in range(NUM_GPUS)]
+        self._used: list[dict[str, int]] = [{} for _ in range(num_gpus)]
         self._lock = threading.Lock()
+        self.peak = [0] * num_gpus
 
     def free(self, gpu: int) -> int:
         return self.gpu_bytes - sum(self._used[gpu].values())
@@ -60,9 +66,17 @@ class Node:
         with self._lock:
             before = self._used[gpu].pop(owner, 0)
             if num_bytes > self.free(gpu):
+                free = self.free(gpu)
                 self._used[gpu][owner] = before
-                raise OutOfMemoryError(f"GPU {gpu}: {owner} needs {num_bytes} bytes, {self.free(gpu)} are free")
+                raise OutOfMemoryError(f"GPU {gpu}: {owner} needs {num_bytes} bytes, {free} are free: {self._used[gpu]}")
             self._used[gpu][owner] = num_bytes
+            self.peak[gpu] = max(self.peak[gpu], self.gpu_bytes - self.free(gpu))
+
+    def clear(self, owner: str) -> None:
+        with self._lock:
+            for used in self._used:
+                for name in [name for name in used if name.startswith(owner)]:
+                    del used[name]
 
 
 class GpuServer(WeightServer):
@@ -73,22 +87,37 @@ class GpuServer(WeightServer):
       parent).
     - Each tensor-parallel rank reads its own entry of `serialized_named_tensors`; reading another rank's breaks the
       producer's count of readers (managers/tp_worker.py:194).
+    - Each tensor-parallel rank joins a broadcast group at `rank_offset` plus its own rank and receives every whole bucket
+      (model_executor/model_runner_components/weight_updater.py:100-143 and 248-258).
     - KV cache = free after loading - free before loading * (1 - mem_fraction) (mem_cache/kv_cache_configurator.py:3007).
       Nothing left: ValueError at the start (the same file, 3051).
-    - Release and resume change what it occupies; a failed resume ends it (torch_memory_saver).
+    - Release and resume change what it occupies, and released weights are lost; a failed resume ends it
+      (torch_memory_saver).
+    - Checksums are of fused parameters, per tensor-parallel rank (utils/weight_checker.py), by the rules that the real
+      server is tested against (tests/integration/sglang/test_sync.py).
     """
 
     def __init__(
-        self, node: Node, weights: Mapping[str, torch.Tensor], visible: str, *, mem_fraction: float = 0.5
+        self,
+        node: Node,
+        weights: Mapping[str, torch.Tensor],
+        visible: str,
+        *,
+        mem_fraction: float = 0.5,
+        dims: ModelDims | None = None,
+        scale: float = 1.0,
+        **server: Any,
     ) -> None:
         self.node = node
         self.gpus = [int(number) for number in visible.split(",")]
         self.ended = ""
         """why its scheduler ended; empty while it runs"""
+        self.dims = dims
         self._readers: set[str] = set()
-        self.weight_bytes = sum(tensor.nbytes for tensor in weights.values()) // len(self.gpus)
+        self._groups: dict[str, list[dist.ProcessGroupGloo]] = {}
+        self.weight_bytes = int(scale * sum(tensor.nbytes for tensor in weights.values())) // len(self.gpus)
         self.kv_bytes = self._size_cache(mem_fraction)
-        super().__init__(weights)
+        super().__init__(weights, **server)
 
     @property
     def owner(self) -> str:
@@ -108,6 +137,7 @@ class GpuServer(WeightServer):
     def _routes(self, app: web.Application) -> None:
         super()._routes(app)
         app.router.add_post("/update_weights_from_tensor", self._from_tensor)
+        app.router.add_post("/update_weights_from_distributed", self._from_distributed)
 
     async def _server_info(self, request: web.Request) -> web.Response:
         info = {"version": "0.5.23", "tp_size": len(self.gpus), "device": "cpu", "weight_version": "default"}
@@ -116,6 +146,7 @@ class GpuServer(WeightServer):
     def _end_scheduler(self, reason: str) -> web.Response:
         """The scheduler raised: the whole server ends, connections break."""
         self.ended = self.ended or reason
+        self.node.clear(self.owner)
         threading.Thread(target=self.refuse, daemon=True).start()
         raise asyncio.CancelledError(reason)
 
@@ -137,7 +168,55 @@ class GpuServer(WeightServer):
             Path(handle["path"]).unlink()
         return web.json_response({"success": True})
 
+    async def _refuse(self, request: web.Request) -> web.Response:
+        """`/init_weights_update_group`"""
+        body = await request.json()
+
+        def join(tp_rank: int) -> dist.ProcessGroupGloo:
+            limit, size, name = timedelta(seconds=60), body["world_size"], body["group_name"]
+            store = TCPStore(body["master_address"], body["master_port"], size, False, limit)
+            prefixed = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+            return dist.ProcessGroupGloo(prefixed, body["rank_offset"] + tp_rank, size, limit)
+
+        ranks = range(len(self.gpus))
+        self._groups[body["group_name"]] = await asyncio.gather(*(asyncio.to_thread(join, rank) for rank in ranks))
+        return web.json_response({"success": True, "message": ""})
+
+    async def _from_distributed(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        kinds = [getattr(torch, name) for name in body["dtypes"]]
+        sizes = [
+            math.prod(shape) * torch.empty(0, dtype=kind).element_size()
+            for shape, kind in zip(body["shapes"], kinds, strict=True)
+        ]
+
+        def receive(group: dist.ProcessGroupGloo) -> torch.Tensor:
+            data = torch.empty(sum(sizes), dtype=torch.uint8)
+            group.broadcast([data], dist.BroadcastOptions()).wait()
+            return data
+
+        groups = self._groups[body["group_name"]]
+        received = await asyncio.gather(*(asyncio.to_thread(receive, group) for group in groups))
+        pieces = received[0].split(sizes)
+        for name, kind, shape, piece in zip(body["names"], kinds, body["shapes"], pieces, strict=True):
+            self.load(name, piece.clone().view(kind).reshape(shape))
+        return web.json_response({"success": True})
+
+    async def _checksums(self, request: web.Request) -> web.Response:
+        assert self.dims is not None, "sync.verify needs ModelDims"
+        skip = set((await request.json())["skip_tensor_list"])
+        fused = ExpectedChecksums(self.dims, len(self.gpus), sha_hash)
+        for name, tensor in self.held.items():
+            fused.add(name, tensor)
+        ranks = [
+            {"checksums": {name: hashes[rank] for name, hashes in fused.by_name.items() if name not in skip}}
+            for rank in range(len(self.gpus))
+        ]
+        return web.json_response({"ranks": ranks})
+
     async def _release_memory(self, request: web.Request) -> web.Response:
+        if "weights" in (await request.json())["tags"]:
+            self.held = {name: torch.full_like(tensor, float("nan")) for name, tensor in self.held.items()}
         return await self._set_memory(request, {"weights": 0, "kv_cache": 0})
 
     async def _resume_memory(self, request: web.Request) -> web.Response:

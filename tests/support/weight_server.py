@@ -23,7 +23,7 @@ class WeightServer(FakeSglang):
     """`held` are its weights, `calls` the requested paths in order. Use as a context manager."""
 
     def __init__(
-        self, weights: Mapping[str, torch.Tensor], *, sessions: bool = True, api_key: str | None = None
+        self, weights: Mapping[str, torch.Tensor], *, sessions: bool = True, **server: Any
     ) -> None:
         self.initial = dict(weights)
         self.held = dict(weights)
@@ -41,7 +41,7 @@ class WeightServer(FakeSglang):
         """path -> function that runs before its next call"""
         self.spoil: Callable[[Any], Any] = lambda answer: answer
         """changes the response of `/weights_checker`"""
-        super().__init__(api_key=api_key)
+        super().__init__(**server)
 
     def restart(self) -> None:
         """As after a crash: the update is lost."""

@@ -1,0 +1,44 @@
+"""Every shipped configuration on the modelled node of eight GPUs (tests/support/node_run.py)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from pacs_megatron.observability.metrics import read_metrics
+from tests.support.node_run import NUM_PROMPTS, NUM_SAMPLES, NodeRun, shipped
+
+IN_TEST = "pacs-qwen3-8b-1n8g-tp2"
+IN_FULL = (
+    "pacs-qwen2.5-7b-1n8g-tp2",
+    "grpo-qwen3-14b-2n8g-tp4-ahead",
+    "grpo-qwen3-30b-a3b-4n8g-ep8",
+    "pacs-qwen3-32b-4n8g-tp8",
+    "grpo-qwen3-4b-1n8g-tp1",
+)
+
+
+def in_tiers() -> list[object]:
+    marks = {IN_TEST: (), **dict.fromkeys(IN_FULL, (pytest.mark.full,))}
+    return [pytest.param(name, marks=marks.get(name, (pytest.mark.campaign,))) for name in shipped()]
+
+
+@pytest.mark.parametrize("name", in_tiers())
+def test_a_shipped_configuration_trains_two_steps_and_saves(tmp_path: Path, name: str) -> None:
+    run = NodeRun(name, tmp_path)
+    run.run()
+    rows = read_metrics(run.run_dir)
+    assert [row["step"] for row in rows if row["step"]] == [1, 2]
+    for row in rows[-2:]:
+        assert row["admission/num_samples"] == NUM_PROMPTS * NUM_SAMPLES
+        assert math.isfinite(row["optimizer/grad_norm"] or math.nan)
+    assert {path.name for path in (run.run_dir / "checkpoints").iterdir()} >= {"step_000001", "step_000002"}
+    servers = [server for host in run.hosts for server in host["servers"]]
+    ended = [reason for host in run.hosts for reason in host["ended"]]
+    assert all(reason.endswith("its process was killed") for reason in ended), ended  # at the end of the run
+    assert sum(len(host["starts"]) for host in run.hosts) == len(servers) == run.num_servers
+    assert {server["held"] for server in servers} == {run.exported()}
+    assert len({server["version"] for server in servers}) == 1 and not any(server["paused"] for server in servers)
+    assert all(server["answered"] for server in servers)
