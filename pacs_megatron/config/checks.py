@@ -76,6 +76,16 @@ def _run(config: RunConfig) -> Iterator[str]:
         yield from _layout(config, ranks_to_start(config), key="run.nproc")
 
 
+def _offload(config: RunConfig) -> Iterator[str]:
+    servers = config.rollout.managed_servers
+    is_on_one_node = servers is not None and servers.colocated and config.resources.nodes == 1
+    if config.policy.offload != "none" and not is_on_one_node:
+        yield (
+            f"policy.offload={config.policy.offload} frees the trainer's GPUs for servers that the run starts on them after "
+            "it; set rollout.servers.colocated=true and resources.nodes=1, or policy.offload=none"
+        )
+
+
 def _rollout_place(config: RunConfig) -> Iterator[str]:
     resources, rollout = config.resources, config.rollout.sglang
     if rollout is None:
@@ -354,6 +364,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _strategy,
     _sampling,
     _rollout_place,
+    _offload,
     _ahead,
     _oversample,
     _batch,

@@ -47,6 +47,15 @@ class RecomputeOptions(Options):
     """Layers recomputed together with `granularity: full` (Megatron's `uniform` method)."""
 
 
+OffloadKind = Literal["none", "optimizer", "all"]
+
+
+class PolicyOptions(Options):
+    offload: OffloadKind = "none"
+    """State of the trainer that is in pinned host memory while colocated servers sample, so that they may have a larger
+    `rollout.servers.mem_fraction`. `optimizer`: fp32 weights and moments; the gradients are freed. `all`: the weights too."""
+
+
 class ParallelOptions(Options):
     tp: PositiveInt = 1
     """Tensor-parallel size."""
@@ -262,6 +271,8 @@ class RunConfig(Options):
     """Initial policy."""
     precision: PrecisionOptions = PrecisionOptions()
     """Number formats of training."""
+    policy: PolicyOptions = PolicyOptions()
+    """Memory of the trained model."""
     parallel: ParallelOptions = ParallelOptions()
     """Parallel layout and timeouts of the ranks."""
     objective: ObjectiveOptions

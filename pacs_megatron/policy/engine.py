@@ -16,7 +16,7 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from pacs_megatron.batching.split import plan_microbatches, split_groups_only
-from pacs_megatron.config.schema import OptimizerOptions, ParallelOptions, PrecisionOptions
+from pacs_megatron.config.schema import OffloadKind, OptimizerOptions, ParallelOptions, PrecisionOptions
 from pacs_megatron.contracts import MiniBatch, Objective, Prepared, SampleFacts, UpdateReport
 from pacs_megatron.contracts.protocols import LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
@@ -27,6 +27,7 @@ from pacs_megatron.parallel.transfer import all_gather_by_index, broadcast_json
 from pacs_megatron.policy import passes, precision, weights
 from pacs_megatron.policy.microbatch import MicroBatch, build_microbatch, build_record
 from pacs_megatron.policy.model import PolicyModel, build_chunks, transformer_config, unwrap, wrap_for_training
+from pacs_megatron.policy.offload import Offload
 from pacs_megatron.policy.optimizer import Optimizer
 from pacs_megatron.policy.stoppable import StoppablePass, StopTest
 from pacs_megatron.policy.update_loss import MAX_LOG_RATIO, SampleStatistics, UpdateLoss
@@ -52,6 +53,7 @@ class MegatronPolicy:
         total_updates: int,
         tokens_per_microbatch: int,
         temperature: float = 1.0,
+        offload: OffloadKind = "none",
     ) -> None:
         machine = precision.inspect_machine()
         precision.check(precision_options, machine)
@@ -83,6 +85,7 @@ class MegatronPolicy:
             total_updates=total_updates,
             distributed=parallel.distributed_optimizer,
         )
+        self.offload = Offload(offload, self.chunks, self.optimizer, rank.device)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = None
         self.reference: weights.Snapshot | None = None
@@ -102,12 +105,12 @@ class MegatronPolicy:
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) in the table's order, on every rank. Every rank must iterate to the end."""
-        return weights.export(self.models, self.table)
+        return weights.export(self.models, self.table, self.offload.readable)
 
     def take_reference(self, *, reset_optimizer: bool) -> None:
         """Sets the reference to the current policy; `reset_optimizer` also sets Adam's moments to 0."""
         if self.reference is None:
-            self.reference = weights.Snapshot(self.chunks)
+            self.reference = weights.Snapshot(self.chunks, self.offload.readable)
         else:
             self.reference.take()
         if reset_optimizer:

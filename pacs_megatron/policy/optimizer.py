@@ -80,6 +80,14 @@ class Optimizer:
         """Megatron's optimizers; a model with experts has several."""
         yield from getattr(self.megatron, "chained_optimizers", [self.megatron])
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Master weights and Adam's state of this rank; in fp32 the master weights are the model's own parameters."""
+        for group in self._groups():
+            yield from group["params"]
+        for part in self.optimizers():
+            if part.optimizer is not None:
+                yield from (v for state in part.optimizer.state.values() for v in state.values() if torch.is_tensor(v))
+
     def advance_schedule(self, position: int) -> None:
         """Moves the schedule to `position`, in planned updates: a step with fewer groups than updates skips some."""
         self.schedule.step(increment=max(0, position - self.num_updates))

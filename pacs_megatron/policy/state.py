@@ -3,7 +3,7 @@
 Keys: `model.*` (global layer numbers, so any layout reads them), `reference.*` likewise, `optimizer.*`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -81,11 +81,15 @@ def sharded_state(policy: MegatronPolicy, *, is_loading: bool, with_reference: b
             model_only, is_loading=is_loading, metadata=sharding_metadata()
         )
     _drop_missing_state(state[OPTIMIZER])
+    readable = policy.offload.readable
+    for number in range(len(policy.models)):  # now: the optimizer finds parameters by identity
+        _with_data(state[f"{MODEL}{number}"], readable)
     if with_reference:
         assert policy.reference is not None
         with policy.reference.swapped_in():
             # The sharded tensors alias the parameters, so their values are cloned while the snapshot is in the model.
-            state |= {name: _detach(chunk) for name, chunk in _model_state(policy, REFERENCE).items()}
+            reference = _model_state(policy, REFERENCE)
+            state |= {name: _with_data(chunk, lambda data: readable(data).detach().clone()) for name, chunk in reference.items()}
     return state
 
 
@@ -99,13 +103,13 @@ def _drop_missing_state(state: Any) -> None:
             _drop_missing_state(value)
 
 
-def _detach(chunk: dict[str, Any]) -> dict[str, Any]:
-    def copy(value: Any) -> Any:
+def _with_data(chunk: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    def replace(value: Any) -> Any:
         if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.data is not None:
-            value.data = value.data.detach().clone()
+            value.data = change(value.data)
         return value
 
-    dict_list_map_inplace(copy, chunk)
+    dict_list_map_inplace(replace, chunk)
     return chunk
 
 

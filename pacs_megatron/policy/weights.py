@@ -87,11 +87,13 @@ def load(models: Sequence[PolicyModel], table: WeightTable, read: Callable[[str]
 
 
 @torch.no_grad()
-def export(models: Sequence[PolicyModel], table: WeightTable) -> Iterator[tuple[str, Tensor]]:
+def export(
+    models: Sequence[PolicyModel], table: WeightTable, readable: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) for every weight, in the table's order, on every rank. Collective.
 
     One entry is in flight at a time: the owner stage gathers its tensor-parallel shards, then the other stages (and the
-    other expert ranks) receive the merged tensor.
+    other expert ranks) receive the merged tensor. `readable` returns the values of an off-loaded parameter.
     """
     mine: dict[str, torch.nn.Parameter] = {}
     for model in models:
@@ -104,7 +106,7 @@ def export(models: Sequence[PolicyModel], table: WeightTable) -> Iterator[tuple[
     for entry, owner in zip(table.entries, owners, strict=True):
         full: Tensor | None = None
         if entry.megatron_name in mine:
-            full = _merge(entry, mine[entry.megatron_name].detach())
+            full = _merge(entry, readable(mine[entry.megatron_name].detach()).to(device))
         if entry.expert is not None and ep_group.size() > 1:
             num_local = _num_experts(table) // ep_group.size()
             if owner == pp_group.rank():
@@ -159,8 +161,12 @@ def _broadcast(
 class Snapshot:
     """Frozen copy of all of this rank's chunks, one host tensor a parameter, in the parameters' own order."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], readable: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ) -> None:
+        """`readable` returns the values of an off-loaded parameter, as a view."""
         self._chunks = chunks
+        self._readable = readable
         self.tensors = [p.detach().to("cpu", copy=True) for p in self._parameters()]
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -185,6 +191,7 @@ class Snapshot:
     @torch.no_grad()
     def _swap(self) -> None:
         for tensor, parameter in zip(self.tensors, self._parameters(), strict=True):
-            current = parameter.detach().to("cpu", copy=True)
-            parameter.copy_(tensor)
+            place = self._readable(parameter.detach())
+            current = place.to("cpu", copy=True)
+            place.copy_(tensor)
             tensor.copy_(current)

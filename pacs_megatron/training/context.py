@@ -93,6 +93,9 @@ def build_on_all_ranks(
 
     def build_here() -> RunContext:
         run = build(config, run_dir, model_dir, RankSetup(rank=rank, channel=channel, driver=driver, stop=stop))
+        run.policy.offload.to_host()  # the servers' start waits for this memory
+        if rank.device.type == "cuda":
+            torch.cuda.empty_cache()
         if driver is not None:
             driver.receive()  # "ready", or the driver's error
         return run
@@ -124,6 +127,7 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) 
         total_updates=config.run.steps * config.batch.updates_per_step,
         tokens_per_microbatch=config.batch.tokens_per_microbatch,
         temperature=rollout.sampling.temperature,
+        offload=config.policy.offload,
     )
     if latest_checkpoint(run_dir) is None:
         stored = open_weights(weights_dir(model_dir), digests=False)  # all ranks have shared the check

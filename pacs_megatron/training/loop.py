@@ -24,7 +24,7 @@ from pacs_megatron.training.context import RunContext
 from pacs_megatron.training.export import export_hf
 from pacs_megatron.training.progress import OpenStep, RunProgress
 from pacs_megatron.training.step import train_step
-from pacs_megatron.training.sync import sync
+from pacs_megatron.training.sync import release_memory, sync
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +209,8 @@ def resume(run: RunContext) -> RunProgress | None:
             run.policy.take_reference(reset_optimizer=False)
         return None
     run_checkpoint.verify_checkpoint(folder, run.channel)
+    if run.config.policy.offload != "none":
+        release_memory(run)  # the state is loaded on the device
     saved = run_checkpoint.read_state(folder)
     policy_state.check_optimizer_format(saved.get("optimizer_format", {}), run.policy)  # absent in checkpoints of 0.1
     if saved["has_reference"] and run.policy.reference is None:

@@ -49,8 +49,9 @@ def _push(run: RunContext) -> str:
     if run.engine is not None:
         engine = run.engine
         return run.channel.run_together(lambda: push(run.policy.version, run.policy.export_weights(), [engine]).digest)
-    receivers = _targets(run)
+    run.policy.offload.to_host()
     _empty_caches(run)
+    receivers = _targets(run)
     pushed = run.channel.run_together(
         lambda: stream(run.policy.version, run.policy.export_weights(), receivers, lambda: _empty_caches(run))
     )
@@ -59,7 +60,8 @@ def _push(run: RunContext) -> str:
 
 
 def release_memory(run: RunContext) -> None:
-    """Colocated servers free their GPU memory for the training step, until the next `sync`. Collective."""
+    """Colocated servers free their GPU memory for the training step, until the next `sync`. Off-loaded state returns.
+    Collective."""
     if not run.config.rollout.on_trainer_gpus:
         return
     error = None
@@ -70,6 +72,7 @@ def release_memory(run: RunContext) -> None:
         except SyncError as caught:
             error = caught
     _require_a_server(run, bool(receivers), error)
+    run.policy.offload.to_device()
 
 
 def _targets(run: RunContext) -> list[ServerSync]:

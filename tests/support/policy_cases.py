@@ -31,6 +31,7 @@ def make_policy(
     temperature: float = 1.0,
     clip_grad: float = CLIP_GRAD,
     fp8: dict[str, Any] | None = None,
+    offload: Literal["none", "optimizer", "all"] = "none",
     **parallel: Any,
 ) -> Any:
     """MegatronPolicy on the calling ranks, loaded from the Hugging Face folder. Call it inside `run_ranks`."""
@@ -62,6 +63,7 @@ def make_policy(
         total_updates=total_updates,
         tokens_per_microbatch=tokens_per_microbatch,
         temperature=temperature,
+        offload=offload,
     )
     tensors = load_file(folder / "model.safetensors")
     policy.load_weights(lambda name: tensors[name].to(policy.config.params_dtype))

@@ -60,7 +60,7 @@ class Run:
             config=SimpleNamespace(rollout=self.rollout),
             channel=ThreadChannel(rank, self.shared),
             rank=SimpleNamespace(rank=rank, device=torch.device("cpu")),
-            policy=SimpleNamespace(version=1, export_weights=lambda: iter(WEIGHTS.items())),
+            policy=SimpleNamespace(version=1, export_weights=lambda: iter(WEIGHTS.items()), offload=NO_OFFLOAD),
             engine=None,
             driver=SimpleNamespace(call=lambda _request: ({"servers": alive}, {})) if rank == 0 else None,
             server_sync=ServerSync(IpcTransport(10.0), settings),
@@ -78,6 +78,7 @@ class Run:
 
 
 LOCAL = threading.local()
+NO_OFFLOAD = SimpleNamespace(to_host=lambda: None, to_device=lambda: None)
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def test_only_servers_on_the_trainers_gpus(place: dict[str, Any], released: list
     options = SglangRollout(
         engine="sglang", sampling=SamplingOptions(max_response_tokens=8), sync=SglangSync(transport="disk"), **place
     )
-    recorder = Recorder()
+    recorder, returned = Recorder(), []  # type: ignore[var-annotated]
     world: Any = SimpleNamespace(
         config=SimpleNamespace(rollout=options),
         channel=SimpleNamespace(
@@ -49,6 +49,8 @@ def test_only_servers_on_the_trainers_gpus(place: dict[str, Any], released: list
         rank=SimpleNamespace(rank=0),
         driver=SimpleNamespace(call=lambda _question: ({"servers": [[URL, 0]]}, {})),
         server_sync=recorder,
+        policy=SimpleNamespace(offload=SimpleNamespace(to_device=lambda: returned.append(list(recorder.released)))),
     )
     release_memory(world)
     assert recorder.released == released
+    assert returned == ([released] if released else [])  # after the servers have released theirs
