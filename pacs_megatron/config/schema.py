@@ -52,7 +52,7 @@ OffloadKind = Literal["none", "optimizer", "all"]
 
 class PolicyOptions(Options):
     offload: OffloadKind = "none"
-    """State of the trainer that is in pinned host memory while colocated servers sample, so that they may have a larger
+    """State of the trainer that is in pinned host memory while colocated servers sample; it makes space for a larger
     `rollout.servers.mem_fraction`. `optimizer`: fp32 weights and moments; the gradients are freed. `all`: the weights too."""
 
 

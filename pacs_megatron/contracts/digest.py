@@ -1,36 +1,108 @@
-"""The digest of a set of exported weights: equal on every host, and cheap (10 GB/s).
+"""The digest of a set of exported weights: equal on every host, and computed where the weights are.
 
 It is in `contracts` because trainer, embedded engine and weight sync, three layers, must compute the same one. It shows
 which export a sample came from. It does not show that a server has these weights: the server's checksums do
-(`rollout.sync.verify`).
+(`rollout.sync.verify`). Weights on a GPU and the same weights on a CPU have different digests.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import xxhash
 
 if TYPE_CHECKING:
     import torch
 
+TILE = 1 << 16
+_TILES_PER_CHUNK = 256
+"""Words and tiles that are multiplied at once: bounds the int64 products to 128 MiB."""
+
 
 class WeightDigest:
-    """xxh3-128 over (name, dtype, shape, bytes) of every tensor, in export order."""
+    """xxh3-128 over (name, dtype, shape, content) of every tensor, in export order.
+
+    The content of a CPU tensor is its bytes (xxh3 hashes 10 GB/s). Of a GPU tensor it is `word_sum`: copying a whole model
+    to host memory would take longer than sending it to the servers.
+    """
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
+        self._sums: list[torch.Tensor] = []
 
     def update(self, name: str, tensor: torch.Tensor) -> None:
-        """Adds one tensor. The digest depends on its dtype, not on its strides or device."""
-        import torch
-
+        """Adds one tensor. The digest depends on its dtype, not on its strides. Does not wait for the GPU."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         self._state.update(f"{name}|{dtype}|{list(tensor.shape)}|".encode())
-        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-        if flat.numel():
-            self._state.update(flat.view(torch.uint8).numpy().data)
+        if not tensor.numel():
+            return
+        if is_on_gpu(tensor):
+            self._sums.append(word_sum(tensor))
+        else:
+            self._state.update(as_bytes(tensor).numpy().data)
 
     def hexdigest(self) -> str:
         """32 hexadecimal digits."""
-        return self._state.hexdigest()
+        state = self._state.copy()
+        if self._sums:
+            import torch
+
+            state.update(torch.stack(self._sums).cpu().numpy().data)
+        return state.hexdigest()
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [bytes], a view where the tensor is contiguous."""
+    import torch
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """int32 [words]: the bytes with zeros at the end to a multiple of 4; a copy where the memory is not aligned."""
+    import torch
+
+    data = as_bytes(tensor)
+    if data.numel() % 4:
+        data = torch.cat([data, data.new_zeros(-data.numel() % 4)])
+    return (data.clone() if data.storage_offset() % 4 else data).view(torch.int32)
+
+
+def word_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 [], on the tensor's device: sum of word i of tile t times w_i times v_t, modulo 2**64.
+
+    A multilinear hash (Lemire and Kaser, arXiv:1202.4961) of 32-bit words with odd 64-bit multipliers: any single changed
+    bit changes it, and so does exchanging, moving or clearing words, but for about one case in 2**32. Exact in any order of
+    addition.
+    """
+    import torch
+
+    words = as_words(tensor)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    of_words = _multipliers(TILE, 0, words.device)
+    num_tiles = -(-words.numel() // TILE)
+    of_tiles = _multipliers(1 << max(num_tiles - 1, 1).bit_length(), TILE, words.device)
+    for first in range(0, num_tiles, _TILES_PER_CHUNK):
+        chunk = words[first * TILE : (first + _TILES_PER_CHUNK) * TILE]
+        if chunk.numel() % TILE:
+            chunk = torch.nn.functional.pad(chunk, (0, -chunk.numel() % TILE))
+        sums = (chunk.view(-1, TILE) * of_words).sum(1)
+        total += (sums * of_tiles[first : first + len(sums)]).sum()
+    return total
+
+
+@lru_cache(maxsize=16)
+def _multipliers(count: int, offset: int, device: torch.device) -> torch.Tensor:
+    """int64 [count], odd: SplitMix64 of the numbers from `offset`."""
+    import torch
+
+    x = np.arange(offset + 1, offset + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy(((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64)).to(device)

@@ -63,6 +63,7 @@ MEAN_RESPONSE_FRAC = Constant(0.45, "assumed: mean response length as a share of
 MEAN_PROMPT_FRAC = Constant(0.15, "assumed: mean prompt length as a share of the limit")
 NETWORK_GB_S = Constant(40.0, "assumed: one GPU's share of the network between nodes (400 Gbit/s, 80 %)")
 SYNC_FRAC = Constant(0.5, "assumed: share of the link that a weight sync reaches")
+HOST_GB_S = Constant(40.0, "assumed: pinned host memory to or from one GPU, all GPUs of a node at once")
 DISK_GB_S = Constant(2.0, "assumed: write and read of a shared file system, one job")
 FP8_WEIGHT_COPIES_BYTES = Constant(
     2.0, "assumed: Transformer Engine keeps two FP8 copies of each matrix (rows, columns)"
@@ -89,6 +90,7 @@ MEASURABLE = (
     MEAN_RESPONSE_FRAC,
     MEAN_PROMPT_FRAC,
     NETWORK_GB_S,
+    HOST_GB_S,
     SYNC_FRAC,
     DISK_GB_S,
     FP8_WEIGHT_COPIES_BYTES,

@@ -190,6 +190,25 @@ def state_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) 
     return items
 
 
+_OFFLOADED = {"none": (), "optimizer": ("Adam", "master"), "all": ("Adam", "master", "weights")}
+
+
+def offloaded_bytes(config: RunConfig, items: Sequence[Item]) -> float:
+    """Bytes of these state items that are in host memory while colocated servers sample (`policy.offload`)."""
+    return sum(item.num_bytes for item in items if item.name.startswith(_OFFLOADED[config.policy.offload]))
+
+
+def most_offloaded_bytes(config: RunConfig, spec: ModelSpec, layout: Layout) -> float:
+    """`offloaded_bytes` of the stage with the most: host memory of one rank."""
+    return max(offloaded_bytes(config, state_items(config, spec, layout, stage)) for stage in range(layout.pp))
+
+
+def _resident_bytes(config: RunConfig, items: Sequence[Item]) -> float:
+    """Bytes of the state items that stay on the GPU while colocated servers sample; off-loading frees the gradients."""
+    kept = items if config.policy.offload == "none" else [item for item in items if "gradients" not in item.name]
+    return sum(item.num_bytes for item in kept) - offloaded_bytes(config, items)
+
+
 # ---------------------------------------------------------------------------------------------------------- activations
 def layer_activation_bytes(config: RunConfig, spec: ModelSpec) -> float:
     """Bytes that one layer saves for the backward pass, per token of the micro-batch on this rank, without recompute.
@@ -407,8 +426,9 @@ def rollout_memory(config: RunConfig, spec: ModelSpec, layout: Layout, gpu_bytes
     overhead = constants.SGLANG_OVERHEAD_BYTES
     items.append(Item("SGLang context, graphs, activations", overhead.value, overhead.source))
     if servers.colocated:
-        resident = max(sum(item.num_bytes for item in state_items(config, spec, layout, s)) for s in range(layout.pp))
-        items.append(Item("trainer's weights, gradients and optimizer", resident, "exact"))
+        resident = max(_resident_bytes(config, state_items(config, spec, layout, s)) for s in range(layout.pp))
+        what = {"none": "weights, gradients and optimizer", "optimizer": "weights", "all": "FP8 copies"}
+        items.append(Item(f"trainer's {what[config.policy.offload]}", resident, "exact"))
         items.extend(_process_items(layout))
     fraction = servers.mem_fraction
     source = "computed" if fraction is not None else constants.SGLANG_MEMORY_FRAC.source

@@ -112,12 +112,13 @@ class Plan:
 
     @property
     def host_bytes_per_rank(self) -> float:
-        """Host memory of the reference snapshot on the fullest rank."""
+        """Host memory of the reference snapshot and of the off-loaded state on the fullest rank."""
+        offloaded = memory.most_offloaded_bytes(self.config, self.spec, self.layout)
         if not memory.needs_reference_snapshot(self.config):
-            return 0.0
+            return offloaded
         width = 2 if self.config.precision.dtype == "bf16" else 4
         sizes = (memory.rank_parameters(self.spec, self.layout, s).total for s in range(self.layout.pp))
-        return max(sizes) * width
+        return max(sizes) * width + offloaded
 
 
 def make_plan(loaded: LoadedConfig, response_tokens: float | None = None) -> Plan:
@@ -308,6 +309,8 @@ def _advice(plan: Plan) -> Iterator[str]:
     config, layout = plan.config, plan.layout
     parallel = config.parallel
     if plan.peak.phase == "rollout":
+        if config.policy.offload != "all" and config.rollout.on_trainer_gpus:
+            yield "policy.offload=optimizer or all: the trainer's state is in host memory while the servers sample"
         yield "rollout.servers.mem_fraction (lower), rollout.servers.tp (higher), or give rollout nodes of their own"
     if not parallel.distributed_optimizer and layout.dp > 1:
         yield "parallel.distributed_optimizer=true: optimizer state is divided over data-parallel ranks"
@@ -351,7 +354,9 @@ def _disk_lines(plan: Plan) -> list[str]:
         f"host memory for a step's samples: at most {_gib(memory.host_step_bytes(plan.config))} on rank 0 and in the driver each"
     )
     if plan.host_bytes_per_rank:
-        lines.append(f"host memory for the reference snapshot: {_gib(plan.host_bytes_per_rank)} a rank")
+        lines.append(
+            f"host memory for reference snapshot and off-loaded state: {_gib(plan.host_bytes_per_rank)} a rank"
+        )
     return lines
 
 

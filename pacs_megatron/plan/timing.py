@@ -17,6 +17,7 @@ from pacs_megatron.plan.memory import (
     StageMemory,
     kv_bytes_per_token,
     kv_cache_bytes,
+    most_offloaded_bytes,
     num_parameters,
     sampler_weight_bytes,
 )
@@ -144,6 +145,10 @@ def step_phases(
     seconds = train_seconds(config, layout, gpu, flops, lengths=lengths, forward_only=False)
     idle = bubble(config, layout, lengths)
     phases.append(Phase("updates", seconds, flops, f"{config.batch.updates_per_step} updates, bubble {idle:.0%}"))
+    if config.policy.offload != "none":
+        moved = most_offloaded_bytes(config, spec, layout)
+        seconds = 2 * moved / (constants.HOST_GB_S.value * 1e9)
+        phases.append(Phase("off-load", seconds, 0.0, f"{moved / 1e9:.1f} GB a rank to host memory and back"))
     if config.rollout.sglang is not None:
         phases.append(_sync(config, spec, gpu))
     return phases

@@ -89,7 +89,10 @@ def sharded_state(policy: MegatronPolicy, *, is_loading: bool, with_reference: b
         with policy.reference.swapped_in():
             # The sharded tensors alias the parameters, so their values are cloned while the snapshot is in the model.
             reference = _model_state(policy, REFERENCE)
-            state |= {name: _with_data(chunk, lambda data: readable(data).detach().clone()) for name, chunk in reference.items()}
+            state |= {
+                name: _with_data(chunk, lambda data: readable(data).detach().clone())
+                for name, chunk in reference.items()
+            }
     return state
 
 

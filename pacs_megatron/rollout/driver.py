@@ -79,10 +79,17 @@ class Driver:
                 max_failure_frac=config.reward.max_failure_frac,
             )
         if config.rollout.sglang is not None:
+            if config.policy.offload != "none":
+                self._await_offload()
             model = config.model.model_copy(update={"path": str(model_dir)})
             self._engine = open_engine(config.rollout.sglang, model, run_dir / "servers")
         self._results = StepResults(config, run_dir, self._data, self._judge, self._decode)
         self._buffer = RolloutBuffer(self._judge, self._engine, self._data.take, self._wake, self._results.admits)
+
+    def _await_offload(self) -> None:
+        """Returns when the ranks have built the model and off-loaded it: the servers' memory is free from then on."""
+        if self._connection.receive()[0]["op"] != "start_servers":
+            raise RolloutError("the trainer ended before the servers started")
 
     def close(self) -> None:
         """Ends the reward workers and the managed servers."""

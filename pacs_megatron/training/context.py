@@ -2,6 +2,7 @@
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Objective
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
-from pacs_megatron.errors import CheckpointError
+from pacs_megatron.errors import CheckpointError, RolloutError
 from pacs_megatron.models import load_spec
 from pacs_megatron.models.hub import snapshot
 from pacs_megatron.objectives import build_objective
@@ -93,14 +94,22 @@ def build_on_all_ranks(
 
     def build_here() -> RunContext:
         run = build(config, run_dir, model_dir, RankSetup(rank=rank, channel=channel, driver=driver, stop=stop))
-        run.policy.offload.to_host()  # the servers' start waits for this memory
-        if rank.device.type == "cuda":
-            torch.cuda.empty_cache()
-        if driver is not None:
-            driver.receive()  # "ready", or the driver's error
+        if config.policy.offload != "none":
+            run.policy.offload.to_host()
+            if rank.device.type == "cuda":
+                torch.cuda.empty_cache()
         return run
 
-    return channel.run_together(build_here)
+    def await_driver() -> None:
+        assert driver is not None
+        if config.policy.offload != "none":
+            with suppress(RolloutError):  # it has ended; its error is the next message
+                driver.reply({"op": "start_servers"})
+        driver.receive()  # "ready", or the driver's error
+
+    run = channel.run_together(build_here)
+    channel.run_together(await_driver, only=0)
+    return run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

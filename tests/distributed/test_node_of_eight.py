@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pacs_megatron.observability.metrics import read_metrics
+from pacs_megatron.observability.metrics import read_metrics, reproducible_bytes
 from tests.support.node_run import NUM_PROMPTS, NUM_SAMPLES, NodeRun, shipped
+from tests.support.ranks import RankError
 
 IN_TEST = "pacs-qwen3-8b-1n8g-tp2"
 IN_FULL = (
@@ -42,3 +43,23 @@ def test_a_shipped_configuration_trains_two_steps_and_saves(tmp_path: Path, name
     assert {server["held"] for server in servers} == {run.exported()}
     assert len({server["version"] for server in servers}) == 1 and not any(server["paused"] for server in servers)
     assert all(server["answered"] for server in servers)
+
+
+@pytest.mark.full
+def test_offloaded_state_makes_memory_for_a_larger_cache_and_changes_no_bit(tmp_path: Path) -> None:
+    """60 % of a GPU for servers: beside the trainer's whole state (37 GiB of 80) they would never start."""
+    plain = NodeRun(IN_TEST, tmp_path / "plain")
+    larger = NodeRun(
+        IN_TEST, tmp_path / "larger", more=("policy.offload=all", "rollout.servers.mem_fraction=0.6"), steps=2
+    )
+    for run in (plain, larger):
+        run.folder.mkdir()
+        run.run()
+    assert larger.exported() == plain.exported()
+    assert {server["held"] for server in larger.hosts[0]["servers"]} == {larger.exported()}
+    assert reproducible_bytes(larger.run_dir) == reproducible_bytes(plain.run_dir)
+    without = ("policy.offload=none", "rollout.servers.mem_fraction=0.6", "rollout.servers.start_timeout_s=15")
+    refused = NodeRun(IN_TEST, tmp_path / "refused", more=without)
+    refused.folder.mkdir()
+    with pytest.raises(RankError, match=r"waiting for GPU memory|trainer needs"):  # whichever takes its memory first
+        refused.run()

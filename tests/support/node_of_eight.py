@@ -68,7 +68,9 @@ class Node:
             if num_bytes > self.free(gpu):
                 free = self.free(gpu)
                 self._used[gpu][owner] = before
-                raise OutOfMemoryError(f"GPU {gpu}: {owner} needs {num_bytes} bytes, {free} are free: {self._used[gpu]}")
+                raise OutOfMemoryError(
+                    f"GPU {gpu}: {owner} needs {num_bytes} bytes, {free} are free: {self._used[gpu]}"
+                )
             self._used[gpu][owner] = num_bytes
             self.peak[gpu] = max(self.peak[gpu], self.gpu_bytes - self.free(gpu))
 

@@ -320,7 +320,7 @@ def _flow(value: Any) -> str:
 def _rank(rank: int, config_path: Path, overrides: tuple[str, ...], host: Host | None, scale: float) -> int:
     """One rank of the run. With `host`, its handles and its memory are those of GPU `rank` there."""
     from pacs_megatron.sglang.weights import transports
-    from pacs_megatron.training import step, sync
+    from pacs_megatron.training import context, step, sync
     from pacs_megatron.training.context import RunContext
     from pacs_megatron.training.main import run_rank
 
@@ -343,6 +343,14 @@ def _rank(rank: int, config_path: Path, overrides: tuple[str, ...], host: Host |
             run.channel.any_rank(False)
             hold(run, WORKING_BYTES)
 
+        def built(*args: Any) -> RunContext:
+            run = build(*args)
+            hold(run, 0)
+            run.policy.offload.to_host()
+            hold(run, 0)
+            return run
+
+        build, context.build = context.build, built
         sync._empty_caches, step.release_memory = emptied, released
     return int(run_rank(config_path, overrides))
 

@@ -22,9 +22,7 @@ from tests.support.fake_sglang import FakeSglang
 class WeightServer(FakeSglang):
     """`held` are its weights, `calls` the requested paths in order. Use as a context manager."""
 
-    def __init__(
-        self, weights: Mapping[str, torch.Tensor], *, sessions: bool = True, **server: Any
-    ) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor], *, sessions: bool = True, **server: Any) -> None:
         self.initial = dict(weights)
         self.held = dict(weights)
         self.sessions = sessions

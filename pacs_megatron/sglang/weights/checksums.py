@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pacs_megatron.contracts.digest import as_words
 from pacs_megatron.errors import SyncError
 
 VOCAB_MULTIPLE = 64
@@ -170,10 +171,7 @@ def word_hash(tensor: torch.Tensor) -> str:
     Each 32-bit word is mixed with its position, summed within tiles of 8192 words, mixed again; the tiles' 64-bit
     values are added and mixed a last time. Arithmetic is in int64, reduced to 32 bits.
     """
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if data.numel() % 4:
-        data = torch.cat([data, data.new_zeros(-data.numel() % 4)])
-    words = data.view(torch.int32)
+    words = as_words(tensor)
     num_words = words.numel()
     if num_words == 0:
         return f"{0:016x}"

@@ -96,6 +96,11 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (["reward=null"], "`reward` is missing; sampled responses require a verifier"),
         (["admission.oversample=1.5"], "set drop_one_class_groups=true or oversample=1 (override)"),
+        (
+            [*SERVERS, "policy.offload=all"],
+            "policy.offload=all frees the trainer's GPUs for servers that the run starts on them after it; set",
+        ),
+        (["policy.offload=optimizer"], "policy.offload=optimizer frees the trainer's GPUs"),
         ([*AHEAD, "rollout.shares_gpus=true"], "rollout.max_staleness=1 with rollout.shares_gpus=true"),
         ([*SFT, "rollout.max_staleness=1"], "max_staleness"),
         ([*SFT, "reward.name=math"], "`reward` is not used by rollout.engine=demonstrations"),

@@ -211,6 +211,26 @@ def test_a_colocated_server_leaves_something_behind() -> None:
     assert not [item for item in make_plan(load_config(BIG)).stages[0].items if "released" in item.name]
 
 
+def test_offloaded_state_by_hand() -> None:
+    """Qwen3-8B at tp=2 and dp=4: 4,095,552,512 parameters a rank (8,190,735,360 in all, norms on both ranks), padded."""
+    path = ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml"
+    plans = {kind: make_plan(load_config(path, [f"policy.offload={kind}"])) for kind in ("none", "optimizer", "all")}
+    number = 4.0956e9
+    resident = {"none": (2 + 4 + 12 / 4) * number, "optimizer": 2 * number, "all": 0.0}
+    moved = {"none": 0.0, "optimizer": 12 / 4 * number, "all": (2 + 12 / 4) * number}
+    for kind, plan in plans.items():
+        assert plan.rollout is not None
+        [found] = [item.num_bytes for item in plan.rollout.items if item.name.startswith("trainer's")]
+        assert found == pytest.approx(resident[kind], rel=1e-3)
+        assert plan.host_bytes_per_rank == pytest.approx(moved[kind], rel=1e-3)
+        seconds = [phase.seconds for phase in plan.phases if phase.name == "off-load"]
+        assert seconds == ([pytest.approx(2 * moved[kind] / 40e9, rel=1e-3)] if moved[kind] else [])
+        assert plan.stages[0].total == plans["none"].stages[0].total
+    larger = ["rollout.servers.mem_fraction=0.65"]
+    assert not make_plan(load_config(path, larger)).fits
+    assert make_plan(load_config(path, [*larger, "policy.offload=optimizer"])).fits
+
+
 def test_host_memory_of_the_samples() -> None:
     config = load_config(BIG).config
     samples, limits = config.batch.prompts_per_step * config.batch.samples_per_prompt, config.data.max_prompt_tokens
