@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from aiohttp import web
 from safetensors.torch import load_file, save_file
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from pacs_megatron.errors import PacsError
 from pacs_megatron.sglang.weights.checksums import ExpectedChecksums, ModelDims, sha_hash
@@ -192,14 +192,14 @@ class GpuServer(WeightServer):
             for shape, kind in zip(body["shapes"], kinds, strict=True)
         ]
 
-        def receive(group: dist.ProcessGroupGloo) -> torch.Tensor:
+        def receive(group: Any) -> torch.Tensor:
             data = torch.empty(sum(sizes), dtype=torch.uint8)
             group.broadcast([data], dist.BroadcastOptions()).wait()
             return data
 
         groups = self._groups[body["group_name"]]
         received = await asyncio.gather(*(asyncio.to_thread(receive, group) for group in groups))
-        pieces = received[0].split(sizes)
+        pieces = torch.split(received[0], sizes)
         for name, kind, shape, piece in zip(body["names"], kinds, body["shapes"], pieces, strict=True):
             self.load(name, piece.clone().view(kind).reshape(shape))
         return web.json_response({"success": True})

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
@@ -320,10 +320,13 @@ def _flow(value: Any) -> str:
 def _rank(rank: int, config_path: Path, overrides: tuple[str, ...], host: Host | None, scale: float) -> int:
     """One rank of the run. With `host`, its handles and its memory are those of GPU `rank` there."""
     from pacs_megatron.sglang.weights import transports
-    from pacs_megatron.training import context, step, sync
+    from pacs_megatron.training import context as context_module
+    from pacs_megatron.training import step as step_module
+    from pacs_megatron.training import sync as sync_module
     from pacs_megatron.training.context import RunContext
     from pacs_megatron.training.main import run_rank
 
+    context, step, sync = cast("Any", context_module), cast("Any", step_module), cast("Any", sync_module)
     if host is not None:
         # torch passes a GPU's UUID in a handle (torch/multiprocessing/reductions.py, patched by SGLang); a CPU has none.
         transports.shared_memory_payload = lambda tensors: ipc_payload(tensors, rank)
@@ -344,7 +347,7 @@ def _rank(rank: int, config_path: Path, overrides: tuple[str, ...], host: Host |
             hold(run, WORKING_BYTES)
 
         def built(*args: Any) -> RunContext:
-            run = build(*args)
+            run: RunContext = build(*args)
             hold(run, 0)
             run.policy.offload.to_host()
             hold(run, 0)

@@ -130,7 +130,7 @@ def test_the_sum_of_words_detects_damage() -> None:
     expected = int(word_sum(good))
     words = good.view(torch.int32)
 
-    def found(change: Callable[[torch.Tensor], None]) -> bool:
+    def found(change: Callable[[torch.Tensor], object]) -> bool:
         bad = words.clone()
         change(bad)
         assert not torch.equal(bad, words)
@@ -159,7 +159,12 @@ def test_on_a_gpu_only_sums_reach_host_memory(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(contracts_digest, "is_on_gpu", lambda _tensor: True)
     copied = []
     to_cpu = torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: copied.append(self.nbytes) or to_cpu(self))
+
+    def recorded(tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(tensor.nbytes)
+        return to_cpu(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", recorded)
     digest = WeightDigest()
     for name, tensor in weights().items():
         digest.update(name, tensor)
