@@ -61,5 +61,7 @@ def test_offloaded_state_makes_memory_for_a_larger_cache_and_changes_no_bit(tmp_
     without = ("policy.offload=none", "rollout.servers.mem_fraction=0.6", "rollout.servers.start_timeout_s=15")
     refused = NodeRun(IN_TEST, tmp_path / "refused", more=without)
     refused.folder.mkdir()
-    with pytest.raises(RankError, match=r"waiting for GPU memory|trainer needs"):  # whichever takes its memory first
+    with pytest.raises(
+        RankError, match=r"waiting for GPU memory|trainer needs"
+    ):  # a server or a rank has its memory first
         refused.run()
