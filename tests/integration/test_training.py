@@ -229,7 +229,7 @@ def test_an_error_of_another_rank_than_0_is_reported_too(broken: tuple[Path, Pat
 def test_a_stopped_rank_is_found_and_the_run_ends_with_its_own_code(tmp_path: Path, model: Path) -> None:
     config = write_tiny_run(tmp_path, model, delay_s=0.01)
     run_dir = tmp_path / "runs" / "tiny"
-    process = start(config, "run.steps=200", "checkpoint.every=100", "parallel.hang_timeout_s=6.0")
+    process = start(config, "run.steps=200", "checkpoint.every=100", "parallel.hang_timeout_s=20.0")
     wait_for_rows(run_dir, 2, process)
     ranks = [
         p for p in psutil.Process(process.pid).children(recursive=True) if "pacs_megatron.training.main" in p.cmdline()

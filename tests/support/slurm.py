@@ -52,7 +52,7 @@ class Slurm:
         text = self.run("scontrol", "--oneliner", "show", "job", job_id)
         return dict(part.split("=", 1) for part in text.split() if "=" in part)
 
-    def wait(self, job_id: str, timeout_s: float = 60.0) -> dict[str, str]:
+    def wait(self, job_id: str, timeout_s: float = 800.0) -> dict[str, str]:
         """The job's fields after it has ended without a requeue. Raises AssertionError after `timeout_s`, the job cancelled."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

@@ -82,7 +82,7 @@ def read_attempts(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "logs" / "attempts.jsonl").read_text().splitlines()]
 
 
-def wait_for_rows(run_dir: Path, count: int, timeout_s: float = 90) -> None:
+def wait_for_rows(run_dir: Path, count: int, timeout_s: float = 600) -> None:
     """Returns when metrics.jsonl has that many rows."""
     path = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + timeout_s

@@ -35,7 +35,7 @@ def test_convert_train_evaluate_by_nemo_run_and_again(nemo_run: None, slurm: Slu
     jobs = submit_by_nemo_run(slurm, config, *overrides, "--convert", "--evaluate")
     assert list(jobs) == ["convert", "train", "eval"]
     assert slurm.job(jobs["train"])["Dependency"].startswith("afterok:")
-    assert slurm.wait(jobs["eval"], 240)["JobState"] == "COMPLETED"
+    assert slurm.wait(jobs["eval"])["JobState"] == "COMPLETED"
     assert [slurm.job(jobs[name])["ExitCode"] for name in jobs] == ["0:0"] * 3
     # The trainer read the converted weights, and the first step sees the model that was given.
     assert f"{run_dir}/converted" in (run_dir / "config.yaml").read_text()
@@ -45,7 +45,7 @@ def test_convert_train_evaluate_by_nemo_run_and_again(nemo_run: None, slurm: Slu
 
     # The same command again: the conversion is there, the run goes on to the new last step.
     again = submit_by_nemo_run(slurm, config, *overrides, "run.steps=3", "--convert", "--evaluate")
-    assert slurm.wait(again["eval"], 200)["JobState"] == "COMPLETED"
+    assert slurm.wait(again["eval"])["JobState"] == "COMPLETED"
     assert [(row["begin_step"], row["end_step"]) for row in read_attempts(run_dir)] == [(-1, 2), (2, 3)]
 
 
@@ -66,7 +66,7 @@ def test_convert_train_evaluate_by_sbatch(slurm: Slurm, repo: Path, tmp_path: Pa
     second = submit("train", *overrides, "run.nproc=2", after=first, options=("--nodes=1",))
     third = submit("eval", *overrides, "--model", str(run_dir / "hf"), after=second)
     logs = [tmp_path / f"{name}.log" for name in ("convert", "train", "eval")]
-    ends = [slurm.wait(job, 150)["JobState"] for job in (first, second, third)]
+    ends = [slurm.wait(job)["JobState"] for job in (first, second, third)]
     assert ends == ["COMPLETED"] * 3, "".join(path.read_text() for path in logs if path.exists())
     assert (converted / "certificate.json").is_file()
     assert "eval/sums/pass@1" in metrics_of_evaluation(run_dir)
@@ -85,11 +85,11 @@ def test_a_failed_job_ends_the_chain_with_its_code(nemo_run: None, slurm: Slurm,
     jobs = submit_by_nemo_run(
         slurm, config, "run.nproc=2", "resources.max_attempts=2", *with_benchmark(tmp_path), "--evaluate"
     )
-    fields = slurm.wait(jobs["train"], 200)
+    fields = slurm.wait(jobs["train"])
     assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", "1:0", "1")
     rows = read_attempts(run_dir)
     assert [(row["code"], row["end_step"]) for row in rows] == [(1, -1), (1, -1)]
-    assert slurm.wait(jobs["eval"], 30)["JobState"] == "CANCELLED"  # not pending
+    assert slurm.wait(jobs["eval"])["JobState"] == "CANCELLED"  # not pending
     assert not (run_dir / "eval").exists()
     logs = "\n".join(path.read_text() for path in (tmp_path / "nemo").rglob("*.out"))
     assert "broken verifier" in logs
@@ -101,10 +101,10 @@ def test_preflight_as_a_job(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     script, out = str(repo / "slurm" / "preflight.sbatch"), tmp_path / "preflight.log"
     options = ["--nodes=2", "--ntasks-per-node=1", f"--output={out}"]
     job = slurm.submit(*options, script, str(config), cwd=tmp_path, env=job_environment(repo))
-    fields = slurm.wait(job, 120)
+    fields = slurm.wait(job)
     assert (fields["JobState"], fields["ExitCode"]) == ("COMPLETED", "0:0"), out.read_text()
     assert "network: " in out.read_text()
     job = slurm.submit(*options, script, str(config), "parallel.tp=3", cwd=tmp_path, env=job_environment(repo))
-    assert slurm.wait(job, 120)["ExitCode"] == "2:0", out.read_text()
+    assert slurm.wait(job)["ExitCode"] == "2:0", out.read_text()
     assert "parallel.tp=3" in out.read_text()
     assert "Traceback" not in out.read_text()

@@ -70,7 +70,7 @@ def test_a_lost_node_requeues_the_job_and_it_goes_on(slurm: Slurm, repo: Path, t
         time.sleep(0.2)
     # Fails if the node has already registered again.
     slurm.run("scontrol", "update", "NodeName=n2", "State=RESUME", check=False)
-    fields = slurm.wait(job, 200)
+    fields = slurm.wait(job)
     assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), text_of(config)
     first, second = read_attempts(run_dir)
     assert first.get("code") != 0  # its script may or may not have written a code
@@ -86,7 +86,7 @@ def test_the_time_limit_is_survived(slurm: Slurm, repo: Path, tmp_path: Path) ->
     run_dir = tmp_path / "runs" / "tiny"
     limits = ("--time=3", "--signal=B:USR1@60")  # so between one and two minutes after the start
     job = sbatch(slurm, repo, config, "run.steps=16", options=limits)
-    fields = slurm.wait(job, 450)
+    fields = slurm.wait(job)
     rows = read_attempts(run_dir)
     assert fields["JobState"] == "COMPLETED", text_of(config)
     assert len(rows) >= 2
@@ -105,7 +105,7 @@ def test_more_signals_do_not_cut_the_save_short(slurm: Slurm, repo: Path, tmp_pa
     slurm.run("scancel", "--signal=TERM", job)  # to the ranks, as a preemption's grace time does
     slurm.run("scancel", "--signal=TERM", "--batch", job)
     slurm.run("scancel", "--signal=TERM", job)
-    fields = slurm.wait(job, 180)
+    fields = slurm.wait(job)
     assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), text_of(config)
     rows = read_attempts(run_dir)
     assert [row["code"] for row in rows] == [75, 0], text_of(config)
@@ -138,7 +138,7 @@ def test_status_logs_and_cancel_of_real_jobs(nemo_run: None, slurm: Slurm, tmp_p
     assert re.search(rf"job {waiting['train']} \(train\): PENDING", command("status", str(run_dir)))
     assert "has job" in refused("submit", str(config), *TWO_NODES, "--cluster", str(tmp_path / "cluster.yaml"))
     assert "no job was running" in command("cancel", "--save", str(run_dir))
-    assert {slurm.wait(job, 20)["JobState"] for job in waiting.values()} == {"CANCELLED"}
+    assert {slurm.wait(job)["JobState"] for job in waiting.values()} == {"CANCELLED"}
     slurm.run("scancel", blocker)
     assert "nothing to cancel" in refused("cancel", str(run_dir))
 
@@ -151,14 +151,14 @@ def test_status_logs_and_cancel_of_real_jobs(nemo_run: None, slurm: Slurm, tmp_p
     assert "metrics    step " in said
     assert command("logs", str(run_dir), "--lines", "3").strip()
     assert "asked" in command("cancel", "--save", str(run_dir))
-    assert (slurm.wait(job, 120)["ExitCode"], len(read_attempts(run_dir))) == ("75:0", 1)
+    assert (slurm.wait(job)["ExitCode"], len(read_attempts(run_dir))) == ("75:0", 1)
     assert re.search(r"preempted after .* min, step -1 -> \d+", command("status", str(run_dir)))
 
     job = submit_by_nemo_run(slurm, config, *TWO_NODES, "run.steps=50")["train"]
     rows = len(steps(run_dir))
     wait_for_rows(run_dir, rows + 1, 120)
     assert f"cancelled {job}" in command("cancel", str(run_dir))
-    assert slurm.wait(job, 60)["JobState"] == "CANCELLED"
+    assert slurm.wait(job)["JobState"] == "CANCELLED"
     assert_nothing_runs(str(tmp_path))
 
     nowhere = tmp_path / "nowhere"

@@ -21,7 +21,7 @@ def test_conversion_as_a_job(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     script = str(repo / "slurm" / "convert.sbatch")
     options = ["--cpus-per-task=1", f"--output={out}"]
     job_id = slurm.submit(*options, script, *words, cwd=tmp_path, env=job_environment(repo))
-    assert slurm.wait(job_id, 90)["JobState"] == "COMPLETED", out.read_text()
+    assert slurm.wait(job_id)["JobState"] == "COMPLETED", out.read_text()
     assert "equal bit for bit" in out.read_text()
     assert (tmp_path / "converted").is_dir()
 

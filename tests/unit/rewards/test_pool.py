@@ -104,7 +104,7 @@ def test_a_pool_whose_functions_forked_closes_at_once(custom, make_prompt):
 def test_numpy_scalars_are_rewards(custom, make_prompt):
     with RewardPool(custom()) as pool:
         pool.submit("a", make_prompt("5"), "numpy")
-        assert pool.next_finished(30.0) == ("a", 1.0, None)
+        assert pool.next_finished() == ("a", 1.0, None)
 
 
 def test_verdicts_equal_direct_calls(make_prompt):
@@ -124,7 +124,7 @@ def test_verdicts_equal_direct_calls(make_prompt):
 def test_unreadable_gold_is_a_failure_not_zero(make_prompt):
     with RewardPool(ArithmeticReward(name="arithmetic")) as pool:
         pool.submit("a", make_prompt("x"), r"\boxed{x}")
-        key, reward, failure = pool.next_finished(30.0)
+        key, reward, failure = pool.next_finished()
     assert (key, reward) == ("a", None)
     assert "gold answer 'x'" in failure
 
@@ -149,7 +149,8 @@ def test_unreadable_gold_is_a_failure_not_zero(make_prompt):
 )
 def test_broken_verifiers_fail_their_sample_only(custom, make_prompt, caplog, response, reason):
     started = time.monotonic()
-    with caplog.at_level(logging.WARNING), RewardPool(custom(timeout_s=1.0)) as pool:
+    limit_s = 1.0 if reason.startswith("no verdict") else 600.0
+    with caplog.at_level(logging.WARNING), RewardPool(custom(timeout_s=limit_s)) as pool:
         pool.submit("3:train/7#1", make_prompt("5"), response)
         pool.submit("3:train/7#2", make_prompt("5"), "fine")
         verdicts = {verdict.key: verdict for verdict in pool.results()}
@@ -167,19 +168,18 @@ def test_broken_verifiers_fail_their_sample_only(custom, make_prompt, caplog, re
 
 
 def test_a_hung_worker_holds_up_no_other(custom, make_prompt):
-    with RewardPool(custom(timeout_s=3.0, workers=2)) as pool:
+    with RewardPool(custom(timeout_s=3600.0, workers=2)) as pool:
         pool.submit("slow", make_prompt("5"), "hang")
         for n in range(20):
             pool.submit(str(n), make_prompt("5"), "fine")
-        order = [verdict.key for verdict in pool.results()]
-    assert order[-1] == "slow"
-    assert sorted(order[:-1], key=int) == [str(n) for n in range(20)]
+        found = [pool.next_finished() for _ in range(20)]
+    assert {verdict.key for verdict in found if verdict is not None} == {str(n) for n in range(20)}
 
 
 def test_output_of_the_function_does_not_mix_with_verdicts(custom, make_prompt):
     with RewardPool(custom()) as pool:
         pool.submit("a", make_prompt("5"), "print")
-        assert pool.next_finished(30.0) == ("a", 1.0, None)
+        assert pool.next_finished() == ("a", 1.0, None)
 
 
 def test_prompt_arrives_whole_and_torch_is_not_imported(custom, make_prompt):

@@ -48,13 +48,13 @@ def engine(servers: Sequence[FakeSglang], **changes: Any) -> Iterator[SglangEngi
     fleet = {
         "max_in_flight": 64,
         "probe_interval_s": 0.05,
-        "probe_timeout_s": 1.0,
+        "probe_timeout_s": 60.0,  # of a server that hangs; tests of one set less
         "dead_after_s": 1.5,
         "max_failures": 3,
         "max_restarts": 0,
         "start_timeout_s": 0.0,
     }
-    client = {"request_timeout_s": 20.0, "retries": 3, "all_down_after_s": 10.0, "decode_workers": 1}
+    client = {"request_timeout_s": 600.0, "retries": 3, "all_down_after_s": 600.0, "decode_workers": 1}
     fleet |= {k: v for k, v in changes.items() if k in fleet}
     client |= {k: v for k, v in changes.items() if k in client}
     members = [Server(SglangApi(url=s.url, api_key=s.api_key)) for s in servers]
@@ -182,7 +182,7 @@ def test_servers_that_keep_failing_are_dead_and_then_all_are_down(fakes: Callabl
     for server in servers:
         server.fault = "hang"
     match = r"no rollout server was usable for .* s: http.* dead: no response for .*; http"
-    with engine(servers, all_down_after_s=3.0) as client, pytest.raises(RolloutError, match=match):
+    with engine(servers, probe_timeout_s=0.3, all_down_after_s=3.0) as client, pytest.raises(RolloutError, match=match):
         list(client.stream(requests(4)))
 
 
@@ -191,7 +191,7 @@ def test_a_silent_server_loses_its_requests_to_the_others_and_comes_back(
 ) -> None:
     stopped, good = fakes(2, latency_s=lambda _: 0.02)
     asked = requests(64)
-    with engine([stopped, good], max_in_flight=8) as client:
+    with engine([stopped, good], max_in_flight=8, probe_timeout_s=0.5) as client:
         stream = client.stream(asked)
         samples = [next(stream) for _ in range(8)]
         stopped.fault = "hang"
@@ -433,7 +433,7 @@ def test_the_key_is_sent(fakes: Callable[..., list[FakeSglang]]) -> None:
     limits = FleetLimits(
         max_in_flight=1,
         probe_interval_s=0.05,
-        probe_timeout_s=1,
+        probe_timeout_s=60,
         dead_after_s=1,
         max_failures=1,
         max_restarts=0,
