@@ -113,6 +113,13 @@ def split_groups_only(plan: MicroBatchPlan, layout: Layout) -> MicroBatchPlan:
     return MicroBatchPlan(by_dp_rank=tuple(tuple(own) for own in batches), together=plan.together)
 
 
+def one_by_one(plan: MicroBatchPlan, layout: Layout) -> MicroBatchPlan:
+    """The samples of `plan`, each alone in a micro-batch."""
+    packed = [[rows[k : k + 1] for rows in own for k in range(len(rows))] for own in plan.by_dp_rank]
+    batches = [own or _padding(layout) for own in _with_padding(packed, layout)]
+    return MicroBatchPlan(by_dp_rank=tuple(tuple(own) for own in batches), together=plan.together)
+
+
 def _padding(layout: Layout) -> list[np.ndarray]:
     """The fewest micro-batches that a rank may have."""
     return [np.empty(0, dtype=np.int64)] * layout.microbatch_multiple

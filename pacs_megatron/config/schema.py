@@ -197,12 +197,34 @@ class CheckpointOptions(Options):
 
 
 class MismatchOptions(Options):
-    """Difference of sampler and trainer log-probs for the same tokens and weights."""
+    """Differences of log-probs for the same tokens and weights, and the limits at which the run saves and stops.
+
+    docs/metrics.md#limits has usual values.
+    """
 
     threshold: float = Field(default=0.1, gt=0)
     """Difference in nats above which a token counts in `mismatch/over_frac`."""
     max_abs_mean: float | None = Field(default=None, gt=0)
-    """Maximum mean difference of a step, in nats per token. Above it the run saves and stops. About 0.01 is normal in bf16."""
+    """Maximum mean difference of sampler and trainer in a step, in nats per token. About 0.01 is normal in bf16."""
+    max_kl: float | None = Field(default=None, gt=0)
+    """Maximum `mismatch/kl` of a step, in nats per token."""
+    max_over_frac: float | None = Field(default=None, gt=0, lt=1)
+    """Maximum share of a step's tokens above `threshold`."""
+    score_noise_every: PositiveInt | None = None
+    """Steps between measurements of `pacs/score_noise`, in which four groups are scored in two packings; null disables them."""
+    max_score_noise: float | None = Field(default=None, gt=0)
+    """Maximum `pacs/score_noise`, in units of psi."""
+    min_score_snr: float | None = Field(default=None, gt=0)
+    """Minimum `pacs/score_snr`."""
+
+    @model_validator(mode="after")
+    def _refuse_unmeasured(self) -> MismatchOptions:
+        for key in ("max_score_noise", "min_score_snr"):
+            if getattr(self, key) is not None and self.score_noise_every is None:
+                raise ValueError(
+                    f"mismatch.{key} needs mismatch.score_noise_every (for instance 20); set it, or remove {key}"
+                )
+        return self
 
 
 class WandbOptions(Options):
@@ -302,6 +324,11 @@ class RunConfig(Options):
     def _check_objective(self) -> RunConfig:
         if isinstance(self.objective, PacsOptions):
             self.objective.refuse_updates_per_step(self.batch.updates_per_step)
+        elif self.mismatch.score_noise_every is not None:
+            raise ValueError(
+                f"mismatch.score_noise_every={self.mismatch.score_noise_every} is used by objective pacs only, got "
+                f"{self.objective.name}; remove it"
+            )
         # `score: naive` uses no siblings, but admission drops groups of one sample too.
         if not isinstance(self.objective, SftOptions) and self.batch.samples_per_prompt < 2:
             raise ValueError(

@@ -16,7 +16,7 @@ from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.contracts import Prepared, SampleFacts, SampleTable, TokenRecord
 from pacs_megatron.contracts.protocols import Coupling, LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
-from pacs_megatron.objectives.groups import Groups, build_table, by_row, groups_of
+from pacs_megatron.objectives.groups import Groups, IntArray, build_table, by_row, groups_of
 from pacs_megatron.objectives.lookup import at_tokens
 from pacs_megatron.objectives.scores import class_weights, group_scores, one_class, proxy_gradient, sample_loss
 
@@ -108,6 +108,8 @@ class Pacs:
             ratios = torch.from_numpy(facts.log_ratio_to_sampler)[table.rows]
         found = self._couple(table, proxy, ratios)
         metrics, denominators = _metrics(found, table, facts)
+        if scores is not None:
+            metrics["pacs/psi_mean_square"] = float(found.psi.square().mean())
         if found.importance is not None and self._options.importance_cap is not None:
             importance = found.importance.numpy()
             metrics["pacs/importance_mean"] = float(importance.sum()) / facts.num_samples
@@ -125,6 +127,27 @@ class Pacs:
             denominators=denominators,
             zero_gradient=coefficient == 0.0,
         )
+
+    def score_noise(self, before: Tensor, after: Tensor, facts: SampleFacts, rows: IntArray) -> dict[str, float]:
+        """Metrics of the change of r and psi from `before` to `after`, both r [n] of `rows` with equal weights.
+
+        The exponent is the slope of log |change of r| over log length: 0.5 for independent differences of tokens.
+        """
+        table = build_table(facts, rows)
+        groups = groups_of(table)
+        first, second = (
+            group_scores(proxy[table.rows], groups, self._options.score, self._options.score_std_floor).psi
+            for proxy in (before, after)
+        )
+        change = (after - before)[table.rows].numpy()
+        metrics = {
+            "pacs/score_noise": float((second - first).square().mean().sqrt()),
+            "pacs/score_noise_bias": float(change.mean()),
+        }
+        lengths, sizes = np.log(table.response_lens.numpy()[change != 0]), np.log(np.abs(change[change != 0]))
+        if len(np.unique(lengths)) > 1:
+            metrics["pacs/score_noise_exponent"] = float(np.polyfit(lengths, sizes, 1)[0])
+        return metrics
 
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
         """[t], a_j log pi_theta: not the loss but a surrogate whose summed gradient is dL/dtheta."""

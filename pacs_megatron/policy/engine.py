@@ -15,13 +15,14 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from pacs_megatron.batching.split import plan_microbatches, split_groups_only
+from pacs_megatron.batching.split import one_by_one, plan_microbatches, split_groups_only
 from pacs_megatron.config.schema import OffloadKind, OptimizerOptions, ParallelOptions, PrecisionOptions
 from pacs_megatron.contracts import MiniBatch, Objective, Prepared, SampleFacts, UpdateReport
 from pacs_megatron.contracts.protocols import LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.models import ModelSpec, weight_table
 from pacs_megatron.objectives.groups import build_table
+from pacs_megatron.objectives.pacs import Pacs
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import all_gather_by_index, broadcast_json
 from pacs_megatron.policy import passes, precision, weights
@@ -185,6 +186,31 @@ class MegatronPolicy:
                 record = build_record(batch, logprobs, None, is_step_start=minibatch.index == 0)
                 statistics.add(batch, record, objective)
         return statistics
+
+    def score_noise(
+        self, minibatch: MiniBatch, objective: Pacs, rows: np.ndarray, should_stop: StopTest | None = None
+    ) -> dict[str, float]:
+        """Metrics of the difference of the scores of `rows` (whole groups) between two packings, with equal weights.
+
+        Forward passes only. Empty if every sample fills a micro-batch, so both packings are the same.
+        """
+        facts, layout = minibatch.facts, self.rank.layout
+        plan = plan_microbatches(
+            facts,
+            layout=layout,
+            tokens_per_microbatch=self._tokens_per_microbatch,
+            rows=rows,
+            owner_of_row=minibatch.plan.owners(facts.num_samples),
+        )
+        if all(len(own) < 2 for batches in plan.by_dp_rank for own in batches):
+            return {}
+        packed = replace(minibatch, index=1, plan=plan)
+        packed = replace(packed, step_start_logprobs=self.logprobs(packed, "step_start", should_stop))
+        before, after = (
+            self._gathered(self._score_pass(part, objective, {"score"}, should_stop), facts, rows)["score"]
+            for part in (packed, replace(packed, plan=one_by_one(plan, layout)))
+        )
+        return objective.score_noise(before, after, facts, rows)
 
     def _gathered(self, statistics: SampleStatistics, facts: SampleFacts, rows: np.ndarray) -> dict[Statistic, Tensor]:
         """float64 [n] each, the same bits on every rank; NaN at other rows than `rows`, which all must be in the pass.

@@ -1,6 +1,5 @@
 """Megatron's optimizer and schedule, with clipping by the global norm and a check for non-finite gradients."""
 
-import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -92,23 +91,27 @@ class Optimizer:
         """Moves the schedule to `position`, in planned updates: a step with fewer groups than updates skips some."""
         self.schedule.step(increment=max(0, position - self.num_updates))
 
-    @contextlib.contextmanager
-    def keeps_hyperparameters(self) -> Iterator[None]:
-        """Restores learning rates, betas, epsilon and weight decay after the body, which loads a checkpoint.
-
-        Megatron loads them into the parameter groups, and its schedule prefers those to the configuration.
-        """
-        kept = [
-            {key: value for key, value in group.items() if key not in ("params", "step")} for group in self._groups()
+    @property
+    def adam_step(self) -> int:
+        """Adam's updates since its moments were 0, for the bias correction."""
+        steps = [
+            int(entry["step"])
+            for part in self.optimizers()
+            if part.optimizer is not None
+            for entry in (*part.optimizer.state.values(), *part.optimizer.param_groups)
+            if "step" in entry
         ]
-        yield
-        for group, values in zip(self._groups(), kept, strict=True):
-            group.update(values)
+        return max(steps, default=0)
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [
-            group for part in self.optimizers() if part.optimizer is not None for group in part.optimizer.param_groups
-        ]
+    def set_adam_step(self, step: int) -> None:
+        """Inverse of `adam_step`. torch's AdamW counts per parameter, a fused Adam per parameter group."""
+        for part in self.optimizers():
+            for group in [] if part.optimizer is None else part.optimizer.param_groups:
+                if "fused" not in group:
+                    group["step"] = step
+                    continue
+                for parameter in group["params"]:
+                    part.optimizer.state[parameter]["step"] = torch.tensor(float(step))
 
     def _create_state(self) -> None:
         """Creates the moments, so a checkpoint of step 0 has the same tensors as any other."""
@@ -121,8 +124,7 @@ class Optimizer:
                     if not state:
                         state["exp_avg"] = torch.zeros_like(parameter.data)
                         state["exp_avg_sq"] = torch.zeros_like(parameter.data)
-                        if isinstance(part.optimizer, torch.optim.Optimizer) and "fused" in group:
-                            state["step"] = torch.tensor(0.0)
+        self.set_adam_step(0)
 
     def reset_moments(self) -> None:
         """Adam's moments and step to 0 (after a reference reset); master weights and schedule stay."""
@@ -130,12 +132,9 @@ class Optimizer:
             if part.optimizer is None:
                 continue
             for state in part.optimizer.state.values():
-                for name in ("exp_avg", "exp_avg_sq", "step"):
-                    if name in state:
-                        state[name].zero_()
-            for group in part.optimizer.param_groups:
-                if "step" in group:
-                    group["step"] = torch.zeros_like(group["step"]) if torch.is_tensor(group["step"]) else 0
+                state["exp_avg"].zero_()
+                state["exp_avg_sq"].zero_()
+        self.set_adam_step(0)
 
     def zero_grad(self, chunks: list[DistributedDataParallel]) -> None:
         """Call before the backward passes of an update."""

@@ -1,26 +1,26 @@
 """The policy as a sharded state dict for Megatron's dist_checkpointing: weights, optimizer, schedule, reference, RNG.
 
-Keys: `model.*` (global layer numbers, so any layout reads them), `reference.*` likewise, `optimizer.*`.
+Keys: `model.*` (global layer numbers, so any layout reads them), `reference.*` likewise, and for each weight
+`optimizer.state.{param,exp_avg,exp_avg_sq}.model.*`, with or without the distributed optimizer, in fp32.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from pacs_megatron.errors import CheckpointError
-from pacs_megatron.parallel import cpu_redirects
 from pacs_megatron.policy.engine import MegatronPolicy
 
 MODEL, REFERENCE, OPTIMIZER = "model", "reference", "optimizer"
+OPTIMIZER_FORMAT = 2
+"""Recorded in a checkpoint. 2: the same keys for every layout and optimizer."""
 
 
 def sharding_metadata() -> dict[str, Any]:
@@ -29,7 +29,6 @@ def sharding_metadata() -> dict[str, Any]:
         # One key per layer, numbered over the whole model, so a stage can be read without the others.
         "non_homogeneous_layers": True,
         "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
         # The only format that loads at another tensor- or pipeline-parallel size.
         "distrib_optim_sharding_type": "fully_reshardable",
         # Without it every rank gathers whole fp32 buffers on its GPU (distrib_optimizer.py:1085-1095), beside resident
@@ -37,26 +36,6 @@ def sharding_metadata() -> dict[str, Any]:
         "distrib_optim_fully_reshardable_mem_efficient": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-
-
-def optimizer_format(policy: MegatronPolicy) -> dict[str, Any]:
-    """Settings that Megatron cannot change between saving and loading an optimizer; part of a checkpoint's state."""
-    is_distributed = any(isinstance(part, DistributedOptimizer) for part in policy.optimizer.optimizers())
-    return {
-        "parallel.distributed_optimizer": is_distributed,
-        "parallel.ep > 1": parallel_state.get_expert_model_parallel_world_size() > 1,
-    }
-
-
-def check_optimizer_format(saved: Mapping[str, Any], policy: MegatronPolicy) -> None:
-    """Raises CheckpointError, before anything is loaded, if the optimizer of a checkpoint does not fit this layout."""
-    for key, value in optimizer_format(policy).items():
-        if saved.get(key, value) != value:
-            raise CheckpointError(
-                f"the checkpoint was saved with {key}: {str(saved[key]).lower()}, this run has {str(value).lower()}; "
-                "Megatron cannot convert the optimizer's state between them. Resume with the saved setting, or export the "
-                "checkpoint and start a new run from its weights"
-            )
 
 
 def _model_state(policy: MegatronPolicy, prefix: str) -> dict[str, Any]:
@@ -76,12 +55,13 @@ def sharded_state(policy: MegatronPolicy, *, is_loading: bool, with_reference: b
         if len(policy.models) == 1
         else {f"model{k}": state[f"{MODEL}{k}"] for k in range(len(policy.models))}
     )
-    with cpu_redirects.cuda_type_names():
-        state[OPTIMIZER] = policy.optimizer.megatron.sharded_state_dict(
-            model_only, is_loading=is_loading, metadata=sharding_metadata()
-        )
-    _drop_missing_state(state[OPTIMIZER])
     readable = policy.offload.readable
+    state[OPTIMIZER] = {"step": policy.optimizer.adam_step} | {
+        f"part{number}": tensors
+        for number, part in enumerate(policy.optimizer.optimizers())
+        if part.optimizer is not None
+        and (tensors := _optimizer_tensors(part, model_only, readable, is_loading=is_loading))
+    }
     for number in range(len(policy.models)):  # now: the optimizer finds parameters by identity
         _with_data(state[f"{MODEL}{number}"], readable)
     if with_reference:
@@ -96,14 +76,32 @@ def sharded_state(policy: MegatronPolicy, *, is_loading: bool, with_reference: b
     return state
 
 
-def _drop_missing_state(state: Any) -> None:
-    """Removes `param_state: None` of ranks that gather nothing: Megatron warns if ranks differ in values outside of
-    sharded tensors. Changes `state`."""
-    if isinstance(state, dict):
-        if state.get("param_state", ...) is None:
-            del state["param_state"]
-        for value in state.values():
-            _drop_missing_state(value)
+def _optimizer_tensors(
+    part: Any, model_state: dict[str, Any], readable: Callable[[torch.Tensor], torch.Tensor], *, is_loading: bool
+) -> dict[int, dict[str, Any]] | None:
+    """Number -> master weight and moments of one parameter, each with the key and the shards of its weight.
+
+    Every optimizer writes the keys of Megatron's distributed optimizer, also for fp32 weights, so each reads the files
+    of every other. The distributed optimizer returns None on ranks that gather nothing.
+    """
+    if isinstance(part, DistributedOptimizer):
+        found: dict[int, dict[str, Any]] | None = part.sharded_param_state_fully_reshardable(
+            model_state, is_loading, sharding_metadata()
+        )
+        return found
+    sharded, _ = extract_sharded_tensors_and_factories(model_state)
+    by_master = {id(getattr(weight.data, "main_param", weight.data)): weight for weight in nested_values(sharded)}
+    return {
+        number: {
+            name: make_sharded_optimizer_tensor(by_master[id(master)], readable(tensor), f"optimizer.state.{name}")
+            for name, tensor in _tensors_of(part, master).items()
+        }
+        for number, master in enumerate(part.get_parameters())
+    }
+
+
+def _tensors_of(part: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"param": master, **{name: part.optimizer.state[master][name] for name in ("exp_avg", "exp_avg_sq")}}
 
 
 def _with_data(chunk: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
@@ -120,70 +118,24 @@ def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
     """Loads a filled state dict into the policy. Collective."""
     for number, model in enumerate(policy.models):
         model.load_state_dict(state[f"{MODEL}{number}"], strict=True)
-    if _has_steps_of_parameters(policy):
-        _restore_step_zero(state[OPTIMIZER])
-    keeps = policy.optimizer.keeps_hyperparameters()
-    with torch.no_grad(), keeps, _steps_apart(policy), cpu_redirects.cuda_type_names():
-        policy.optimizer.megatron.load_state_dict(state[OPTIMIZER])
+    with torch.no_grad():
+        for number, part in enumerate(policy.optimizer.optimizers()):
+            tensors = state[OPTIMIZER].get(f"part{number}", {})
+            if isinstance(part, DistributedOptimizer) and tensors:
+                for entry in part.optimizer.state.values():
+                    entry.pop("step", None)  # Megatron takes every entry for a moment tensor
+                part.load_parameter_state_from_fully_reshardable(tensors)
+            elif tensors:
+                for index, master in enumerate(part.get_parameters()):
+                    for name, tensor in _tensors_of(part, master).items():
+                        tensor.copy_(tensors[index][name])
+    policy.optimizer.set_adam_step(state[OPTIMIZER]["step"])
     if f"{REFERENCE}0" in state:
         policy.take_reference(reset_optimizer=False)
         assert policy.reference is not None
         with policy.reference.swapped_in():
             for number, model in enumerate(policy.models):
                 model.load_state_dict(state[f"{REFERENCE}{number}"], strict=True)
-
-
-def _has_steps_of_parameters(policy: MegatronPolicy) -> bool:
-    """Whether Adam counts steps per parameter, as torch's AdamW does; fused optimizers count per param group."""
-    optimizers = [part.optimizer for part in policy.optimizer.optimizers() if part.optimizer is not None]
-    return any("step" in entry for optimizer in optimizers for entry in optimizer.state.values())
-
-
-def _restore_step_zero(state: Any) -> None:
-    """Adds the `step` of 0 that Megatron does not save (it tests for truth) and that torch's AdamW requires.
-
-    Applies to optimizer states with moments but without any step. Changes `state`.
-    """
-    if isinstance(state, list):
-        for part in state:
-            _restore_step_zero(part)
-    if not isinstance(state, dict):
-        return
-    if not ("state" in state and "param_groups" in state):
-        for part in state.values():
-            _restore_step_zero(part)
-        return
-    moments = [entry for entry in state["state"].values() if isinstance(entry, dict) and "exp_avg" in entry]
-    in_groups = any("step" in group for group in state["param_groups"])
-    if moments and not in_groups and "common_step" not in state["state"] and "step" not in moments[0]:
-        state["state"]["common_step"] = torch.tensor(0.0)
-
-
-@contextmanager
-def _steps_apart(policy: MegatronPolicy) -> Iterator[None]:
-    """Keeps per-parameter steps out of the load of Megatron's distributed optimizer.
-
-    On load, that optimizer takes every entry of Adam's state for a moment tensor. torch's AdamW (used without Transformer
-    Engine and Apex) has a per-parameter `step` there, which the checkpoint stores in the param group.
-    """
-    parts = [part for part in policy.optimizer.optimizers() if isinstance(part, DistributedOptimizer)]
-    for part in parts:
-        part._set_main_param_and_optimizer_states = partial(_set_moments, part)
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part._set_main_param_and_optimizer_states
-
-
-def _set_moments(part: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    group, order = part.model_param_group_index_map[model_param]
-    state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
-    step = state.pop("step", None)
-    DistributedOptimizer._set_main_param_and_optimizer_states(part, model_param, tensors)
-    if step is not None:
-        # One tensor each: Megatron shares a single one, which AdamW would advance once per parameter.
-        state["step"] = step.detach().clone()
 
 
 def rng_state() -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 from pacs_megatron.checkpoint import run_checkpoint
 from pacs_megatron.checkpoint.names import Position, newest_position
 from pacs_megatron.contracts import Interrupted
-from pacs_megatron.errors import ExitCode, RewardError, RolloutError, SyncError
+from pacs_megatron.errors import CheckpointError, ExitCode, RewardError, RolloutError, SyncError
 from pacs_megatron.evaluation.passk import benchmark_metrics
 from pacs_megatron.observability.metrics import MetricsWriter
 from pacs_megatron.observability.progress import Progress, training_fields
@@ -19,6 +19,7 @@ from pacs_megatron.observability.truncate import truncate_after
 from pacs_megatron.observability.writers import MetricSinks, open_sinks
 from pacs_megatron.policy import state as policy_state
 from pacs_megatron.rollout.collect import DriverState
+from pacs_megatron.training.breaker import exceeded_limit
 from pacs_megatron.training.clipping import ClippingWarning
 from pacs_megatron.training.context import RunContext
 from pacs_megatron.training.export import export_hf
@@ -121,21 +122,11 @@ def _finish_step(run: RunContext, progress: RunProgress, out: Outputs) -> None:
     if row:
         out.write({"step": step, **row, **times})
     progress.row = None
-    _break_on_mismatch(run, progress, row)
+    exceeded = exceeded_limit(run.config.mismatch, row)  # the row is the same on every rank
+    if exceeded is not None:
+        raise RolloutError(f"step {step}: {exceeded}")
     if last or (step > 0 and _due(step, run.config.checkpoint.every)):
         save(run, progress)
-
-
-def _break_on_mismatch(run: RunContext, progress: RunProgress, row: Mapping[str, float | None]) -> None:
-    """The circuit breaker: stops, and saves, when trainer and sampler disagree. The row is the same on every rank."""
-    limit, found = run.config.mismatch.max_abs_mean, row.get("mismatch/logprob_abs_mean")
-    if limit is None or found is None or found <= limit:
-        return
-    raise RolloutError(
-        f"step {progress.step}: trainer and sampler log-probs differ by {found:.4f} nats a token, more than "
-        f"mismatch.max_abs_mean={limit:g}; saved. Look at weight sync (rollout.sync.verify=full), the sampler's dtype or "
-        "quantisation, temperature and filters, then packing and layout (mismatch/* in metrics.jsonl)"
-    )
 
 
 def _due(step: int, every: int | None) -> bool:
@@ -183,7 +174,7 @@ def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None
                 "row": progress.row,
                 "digest": run.digest,
                 "has_reference": has_reference,
-                "optimizer_format": policy_state.optimizer_format(run.policy),
+                "optimizer_format": policy_state.OPTIMIZER_FORMAT,
             },
             rng=policy_state.rng_state(),
             hf_metadata=run.model_dir,
@@ -212,7 +203,11 @@ def resume(run: RunContext) -> RunProgress | None:
     if run.config.policy.offload != "none":
         release_memory(run)  # the state is loaded on the device
     saved = run_checkpoint.read_state(folder)
-    policy_state.check_optimizer_format(saved.get("optimizer_format", {}), run.policy)  # absent in checkpoints of 0.1
+    if saved.get("optimizer_format") != policy_state.OPTIMIZER_FORMAT:
+        raise CheckpointError(
+            f"{folder} has the optimizer of an earlier release, which this release does not read; resume with that "
+            "release, or export the checkpoint and start a new run from its weights"
+        )
     if saved["has_reference"] and run.policy.reference is None:
         run.policy.take_reference(reset_optimizer=False)
     state = policy_state.sharded_state(run.policy, is_loading=True, with_reference=saved["has_reference"])

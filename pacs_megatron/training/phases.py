@@ -3,11 +3,17 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from pacs_megatron.batching.distribute import cut_step
 from pacs_megatron.contracts import Interrupted, MiniBatch, UpdateReport
+from pacs_megatron.objectives.pacs import Pacs
 from pacs_megatron.rollout.collect import StepSamples
 from pacs_megatron.training.context import RunContext
 from pacs_megatron.training.progress import Logprobs
+
+NOISE_GROUPS = 4
+"""scored in two packings by a measurement of the scores' noise"""
 
 
 def collect(run: RunContext, step: int) -> StepSamples:
@@ -35,6 +41,17 @@ def logprobs(run: RunContext, minibatch: MiniBatch) -> Logprobs:
 def with_logprobs(minibatch: MiniBatch, found: Logprobs) -> MiniBatch:
     """`minibatch` with its log-probs."""
     return replace(minibatch, step_start_logprobs=found.get("step_start"), reference_logprobs=found.get("reference"))
+
+
+def measure_noise(run: RunContext, minibatch: MiniBatch, step: int) -> dict[str, float]:
+    """Metrics of the scores' noise if a measurement is due at `step`: of four groups, spread over the mini-batch."""
+    every = run.config.mismatch.score_noise_every
+    if every is None or step % every or not isinstance(run.objective, Pacs):
+        return {}
+    with run.timer.span("logprobs"):
+        groups = np.linspace(0, minibatch.facts.num_groups - 1, NOISE_GROUPS).round()
+        rows = np.flatnonzero(np.isin(minibatch.facts.groups, groups))
+        return run.policy.score_noise(minibatch, run.objective, rows, run.stop.is_set)
 
 
 def update(run: RunContext, minibatch: MiniBatch, step_inputs: Any) -> UpdateReport:

@@ -1,7 +1,8 @@
 """One training step: rollouts in, updates out. The loop then sends the new weights to the rollout engine."""
 
+from pacs_megatron.training.breaker import with_signal_to_noise
 from pacs_megatron.training.context import RunContext
-from pacs_megatron.training.phases import collect, cut, logprobs, poll, update, with_logprobs
+from pacs_megatron.training.phases import collect, cut, logprobs, measure_noise, poll, update, with_logprobs
 from pacs_megatron.training.progress import RunProgress
 from pacs_megatron.training.sync import release_memory
 
@@ -20,6 +21,8 @@ def train_step(run: RunContext, progress: RunProgress) -> dict[str, float | None
     if done.logprobs is None:  # else they come from the checkpoint: the weights of the step's start no longer exist
         done.logprobs = [logprobs(run, minibatch) for minibatch in minibatches]
     minibatches = [with_logprobs(*pair) for pair in zip(minibatches, done.logprobs, strict=True)]
+    if minibatches and not done.updates:
+        done.sums.add_means(measure_noise(run, minibatches[0], step), 1)
     # If every group was filtered out, there is no mini-batch: the step is counted but no weight changes.
     step_inputs = run.objective.prepare_step(samples.facts) if minibatches else None
     for minibatch in minibatches[done.updates :]:
@@ -28,4 +31,4 @@ def train_step(run: RunContext, progress: RunProgress) -> dict[str, float | None
     run.policy.optimizer.advance_schedule(step * run.config.batch.updates_per_step)  # also past updates without groups
     if run.reset_every and step % run.reset_every == 0:
         run.policy.take_reference(reset_optimizer=True)
-    return {**samples.metrics, **done.sums.values()}
+    return with_signal_to_noise({**samples.metrics, **done.sums.values()})

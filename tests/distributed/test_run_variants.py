@@ -128,3 +128,22 @@ def test_a_converted_checkpoint_trains_like_its_source(tmp_path: Path, model: Pa
     expected = run(tmp_path / "hf", model, 2)
     got = run(tmp_path / "megatron", converted, 2)
     assert reproducible_bytes(got) == reproducible_bytes(expected)
+
+
+@pytest.mark.full
+def test_score_noise_is_measured_when_due_and_changes_no_other_number(tmp_path: Path, model: Path) -> None:
+    plain = run(tmp_path / "plain", model, 2, "batch.updates_per_step=2")
+    measured = run(tmp_path / "measured", model, 2, "batch.updates_per_step=2", "mismatch.score_noise_every=2")
+    added = {"pacs/score_noise", "pacs/score_noise_bias", "pacs/score_noise_exponent", "pacs/score_snr"}
+    rows = read_metrics(measured)
+    for row, other in zip(rows, read_metrics(plain), strict=True):
+        if row["step"] == 2:
+            assert added <= row.keys() and 0 < row["pacs/score_noise"] < 1e-3 < row["pacs/score_snr"]
+        else:
+            assert not added & row.keys()
+        same = {key: value for key, value in row.items() if key not in added and not key.startswith("time/")}
+        assert {key: other[key] for key in same if key != "tokens_per_s"} == {
+            key: value for key, value in same.items() if key != "tokens_per_s"
+        }
+    assert rows[-1]["step"] >= 2
+    assert (plain / "hf/model.safetensors").read_bytes() == (measured / "hf/model.safetensors").read_bytes()
