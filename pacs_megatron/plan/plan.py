@@ -1,5 +1,6 @@
 """`plan`: memory, time and fit of a run from its configuration alone. No GPU, no Slurm, no network, no torch."""
 
+import bisect
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -203,7 +204,37 @@ def _candidates(plan: Plan) -> Iterator[RunConfig]:
                     candidate = _with_layout(config, tp, pp, ep, granularity)
                     broken = find_problems(candidate) + layout_problems(candidate, world_size)
                     if not broken and not shape_problems(candidate, spec, ""):
-                        yield candidate
+                        yield from _with_budgets(candidate, plan)
+
+
+BUDGET_STEP = 1024
+"""tokens"""
+
+
+def _with_budgets(config: RunConfig, plan: Plan) -> Iterator[RunConfig]:
+    """`config`, and with the largest token budget that fits, if more of PACS's groups are whole in it."""
+    yield config
+    found = _with_budget(config, largest_budget(config, plan))
+    if found.batch.tokens_per_microbatch > config.batch.tokens_per_microbatch:
+        yield found
+
+
+def largest_budget(config: RunConfig, plan: Plan) -> int:
+    """The largest `batch.tokens_per_microbatch` that fits, up to a whole group; 0 if not even the average group fits."""
+    groups = timing.group_tokens(config, plan.lengths)
+    if groups is None:
+        return 0
+    average, most = (math.ceil(tokens / BUDGET_STEP) for tokens in groups)
+    fitting = bisect.bisect_left(
+        range(average, most + 1),
+        True,
+        key=lambda size: not plan_of(_with_budget(config, size * BUDGET_STEP), plan.spec, plan.lengths.response).fits,
+    )
+    return (average + fitting - 1) * BUDGET_STEP if fitting else 0
+
+
+def _with_budget(config: RunConfig, tokens: int) -> RunConfig:
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"tokens_per_microbatch": tokens})})
 
 
 def _with_layout(config: RunConfig, tp: int, pp: int, ep: int, granularity: str) -> RunConfig:
@@ -270,7 +301,7 @@ def render(plan: Plan) -> str:
         lines.append("")
     lines.extend(_verdict(plan))
     if plan.phases:
-        lines.extend(["", *_time_lines(plan)])
+        lines.extend(["", *_time_lines(plan), *_group_lines(plan)])
     lines.extend(["", *_disk_lines(plan)])
     return "\n".join(lines)
 
@@ -344,6 +375,20 @@ def _time_lines(plan: Plan) -> list[str]:
     return lines
 
 
+def _group_lines(plan: Plan) -> Iterator[str]:
+    """Whether the token budget holds whole groups, which need no score pass, and the largest budget that fits."""
+    groups = timing.group_tokens(plan.config, plan.lengths)
+    if groups is None or plan.gpu is None:
+        return
+    budget, largest = plan.config.batch.tokens_per_microbatch, largest_budget(plan.config, plan)
+    holds = "all" if budget >= groups[1] else "most" if budget >= groups[0] else "few"
+    fits = f"up to {largest:,} fit" if largest else "no budget for the average group fits; see `plan --search`"
+    yield (
+        f"groups of {groups[0]:,} tokens on average and {groups[1]:,} at most: batch.tokens_per_microbatch={budget} keeps "
+        f"{holds} of them whole, without a score pass; {fits}"
+    )
+
+
 def _disk_lines(plan: Plan) -> list[str]:
     middle = ", one in the middle of a step" if plan.config.batch.updates_per_step > 1 else ""
     lines = [
@@ -362,7 +407,7 @@ def _disk_lines(plan: Plan) -> list[str]:
 
 def render_search(plans: Sequence[Plan], current: Plan) -> str:
     """The ten best layouts and the configured one."""
-    lines = ["  tp  pp  ep   dp  recompute   memory  fits    step s"]
+    lines = ["  tp  pp  ep   dp  recompute  budget   memory  fits    step s"]
     for plan in plans[:10]:
         lines.append(_search_row(plan))
     lines.extend(["", "as configured:", _search_row(current)])
@@ -371,7 +416,8 @@ def render_search(plans: Sequence[Plan], current: Plan) -> str:
         sizes = f"parallel.tp={best.layout.tp} parallel.pp={best.layout.pp} parallel.ep={best.layout.ep}"
         flags = f"parallel.sequence_parallel={str(best.layout.tp > 1).lower()} parallel.distributed_optimizer=true"
         recompute = f"parallel.recompute.granularity={best.config.parallel.recompute.granularity}"
-        lines.extend(["", f"best: {sizes} {flags} {recompute}"])
+        budget = f"batch.tokens_per_microbatch={best.config.batch.tokens_per_microbatch}"
+        lines.extend(["", f"best: {sizes} {flags} {recompute} {budget}"])
     else:
         lines.extend(["", "no layout fits: raise resources.nodes or lower batch.tokens_per_microbatch"])
     return "\n".join(lines)
@@ -389,6 +435,7 @@ def _search_entry(plan: Plan) -> dict[str, object]:
     return {
         **{axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "dp")},
         "recompute": plan.config.parallel.recompute.granularity,
+        "tokens_per_microbatch": plan.config.batch.tokens_per_microbatch,
         "peak_bytes": plan.peak.total,
         "fits": plan.fits,
         "step_s": plan.step_s,
@@ -399,7 +446,8 @@ def _search_row(plan: Plan) -> str:
     layout, granularity = plan.layout, plan.config.parallel.recompute.granularity
     fits = "yes" if plan.fits else "no"
     return (
-        f"{layout.tp:4d}{layout.pp:4d}{layout.ep:4d}{layout.dp:5d}  {granularity:<9}{_gib(plan.peak.total):>9}"
+        f"{layout.tp:4d}{layout.pp:4d}{layout.ep:4d}{layout.dp:5d}  {granularity:<9}"
+        f"{plan.config.batch.tokens_per_microbatch:8d}{_gib(plan.peak.total):>9}"
         f"  {fits:<4}{plan.step_s:10.1f}"
     )
 

@@ -4,9 +4,10 @@ FLOPs follow Megatron's formula: two per multiply-add, attention scores counted 
 Seconds come from the FLOPs and the constants' assumed efficiencies; they are estimates, not measurements.
 """
 
+import math
 from dataclasses import dataclass
 
-from pacs_megatron.config.checks import max_response_tokens
+from pacs_megatron.config.checks import max_response_tokens, max_sequence_tokens
 from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts.layout import Layout
@@ -96,6 +97,15 @@ def keeps_groups_together(config: RunConfig, lengths: Lengths) -> bool:
     """Whether the groups of PACS fit one micro-batch at the mean length, so no update needs a score pass."""
     batch = config.batch
     return batch.groups != "apart" and batch.samples_per_prompt * lengths.total <= batch.tokens_per_microbatch
+
+
+def group_tokens(config: RunConfig, lengths: Lengths) -> tuple[int, int] | None:
+    """Tokens of a group: on average, and at most. None where no update depends on a group's scores."""
+    together, apart = (num_forward_passes(config, groups_together=kept) for kept in (True, False))
+    if config.batch.groups == "apart" or together == apart:
+        return None
+    samples = config.batch.samples_per_prompt
+    return math.ceil(samples * lengths.total), samples * max_sequence_tokens(config)
 
 
 def train_seconds(

@@ -81,9 +81,8 @@ def test_planted_noise_is_found(model: Path, layout: str, monkeypatch: pytest.Mo
 def test_the_measurement_changes_no_number_of_training(model: Path, layout: str, name: str) -> None:
     world, options = LAYOUTS[layout]
 
-    def on_rank(_rank: int, world: int) -> list[Any]:
-        runs: list[Any] = []
-        for measures in (False, True):
+    def on_rank(*, measures: bool) -> Any:
+        def run(_rank: int, world: int) -> Any:
             policy = make_policy(model, world, tokens_per_microbatch=96, **options)
             policy.take_reference(reset_optimizer=False)
             objective = build_objective(OPTIONS[name], updates_per_step=2)
@@ -95,10 +94,11 @@ def test_the_measurement_changes_no_number_of_training(model: Path, layout: str,
                 assert policy.score_noise(minibatches[0], objective, np.flatnonzero(minibatches[0].facts.groups < 2))
             reports = [policy.update(part, objective, None) for part in minibatches]
             weights = {key: tensor.clone().numpy() for key, tensor in policy.export_weights()}
-            runs.append(([(dict(r.metrics), r.grad_norm) for r in reports], weights))
-        return runs
+            return [(dict(r.metrics), r.grad_norm) for r in reports], weights
 
-    without, measured = run_ranks(on_rank, world)[0]
+        return run
+
+    without, measured = (run_ranks(on_rank(measures=measures), world)[0] for measures in (False, True))
     assert without[0] == measured[0]
     for key, weight in without[1].items():
         np.testing.assert_array_equal(measured[1][key], weight, err_msg=key)

@@ -98,6 +98,48 @@ def test_the_h200_include_fits_every_shipped_config(path: Path, tmp_path: Path) 
     assert plan.step_s < make_plan(load_config(path)).step_s
 
 
+WITH_WHOLE_GROUPS = ["pacs-qwen3-30b-a3b-4n8g-ep8", "pacs-qwen3-32b-4n8g-tp8-fp8"]
+"""shipped runs whose token budget holds most groups; the others lack the memory on an H100"""
+
+
+@pytest.mark.parametrize("path", [path for path in CLUSTER_RUNS if path.stem.startswith("pacs")], ids=lambda p: p.stem)
+def test_shipped_token_budgets_hold_groups_where_memory_allows(path: Path, tmp_path: Path) -> None:
+    """With the recomputation that a run needs anyway, and at most 93 % of the memory."""
+    plan = make_plan(load_config(path))
+    most = 0.93 * constants.GPUS["h100"].memory_gib * constants.GIB
+    holds = timing.keeps_groups_together(plan.config, plan.lengths)
+    assert holds == (path.stem in WITH_WHOLE_GROUPS) and plan.stages[0].total <= max(
+        most, make_plan(load_config(path, ["batch.tokens_per_microbatch=9216"])).stages[0].total
+    )
+    text, fits = run_plan(path, [])
+    assert fits and ("most of them whole" in text or "all of them whole" in text) == holds
+    if not any(word in path.stem for word in ("4b", "30b")):
+        both = tmp_path / "both.yaml"
+        both.write_text(f"include: [{path}, {ROOT / 'configs' / 'gpus' / 'h200-groups.yaml'}]\n")
+        plan = make_plan(load_config(both))
+        assert plan.fits and timing.keeps_groups_together(plan.config, plan.lengths)
+
+
+def test_the_search_finds_a_token_budget_for_whole_groups() -> None:
+    """It is the largest that fits: 1,024 tokens more do not, or it holds the longest group."""
+    plan = make_plan(load_config(BIG, ["resources.gpu=h200"]))
+    found = search_layouts(plan)
+    assert (
+        found[0].fits
+        and found[0].config.batch.tokens_per_microbatch >= timing.group_tokens(plan.config, plan.lengths)[0]
+    )
+    for each in found:
+        budget = each.config.batch.tokens_per_microbatch
+        if budget > plan.config.batch.tokens_per_microbatch:
+            batch = each.config.batch.model_copy(update={"tokens_per_microbatch": budget + 1024})
+            more = plan_of(each.config.model_copy(update={"batch": batch}), plan.spec)
+            assert each.fits and (not more.fits or budget == 8 * 9216)
+    grpo = make_plan(
+        load_config(BIG.with_name(BIG.name.replace("pacs", "grpo").replace("-fp8", "")), ["resources.gpu=h200"])
+    )
+    assert {each.config.batch.tokens_per_microbatch for each in search_layouts(grpo)} == {9216}
+
+
 def test_compare_prints_h100_and_h200_side_by_side() -> None:
     text, fits = run_plan(BIG, [], compare=True)
     rows = [line.split() for line in text.splitlines() if line.startswith("  h")]
