@@ -103,6 +103,11 @@ class Optimizer:
         ]
         return max(steps, default=0)
 
+    def _groups(self) -> list[dict[str, Any]]:
+        return [
+            group for part in self.optimizers() if part.optimizer is not None for group in part.optimizer.param_groups
+        ]
+
     def set_adam_step(self, step: int) -> None:
         """Inverse of `adam_step`. torch's AdamW counts per parameter, a fused Adam per parameter group."""
         for part in self.optimizers():
