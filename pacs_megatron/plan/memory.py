@@ -348,6 +348,9 @@ def train_memory(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int)
     items.extend(_process_items(layout))
     if config.rollout.sglang is not None:
         items.append(Item("weight sync: a bucket and the largest tensor", sync_bytes(config, spec), "computed"))
+        if config.rollout.sglang.sync.transport == "broadcast":
+            groups, nccl = servers_per_feeder(config, layout), constants.NCCL_BYTES_PER_GROUP
+            items.append(Item(f"weight sync: NCCL, servers per rank: {groups}", nccl.value * groups, nccl.source))
         servers = config.rollout.managed_servers
         if servers is not None and servers.colocated:
             left = constants.SGLANG_RELEASED_BYTES
@@ -369,6 +372,16 @@ def sync_bytes(config: RunConfig, spec: ModelSpec) -> float:
     assert config.rollout.sglang is not None
     largest = max(math.prod(entry.megatron_shape) for entry in table_of(spec).entries)
     return config.rollout.sglang.sync.bucket_mib * 2**20 + largest * 2
+
+
+def servers_per_feeder(config: RunConfig, layout: Layout) -> int:
+    """Servers that one rank sends weights to, at most. `broadcast`: the ranks of one node divide them, with a NCCL group for
+    each server."""
+    rollout = config.rollout.sglang
+    if rollout is None or rollout.sync.transport != "broadcast":
+        return 1
+    count = len(rollout.urls) if rollout.servers is None else rollout.servers.count
+    return math.ceil(count / min(layout.world_size, config.resources.gpus_per_node or layout.world_size))
 
 
 def kv_bytes_per_token(spec: ModelSpec, tp: int, width: int = 2) -> float:

@@ -21,6 +21,7 @@ from pacs_megatron.plan.memory import (
     most_offloaded_bytes,
     num_parameters,
     sampler_weight_bytes,
+    servers_per_feeder,
 )
 
 
@@ -160,7 +161,7 @@ def step_phases(
         seconds = 2 * moved / (constants.HOST_GB_S.value * 1e9)
         phases.append(Phase("off-load", seconds, 0.0, f"{moved / 1e9:.1f} GB a rank to host memory and back"))
     if config.rollout.sglang is not None:
-        phases.append(_sync(config, spec, gpu))
+        phases.append(_sync(config, spec, layout, gpu))
     return phases
 
 
@@ -234,14 +235,16 @@ def _max_running(config: RunConfig) -> float:
     return config.rollout.sglang.max_in_flight
 
 
-def _sync(config: RunConfig, spec: ModelSpec, gpu: Gpu) -> Phase:
+def _sync(config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu) -> Phase:
     rollout = config.rollout.sglang
     assert rollout is not None
     num_bytes = sampler_weight_bytes(rollout, spec)
-    transport = rollout.sync.transport
+    transport, note = rollout.sync.transport, f"{num_bytes / 1e9:.1f} GB"
     if transport == "disk":
         seconds = 2 * num_bytes / (constants.DISK_GB_S.value * 1e9)
     else:
         link = gpu.nvlink_gb_s if transport == "ipc" else constants.NETWORK_GB_S.value
-        seconds = num_bytes / (link * 1e9 * constants.SYNC_FRAC.value)
-    return Phase(f"weight sync ({transport})", seconds, 0.0, f"{num_bytes / 1e9:.1f} GB")
+        copies = servers_per_feeder(config, layout)
+        seconds = copies * num_bytes / (link * 1e9 * constants.SYNC_FRAC.value)
+        note += f", {copies} on the fullest link" if transport == "broadcast" else ""
+    return Phase(f"weight sync ({transport})", seconds, 0.0, note)

@@ -156,11 +156,13 @@ def open_engine(options: SglangRollout, model: ModelOptions, folder: Path) -> Sg
     """
     vocab_size = load_spec(model.path).vocab_size
     if options.servers is None:
-        servers = [Server(api) for api in server_apis(options, options.urls)]
+        servers = [
+            Server(api, trainer_rank=_feeder(options, i)) for i, api in enumerate(server_apis(options, options.urls))
+        ]
     else:
         specs = server_specs(options, options.servers, model, folder)
         owned = start_servers(specs, options.servers.start_timeout_s)
-        servers = [Server(own.api, own, trainer_rank=_feeder(options, own)) for own in owned]
+        servers = [Server(own.api, own, trainer_rank=_feeder(options, i, own)) for i, own in enumerate(owned)]
     try:
         return _engine(options, servers, vocab_size)
     except BaseException:
@@ -170,8 +172,12 @@ def open_engine(options: SglangRollout, model: ModelOptions, folder: Path) -> Sg
         raise
 
 
-def _feeder(options: SglangRollout, own: ManagedServer) -> int:
-    if options.sync.transport != "ipc":
+def _feeder(options: SglangRollout, index: int, own: ManagedServer | None = None) -> int:
+    """Trainer rank that sends the weights. `broadcast`: the ranks take turns, so that each GPU's network link has its share;
+    the rank is modulo the number of ranks on rank 0's host (training/sync.py)."""
+    if options.sync.transport == "broadcast":
+        return index
+    if options.sync.transport == "disk" or own is None:
         return 0
     return trainer_rank_of(own.spec.visible_devices, visible_gpus(os.environ))
 

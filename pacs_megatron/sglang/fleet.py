@@ -45,7 +45,8 @@ class Server:
     api: SglangApi
     own: ManagedServer | None = None
     trainer_rank: int = 0
-    """trainer rank that sends it weights with `sync.transport: ipc`: the one on its first GPU"""
+    """trainer rank that sends it weights: with `sync.transport: ipc` the one on its first GPU, with `broadcast` modulo the
+    ranks of rank 0's host"""
     health: Health = Health.STALE
     reason: str = "not probed yet"
     in_flight: int = 0

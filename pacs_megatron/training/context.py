@@ -51,7 +51,7 @@ class RunContext:
     """on rank 0"""
     engine: EmbeddedEngine | None
     server_sync: ServerSync | None
-    """with SGLang: on rank 0, with `sync.transport: ipc` on every rank"""
+    """with SGLang: on every rank, with `sync.transport: disk` on rank 0"""
     timer: Timer
     stop: StopFlag
     digest: str = ""
@@ -155,7 +155,7 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) 
             device=rank.device,
         )
     server_sync = None
-    if rollout.sglang is not None and (rank.rank == 0 or rollout.sglang.sync.transport == "ipc"):
+    if rollout.sglang is not None and (rank.rank == 0 or rollout.sglang.sync.transport != "disk"):
         server_sync = build_server_sync(rollout.sglang, policy.spec, run_dir / "weights")
     return RunContext(
         config=config,

@@ -1,6 +1,7 @@
 """New weights from the policy to the rollout engine: the embedded engines of all ranks, or SGLang servers."""
 
 import logging
+import os
 
 import torch
 
@@ -78,8 +79,8 @@ def release_memory(run: RunContext) -> None:
 def _targets(run: RunContext) -> list[ServerSync]:
     """The weight sync of this rank with its servers as targets; empty on ranks without servers. Collective.
 
-    Rank 0 updates all servers, except with `sync.transport: ipc`: then each rank updates the servers on its own GPU. The
-    driver sends these servers no request until the update ends.
+    With `sync.transport: disk` rank 0 updates all servers, with `ipc` each rank those on its own GPU, with `broadcast` each
+    rank of rank 0's host its share. The driver sends these servers no request until the update ends.
     """
     header = run.channel.run_together(lambda: _begin_update(run), only=0)
     servers = run.channel.broadcast_json(header)
@@ -95,7 +96,12 @@ def _targets(run: RunContext) -> list[ServerSync]:
 def _begin_update(run: RunContext) -> list[tuple[str, int]]:
     assert run.driver is not None
     header, _ = run.driver.call({"op": "begin_update"})
-    return [(url, trainer_rank) for url, trainer_rank in header["servers"]]
+    rollout = run.config.rollout.sglang
+    servers = [(url, trainer_rank) for url, trainer_rank in header["servers"]]
+    if rollout is None or rollout.sync.transport != "broadcast":
+        return servers
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # `rollout.sync.host` is this host
+    return [(url, number % num_here) for url, number in servers]
 
 
 def _require_a_server(run: RunContext, has_servers: bool, error: SyncError | None) -> None:

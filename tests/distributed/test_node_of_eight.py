@@ -65,3 +65,41 @@ def test_offloaded_state_makes_memory_for_a_larger_cache_and_changes_no_bit(tmp_
         RankError, match=r"waiting for GPU memory|trainer needs"
     ):  # a server or a rank has its memory first
         refused.run()
+
+
+COLOCATED, APART = IN_TEST, "grpo-qwen3-14b-2n8g-tp4-ahead"
+PHASES = (
+    (COLOCATED, "/generate", pytest.mark.full),
+    (COLOCATED, "/update_weights_from_tensor", pytest.mark.full),
+    (APART, "/update_weights_from_distributed", pytest.mark.full),
+    (COLOCATED, "/release_memory_occupation", pytest.mark.campaign),
+    (COLOCATED, "/resume_memory_occupation", pytest.mark.campaign),
+    (COLOCATED, "/weights_checker", pytest.mark.campaign),
+    (COLOCATED, "/continue_generation", pytest.mark.campaign),
+    (APART, "/generate", pytest.mark.campaign),
+    (APART, "/init_weights_update_group", pytest.mark.campaign),
+    (APART, "/begin_weight_update", pytest.mark.campaign),
+)
+_undisturbed: dict[str, str] = {}
+
+
+@pytest.mark.parametrize(("name", "path"), [pytest.param(name, path, marks=mark) for name, path, mark in PHASES])
+def test_a_server_killed_in_any_phase_comes_back_and_seven_work_on(tmp_path: Path, name: str, path: str) -> None:
+    """SIGKILL of server 5. Its requests restart on the others, so the samples and the weights are those without it."""
+    killed = NodeRun(name, tmp_path / "killed", steps=4, faults=frozenset({(5, path)}))
+    killed.folder.mkdir()
+    killed.run()
+    servers = killed.hosts[-1]["servers"]
+    assert [server["gpus"] for server in servers] == [[gpu] for gpu in range(8)]
+    assert sorted(killed.hosts[-1]["starts"]) == [0, 1, 2, 3, 4, 5, 5, 6, 7]
+    assert f"server[5]: killed in {path}" in killed.hosts[-1]["ended"]
+    assert all(server["answered"] for server in servers)
+    assert {server["held"] for server in servers} == {killed.exported()}
+    assert len({server["version"] for server in servers}) == 1
+    if name == COLOCATED:  # ahead of training, the samples' weights depend on time
+        if name not in _undisturbed:
+            plain = NodeRun(name, tmp_path / "plain", steps=4)
+            plain.folder.mkdir()
+            plain.run()
+            _undisturbed[name] = plain.exported()
+        assert killed.exported() == _undisturbed[name]

@@ -45,6 +45,16 @@ def ipc_payload(tensors: Sequence[tuple[str, torch.Tensor]], gpu: int) -> str:
     return base64.b64encode(json.dumps({"device": gpu_uuid(gpu), "path": path}).encode()).decode()
 
 
+def mismatch(own: str, other: str) -> str:
+    """torch's message for NCCL's refusal (torch/csrc/distributed/c10d/NCCLUtils.hpp), as SGLang passes it on."""
+    code, other_code = (int(a) * 10000 + int(b) * 100 + int(c) for a, b, c in (v.split(".") for v in (own, other)))
+    return (
+        "Failed to receive weights: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage "
+        f"(run with NCCL_DEBUG=WARN for details), NCCL version {own}\nncclInvalidUsage: This usually reflects invalid usage "
+        f"of NCCL library.\nLast error:\nMismatched NCCL version detected : rank 0 version {other_code} rank 1 version {code}"
+    )
+
+
 class OutOfMemoryError(RuntimeError):
     """An allocation beyond a GPU's memory."""
 
@@ -91,6 +101,9 @@ class GpuServer(WeightServer):
       producer's count of readers (managers/tp_worker.py:194).
     - Each tensor-parallel rank joins a broadcast group at `rank_offset` plus its own rank and receives every whole bucket
       (model_executor/model_runner_components/weight_updater.py:100-143 and 248-258).
+    - NCCL compares the versions of all ranks when a group connects, in its first broadcast (its src/init.cc,
+      initTransportsRank: "Mismatched NCCL version detected"); the scheduler catches torch's error and responds with it
+      (managers/scheduler_components/weight_updater.py:200-211).
     - KV cache = free after loading - free before loading * (1 - mem_fraction) (mem_cache/kv_cache_configurator.py:3007).
       Nothing left: ValueError at the start (the same file, 3051).
     - Release and resume change what it occupies, and released weights are lost; a failed resume ends it
@@ -108,13 +121,16 @@ class GpuServer(WeightServer):
         mem_fraction: float = 0.5,
         dims: ModelDims | None = None,
         scale: float = 1.0,
+        nccl: tuple[str, str] | None = None,
         **server: Any,
     ) -> None:
+        """`nccl`: the version of this server and the other one in its groups; None: gloo."""
         self.node = node
         self.gpus = [int(number) for number in visible.split(",")]
         self.ended = ""
         """why its scheduler ended; empty while it runs"""
         self.dims = dims
+        self.nccl = nccl
         self._readers: set[str] = set()
         self._groups: dict[str, list[dist.ProcessGroupGloo]] = {}
         self.weight_bytes = int(scale * sum(tensor.nbytes for tensor in weights.values())) // len(self.gpus)
@@ -142,7 +158,7 @@ class GpuServer(WeightServer):
         app.router.add_post("/update_weights_from_distributed", self._from_distributed)
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        info = {"version": "0.5.23", "tp_size": len(self.gpus), "device": "cpu", "weight_version": "default"}
+        info = {"version": "0.5.23", "tp_size": len(self.gpus), "device": "cuda" if self.nccl else "cpu"}
         return web.json_response(info)
 
     def _end_scheduler(self, reason: str) -> web.Response:
@@ -173,6 +189,8 @@ class GpuServer(WeightServer):
     async def _refuse(self, request: web.Request) -> web.Response:
         """`/init_weights_update_group`"""
         body = await request.json()
+        if self.nccl is not None:  # NCCL connects at the first broadcast
+            return web.json_response({"success": True, "message": ""})
 
         def join(tp_rank: int) -> dist.ProcessGroupGloo:
             limit, size, name = timedelta(seconds=60), body["world_size"], body["group_name"]
@@ -186,6 +204,8 @@ class GpuServer(WeightServer):
 
     async def _from_distributed(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if self.nccl is not None and self.nccl[0] != self.nccl[1]:
+            return web.json_response({"success": False, "message": mismatch(*self.nccl)}, status=400)
         kinds = [getattr(torch, name) for name in body["dtypes"]]
         sizes = [
             math.prod(shape) * torch.empty(0, dtype=kind).element_size()

@@ -26,7 +26,6 @@ import yaml
 from safetensors.torch import load_file
 
 from pacs_megatron.config import load_config
-from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.models import load_spec, read_spec
 from pacs_megatron.plan.known_models import KNOWN_MODELS
 from pacs_megatron.plan.memory import num_parameters
@@ -225,7 +224,7 @@ class NodeRun:
     def exported(self) -> str:
         return digest_of(load_file(self.run_dir / "hf" / "model.safetensors"))
 
-    def overrides(self, model: Path, config: RunConfig, python: list[str]) -> tuple[str, ...]:
+    def overrides(self, model: Path, python: list[str]) -> tuple[str, ...]:
         folder = self.folder
         rows = [{"problem": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(4) for b in range(4)]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -255,7 +254,7 @@ class NodeRun:
             "checkpoint.every": 1,
             "logging.tensorboard": False,
         }
-        if config.precision.fp8 is not None:
+        if self.name.endswith("-fp8"):
             values["precision.fp8"] = None  # no FP8 without CUDA: tests/te emulates it
         return (*(f"{key}={_flow(value)}" for key, value in values.items()), *self.more)
 
@@ -272,9 +271,9 @@ class NodeRun:
         try:
             trainer, *rollout_hosts = hosts
             python = [*environment, f"PACS_TEST_NODE={trainer.path}", sys.executable]
-            overrides = self.overrides(model, config, python)
+            overrides = self.overrides(model, python)
             if rollout_hosts:
-                serving = [self._serve(number, host, model, config) for number, host in enumerate(rollout_hosts)]
+                serving = [self._serve(number, host, model) for number, host in enumerate(rollout_hosts)]
                 urls = self._urls(len(rollout_hosts), serving)
                 overrides += ("rollout.servers=null", f"rollout.urls=[{','.join(urls)}]")
             on_gpus = config.rollout.on_trainer_gpus
@@ -292,13 +291,13 @@ class NodeRun:
             for host in hosts:
                 host.close()
 
-    def _serve(self, number: int, host: Host, model: Path, config: RunConfig) -> subprocess.Popen[bytes]:
+    def _serve(self, number: int, host: Host, model: Path) -> subprocess.Popen[bytes]:
         """The command of slurm/train.sbatch for one rollout node."""
         python = ["env", "-u", "PYTHONSAFEPATH", f"PYTHONPATH={SITE}", f"PACS_TEST_NODE={host.path}", sys.executable]
         command = [sys.executable, "-m", "pacs_megatron.launch.serve", str(self.folder / "servers")]
         with (self.folder / f"serve{number}.log").open("wb") as log:
             return subprocess.Popen(
-                [*command, str(self.config_path), *self.overrides(model, config, python)],
+                [*command, str(self.config_path), *self.overrides(model, python)],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

@@ -261,20 +261,27 @@ class BroadcastTransport:
         try:
             call.result()  # first: a server that refuses the request never joins the broadcast
         except ServerRefusedError as error:
-            raise SyncError(f"{error}{self._advice(group.kind)}") from error
+            raise SyncError(f"{error}{self._advice(group.kind, str(error))}") from error
         try:
             sent.result(self._timeout_s)
         except (RuntimeError, TimeoutError) as error:
-            raise SyncError(f"{api.url}: broadcast failed: {error or 'timeout'}{self._advice(group.kind)}") from error
+            advice = self._advice(group.kind, str(error))
+            raise SyncError(f"{api.url}: broadcast failed: {error or 'timeout'}{advice}") from error
 
-    def _advice(self, kind: Kind) -> str:
-        """NCCL compares versions at the first broadcast of a group; its own message appears on one side only."""
+    def _advice(self, kind: Kind, error: str) -> str:
+        """NCCL compares versions at the first broadcast of a group (its init.cc). The server's error has its version, from
+        torch (`NCCL version 2.30.7`) or NCCL (`rank 1 version 23007`)."""
         if kind != "nccl":
             return ""
         ours = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        found = set(re.findall(r"NCCL version (\d+\.\d+\.\d+)", error))
+        codes = (int(code) for code in re.findall(r"rank \d+ version (\d+)", error))
+        found |= {f"{code // 10000}.{code // 100 % 100}.{code % 100}" for code in codes}
+        theirs = " and ".join(sorted(found - {ours}))
+        servers = f"the server has NCCL {theirs}" if theirs else "the server needs the same (`pacs-megatron preflight`)"
         return (
-            f"; the trainer has NCCL {ours} (torch {torch.__version__}) and the servers need the same: `pacs-megatron "
-            "preflight` prints both; use one torch on both sides, or rollout.sync.transport=disk"
+            f"; the trainer has NCCL {ours} (torch {torch.__version__}), {servers}; use one torch on both sides, or "
+            "rollout.sync.transport=disk"
         )
 
     def _broadcast(self, backend: Any, data: torch.Tensor) -> None:

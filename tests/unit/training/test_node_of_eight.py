@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,13 +15,13 @@ import torch
 from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
 from pacs_megatron.errors import SyncError
 from pacs_megatron.sglang.api import SglangApi
-from pacs_megatron.sglang.build import devices_of, trainer_rank_of
+from pacs_megatron.sglang.build import _feeder, devices_of, trainer_rank_of
 from pacs_megatron.sglang.weights import transports
 from pacs_megatron.sglang.weights.checksums import ModelDims
 from pacs_megatron.sglang.weights.server_sync import ServerSync, SyncSettings
-from pacs_megatron.sglang.weights.transports import IpcTransport
+from pacs_megatron.sglang.weights.transports import BroadcastTransport, IpcTransport
 from pacs_megatron.training import sync as training_sync
-from tests.support.node_of_eight import NUM_GPUS, GpuServer, Node, SharedRanks, ThreadChannel, ipc_payload
+from tests.support.node_of_eight import NUM_GPUS, GpuServer, Node, SharedRanks, ThreadChannel, ipc_payload, mismatch
 
 WEIGHTS = {f"model.layers.{i}.norm.weight": torch.full((64,), float(i), dtype=torch.bfloat16) for i in range(20)}
 
@@ -28,21 +29,26 @@ WEIGHTS = {f"model.layers.{i}.norm.weight": torch.full((64,), float(i), dtype=to
 class Run:
     """Eight ranks and the servers that a configuration starts, up to the weight update."""
 
-    def __init__(self, count: int, tp: int, stack: ExitStack) -> None:
-        options = SglangServers(python=("python",), count=count, tp=tp, colocated=True)
+    def __init__(
+        self, count: int, tp: int, stack: ExitStack, transport: Literal["ipc", "broadcast"] = "ipc", **server: Any
+    ) -> None:
+        options = SglangServers(python=("python",), count=count, tp=tp, colocated=transport == "ipc")
         self.rollout = SglangRollout(
             engine="sglang",
             sampling=SamplingOptions(max_response_tokens=8),
-            sync=SglangSync(transport="ipc"),
+            sync=SglangSync(transport=transport),
             servers=options,
         )
         devices = [devices_of(options, index, []) for index in range(count)]
         old = {name: torch.zeros_like(tensor) for name, tensor in WEIGHTS.items()}
-        self.node = Node(1 << 20)
-        self.servers = [stack.enter_context(GpuServer(self.node, old, visible)) for visible in devices]
-        alive = [
-            (server.url, trainer_rank_of(visible, [])) for server, visible in zip(self.servers, devices, strict=True)
+        self.node = Node(1 << 20, count * tp)
+        self.servers = [stack.enter_context(GpuServer(self.node, old, visible, **server)) for visible in devices]
+        # As in the driver, for managed servers and for the ones of rollout nodes.
+        ranks = [
+            trainer_rank_of(visible, []) if transport == "ipc" else _feeder(self.rollout, index)
+            for index, visible in enumerate(devices)
         ]
+        alive = [(server.url, rank) for server, rank in zip(self.servers, ranks, strict=True)]
         self.shared = SharedRanks(NUM_GPUS)
         self.contexts = [self._context(rank, alive) for rank in range(NUM_GPUS)]
 
@@ -63,7 +69,10 @@ class Run:
             policy=SimpleNamespace(version=1, export_weights=lambda: iter(WEIGHTS.items()), offload=NO_OFFLOAD),
             engine=None,
             driver=SimpleNamespace(call=lambda _request: ({"servers": alive}, {})) if rank == 0 else None,
-            server_sync=ServerSync(IpcTransport(10.0), settings),
+            server_sync=ServerSync(
+                IpcTransport(10.0) if self.rollout.sync.transport == "ipc" else BroadcastTransport("127.0.0.1", 10.0),
+                settings,
+            ),
         )
 
     def on_all_ranks(self, action: Any) -> list[Any]:
@@ -108,6 +117,40 @@ def test_a_server_that_ends_during_the_update_costs_no_other_its_weights(stack: 
     assert not run.has_new_weights(dead)
 
 
+@pytest.mark.parametrize(("count", "tp", "ranks_here"), [(8, 1, 8), (8, 2, 8), (8, 1, 4)])
+def test_the_ranks_of_a_host_divide_the_servers_of_a_broadcast(
+    count: int, tp: int, ranks_here: int, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 would send every copy through one network link."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
+    run = Run(count, tp, stack, "broadcast")
+    for _ in range(2):  # the second update uses the groups of the first
+        run.on_all_ranks(training_sync._push)
+        shares = [context.server_sync.report.updated for context in run.contexts]
+        urls = [server.url for server in run.servers]
+        assert shares == [tuple(urls[rank::ranks_here]) if rank < ranks_here else () for rank in range(NUM_GPUS)]
+        assert all(run.has_new_weights(server) for server in run.servers)
+        for server in run.servers:
+            server.held = dict(server.initial)
+    assert all(server.calls.count("/init_weights_update_group") == 1 for server in run.servers)
+
+
+def test_a_server_that_ends_in_a_broadcast_costs_no_other_its_weights(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    run = Run(8, 1, stack, "broadcast")
+    dead = run.servers[3]
+    dead.before["/update_weights_from_distributed"] = lambda: dead._end_scheduler("killed")
+    began = time.monotonic()
+    run.on_all_ranks(training_sync._push)
+    others = [server for server in run.servers if server is not dead]
+    assert all(run.has_new_weights(server) and not server.paused for server in others)
+    assert time.monotonic() - began < 9.0  # below the timeout of a broadcast
+    run.on_all_ranks(training_sync._push)
+    assert all(run.has_new_weights(server) for server in others)
+
+
 def test_an_update_that_reaches_no_server_raises_on_every_rank(stack: ExitStack) -> None:
     run = Run(8, 1, stack)
     for server in run.servers:
@@ -140,3 +183,29 @@ def test_the_model_ends_a_server_that_gets_a_handle_of_another_gpu(stack: ExitSt
     with pytest.raises(Exception, match="no response"):
         api.post("/update_weights_from_tensor", body)
     assert "Invalid device_uuid=GPU-00000000" in run.servers[2].ended
+
+
+def test_the_first_meeting_of_two_nccl_versions_names_both_and_the_fallback(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL refuses the group inside the first broadcast, on both sides; the update must not wait for its timeout."""
+
+    class Backend:
+        def broadcast(self, *_: Any) -> Any:
+            raise RuntimeError(mismatch("2.29.7", "2.30.7").removeprefix("Failed to receive weights: "))
+
+        def abort(self) -> None:
+            """Nothing to abort."""
+
+    monkeypatch.setattr(BroadcastTransport, "_new_backend", lambda *_: Backend())
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    run = Run(1, 1, stack, "broadcast", nccl=("2.30.7", "2.29.7"))
+
+    def failed(context: Any) -> str:
+        with pytest.raises(SyncError) as caught:
+            training_sync._push(context)
+        return str(caught.value)
+
+    [message] = set(run.on_all_ranks(failed))
+    assert "the trainer has NCCL 2.29.7 (torch " in message and "the server has NCCL 2.30.7;" in message
+    assert message.endswith("or rollout.sync.transport=disk")
