@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from pacs_megatron.checkpoint.staging import StagedFolder, fsync_path, write_fil
 from pacs_megatron.config.text import MAX_NAME_BYTES
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.models import Entry, load_config
+from pacs_megatron.runtime.files import naming
 from pacs_megatron.runtime.json_reader import read_object
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -175,8 +177,9 @@ class HfFolderWriter:
         for block in blocks:
             data = tensor_bytes(block.to("cpu", stored.info.dtype))
             end = written + len(data)
-            while written < end:
-                written += os.pwrite(descriptor, data[len(data) - (end - written) :], stored.offset + written)
+            with naming(self._staged.path):
+                while written < end:
+                    written += os.pwrite(descriptor, data[len(data) - (end - written) :], stored.offset + written)
         self._behind.wrote(descriptor, stored.offset, written)
 
     @property
@@ -228,7 +231,9 @@ class HfFolderWriter:
         header, stored = plan_header(tensors)
         descriptor = os.open(self._staged.path / file_name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._descriptors.append(descriptor)
-        os.pwrite(descriptor, header, 0)
+        with naming(self._staged.path):
+            if os.pwrite(descriptor, header, 0) < len(header):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for name, place in stored.items():
             self._place[name] = (descriptor, place)
             self._weight_map[name] = file_name

@@ -50,6 +50,12 @@ def newest_position(run_dir: Path) -> Position | None:
     return whole[-1][0] if whole else None
 
 
+def describe_newest(run_dir: Path) -> str:
+    """For messages about a run that ends without a save."""
+    newest = newest_position(run_dir)
+    return f"the newest checkpoint is {newest.name}" if newest else "there is no checkpoint"
+
+
 def newest_step(run_dir: Path) -> int | None:
     """Of the newest checkpoint at a step boundary; None if there is none."""
     steps = [position.step for position, _ in whole_checkpoints(run_dir) if not position.updates]

@@ -9,16 +9,18 @@ trained yet, if any), `open_step.*` (only inside a step: updates done, their met
 import json
 import logging
 import os
+import re
 import shutil
+import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from pacs_megatron.checkpoint.dist_files import load_sharded, save_sharded
 from pacs_megatron.checkpoint.hf_folder import copy_hf_metadata
@@ -38,6 +40,7 @@ from pacs_megatron.checkpoint.names import (
     MANIFEST_NAME,
     RUN_IDENTITY_FILE,
     Position,
+    describe_newest,
     read_run_identity,
     whole_checkpoints,
 )
@@ -113,12 +116,17 @@ def _remove(folder: Path) -> None:
 
 
 def save_checkpoint(run_dir: Path, position: Position, rank: Rank, contents: Contents, *, keep_last: int) -> Path:
-    """Writes a checkpoint. Collective. An interrupted one leaves a `.partial` folder, which the next save removes."""
+    """Writes a checkpoint. Collective. An interrupted one leaves a `.partial` folder, which the next save removes.
+
+    Raises CheckpointError on all ranks if one of them cannot write; older checkpoints are whole then.
+    """
     from safetensors.torch import save_file
 
     final = checkpoint_folder(run_dir, position)
     partial = final.with_name(final.name + _PARTIAL)
-    if rank.rank == 0:
+    channel = ControlChannel(rank)
+
+    def prepare() -> None:
         for leftover in final.parent.glob(f"*{_PARTIAL}"):
             shutil.rmtree(leftover)
         for name in (DIST_FOLDER, HF_FOLDER, "rng"):
@@ -129,18 +137,55 @@ def save_checkpoint(run_dir: Path, position: Position, rank: Rank, contents: Con
         for name, record in ((_BUFFER, contents.buffer), (_OPEN_STEP, contents.open_step)):
             if record is not None:
                 _write_record(partial, name, record)
-    dist.barrier(group=rank.control)
-    save_file(dict(contents.rng), partial / "rng" / f"rank_{rank.rank:05d}.safetensors")
-    save_sharded(contents.sharded, partial / DIST_FOLDER)
-    dist.barrier(group=rank.control)
-    files = _digest_all(partial, rank)
-    if rank.rank == 0:
+
+    def complete() -> None:
         identity = _run_identity(run_dir)
         write_manifest(partial, Manifest(run=identity, step=position.step, updates=position.updates, files=files))
         _replace(final, partial)
         _prune(run_dir, keep_last)
-    dist.barrier(group=rank.control)
+
+    def writing(action: Callable[[], object], *, only: int | None = None) -> None:
+        channel.run_together(lambda: _named(final, action), only=only)
+
+    try:
+        writing(prepare, only=0)
+        writing(lambda: save_file(dict(contents.rng), partial / "rng" / f"rank_{rank.rank:05d}.safetensors"))
+        writing(lambda: save_sharded(contents.sharded, partial / DIST_FOLDER))
+        files = _digest_all(partial, rank)
+        writing(complete, only=0)
+    except CheckpointError:
+        if rank.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # its space is needed
+        raise
     return final
+
+
+def _named(final: Path, action: Callable[[], object]) -> None:
+    """Runs `action`. Errors of the file system become CheckpointError, also where torch or safetensors wrap them."""
+    from safetensors import SafetensorError
+
+    try:
+        action()
+    except (OSError, SafetensorError, CheckpointException, RuntimeError) as error:
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        if type(causes[0]) is RuntimeError and not re.search("iostream|inline_container", str(causes[0])):
+            raise
+        found = next((cause for cause in causes if isinstance(cause, OSError)), None) or _disk_error(final.parent)
+        reason = str(causes[0]) if found is None else found.strerror
+        raise CheckpointError(
+            f"{final} was not saved ({reason}); free some space or correct the permissions, then resume: "
+            f"{describe_newest(final.parent.parent)}"
+        ) from error
+
+
+def _disk_error(folder: Path) -> OSError | None:
+    """The reason for which `folder` cannot be written: torch's C++ writer does not report it."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 16))
+    except OSError as error:
+        return error
+    return None
 
 
 def _write_record(folder: Path, name: str, record: Record) -> None:

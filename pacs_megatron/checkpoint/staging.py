@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import IO
 
 from pacs_megatron.errors import CheckpointError
+from pacs_megatron.runtime.files import naming
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def fsync_path(path: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Writes and flushes a small file."""
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from pacs_megatron.plan.constants import GIB
 from pacs_megatron.plan.known_models import KNOWN_MODELS
 from pacs_megatron.preflight.check import existing_parent
 from pacs_megatron.runtime.shipped import shipped_folder
+from pacs_megatron.runtime.waiting import report_wait, run_program
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
@@ -47,6 +47,7 @@ def fetch(config_path: Path, overrides: Sequence[str], *, wheels: Path | None) -
 
 
 # --------------------------------------------------------------------------------------------------------------- model
+@report_wait("for the hub to send the model")
 def _fetch_model(path: str) -> str:
     if Path(path).is_dir():
         return f"model {path}: a local folder"
@@ -125,6 +126,7 @@ def _compare(path: str, folder: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- data
+@report_wait("for the hub to send the data")
 def _fetch_data(dataset: DatasetOptions) -> str:
     import httpx
 
@@ -147,7 +149,7 @@ def fetch_wheels(target: Path, lock: Path = LOCK) -> str:
         raise DataError(f"{lock} is missing; run `fetch --wheels` from a checkout")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--only-binary=:all:"]
     command += ["--dest", str(target), "--find-links", str(target), "-r", str(lock)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_program(command)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         reason = " ".join(lines[-1].split())[:300] if lines else f"pip exited with code {done.returncode}"

@@ -9,7 +9,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from pacs_megatron.launch.train import check_model_and_layout
 from pacs_megatron.runtime.command_line import OneLineParser, run_command
 from pacs_megatron.runtime.rows import has_fields, read_rows
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
+from pacs_megatron.runtime.waiting import report_wait, run_program
 
 ATTEMPTS_FILE = "attempts.jsonl"
 JOBS_FILE = "jobs.jsonl"
@@ -148,13 +148,14 @@ def _verdict(rows: Sequence[Row], code: int, max_attempts: int) -> tuple[bool, s
 
 def requeue(job_id: str) -> bool:
     """Requeue the running job. Returns False if it is being cancelled, as a requeue would undo that."""
-    state = subprocess.run(["squeue", "-h", "-j", job_id, "-o", "%T"], capture_output=True, text=True, check=False)
+    state = run_program(["squeue", "-h", "-j", job_id, "-o", "%T"])
     if state.stdout.split()[:1] != ["RUNNING"]:
         return False
-    done = subprocess.run(["scontrol", "requeue", job_id], capture_output=True, text=True, check=False)
+    done = run_program(["scontrol", "requeue", job_id])
     if done.returncode:
         raise ConfigError(f"scontrol requeue {job_id}: {done.stderr.strip()}; submit the run again")
-    time.sleep(KILLED_WITHIN_S)
+    with report_wait("for Slurm to end this job's script"):
+        time.sleep(KILLED_WITHIN_S)
     return True
 
 
@@ -162,9 +163,7 @@ def job_states(job_ids: Sequence[str]) -> dict[str, str]:
     """Job id -> state, such as `RUNNING 1:02 n1`, of jobs in Slurm's queue; empty without Slurm."""
     if not job_ids or shutil.which("squeue") is None:
         return {}
-    done = subprocess.run(
-        ["squeue", "-h", "-j", ",".join(job_ids), "-o", "%i %T %M %R"], capture_output=True, text=True, check=False
-    )
+    done = run_program(["squeue", "-h", "-j", ",".join(job_ids), "-o", "%i %T %M %R"])
     states: dict[str, str] = {}
     for name, *words in (line.split() for line in done.stdout.splitlines() if line.strip()):
         states.setdefault(name.split("+")[0], " ".join(words))  # 12+0: first component of a heterogeneous job

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.batch_script import python_command, serve_command, setup_lines, site_lines, train_command
 from pacs_megatron.launch.request import Job, Request
 from pacs_megatron.runtime.run_folder import run_folder
+from pacs_megatron.runtime.waiting import run_program
 
 RESERVED = "/nemo_run"
 """NeMo-Run replaces it in all scripts by the folder of the job."""
@@ -78,7 +78,7 @@ def launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
             _job_id(task) for task in experiment.jobs if getattr(task, "handles", None) or vars(task).get("handle")
         ]
         if submitted:
-            subprocess.run(["scancel", *submitted], capture_output=True, check=False)
+            run_program(["scancel", *submitted])
         shutil.rmtree(experiment._exp_dir, ignore_errors=True)
         reason = "; ".join(line.removeprefix("sbatch: error: ") for line in error.result.stderr.strip().splitlines())
         stay = f"; submitted before it: {', '.join(before)}" if before else ", nothing was submitted"

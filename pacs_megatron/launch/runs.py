@@ -1,6 +1,5 @@
 """`status`, `logs` and `cancel` of a run folder."""
 
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from pacs_megatron.launch.job import (
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.rows import read_rows
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER
+from pacs_megatron.runtime.waiting import run_program
 
 LOG_NAME = "output.log"
 
@@ -153,6 +153,6 @@ def cancel(run_dir: Path, *, save: bool) -> str:
 
 
 def _scancel(jobs: list[str]) -> None:
-    done = subprocess.run(["scancel", *jobs], capture_output=True, text=True, check=False)
+    done = run_program(["scancel", *jobs])
     if done.returncode:
         raise ConfigError(f"scancel {' '.join(jobs)}: {done.stderr.strip()}")

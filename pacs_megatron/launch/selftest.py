@@ -10,7 +10,6 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from pacs_megatron import __version__
 from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.preflight.doctor import installed
 from pacs_megatron.runtime.command_line import OneLineParser, run_command
+from pacs_megatron.runtime.waiting import run_program
 
 REL_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
 """Relative tolerance of the first step's gradient norm, compared with one rank."""
@@ -207,7 +207,7 @@ class SelfTest:
                 f"--nproc-per-node={ranks}",
             ]
             command = [sys.executable, "-m", *agent, "-m", "pacs_megatron", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = run_program(command)
         (self._folder / f"{_word(name)}.log").write_text(done.stdout + done.stderr, encoding="utf-8")
         if done.returncode:
             tail = " ".join((done.stderr or done.stdout).split())[-300:]

@@ -30,6 +30,7 @@ from pacs_megatron.errors import ConfigError, ExitCode, PacsError, RolloutError
 from pacs_megatron.runtime.command_line import run_command
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
+from pacs_megatron.runtime.waiting import report_wait
 
 if TYPE_CHECKING:
     from pacs_megatron.sglang.server import ManagedServer
@@ -155,6 +156,7 @@ def _publish(path: Path, text: str) -> None:
     beside.replace(path)
 
 
+@report_wait("for the SGLang servers of all rollout nodes")
 def wait_for_urls(
     folder: Path, num_nodes: int, timeout_s: float, exit_code: Callable[[], int | None] = lambda: None
 ) -> list[str]:

@@ -5,18 +5,20 @@ Training runs as a command and is not imported, so a rank's environment is compl
 
 from __future__ import annotations
 
-import logging
+import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
 import psutil  # type: ignore[import-untyped]
 
+from pacs_megatron.checkpoint.names import describe_newest
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import ranks_to_start
@@ -28,7 +30,7 @@ from pacs_megatron.runtime.run_lock import refuse_if_locked
 
 TRAINING_MODULE = "pacs_megatron.training.main"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-_log = logging.getLogger(__name__)
+_POLL_S = 1.0
 
 
 def run_train(config_path: Path, overrides: Sequence[str]) -> int:
@@ -53,7 +55,8 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
         environ = rank_environment(place.local_world_size, single_host=False) | place.variables()
         os.execve(sys.executable, [sys.executable, "-m", *command], environ)  # noqa: S606  this process is the rank
     refuse_if_locked(run_folder(loaded))
-    return start_ranks(command, world_size, run_folder(loaded) / EXIT_CODE_FILE)
+    lead_s = loaded.config.resources.signal_lead_s
+    return start_ranks(command, world_size, run_folder(loaded) / EXIT_CODE_FILE, lead_s=lead_s)
 
 
 def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
@@ -83,11 +86,12 @@ def check_model_is_here(loaded: LoadedConfig) -> None:
         )
 
 
-def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path) -> int:
+def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path, *, lead_s: float = math.inf) -> int:
     """Run `python -m <command>` on `num_ranks` ranks of this host under torchrun; returns the exit code.
 
-    The first SIGTERM or SIGINT goes to the ranks only, which save and stop without a time limit (torchrun kills them
-    after 30 s). The second goes to torchrun too. The third kills all.
+    The first SIGTERM or SIGINT goes to the ranks only, which save and stop within `lead_s` (torchrun kills them after
+    30 s); processes that SIGSTOP holds continue. The second goes to torchrun too. The third, and the end of `lead_s`, kill
+    all.
     """
     before = _stamp(exit_code_file)
     agent = [
@@ -101,15 +105,19 @@ def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path) ->
         )
         forwarding.watch(process.pid)
         try:
-            code = process.wait()
+            code = forwarding.wait(process, num_ranks, lead_s)
         finally:
-            _end_group(process.pid)
+            forwarding.kill()
     if _stamp(exit_code_file) not in (None, before):
         return int(exit_code_file.read_text().strip())
     if code == 0:
         return ExitCode.OK
+    reason = "not saved"
     if forwarding.signals:
-        return 128 + forwarding.signals[0]
+        code = 128 + forwarding.signals[0]
+        reason = f"{signal.Signals(forwarding.signals[0]).name}: the ranks reported no save"
+    if not 0 < code < 128:
+        sys.stderr.write(f"{reason}; {describe_newest(exit_code_file.parent)}\n")
     return code if 0 < code < 256 else 128 + abs(code)
 
 
@@ -118,7 +126,8 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
 
     def __init__(self) -> None:
         self.signals: list[int] = []
-        self._agent_pid: int | None = None
+        self._agent: psutil.Process | None = None
+        self._ranks: list[psutil.Process] = []
         self._old_handlers: dict[int, object] = {}
 
     def __enter__(self) -> _Forwarding:
@@ -134,35 +143,69 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
 
     def watch(self, agent_pid: int) -> None:
         """Forward signals to this process and its children, including signals received before this call."""
-        self._agent_pid = agent_pid
+        self._agent = psutil.Process(agent_pid)
         if self.signals:
             self._pass_on()
 
+    def wait(self, process: subprocess.Popen[bytes], num_ranks: int, lead_s: float) -> int:
+        """The exit code of torchrun. `lead_s` after a stop request, or after the death of torchrun, all is killed."""
+        code: int | None = None
+        while code is None or (code < 0 and any(map(_is_alive, self._ranks))):
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(_POLL_S)
+            if code is not None and code < 0 and not self.signals:
+                sys.stderr.write(f"torchrun (pid {process.pid}) was killed by {signal.Signals(-code).name}\n")
+                self._on_signal(signal.SIGTERM, None)
+            if self.signals and time.monotonic() - self._since > lead_s:
+                sys.stderr.write(f"the ranks did not end within resources.signal_lead_s={lead_s:g}; killing them\n")
+                return -signal.SIGKILL
+            if len(self._ranks) < num_ranks:
+                self._tree()
+            if self.signals:
+                _send(self._ranks, signal.SIGTERM)  # one that was starting has lost the first signal
+            if code is not None:
+                time.sleep(_POLL_S)
+        return code
+
+    def kill(self) -> None:
+        """Kill what is left of torchrun, its ranks and their processes. torchrun gives every rank a session of its own."""
+        _send(self._tree(), signal.SIGKILL)
+
+    def _tree(self) -> list[psutil.Process]:
+        """The processes of the run. The ranks are noted: once torchrun has died, they cannot be found any more."""
+        if self._agent is None:
+            return []
+        with suppress(psutil.NoSuchProcess):
+            self._ranks = self._agent.children() or self._ranks
+        found = [self._agent, *self._ranks]
+        for rank in self._ranks:
+            with suppress(psutil.NoSuchProcess):
+                found += rank.children(recursive=True)
+        return found
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self.signals:
+            self._since = time.monotonic()
         self.signals.append(number)
-        if self._agent_pid is not None:
+        if self._agent is not None:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        pid, attempt = self._agent_pid, len(self.signals)
-        assert pid is not None
-        try:
-            ranks = psutil.Process(pid).children()
-            if attempt == 1 and ranks:
-                for rank in ranks:
-                    rank.send_signal(signal.SIGTERM)
-            else:
-                os.killpg(pid, signal.SIGTERM if attempt <= 2 else signal.SIGKILL)
-        except (psutil.NoSuchProcess, ProcessLookupError):
-            return  # it has already exited; wait() returns its code
+        tree, attempt = self._tree(), len(self.signals)
+        _send(self._ranks if attempt == 1 and self._ranks else tree[:1] + self._ranks, signal.SIGTERM)
+        _send(tree, signal.SIGKILL if attempt > 2 else signal.SIGCONT)
 
 
-def _end_group(pid: int) -> None:
-    """Kill remaining processes of the ranks: servers and workers share the session."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+def _is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -81,7 +81,18 @@ def setup_logging(log_dir: Path | None, rank: int, *, stream: TextIO | None = No
 
 
 class _RankFile(logging.FileHandler):
-    """The log file of one rank."""
+    """The log file of one rank. Its failure, such as a full disk, is reported once and does not stop a run."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the standard library's name)
+        if not self._has_failed:
+            self._has_failed = True
+            sys.stderr.write(f"{self.baseFilename}: lines are missing ({sys.exc_info()[1]})\n")
+
+    def close(self) -> None:
+        with suppress(OSError):  # it writes what a failed write has left
+            super().close()
 
 
 def is_terminal(stream: TextIO) -> bool:

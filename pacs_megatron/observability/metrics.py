@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pacs_megatron.errors import DataError, NonFiniteError
-from pacs_megatron.runtime.files import complete_lines, json_line, parse_lines, write_atomically
+from pacs_megatron.runtime.files import complete_lines, json_line, naming, parse_lines, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -132,13 +132,15 @@ class MetricsWriter:
         step = clean["step"]
         if self.last_step is not None and step <= self.last_step:  # type: ignore[operator]
             raise ValueError(f"metrics of step {step} after step {self.last_step}: call truncate_after on resume")
-        self._file.write(json_line(clean))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            self._file.write(json_line(clean))
+            self._file.flush()
+            os.fsync(self._file.fileno())
         self.last_step = step  # type: ignore[assignment]
 
     def close(self) -> None:
-        self._file.close()
+        with naming(self.path):  # it writes what a failed write has left
+            self._file.close()
 
     def __enter__(self) -> "MetricsWriter":
         return self

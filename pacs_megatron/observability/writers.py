@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from pacs_megatron.config.schema import LoggingOptions, WandbOptions
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.observability.metrics import MetricValue
-from pacs_megatron.runtime.files import write_atomically
+from pacs_megatron.runtime.files import naming, write_atomically
 from pacs_megatron.runtime.run_folder import TENSORBOARD_FOLDER
 
 _WANDB_ID_FILE = "wandb_id"
@@ -45,10 +45,12 @@ class TensorBoardWriter:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._pb = event_pb2
-        self._writer = EventFileWriter(str(run_dir / TENSORBOARD_FOLDER))
+        self._folder = run_dir / TENSORBOARD_FOLDER
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=first_step, session_log=start))
-        self._writer.flush()
+        with naming(self._folder):
+            self._writer = EventFileWriter(str(self._folder))
+            self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=first_step, session_log=start))
+            self._writer.flush()
 
     def write(self, row: Mapping[str, MetricValue]) -> None:
         """Write one scalar per key, without nulls."""
@@ -56,8 +58,9 @@ class TensorBoardWriter:
         for key, value in row.items():
             if key != "step" and value is not None:
                 event.summary.value.add(tag=key, simple_value=float(value))
-        self._writer.add_event(event)
-        self._writer.flush()
+        with naming(self._folder):
+            self._writer.add_event(event)
+            self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()

@@ -15,6 +15,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from pacs_megatron.runtime.shipped import shipped_folder
+from pacs_megatron.runtime.waiting import run_program
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ def _driver() -> str | None:
 def _output(command: list[str]) -> tuple[int, str, str]:
     """(status, stdout, stderr in one line) of a program; status 1 if it hangs or does not start."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = run_program(command, timeout_s=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return 1, "", " ".join(str(error).split())
     return done.returncode, done.stdout.strip(), " ".join(done.stderr.split())

@@ -9,6 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from pacs_megatron.runtime.waiting import run_program
+
 MOUNTS = Path("/proc/mounts")
 _TIMEOUT_S = 20.0
 _KIB = 1024
@@ -68,7 +70,7 @@ def free_space(folder: Path) -> tuple[list[FreeSpace], str | None]:
 def _run(command: list[str]) -> str:
     """Standard output of the command. Ignores the status: `quota` exits with 1 when a limit is exceeded."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False).stdout
+        return run_program(command, timeout_s=_TIMEOUT_S).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
 

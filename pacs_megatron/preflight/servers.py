@@ -13,6 +13,7 @@ from pacs_megatron.config.checks import max_sequence_tokens
 from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
 from pacs_megatron.errors import PacsError
 from pacs_megatron.preflight.check import Check, attempt
+from pacs_megatron.runtime.waiting import run_program
 
 TESTED_VERSION = "0.5.23"
 _VERSION_CODE = "from importlib.metadata import version; print(version('sglang'))"
@@ -77,9 +78,7 @@ def check_nccl(trainer: tuple[str, ...], servers: tuple[str, ...]) -> Check:
     found = []
     for side, python in (("trainer", trainer), ("servers", servers)):
         try:
-            done = subprocess.run(
-                [*python, "-c", NCCL_CODE], capture_output=True, text=True, timeout=_IMPORT_S, check=False
-            )
+            done = run_program([*python, "-c", NCCL_CODE], timeout_s=_IMPORT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
             return Check("warn", key, f"NCCL of the {side} is unknown: {error}", "compare both by hand")
         words = done.stdout.split()
@@ -104,9 +103,7 @@ def _last_line(text: str) -> str:
 def _version(servers: SglangServers) -> Check:
     key, program = "rollout.servers.python", " ".join(servers.python)
     try:
-        done = subprocess.run(
-            [*servers.python, "-c", _VERSION_CODE], capture_output=True, text=True, timeout=120, check=False
-        )
+        done = run_program([*servers.python, "-c", _VERSION_CODE], timeout_s=_IMPORT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Check("fail", key, f"{program}: {error}", "set an existing interpreter")
     found = done.stdout.strip()

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -30,15 +31,19 @@ from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards.registry import AnyReward
 from pacs_megatron.rewards.worker import encode_job
+from pacs_megatron.runtime.waiting import report_wait
 
 logger = logging.getLogger(__name__)
 
 _START_LIMIT_S = 120.0
 """For importing the reward's modules; a user's module may be large and the host busy."""
-_START_LOG_S = 10.0
 _POLL_S = 0.1
 """Interval at which a waiting thread checks that its worker is alive: a grandchild may keep the socket of a dead one."""
+_KILL_S = 10.0
 _LOGGED_CHARS = 200
+_OUTPUT_BYTES = 64 << 10
+_MARK = "PACS_REWARD_WORKER"
+"""Environment variable of a worker: a daemon that the reward function starts leaves the worker's session and its tree."""
 
 
 class Verdict(NamedTuple):
@@ -79,17 +84,12 @@ class RewardPool:
         ]
         for thread in self._threads:
             thread.start()
-        num_ready = 0
-        while num_ready < options.workers:
-            try:
-                error = ready.get(timeout=_START_LOG_S)
-            except queue.Empty:
-                logger.info("reward workers: %d of %d have started", num_ready, options.workers)
-                continue
-            num_ready += 1
-            if error is not None:
-                self.close()
-                raise error
+        with report_wait(f"for {options.workers} reward workers to import the reward function"):
+            for _ in self._workers:
+                error = ready.get()
+                if error is not None:
+                    self.close()
+                    raise error
 
     @property
     def num_pending(self) -> int:
@@ -193,6 +193,8 @@ class _Worker:
 
     def __init__(self, options: AnyReward) -> None:
         self._options = options
+        self._mark = uuid.uuid4().hex
+        self._output_left = _OUTPUT_BYTES
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
@@ -211,6 +213,7 @@ class _Worker:
                 ours.close()
                 raise RewardError("reward pool: it is closed")
             self._socket = ours
+            source, output = os.pipe()
             # -P: the working directory must not hide installed modules before sys.path is set.
             self._process = subprocess.Popen(
                 [
@@ -219,10 +222,14 @@ class _Worker:
                 ],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                stdout=2,
-                env=_worker_env(),
+                stdout=output,
+                stderr=output,
+                env=_worker_env() | {_MARK: self._mark},
                 start_new_session=True,
             )
+            os.close(output)
+        # The thread is not joined: a grandchild may keep the pipe open.
+        threading.Thread(target=self._copy_output, args=(source,), name="reward output", daemon=True).start()
         setup = {
             "options": self._options.model_dump_json(),
             "sys_path": [os.path.abspath(entry) for entry in sys.path],
@@ -234,7 +241,19 @@ class _Worker:
         if "failure" in answer:
             raise RewardError(f"reward worker did not start: {answer['failure']}; its stderr has the reason")
 
+    def _copy_output(self, source: int) -> None:
+        """Copies the process's output to stderr, a limited part per response: a flood would fill the disk."""
+        with os.fdopen(source, "rb", buffering=0) as pipe:
+            while data := pipe.read(1 << 16):
+                allowed = self._output_left
+                self._output_left -= len(data)
+                if allowed > 0:
+                    cut = b"\n[the rest of this response's output is left out]\n" if len(data) > allowed else b""
+                    with contextlib.suppress(OSError):  # a full disk
+                        os.write(2, data[:allowed] + cut)
+
     def judge(self, job: _Job) -> Verdict:
+        self._output_left = _OUTPUT_BYTES
         answer = self._exchange(encode_job(job.prompt, job.response), self._options.timeout_s)
         return Verdict(job.key, answer.get("reward"), answer.get("failure"))
 
@@ -278,7 +297,7 @@ class _Worker:
         with self._lock:
             self._has_ended = True
             if self._process is not None:
-                _kill_tree(self._process.pid)
+                _kill_tree(self._process.pid, self._mark)
 
     def kill(self) -> int | None:
         """Kills and reaps the process; returns its exit code (negative: the signal), None without a process."""
@@ -288,8 +307,10 @@ class _Worker:
                 return None
             assert self._socket is not None
             self._socket.close()
-            _kill_tree(process.pid)
-            return process.wait()
+            _kill_tree(process.pid, self._mark)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel waits for a file system
+                return process.wait(_KILL_S)
+            return None
 
 
 def _is_running(pid: int) -> bool:
@@ -297,16 +318,23 @@ def _is_running(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
-def _kill_tree(pid: int) -> None:
-    """Kills the session of a worker, and those of its descendants that have sessions of their own."""
+def _kill_tree(pid: int, mark: str) -> None:
+    """Kills the session of a worker, its descendants, and daemons that carry its mark in their environment."""
     descendants = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        descendants = psutil.Process(pid).children(recursive=True)
+        descendants = [process.pid for process in psutil.Process(pid).children(recursive=True)]
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    for process in descendants:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    for left in [*descendants, *_marked(mark)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(left, signal.SIGKILL)
+
+
+def _marked(mark: str) -> Iterator[int]:
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            if mark.encode() in (entry / "environ").read_bytes():
+                yield int(entry.name)
 
 
 def _worker_env() -> dict[str, str]:

@@ -63,6 +63,8 @@ class Driver:
         self._request: OpenRequest | None = None
         self._to_start: list[StepRollouts] = []
         """SGLang: rollouts that may be sampled and are not requested yet"""
+        self._failure: RolloutError | None = None
+        """of the samples' files"""
         self._start_at = 0.0
         """monotonic time at which `_to_start` is requested"""
         self._woken, self._waker = socket.socketpair()
@@ -225,7 +227,10 @@ class Driver:
             for rollouts in self._to_start:
                 self._buffer.start(rollouts)
             self._to_start = []
-        self._results.write_pending()
+        try:
+            self._results.write_pending()
+        except OSError as error:  # reported with the next request
+            self._failure = RolloutError(f"{error.filename}: {error.strerror}; free some space, then resume")
 
     def _handle(self, request: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         number = request["request"]
@@ -262,7 +267,10 @@ class Driver:
 
     def _send(self, number: int, compute: Callable[[], Message | None]) -> None:
         """Sends the message that `compute` returns, or its error, which closes the open request."""
+        failure, self._failure = self._failure, None
         try:
+            if failure is not None:
+                raise failure
             message = compute()
         except PacsError as error:
             logger.exception("error response to the trainer")

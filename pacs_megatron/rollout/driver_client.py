@@ -20,11 +20,10 @@ from pacs_megatron import errors
 from pacs_megatron.rollout.wire import Connection
 from pacs_megatron.runtime.environment import VISIBLE_GPUS, visible_gpus
 from pacs_megatron.runtime.processes import is_stopped
+from pacs_megatron.runtime.waiting import report_wait
 
 logger = logging.getLogger(__name__)
 _CLOSE_GRACE_S = 10.0
-_NOTICE_S = 10.0
-"""between two messages about a driver that does not respond"""
 STOPPED_PATIENCE_S = 10.0
 """after a stop request, for a driver that SIGSTOP holds"""
 PATIENCE_S = 60.0
@@ -109,24 +108,30 @@ class DriverClient:
         The timeout restarts with every progress report. Without `on_wait` a stop request shortens it. Raises the driver's
         error, or RolloutError after a timeout and after the death of the driver.
         """
-        start, notices = time.monotonic(), 0
+        # With `on_wait` the caller shows progress.
+        with report_wait(lambda: self._described if on_wait is None or self.is_stopped else ""):
+            header, arrays = self._wait(on_wait)
+        if header["kind"] == "error":
+            raise errors.named_error(header["type"], header["message"])
+        return header, arrays
+
+    @property
+    def _described(self) -> str:
+        state = ", stopped by SIGSTOP" if self.is_stopped else ""
+        return f"for the rollout driver (pid {self._process.pid}{state})"
+
+    def _wait(self, on_wait: Callable[[], None] | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        start = time.monotonic()
         while True:
             while not self._connection.poll(min(self._heartbeat_s, _POLL_S)):
-                waited_s, is_stopped = time.monotonic() - start, self.is_stopped
-                state = ", stopped by SIGSTOP" if is_stopped else ""
-                limit_s = self._timeout_s
+                waited_s, limit_s = time.monotonic() - start, self._timeout_s
                 if on_wait is None and self.should_stop():
-                    limit_s = min(limit_s, STOPPED_PATIENCE_S if is_stopped else PATIENCE_S)
+                    limit_s = min(limit_s, STOPPED_PATIENCE_S if self.is_stopped else PATIENCE_S)
                 if waited_s > limit_s:
                     self.is_lost = True
                     raise errors.RolloutError(
-                        f"no response from the rollout driver (pid {self._process.pid}{state}) for {waited_s:.0f} s "
-                        f"(parallel.control_timeout_s={self._timeout_s:g}); see logs/driver.log in the run's folder"
-                    )
-                if waited_s > _NOTICE_S * (notices + 1) and (is_stopped or on_wait is None):
-                    notices += 1
-                    logger.warning(
-                        "waiting for the rollout driver (pid %d%s): %.0f s", self._process.pid, state, waited_s
+                        f"waited {waited_s:.0f} s {self._described} (parallel.control_timeout_s={self._timeout_s:g}); see "
+                        "logs/driver.log in the run's folder"
                     )
                 if on_wait is not None:
                     on_wait()
@@ -134,14 +139,11 @@ class DriverClient:
             if header["request"] != self._number:
                 continue  # an abandoned request
             if header["kind"] != "progress":
-                break
-            start, notices = time.monotonic(), 0
+                return header, arrays
+            start = time.monotonic()
             self.on_progress(header["done"], header["total"], header["waits_for_rewards"])
             if on_wait is not None:
                 on_wait()
-        if header["kind"] == "error":
-            raise errors.named_error(header["type"], header["message"])
-        return header, arrays
 
     def _receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         try:

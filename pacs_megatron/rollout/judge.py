@@ -18,6 +18,7 @@ from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.labels import check_failures, label_of
 from pacs_megatron.rewards.pool import RewardPool, Verdict
 from pacs_megatron.rollout.admission import label_sample
+from pacs_megatron.runtime.waiting import report_wait
 
 logger = logging.getLogger(__name__)
 _WAIT_S = 3600.0
@@ -62,6 +63,7 @@ class Judge:
             self._pending[key] = (sample, done)
         self._pool.submit(key, prompt, self._decode(sample.response_ids))
 
+    @report_wait("for the verifier")
     def judge(self, samples: Iterable[Sample], prompts: Mapping[str, Prompt]) -> list[Sample]:
         """Every sample with reward and label, or with `failure`, in the given order.
 

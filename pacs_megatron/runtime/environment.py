@@ -1,11 +1,11 @@
 """How a command was started (alone, by torchrun, by srun), and the environment variables of ranks."""
 
 import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pacs_megatron.errors import ConfigError
+from pacs_megatron.runtime.waiting import run_program
 
 _KNOWN_WARNINGS = (
     "Transformer Engine and Apex are not installed",
@@ -99,7 +99,7 @@ def _from_srun(environ: Mapping[str, str]) -> RankPlace:
 
 def first_host(node_list: str) -> str:
     """The first host of a Slurm node list such as `n[1-4]`, expanded by `scontrol`."""
-    done = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=False)
+    done = run_program(["scontrol", "show", "hostnames", node_list])
     if done.returncode or not done.stdout:
         raise ConfigError(f"scontrol cannot expand the node list {node_list!r}: {done.stderr.strip()}; set MASTER_ADDR")
     return done.stdout.split()[0]

@@ -1,5 +1,6 @@
 """Small files of a run folder: atomic writes, and JSON lines that survive a kill at any moment."""
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,11 +13,22 @@ PARTIAL_SUFFIX = ".partial"
 """of a file whose writer died; such a file is never read"""
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of the block gets the path, which those of `write` and `fsync` lack."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
 def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
     """`path` has either its old content or all of `chunks`, also after a kill. Creates parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + PARTIAL_SUFFIX)
-    with beside.open("wb") as file:
+    with naming(path), beside.open("wb") as file:
         file.writelines(chunks)
         file.flush()
         os.fsync(file.fileno())

@@ -16,17 +16,19 @@ import sys
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
 from pacs_megatron.errors import ConfigError, DataError, ExitCode
+from pacs_megatron.runtime.files import naming
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.processes import process_facts
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
+_MAX_BYTES = 1 << 16
 _HEARTBEAT_S = 5.0
 _STALE_S = 20.0
 """A lease of another host without a new heartbeat for this long is stale."""
@@ -98,8 +100,9 @@ class RunLock:
     def _write(self) -> None:
         data = json.dumps(asdict(self._lease)).encode()
         # In place: a renamed file would be another inode, which the flock does not cover.
-        os.pwrite(self._file, data, 0)
-        os.ftruncate(self._file, len(data))
+        with naming(self._path):
+            os.pwrite(self._file, data, 0)
+            os.ftruncate(self._file, len(data))
 
     def _beat(self) -> None:
         while not self._stop.wait(_HEARTBEAT_S):
@@ -169,11 +172,13 @@ def _flock(file: int, run_dir: Path) -> bool:
 
 
 def _read(path: Path) -> Lease | None:
-    """None for a released lock; also for a torn write, whose writer has died."""
+    """None for a released lock; also for a torn write, whose writer has died, and for anything that is no lease."""
     try:
-        return Lease(**read_object(path))
+        lease = Lease(**read_object(path, max_bytes=_MAX_BYTES))
     except (DataError, TypeError):
         return None
+    has_types = all(type(getattr(lease, field.name)).__name__ == field.type for field in fields(lease))
+    return lease if has_types and str(lease).isprintable() else None
 
 
 def _own_lease(command: str) -> Lease:

@@ -2,27 +2,47 @@
 
 import contextlib
 import logging
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 logger = logging.getLogger(__name__)
 NOTICE_S = 10.0
+MAX_INTERVAL_S = 60.0
+_open = threading.local()
 
 
 @contextlib.contextmanager
-def report_wait(reason: str) -> Iterator[None]:
-    """Logs `reason` after 10 s in the block, and every 10 s after that."""
+def report_wait(reason: str | Callable[[], str]) -> Iterator[None]:
+    """Logs `reason` after 10 s in the block, then after 20, 40, ... s, at least every minute; nothing while it is empty.
+
+    Only the innermost block of a thread reports: its reason is the most precise.
+    """
     start, done = time.monotonic(), threading.Event()
+    stack: list[object] = _open.__dict__.setdefault("stack", [])
+    stack.append(done)
 
     def report() -> None:
-        while not done.wait(NOTICE_S):
-            logger.warning("waiting %s: %.0f s", reason, time.monotonic() - start)
+        interval = NOTICE_S
+        while not done.wait(interval):
+            waited = time.monotonic() - start
+            interval = min(max(interval, waited), MAX_INTERVAL_S)
+            text = reason if isinstance(reason, str) else reason()
+            if text and stack[-1] is done:
+                logger.warning("waiting %s: %.0f s", text, waited)
 
     thread = threading.Thread(target=report, name="report wait", daemon=True)
     thread.start()
     try:
         yield
     finally:
+        stack.pop()
         done.set()
         thread.join()
+
+
+def run_program(command: Sequence[str], *, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a program and returns its status and output; reports a long wait. Raises as `subprocess.run` without `check`."""
+    with report_wait(f"for the program `{' '.join(command[:3])}`"):
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)

@@ -17,6 +17,7 @@ from typing import IO, Any, Literal
 
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.runtime.json_reader import read_object
+from pacs_megatron.runtime.waiting import report_wait
 from pacs_megatron.sglang import guard as sglang_guard
 from pacs_megatron.sglang import start
 from pacs_megatron.sglang.api import SglangApi
@@ -231,6 +232,7 @@ class ManagedServer:
         guard = self._guard
         return None if guard is None else guard.poll()
 
+    @report_wait("for a rollout server to be ready; its log has details")
     def wait_ready(self, timeout_s: float) -> None:
         """Returns when the server accepts requests. If it exits or the timeout expires, ends it and raises RolloutError."""
         deadline = time.monotonic() + timeout_s
@@ -273,7 +275,8 @@ class ManagedServer:
         if guard.stdin is not None:
             guard.stdin.close()
         try:
-            guard.wait(GRACE_S + 15.0)
+            with report_wait(f"for rollout server {self.spec.name} to end"):
+                guard.wait(GRACE_S + 15.0)
         except subprocess.TimeoutExpired:
             logger.warning("guard of rollout server %s does not end; killing its group", self.spec.name)
             guard.kill()

@@ -33,6 +33,7 @@ from pacs_megatron.runtime.files import json_line, write_atomically
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import run_folder
 from pacs_megatron.runtime.run_lock import RunLock, refuse_if_locked
+from pacs_megatron.runtime.waiting import report_wait
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ def run_eval(
     return f"{table(evaluation, config.evaluation.k)}\n{target / RESULTS_NAME}"
 
 
+@report_wait("for the weights to load")
 def push_folder(
     folder: HfFolder, receiver: WeightReceiver, version: int, certified: Mapping[str, str] | None = None
 ) -> str:
@@ -156,6 +158,7 @@ def _check(loaded: LoadedConfig) -> None:
         raise loaded.fail("`reward` is missing, but an evaluation needs one; add it")
 
 
+@report_wait("for the model to load")
 def _engine(folder: HfFolder, config: RunConfig, vocabulary: Vocabulary) -> EmbeddedEngine:
     """The embedded engine of the configuration, or one with default options if it names another engine."""
     options = config.rollout.embedded

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pacs_megatron.checkpoint import run_checkpoint
-from pacs_megatron.checkpoint.names import Position, newest_position
+from pacs_megatron.checkpoint.names import Position, describe_newest
 from pacs_megatron.contracts import Interrupted
 from pacs_megatron.errors import CheckpointError, ExitCode, RewardError, RolloutError, SyncError
 from pacs_megatron.evaluation.passk import benchmark_metrics
@@ -19,6 +19,7 @@ from pacs_megatron.observability.truncate import truncate_after
 from pacs_megatron.observability.writers import MetricSinks, open_sinks
 from pacs_megatron.policy import state as policy_state
 from pacs_megatron.rollout.collect import DriverState
+from pacs_megatron.runtime.waiting import report_wait
 from pacs_megatron.training.breaker import exceeded_limit
 from pacs_megatron.training.clipping import ClippingWarning
 from pacs_megatron.training.context import RunContext
@@ -88,6 +89,9 @@ def train(run: RunContext) -> ExitCode:
         ):  # weights inside a step are no step's weights: nothing may be sampled from them
             sync(run, progress.step)
         run.timer.take()
+        # All ranks are here: a stop request on one of them now needs the others.
+        run.channel.any_rank(False)
+        run.stop.defer()
         try:
             if progress.row is not None:
                 _finish_step(run, progress, out)
@@ -152,8 +156,7 @@ def _save_before_exit(run: RunContext, progress: RunProgress, reason: Exception)
     try:
         save(run, progress, final=True)
     except RolloutError as error:
-        newest = newest_position(run.run_dir)
-        saved = f"not saved; the newest checkpoint is {newest.name}" if newest else "not saved; there is no checkpoint"
+        saved = f"not saved; {describe_newest(run.run_dir)}"
         if run.rank.rank == 0:
             logger.warning("%s: %s", saved, error)
         return saved
@@ -189,6 +192,7 @@ def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None
         logger.info("saved %s", folder)
 
 
+@report_wait("for the newest checkpoint to load")
 def resume(run: RunContext) -> RunProgress | None:
     """Loads the newest checkpoint. None if there is none. Collective.
 

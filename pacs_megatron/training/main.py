@@ -5,18 +5,22 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pacs_megatron.checkpoint.names import describe_newest
 from pacs_megatron.config import LoadedConfig, load_config
-from pacs_megatron.errors import ConfigError, ExitCode, PacsError
+from pacs_megatron.errors import ConfigError, ExitCode, PacsError, one_line
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.runtime.command_line import report_error
 from pacs_megatron.runtime.files import write_atomically
+from pacs_megatron.runtime.processes import die_with_parent
 from pacs_megatron.runtime.run_folder import (
     ATTEMPT_VARIABLE,
     CONFIG_FILE,
@@ -27,6 +31,7 @@ from pacs_megatron.runtime.run_folder import (
     write_environment,
 )
 from pacs_megatron.runtime.run_lock import FolderInUseError, RunLock
+from pacs_megatron.runtime.waiting import report_wait
 
 if TYPE_CHECKING:
     from pacs_megatron.training.context import RunContext
@@ -53,11 +58,13 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
     if rank_number:
         return _train(loaded, run_dir, rank_number)
     is_new = not run_dir.exists()
-    with RunLock(run_dir, "train"):
-        return _train(loaded, run_dir, rank_number, is_new=is_new)
+    with RunLock(run_dir, "train") as lock:
+        return _train(loaded, run_dir, rank_number, lock, is_new=is_new)
 
 
-def _train(loaded: LoadedConfig, run_dir: Path, rank_number: int, *, is_new: bool = False) -> ExitCode:
+def _train(
+    loaded: LoadedConfig, run_dir: Path, rank_number: int, lock: RunLock | None = None, *, is_new: bool = False
+) -> ExitCode:
     # After the cheap checks: these imports take seconds.
     from pacs_megatron.parallel import groups
     from pacs_megatron.training import loop
@@ -65,7 +72,7 @@ def _train(loaded: LoadedConfig, run_dir: Path, rank_number: int, *, is_new: boo
 
     with ExitStack() as stack:
         try:
-            run = _build(loaded, run_dir, rank_number, stack)
+            run = _build(loaded, run_dir, rank_number, stack, partial(_end_during_start, run_dir, lock))
         except PacsError:
             stack.close()
             if is_new:
@@ -81,6 +88,7 @@ def _train(loaded: LoadedConfig, run_dir: Path, rank_number: int, *, is_new: boo
             run.rank.layout.world_size,
             loaded.config.parallel.hang_timeout_s,
             stop_reason=lambda: run.stop.reason,
+            lead_s=loaded.config.resources.signal_lead_s,
         )
         run.timer.on_change(watchdog.phase)
         run.channel.on_heartbeat = watchdog.alive
@@ -91,20 +99,33 @@ def _train(loaded: LoadedConfig, run_dir: Path, rank_number: int, *, is_new: boo
     return code
 
 
-def _build(loaded: LoadedConfig, run_dir: Path, rank_number: int, stack: ExitStack) -> "RunContext":
+def _end_during_start(run_dir: Path, lock: RunLock | None, reason: str) -> None:
+    """Ends this process: nothing was computed, and the main thread may wait for other ranks or read a model for minutes."""
+    if lock is not None:
+        sys.stderr.write(f"{reason} before training: nothing to save; {describe_newest(run_dir)}\n")
+        with suppress(OSError):  # a full disk
+            write_atomically(run_dir / EXIT_CODE_FILE, [f"{int(ExitCode.PREEMPTED)}\n".encode()])
+            lock.close()
+    os._exit(int(ExitCode.PREEMPTED))
+
+
+@report_wait("for the model, the data, the driver and the other ranks")
+def _build(
+    loaded: LoadedConfig, run_dir: Path, rank_number: int, stack: ExitStack, end_now: Callable[[str], None]
+) -> "RunContext":
     """The driver process, on rank 0, and everything in this process. `stack` closes what needs to be closed."""
     from pacs_megatron.rollout.driver_client import DriverClient
     from pacs_megatron.training import context
     from pacs_megatron.training.signals import StopFlag
 
     stop = StopFlag(run_dir)
-    stop.install()
+    if rank_number == 0 and ATTEMPT_VARIABLE not in os.environ:
+        # A batch script removes the STOP file when the attempt begins; there may be a new one since.
+        stop.clear_file()
+    stop.install(end_now, with_file=rank_number == 0)
     model_dir = context.resolve_model(loaded.config.model.path)
     driver = None
     if rank_number == 0:
-        if ATTEMPT_VARIABLE not in os.environ:
-            # A batch script removes the STOP file when the attempt begins; there may be a new one since.
-            stop.clear_file()
         prepare_folder(loaded, run_dir)
         # The driver loads data while this process builds the model.
         driver = DriverClient(
@@ -126,6 +147,12 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments:
         sys.stderr.write("usage: python -m pacs_megatron.training.main <config> [key=value ...]\n")
         return int(ExitCode.MISCONFIGURED)
+    # TensorBoard's thread on a full disk: one line, and the main thread raises the error too.
+    threading.excepthook = lambda args: logger.error("%s: %r", args.thread and args.thread.name, args.exc_value)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(
+            signal.SIGTERM
+        )  # torchrun gives each rank a session of its own, where it would outlive torchrun
     config_path, overrides = Path(arguments[0]), arguments[1:]
     is_first = os.environ.get("RANK", "0") == "0"
     is_refused = False  # the run folder belongs to another process, so nothing is written there
@@ -141,7 +168,12 @@ def main(arguments: Sequence[str]) -> int:
         is_refused = isinstance(error, FolderInUseError)
     except Exception as error:  # noqa: BLE001  a bug: one line and a report, and no interpreter that waits for collectives
         logger.debug("%s", traceback.format_exc())
-        code = ExitCode(report_error(error))
+        if _is_lost_connection(error):
+            what = f"lost the connection to another rank, whose message has the cause ({str(error).splitlines()[0]})"
+            sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {one_line(what)}\n")
+            code = ExitCode.FAILED
+        else:
+            code = ExitCode(report_error(error))
     if is_first and not is_refused:
         _write_exit_code(config_path, overrides, code)
     # Other ranks may hang in a collective that this one left: exit without waiting for them.
@@ -149,6 +181,12 @@ def main(arguments: Sequence[str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(int(code))
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    """Whether a collective failed because the process of another rank ended: gloo has no exception class of its own."""
+    is_gloo = isinstance(error, RuntimeError) and "/gloo/transport/" in str(error)
+    return is_gloo or type(error).__name__ in ("DistBackendError", "DistNetworkError")
 
 
 def _print_after_rank_0(error: PacsError) -> None:
@@ -164,7 +202,8 @@ def _write_exit_code(config_path: Path, overrides: Sequence[str], code: ExitCode
     except ConfigError:
         return  # there is no run folder
     if run_dir.is_dir():
-        write_atomically(run_dir / EXIT_CODE_FILE, [f"{int(code)}\n".encode()])
+        with suppress(OSError):  # a full disk, which is the reason of the code
+            write_atomically(run_dir / EXIT_CODE_FILE, [f"{int(code)}\n".encode()])
 
 
 if __name__ == "__main__":

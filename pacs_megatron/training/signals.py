@@ -4,6 +4,8 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -21,23 +23,41 @@ class StopFlag:
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / STOP_FILE
         self._next_look = 0.0
+        self._end_now: Callable[[str], None] | None = None
         self.reason = ""
 
-    def install(self) -> None:
-        """Handles the signals in this process. A second SIGINT raises KeyboardInterrupt."""
+    def install(self, end_now: Callable[[str], None] | None = None, *, with_file: bool = False) -> None:
+        """Handles the signals in this process. A second SIGINT raises KeyboardInterrupt.
+
+        Until `defer` a thread calls `end_now` with the reason of a stop request, to end a process that has nothing to save.
+        `with_file`: also for the file; on rank 0, which has removed that of an earlier attempt.
+        """
+        self._end_now = end_now
+        self._with_file = with_file
         for number in JOB_SIGNALS:
             signal.signal(number, self._on_signal)
         # Python's handlers do not run while the main thread waits in a collective; a thread notices the signal then.
         self._wakeup, notify = socket.socketpair()
+        self._wakeup.settimeout(FILE_CHECK_S)
         notify.setblocking(False)
         signal.set_wakeup_fd(notify.detach(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="stop flag", daemon=True).start()
 
+    def defer(self) -> None:
+        """From now on a stop request only sets the flag: there is something to save."""
+        self._end_now = None
+
     def _listen(self) -> None:
         while True:
-            for number in self._wakeup.recv(64):
+            numbers = b""
+            with suppress(TimeoutError):
+                numbers = self._wakeup.recv(64)
+            for number in numbers:
                 if number in JOB_SIGNALS:
                     self.reason = self.reason or signal.Signals(number).name
+            end_now = self._end_now
+            if end_now is not None and (self.reason or (self._with_file and self.is_set())):
+                end_now(self.reason)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.reason = signal.Signals(number).name

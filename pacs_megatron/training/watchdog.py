@@ -10,15 +10,18 @@ alone, without messages from a rank that hangs. Ranks read each other's phases f
 import faulthandler
 import json
 import logging
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from pacs_megatron.checkpoint.names import newest_position
+from pacs_megatron.checkpoint.names import describe_newest
 from pacs_megatron.errors import DataError, ExitCode
+from pacs_megatron.observability.logs import PROGRESS_LOGGER
 from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER
@@ -26,6 +29,8 @@ from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER
 logger = logging.getLogger(__name__)
 _WRITE_EVERY_S = 10.0
 _NOTICE_EVERY_S = 10.0
+_LEAD_SHARE = 0.95
+"""Of the lead: the rest is for the report and the exit."""
 _GRACE_S = 2.0
 """Between the report of a rank and its exit: slower ranks write their reports."""
 
@@ -34,17 +39,26 @@ class Watchdog:
     """Ends this process with exit code 70 after `timeout_s` without progress of the main thread."""
 
     def __init__(
-        self, run_dir: Path, rank: int, world_size: int, timeout_s: float, stop_reason: Callable[[], str] = lambda: ""
+        self,
+        run_dir: Path,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        stop_reason: Callable[[], str] = lambda: "",
+        lead_s: float = math.inf,
     ) -> None:
-        """`stop_reason`: of this rank's stop request, empty without one; called from the thread."""
+        """`stop_reason`: of this rank's stop request, empty without one; called from the thread. `lead_s`: time between a
+        stop request and the end of the job; a rank that has not saved by then ends."""
         self._run_dir = run_dir
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._stop_reason = stop_reason
+        self._lead_s = lead_s * _LEAD_SHARE
         self._stop_since: float | None = None
         self._next_notice = 0.0
         self._phase = "start"
+        self._phase_since, self._next_phase_notice_s = time.monotonic(), _NOTICE_EVERY_S
         self._since = time.monotonic()
         self._stop = threading.Event()
         self._file = run_dir / HEARTBEAT_FOLDER / f"rank{rank}.json"
@@ -61,6 +75,7 @@ class Watchdog:
     def phase(self, names: tuple[str, ...]) -> None:
         """The main thread entered or left a phase; a callback for `Timer.on_change`."""
         self._phase = " ".join(names) or "between phases"
+        self._phase_since, self._next_phase_notice_s = time.monotonic(), _NOTICE_EVERY_S
         self.alive()
 
     def alive(self) -> None:
@@ -72,53 +87,64 @@ class Watchdog:
         while not self._stop.wait(min(1.0, self._timeout_s / 4)):
             silent_s = time.monotonic() - self._since
             if silent_s > self._timeout_s:
-                self._report(silent_s)
+                self._report(f"no progress for {silent_s:.0f} s", f"parallel.hang_timeout_s={self._timeout_s:g}")
                 return
-            self._notice_stop(silent_s)
+            self._notice_phase()
+            stopping_s = self._notice_stop(silent_s)
+            if stopping_s > self._lead_s:
+                what = f"not saved {stopping_s:.0f} s after {self._stop_reason()}"
+                self._report(what, f"resources.signal_lead_s; {describe_newest(self._run_dir)}")
+                return
             if time.monotonic() - last_write > _WRITE_EVERY_S:
                 self._write()
                 last_write = time.monotonic()
 
-    def _notice_stop(self, silent_s: float) -> None:
-        """Rank 0, every 10 s between a stop request and the end of the run: the phase that delays the end."""
+    def _notice_phase(self) -> None:
+        """Rank 0, where no live bar shows it: the phase that lasts for 10, 30, 90, ... s."""
+        lasts_s = time.monotonic() - self._phase_since
+        if self._rank == 0 and lasts_s > self._next_phase_notice_s:
+            self._next_phase_notice_s = 3 * lasts_s
+            logging.getLogger(PROGRESS_LOGGER).info("in phase '%s' for %.0f s", self._phase, lasts_s)
+
+    def _notice_stop(self, silent_s: float) -> float:
+        """Seconds since the stop request; 0 without one. Rank 0 logs the phase that delays the end, every 10 s."""
         now = time.monotonic()
-        if self._rank or not (reason := self._stop_reason()):
-            return
+        if not (reason := self._stop_reason()):
+            return 0.0
         if self._stop_since is None:
             self._stop_since, self._next_notice = now, now + _NOTICE_EVERY_S
-        if now < self._next_notice:
-            return
+        if self._rank or now < self._next_notice:
+            return now - self._stop_since
         self._next_notice = now + _NOTICE_EVERY_S
-        newest = newest_position(self._run_dir)
-        saved = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is {newest.name}"
         logger.warning(
             "%s %.0f s ago: still in phase '%s', no progress for %.0f s; %s",
             reason,
             now - self._stop_since,
             self._phase,
             silent_s,
-            saved,
+            describe_newest(self._run_dir),
         )
+        return now - self._stop_since
 
     def _write(self) -> None:
         state = {"rank": self._rank, "phase": self._phase, "silent_s": round(time.monotonic() - self._since, 1)}
-        write_atomically(self._file, [json.dumps(state).encode()])
+        with suppress(OSError):  # a full disk must not end this thread
+            write_atomically(self._file, [json.dumps(state).encode()])
 
-    def _report(self, silent_s: float) -> None:
+    def _report(self, what: str, limit: str) -> None:
         self._write()
         stack = self._run_dir / "logs" / f"rank{self._rank}.stack"
-        stack.parent.mkdir(parents=True, exist_ok=True)
-        with stack.open("w") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
+        with suppress(OSError):
+            stack.parent.mkdir(parents=True, exist_ok=True)
+            with stack.open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
         time.sleep(_GRACE_S)
-        sys.stderr.write(
-            f"rank {self._rank}: no progress for {silent_s:.0f} s in phase '{self._phase}' "
-            f"(parallel.hang_timeout_s={self._timeout_s:g}); stack in {stack}\n"
-        )
+        sys.stderr.write(f"rank {self._rank}: {what} in phase '{self._phase}' ({limit}); stack in {stack}\n")
         if self._rank == 0:
             for other in range(self._world_size):
                 sys.stderr.write(f"  {self._describe(other)}\n")
-            write_atomically(self._run_dir / EXIT_CODE_FILE, [f"{int(ExitCode.HANG)}\n".encode()])
+            with suppress(OSError):
+                write_atomically(self._run_dir / EXIT_CODE_FILE, [f"{int(ExitCode.HANG)}\n".encode()])
         sys.stderr.flush()
         os._exit(int(ExitCode.HANG))
 

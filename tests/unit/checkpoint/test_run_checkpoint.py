@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from traceback import StackSummary
 
 import pytest
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from pacs_megatron.checkpoint import run_checkpoint
 from pacs_megatron.checkpoint.manifest import Manifest, write_manifest
@@ -71,3 +75,41 @@ def test_what_stays_when_there_are_more(tmp_path: Path) -> None:
     _folder(tmp_path, "step_000007", 7, "")
     run_checkpoint._prune(tmp_path, 2)
     assert names() == ["step_000006", "step_000007"]
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FULL,
+        CheckpointException("", {1: (FULL, StackSummary())}),
+        SafetensorError("Error while serializing: No space left on device"),
+        RuntimeError("basic_ios::clear: iostream error"),
+        RuntimeError("[enforce fail at inline_container.cc:783] . PytorchStreamWriter failed writing file data/3"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_full_disk_is_a_checkpoint_error_of_each_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    _folder(tmp_path, "step_000004", 4, "a")
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(run_checkpoint, "_disk_error", lambda _folder: FULL)
+    final = tmp_path / "checkpoints" / "step_000006"
+    with pytest.raises(CheckpointError) as raised:
+        run_checkpoint._named(final, fail)
+    text = str(raised.value)
+    assert text.startswith(f"{final} was not saved (No space left on device)") and text.endswith("step_000004")
+
+
+def test_errors_of_other_ranks_keep_their_class(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        run_checkpoint._named(tmp_path / "checkpoints" / "step_000006", fail)

@@ -33,6 +33,8 @@ def main(folder: Path, mode: str) -> int:
         return 2
     if mode == "die_on_1" and rank == "1":
         os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "deaf":
+        time.sleep(600)
     if mode in ("wait", "fail_on_1", "die_on_1"):
         deadline = time.monotonic() + 600
         while not stopped and time.monotonic() < deadline:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,7 +25,18 @@ def started_pids(folder: Path) -> list[int]:
 
 def assert_gone(folder: Path) -> None:
     assert len(started_pids(folder)) == 2
-    assert not [pid for pid in started_pids(folder) if psutil.pid_exists(pid)]
+    deadline = time.monotonic() + 60
+    while any(map(is_running, started_pids(folder))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in started_pids(folder) if is_running(pid)]
+
+
+def is_running(pid: int) -> bool:
+    """False for a zombie too: a rank that outlives torchrun is a child of init."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_ranks_end_well(tmp_path: Path) -> None:
@@ -59,12 +71,7 @@ def test_a_killed_rank_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_reaches_the_ranks_and_they_save(tmp_path: Path, number: signal.Signals) -> None:
-    code = (
-        "import sys; from pathlib import Path; from pacs_megatron.launch.train import start_ranks;"
-        f"sys.exit(start_ranks(['{PROBE}', sys.argv[1], 'wait'], 2, Path(sys.argv[1]) / 'exit_code'))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
-    wait_for_start(tmp_path, process)
+    process = launched(tmp_path)
     process.send_signal(number)
     assert process.wait(600) == 75
     assert {path.name for path in tmp_path.glob("saved_*")} == {"saved_0", "saved_1"}
@@ -82,12 +89,7 @@ def test_slurms_signal_to_torchrun_alone_reaches_its_ranks(tmp_path: Path) -> No
 
 
 def test_ranks_do_not_outlive_a_killed_command(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from pacs_megatron.launch.train import start_ranks;"
-        f"sys.exit(start_ranks(['{PROBE}', sys.argv[1], 'wait'], 2, Path(sys.argv[1]) / 'exit_code'))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
-    wait_for_start(tmp_path, process)
+    process = launched(tmp_path)
     process.kill()
     process.wait()
     deadline = time.monotonic() + 600
@@ -96,7 +98,58 @@ def test_ranks_do_not_outlive_a_killed_command(tmp_path: Path) -> None:
     assert_gone(tmp_path)
 
 
-def wait_for_start(folder: Path, process: "subprocess.Popen[bytes]") -> None:
+def test_ranks_that_do_not_end_are_killed_within_the_lead(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step_000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    process = launched(tmp_path, "deaf", lead_s=3.0)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "did not end within resources.signal_lead_s=3" in error
+    assert error.splitlines()[-1] == "SIGTERM: the ranks reported no save; the newest checkpoint is step_000004"
+    assert_gone(tmp_path)
+
+
+@pytest.mark.parametrize("num_signals", [1, 2], ids=["kill", "timeout"])
+@pytest.mark.parametrize("who", ["rank", "torchrun"])
+def test_a_stop_request_wakes_what_sigstop_holds(tmp_path: Path, who: str, num_signals: int) -> None:
+    """`timeout` sends the signal twice: to its child and to its group."""
+    process = launched(tmp_path)
+    (agent,) = psutil.Process(process.pid).children()
+    (agent if who == "torchrun" else agent.children()[-1]).suspend()
+    for _ in range(num_signals):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    assert process.wait(600) == 75
+    assert {path.name for path in tmp_path.glob("saved_*")} == {"saved_0", "saved_1"}
+    assert_gone(tmp_path)
+
+
+def test_ranks_whose_torchrun_was_killed_save(tmp_path: Path) -> None:
+    process = launched(tmp_path)
+    (agent,) = psutil.Process(process.pid).children()
+    time.sleep(3.0)  # the launcher looks for the ranks every second
+    agent.kill()
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert error.splitlines()[-1] == f"torchrun (pid {agent.pid}) was killed by SIGKILL"
+    assert {path.name for path in tmp_path.glob("saved_*")} == {"saved_0", "saved_1"}
+    assert_gone(tmp_path)
+
+
+def launched(folder: Path, mode: str = "wait", lead_s: float = 600.0) -> "subprocess.Popen[str]":
+    """A process in `start_ranks` with two probes that have started."""
+    code = (
+        "import sys; from pathlib import Path; from pacs_megatron.launch.train import start_ranks;"
+        f"sys.exit(start_ranks(['{PROBE}', sys.argv[1], '{mode}'], 2, Path(sys.argv[1]) / 'exit_code', lead_s={lead_s}))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stderr=subprocess.PIPE, text=True)
+    wait_for_start(folder, process)
+    return process
+
+
+def wait_for_start(folder: Path, process: "subprocess.Popen[Any]") -> None:
     deadline = time.monotonic() + 600
     while len(started_pids(folder)) < 2 and time.monotonic() < deadline:
         assert process.poll() is None

@@ -211,3 +211,12 @@ def test_sampling_logs_a_line_every_30_s_without_a_terminal(clock: Clock, caplog
             clock.now = float(second)
             progress.samples(("rollout",), 10 * second, 1000)
     assert caplog.messages == [f"run 0/4 rollout {done}/1000" for done in (300, 600, 900)]
+
+
+def test_a_full_disk_under_the_log_file_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rank0.log").symlink_to("/dev/full")
+    setup_logging(tmp_path, 0, stream=io.StringIO())
+    for number in range(3):
+        logging.getLogger("pacs_megatron").info("line %d", number)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "rank0.log: lines are missing" in line and "No space left" in line

@@ -18,7 +18,7 @@ from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards import RewardPool, build_reward
 
 CUSTOM = """
-import ctypes, os, subprocess, sys, time
+import ctypes, os, signal, subprocess, sys, time
 import numpy as np
 class Mute(Exception):
     def __str__(self): return 1 / 0
@@ -39,6 +39,21 @@ def judge(prompt, response):
         case "leave":
             if os.fork() == 0: time.sleep(3600)  # keeps the worker's socket
             os._exit(3)
+        case "daemon" | "orphan":  # sleeps in a session of its own, deaf, without a parent or open files
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork(): os._exit(0)
+                for number in (1, 2, 15): signal.signal(number, signal.SIG_IGN)
+                os.closerange(0, 1024)
+                os.execvp("sleep", ["sleep", "3600"])
+            time.sleep(0.3)
+            if response == "orphan": os._exit(3)
+            time.sleep(3600)
+        case "flood":
+            while True: print("x" * 1000)
+        case "close":
+            os.closerange(0, 1024)
+            time.sleep(3600)
         case "mute": raise Mute
         case "huge": return 10**400
         case "numpy": return np.float32(1)
@@ -86,6 +101,14 @@ def sleepers() -> list[psutil.Process]:
     return found
 
 
+def assert_no_sleepers() -> None:
+    """SIGKILL was sent; on a busy host the end of an orphan takes a moment."""
+    deadline = time.monotonic() + 60
+    while sleepers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert sleepers() == []
+
+
 def test_a_pool_whose_functions_forked_closes_at_once(custom, make_prompt):
     """Grandchildren keep the socket open and ignore signals; each limit would be an hour."""
     pool = RewardPool(custom(timeout_s=3600.0, workers=4))
@@ -98,7 +121,8 @@ def test_a_pool_whose_functions_forked_closes_at_once(custom, make_prompt):
     closed = threading.Thread(target=pool.close)
     closed.start()
     closed.join(600)
-    assert not closed.is_alive() and workers() == [] and sleepers() == []
+    assert not closed.is_alive() and workers() == []
+    assert_no_sleepers()
 
 
 def test_numpy_scalars_are_rewards(custom, make_prompt):
@@ -141,6 +165,10 @@ def test_unreadable_gold_is_a_failure_not_zero(make_prompt):
         ("session", "no verdict within 1 s"),
         ("stopped", "no verdict within 1 s"),
         ("leave", "worker died (exit code 3)"),
+        ("daemon", "no verdict within 1 s"),
+        ("orphan", "worker died (exit code 3)"),
+        ("flood", "no verdict within 1 s"),
+        ("close", "worker died (signal 9)"),
         ("mute", "raised Mute: no text"),
         ("huge", "returned an integer"),
         ("nan", "the reward is nan"),
@@ -160,7 +188,8 @@ def test_broken_verifiers_fail_their_sample_only(custom, make_prompt, caplog, re
     else:
         assert reason in verdicts["3:train/7#1"].failure
     assert verdicts["3:train/7#2"] == ("3:train/7#2", 1.0, None)
-    assert workers() == [] and sleepers() == []
+    assert workers() == []
+    assert_no_sleepers()
     assert time.monotonic() - started < 600, "a process that the function started held up the verdict or the end"
     (record,) = caplog.records
     for part in ("train/7", "3:train/7#1", repr(response)):
@@ -180,6 +209,14 @@ def test_output_of_the_function_does_not_mix_with_verdicts(custom, make_prompt):
     with RewardPool(custom()) as pool:
         pool.submit("a", make_prompt("5"), "print")
         assert pool.next_finished() == ("a", 1.0, None)
+
+
+def test_a_flood_of_output_is_cut(custom, make_prompt, capfd):
+    with RewardPool(custom(timeout_s=1.0)) as pool:
+        pool.submit("a", make_prompt("5"), "flood")
+        assert pool.next_finished(600.0).reward is None
+    output = capfd.readouterr().err
+    assert "xxx" in output and len(output) < 100_000 and "the rest of this response's output is left out" in output
 
 
 def test_prompt_arrives_whole_and_torch_is_not_imported(custom, make_prompt):

@@ -6,15 +6,19 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pacs_megatron.launch import runs
+from pacs_megatron.observability.report import write_report
 from pacs_megatron.runtime import run_lock
 from pacs_megatron.runtime.run_lock import LOCK_FILE, FolderInUseError, Lease, RunLock, lock_owner, refuse_if_locked
 
@@ -105,6 +109,56 @@ def test_a_reused_pid_is_no_owner(tmp_path: Path) -> None:
         lease = lease_of(tmp_path)
     (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(replace(lease, started="1", token="before"))))
     assert lock_owner(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pid": "1\0"},
+        {"pid": [1]},
+        {"pid": 10**400},
+        {"host": {}},
+        {"namespace": None},
+        {"heartbeat": "x"},
+        {"since": "\x1b[31m\nConfigError: forged"},
+        {"more": 1},
+        b"[" * 60_000,
+        bytes(range(256)),
+        b" " * 10_000_000,
+    ],
+    ids=lambda change: repr(change)[:30],
+)
+def test_a_file_that_is_no_lease_is_no_owner(
+    tmp_path: Path, change: dict[str, Any] | bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    lease = asdict(Lease("train", socket.gethostname(), run_lock._namespace(), 1, "1", "now", "token"))
+    content = change if isinstance(change, bytes) else json.dumps(lease | change).encode()
+    (tmp_path / LOCK_FILE).write_bytes(content)
+    assert lock_owner(tmp_path) is None
+    RunLock(tmp_path, "train").close()
+    assert caplog.text == ""
+
+
+def test_a_fifo_blocks_no_reader(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOCK_FILE)
+    assert lock_owner(tmp_path) is None
+    with pytest.raises(OSError, match=r"Illegal seek.*run\.lock"):
+        RunLock(tmp_path, "train")
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "report"])
+def test_readers_do_not_wait_for_a_stopped_writer(tmp_path: Path, holder: subprocess.Popen[str], verb: str) -> None:
+    """`holder` has the flock and sends no heartbeat; the lease has another host, so its state is unknown."""
+    holder.send_signal(signal.SIGSTOP)
+    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(replace(lease_of(tmp_path), host="another"))))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").write_text("line\n")
+    if verb == "status":
+        assert "checkpoint" in runs.status(tmp_path)
+    elif verb == "logs":
+        assert list(runs.log_lines(tmp_path, None, 5, follow=False)) == ["line"]
+    else:
+        assert write_report(tmp_path, num_samples=1).is_file()
 
 
 def leave_remote_lease(tmp_path: Path, *, age_s: float) -> Lease:

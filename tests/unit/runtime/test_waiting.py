@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
+import pacs_megatron
 from pacs_megatron.runtime import waiting
-from pacs_megatron.runtime.waiting import report_wait
+from pacs_megatron.runtime.waiting import report_wait, run_program
 
 
 def test_a_long_wait_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -23,3 +27,35 @@ def test_a_short_wait_is_not(caplog: pytest.LogCaptureFixture) -> None:
     with report_wait("for 4 ranks"):
         pass
     assert not caplog.records
+
+
+def test_only_the_innermost_wait_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(waiting, "NOTICE_S", 0.05)
+    deadline = time.monotonic() + 60
+    with report_wait("for all"), report_wait(lambda: ""), report_wait(lambda: "for one"):
+        while len(caplog.records) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert {record.getMessage().partition(":")[0] for record in caplog.records} == {"waiting for one"}
+
+
+def test_a_program_that_takes_long_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(waiting, "NOTICE_S", 0.05)
+    done = run_program([sys.executable, "-c", "import time; time.sleep(1); print('done')"])
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert "waiting for the program `" in caplog.records[0].getMessage()
+
+
+def test_every_program_is_run_with_a_report() -> None:
+    """The class: `subprocess.run` and its relatives block and report nothing."""
+    root = Path(pacs_megatron.__file__).parent
+    blocking = {"run", "call", "check_call", "check_output", "getoutput"}
+    found = [
+        f"{path.relative_to(root)}:{node.lineno}"
+        for path in sorted(root.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in blocking
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "subprocess"
+    ]
+    assert [place.partition(":")[0] for place in found] == ["runtime/waiting.py"], found

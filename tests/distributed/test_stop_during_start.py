@@ -1,0 +1,53 @@
+"""A stop request before the first step ends a rank at once, while it waits for ranks or for the driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pacs_megatron.errors import ExitCode
+from tests.support.ranks import free_port
+from tests.support.tiny_models import make_tiny_qwen3
+from tests.support.tiny_run import write_tiny_run
+
+SLOW_IMPORT = "import time\ntime.sleep(600)\n"
+
+
+@pytest.mark.parametrize("by", ["signal", pytest.param("file", marks=pytest.mark.full)])
+@pytest.mark.parametrize("waits_for", ["other ranks", pytest.param("driver", marks=pytest.mark.full)])
+def test_a_stop_request_during_start_ends_the_rank(tmp_path: Path, waits_for: str, by: str) -> None:
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model", num_hidden_layers=2, vocab_size=262))
+    run_dir, environ, overrides = tmp_path / "runs" / "tiny", dict(os.environ), ["parallel.tp=1"]
+    log = run_dir / "logs" / "driver.log"
+    if waits_for == "other ranks":
+        environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        overrides = []
+    else:
+        (tmp_path / "reward.py").write_text(SLOW_IMPORT)
+    command = [sys.executable, "-m", "pacs_megatron.training.main", str(config), *overrides]
+    process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 600
+        while not log.exists() or (waits_for == "driver" and "reward workers" not in log.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        if by == "file":
+            (run_dir / "STOP").touch()
+        else:
+            process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=50)  # the patience for a driver is 60 s, that for ranks 1,800 s
+    finally:
+        process.kill()
+        process.wait()
+    reason = "SIGTERM" if by == "signal" else "file STOP"
+    assert error.splitlines()[-1] == f"{reason} before training: nothing to save; there is no checkpoint"
+    assert process.returncode == ExitCode.PREEMPTED
+    assert (run_dir / "exit_code").read_text() == "75\n"
+    assert (run_dir / "run.lock").read_bytes() == b""
