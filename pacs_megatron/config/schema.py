@@ -38,6 +38,9 @@ class PrecisionOptions(Options):
     """Type of weights and activations. Master weights and optimizer state are always fp32."""
     fp8: Fp8Options | None = None
     """FP8 matrix products. Requires CUDA, Transformer Engine and `dtype: bf16`."""
+    head: Literal["bf16", "fp32"] = "bf16"
+    """With `dtype: bf16`, the precision of the final norm's output and of the logits. `fp32` removes the rounding of the
+    logits, most of the noise of a log-prob in bf16 (docs/numerics.md). With `dtype: fp32` they are fp32 anyway."""
 
 
 class RecomputeOptions(Options):

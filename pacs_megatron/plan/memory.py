@@ -13,15 +13,12 @@ from pacs_megatron.config.checks import max_sequence_tokens
 from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
 from pacs_megatron.config.rollout_options import SglangRollout
 from pacs_megatron.config.schema import RunConfig
-from pacs_megatron.contracts.layout import Layout
+from pacs_megatron.contracts.layout import Layout, logits_per_chunk
 from pacs_megatron.models import ModelSpec, weight_table
 from pacs_megatron.models.table import Entry, WeightTable
 from pacs_megatron.plan import constants
 
 _KV_CACHE = "KV cache"
-LOGITS_PER_CHUNK = 1 << 26
-"""Elements of one chunk of logits; the policy's head has the same number (a test compares them)."""
-
 
 _tables: dict[str, WeightTable] = {}
 """By the architecture's text: a table with experts takes a second to build, and `--search` needs it hundreds of times."""
@@ -279,7 +276,7 @@ def activation_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: 
         items.append(
             Item(
                 "output layer: a chunk of logits and its gradients",
-                _head_bytes(config, spec, layout, tokens),
+                head_bytes(config, spec, layout, tokens),
                 "computed",
             )
         )
@@ -309,16 +306,27 @@ def host_step_bytes(config: RunConfig) -> float:
     return samples * (4.0 * total + 4.0 * (total - config.data.max_prompt_tokens))
 
 
-def _head_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, tokens: float) -> float:
-    """Bytes of the chunked output layer: logits in the weights' type and in fp32, its exponentials, the gradients."""
+def head_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, tokens: float) -> float:
+    """Bytes of the chunked output layer: logits and exponentials in fp32, their gradient, the gradients of both factors.
+
+    `precision.head: bf16` also has the product's logits in bf16, `fp32` the hidden states in fp32.
+    """
     width = 2 if config.precision.dtype == "bf16" else 4
+    hidden_width = 4 if config.precision.head == "fp32" else width
     vocab = table_of(spec).padded_vocab // layout.tp
-    rows = min(tokens, max(1, LOGITS_PER_CHUNK // vocab))
-    chunk = rows * vocab * (2 * width + 4 + 4)
+    rows = min(tokens, head_rows(config, vocab))
+    logits = 4 + 4 + (width if width == 4 else 2 + 2 * (config.precision.head == "bf16"))
     many = tokens > rows
     grad_weight = vocab * spec.hidden_size * (4 + width if many else 2 * width)
-    grad_hidden = 2 * width * spec.hidden_size * tokens
-    return chunk + grad_weight + grad_hidden
+    grad_hidden = 2 * hidden_width * spec.hidden_size * tokens
+    return rows * vocab * logits + grad_weight + grad_hidden
+
+
+def head_rows(config: RunConfig, vocab_local: int) -> int:
+    """Positions of one chunk of the output layer."""
+    gpu = config.resources.gpu
+    device_bytes = None if gpu is None else constants.GPUS[gpu].memory_gib * constants.GIB
+    return max(1, logits_per_chunk(device_bytes) // vocab_local)
 
 
 def microbatches_in_flight(layout: Layout, stage: int) -> float:

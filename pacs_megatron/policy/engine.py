@@ -74,7 +74,8 @@ class MegatronPolicy:
         self._tokens_per_microbatch = tokens_per_microbatch
         sequence_multiple = parallel.tp if parallel.sequence_parallel else 1
         self._multiple = math.lcm(sequence_multiple, precision.token_multiple(precision_options) * sequence_multiple)
-        chunks = build_chunks(spec, self.table.padded_vocab, self.config, machine, rank)
+        fp32_head = precision_options.head == "fp32"
+        chunks = build_chunks(spec, self.table.padded_vocab, self.config, machine, rank, fp32_head=fp32_head)
         self.chunks = wrap_for_training(
             chunks, self.config, distributed_optimizer=parallel.distributed_optimizer, overlap=False
         )

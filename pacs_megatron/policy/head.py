@@ -1,10 +1,13 @@
 """Log-probabilities and entropies of given tokens from hidden states, with bounded memory at any vocabulary.
 
 Only the positions that predict a response token reach the output layer, and the [chunk, v] logits exist for one chunk of
-positions at a time: the backward pass recomputes them. The vocabulary is split over the tensor-parallel ranks; padded
-rows of the vocabulary are masked out and have probability 0.
+positions at a time. Gradients come from the forward pass where the derivative of the loss is known there; else the
+backward pass computes the logits again. The vocabulary is split over the tensor-parallel ranks; padded rows of the
+vocabulary are masked out and have probability 0. Hidden states in fp32 beside weights in bf16 give logits in fp32.
 """
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,104 +15,174 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-LOGITS_PER_CHUNK = 1 << 26
-"""Elements of one chunk of logits on one rank: 256 MiB in fp32."""
+from pacs_megatron.contracts.layout import logits_per_chunk
+
+LossGradient = Callable[[slice, Tensor], Tensor]
+"""(positions, their log-probs [c]) -> derivative of the loss by these log-probs, float32 [c]"""
 
 
-def _rows_per_chunk(vocab_local: int) -> int:
-    return max(1, LOGITS_PER_CHUNK // vocab_local)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Head:
+    """What does not change from chunk to chunk."""
+
+    weight: Tensor
+    vocab_size: int
+    group: dist.ProcessGroup
+    temperature: float
+    want_entropy: bool
+    loss_gradient: LossGradient | None
+
+    @property
+    def vocab_start(self) -> int:
+        return self.group.rank() * self.weight.shape[0]
+
+    @property
+    def num_valid(self) -> int:
+        """True tokens among this rank's rows of the vocabulary; padding follows."""
+        return max(0, min(self.weight.shape[0], self.vocab_size - self.vocab_start))
+
+    def chunks(self, num_positions: int) -> Iterator[slice]:
+        size = self.chunk_size()
+        return (slice(start, start + size) for start in range(0, num_positions, size))
+
+    def chunk_size(self) -> int:
+        """The same in every pass: by the device's whole memory, because other chunks may give other bits."""
+        device = self.weight.device
+        total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        return max(1, logits_per_chunk(total) // self.weight.shape[0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [c, v / tp]"""
+        if hidden.dtype == self.weight.dtype:
+            logits = F.linear(hidden, self.weight).float()
+        elif self.weight.is_cuda:
+            # fp32 hidden states as the sum of two bf16 numbers: no fp32 copy of the weights.
+            high = hidden.to(self.weight.dtype)
+            logits = _product(high, self.weight.t())
+            _add_product(logits, (hidden - high).to(self.weight.dtype), self.weight.t())
+        else:
+            logits = F.linear(hidden, self.weight.float())
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        if self.num_valid < logits.shape[-1]:
+            logits[:, self.num_valid :] = float("-inf")
+        return logits
+
+    def local_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """(column of each target in this rank's logits, whether it is there)"""
+        local = targets - self.vocab_start
+        inside = (local >= 0) & (local < self.num_valid)
+        return local.clamp(0, max(self.num_valid - 1, 0)), inside
+
+    def reduce(self, tensor: Tensor, op: Any) -> None:
+        if self.group.size() > 1:
+            dist.all_reduce(tensor, op=op, group=self.group)
+
+    def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(log-probs, log of the partition function, entropies), [c] each. With `loss_gradient` `logits` stay."""
+        top = logits.max(dim=-1).values
+        self.reduce(top, dist.ReduceOp.MAX)
+        logits = logits.sub_(top[:, None]) if self.loss_gradient is None else logits - top[:, None]
+        local, inside = self.local_targets(targets)
+        target_logit = logits.gather(1, local[:, None])[:, 0].masked_fill(~inside, 0.0)
+        if self.want_entropy:
+            weights = logits.exp()
+            # exp(-inf) * -inf is nan: the sum of p * logit excludes padding.
+            moment = logits.mul_(weights)[:, : self.num_valid].sum(-1)
+            sums = torch.stack([weights.sum(-1), target_logit, moment])
+        else:
+            sums = torch.stack([logits.exp_().sum(-1), target_logit])
+        self.reduce(sums, dist.ReduceOp.SUM)
+        log_sum = sums[0].log()
+        entropy = log_sum - sums[2] / sums[0] if self.want_entropy else None
+        return sums[1] - log_sum, log_sum + top, entropy
+
+    def gradient_of_logits(self, logits: Tensor, targets: Tensor, log_z: Tensor, upstream: Tensor) -> Tensor:
+        """[c, v / tp] in the weights' type. Overwrites `logits`."""
+        gradient = logits.sub_(log_z[:, None]).exp_().neg_()
+        local, inside = self.local_targets(targets)
+        gradient.scatter_add_(1, local[:, None], inside[:, None].to(gradient.dtype))
+        gradient *= (upstream / self.temperature)[:, None]
+        return gradient.to(self.weight.dtype)
 
 
-def _chunk_logits(hidden: Tensor, weight: Tensor, num_valid: int, temperature: float) -> Tensor:
-    """float32 [c, v / tp]; rows of the vocabulary from `num_valid` on are padding."""
-    logits = F.linear(hidden, weight).float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    if num_valid < logits.shape[-1]:
-        logits[:, num_valid:] = float("-inf")
-    return logits
+class _Gradients:
+    """Gradients of the hidden states and of the weights, filled chunk by chunk."""
+
+    def __init__(self, head: _Head, hidden: Tensor) -> None:
+        self._weight = head.weight
+        self.of_hidden = torch.empty_like(hidden)
+        # Several chunks accumulate in fp32: bf16 would lose small contributions.
+        is_one_chunk = hidden.shape[0] <= head.chunk_size()
+        self.of_weight = torch.zeros_like(head.weight, dtype=head.weight.dtype if is_one_chunk else torch.float32)
+
+    def add(self, positions: slice, hidden: Tensor, of_logits: Tensor) -> None:
+        """One chunk: `hidden` [c, h] and the gradient of its logits."""
+        of_hidden = of_logits @ self._weight if hidden.dtype == of_logits.dtype else _product(of_logits, self._weight)
+        self.of_hidden[positions] = of_hidden
+        _add_product(self.of_weight, of_logits.t(), hidden.to(of_logits.dtype))
 
 
-def _local_targets(targets: Tensor, vocab_start: int, num_valid: int) -> tuple[Tensor, Tensor]:
-    local = targets - vocab_start
-    inside = (local >= 0) & (local < num_valid)
-    return local.clamp(0, max(num_valid - 1, 0)), inside
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` in fp32. On CUDA bf16 factors accumulate and return fp32; on the CPU they are cast first."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total += a @ b`; where `total` is fp32 the product accumulates into it."""
+    if total.dtype != torch.float32:
+        total += a @ b
+    elif a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a.float() @ b.float()
 
 
 class _ChunkedLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0913
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        group: dist.ProcessGroup,
-        temperature: float,
-        want_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
-        vocab_local = weight.shape[0]
-        vocab_start = group.rank() * vocab_local
-        num_valid = max(0, min(vocab_local, vocab_size - vocab_start))
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
+        gradients = None if head.loss_gradient is None else _Gradients(head, hidden)
         logprobs, log_z, entropies = [], [], []
-        for start in range(0, hidden.shape[0], _rows_per_chunk(vocab_local)):
-            rows = slice(start, start + _rows_per_chunk(vocab_local))
-            logits = _chunk_logits(hidden[rows], weight, num_valid, temperature)
-            top = logits.max(dim=-1).values
-            _reduce(top, dist.ReduceOp.MAX, group)
-            logits -= top[:, None]
-            local, inside = _local_targets(targets[rows], vocab_start, num_valid)
-            target_logit = logits.gather(1, local[:, None])[:, 0].masked_fill(~inside, 0.0)
-            if want_entropy:
-                # exp(-inf) * -inf is nan: the sum of p * logit excludes padding.
-                weights = logits.exp()
-                moment = (weights[:, :num_valid] * logits[:, :num_valid]).sum(-1)
-                sums = torch.stack([weights.sum(-1), target_logit, moment])
-            else:
-                sums = torch.stack([logits.exp_().sum(-1), target_logit])
-            _reduce(sums, dist.ReduceOp.SUM, group)
-            log_sum = sums[0].log()
-            logprobs.append(sums[1] - log_sum)
-            log_z.append(log_sum + top)
-            if want_entropy:
-                entropies.append(log_sum - sums[2] / sums[0])
-        logprob, entropy = _join(logprobs, hidden), _join(entropies, hidden)
-        ctx.save_for_backward(hidden, weight, targets, _join(log_z, hidden))
-        ctx.vocab_start, ctx.num_valid, ctx.temperature = vocab_start, num_valid, temperature
-        ctx.mark_non_differentiable(entropy)
-        return logprob, entropy
+        for positions in head.chunks(hidden.shape[0]):
+            logits = head.logits(hidden[positions])
+            logprob, chunk_log_z, entropy = head.statistics(logits, targets[positions])
+            if gradients is not None and head.loss_gradient is not None:
+                upstream = head.loss_gradient(positions, logprob)
+                of_logits = head.gradient_of_logits(logits, targets[positions], chunk_log_z, upstream)
+                gradients.add(positions, hidden[positions], of_logits)
+            logprobs.append(logprob)
+            log_z.append(chunk_log_z)
+            if entropy is not None:
+                entropies.append(entropy)
+        joined, all_entropies = _join(logprobs, hidden), _join(entropies, hidden)
+        ctx.head = head
+        if gradients is None:
+            ctx.save_for_backward(hidden, targets, _join(log_z, hidden))
+        else:
+            ctx.save_for_backward(gradients.of_hidden, gradients.of_weight.to(weight.dtype))
+        ctx.mark_non_differentiable(all_entropies)
+        return joined, all_entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_logprob = grads[0]
-        hidden, weight, targets, log_z = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        chunk = _rows_per_chunk(weight.shape[0])
-        one_chunk = hidden.shape[0] <= chunk
-        # Several chunks accumulate in fp32: bf16 would lose small contributions.
-        grad_weight = torch.zeros_like(weight, dtype=weight.dtype if one_chunk else torch.float32)
-        for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            logits = _chunk_logits(hidden[rows], weight, ctx.num_valid, ctx.temperature)
-            grad_logits = logits.sub_(log_z[rows, None]).exp_().neg_()
-            local, inside = _local_targets(targets[rows], ctx.vocab_start, ctx.num_valid)
-            grad_logits.scatter_add_(1, local[:, None], inside[:, None].to(grad_logits.dtype))
-            grad_logits *= (grad_logprob[rows] / ctx.temperature)[:, None]
-            grad_logits = grad_logits.to(weight.dtype)
-            grad_hidden[rows] = grad_logits @ weight
-            grad_weight += grad_logits.t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        head: _Head = ctx.head
+        if head.loss_gradient is not None:
+            return *ctx.saved_tensors, None, None
+        hidden, targets, log_z = ctx.saved_tensors
+        gradients = _Gradients(head, hidden)
+        for positions in head.chunks(hidden.shape[0]):
+            logits = head.logits(hidden[positions])
+            of_logits = head.gradient_of_logits(logits, targets[positions], log_z[positions], grads[0][positions])
+            gradients.add(positions, hidden[positions], of_logits)
+        return gradients.of_hidden, gradients.of_weight.to(head.weight.dtype), None, None
 
 
 def _join(chunks: list[Tensor], like: Tensor) -> Tensor:
     """A new tensor for each call. If log-probs and entropies of no rows were one object, marking the entropies as not
     differentiable would also skip the backward pass of a micro-batch without targets, and peers would hang in it."""
     return torch.cat(chunks) if chunks else like.new_zeros(0, dtype=torch.float32)
-
-
-def _reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
-    if group.size() > 1:
-        dist.all_reduce(tensor, op=op, group=group)
 
 
 def token_logprobs(  # noqa: PLR0913
@@ -121,22 +194,33 @@ def token_logprobs(  # noqa: PLR0913
     group: dist.ProcessGroup,
     temperature: float = 1.0,
     want_entropy: bool = False,
+    loss_gradient: LossGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of `targets` and entropies of the whole distributions, nats.
 
     Args:
         hidden: [t, hidden], final hidden states of the predicting positions, equal on all tensor-parallel ranks; its
-            gradient is this rank's part (the caller's `copy_to_tensor_model_parallel_region` sums the parts).
+            gradient is this rank's part (the caller's `copy_to_tensor_model_parallel_region` sums the parts). In fp32
+            beside bf16 weights, the logits are fp32 too.
         weight: [v / tp, hidden], this rank's rows of the output embedding, padded rows included.
         targets: int64 [t], token ids.
         vocab_size: true size; columns from it on are padding.
         group: tensor-parallel group.
         temperature: logits are divided by it.
+        loss_gradient: the derivative of the loss by the log-probs, where a token's derivative depends on no other
+            token's log-prob. Gradients are then computed in the forward pass, and the backward pass ignores its input,
+            which must be this derivative.
 
     Returns:
         float32 [t] log-probs with gradient, float32 [t] entropies without (empty unless `want_entropy`).
     """
-    logprobs, entropy = _ChunkedLogProb.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, vocab_size, group, temperature, want_entropy
+    head = _Head(
+        weight=weight.detach(),
+        vocab_size=vocab_size,
+        group=group,
+        temperature=temperature,
+        want_entropy=want_entropy,
+        loss_gradient=loss_gradient,
     )
+    logprobs, entropy = _ChunkedLogProb.apply(hidden, weight, targets, head)  # type: ignore[no-untyped-call]
     return logprobs, entropy

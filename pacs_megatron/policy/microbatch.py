@@ -177,14 +177,19 @@ def packed_params(bounds: Tensor, device: torch.device, *, padded: bool = False)
     )
 
 
-def build_record(batch: MicroBatch, logprobs: Tensor, entropy: Tensor | None, *, is_step_start: bool) -> TokenRecord:
-    """The objective's view of a micro-batch: `logprobs` [local] of this rank's response tokens.
+_ALL = slice(None)
+
+
+def build_record(
+    batch: MicroBatch, logprobs: Tensor, entropy: Tensor | None, *, is_step_start: bool, tokens: slice = _ALL
+) -> TokenRecord:
+    """The objective's view of a micro-batch: `logprobs` of this rank's response tokens, or of a part of them, `tokens`.
 
     `is_step_start`: the policy has the weights of the step's start, so `logprobs` are the step-start log-probs too.
     """
 
     def pick(values: Tensor) -> Tensor:
-        return values if batch.local is None else values[batch.local]
+        return values[tokens] if batch.local is None else values[batch.local[tokens]]
 
     step_start = batch.step_start_logprobs
     if step_start is not None:

@@ -26,8 +26,8 @@ from pacs_megatron.models import ModelSpec
 from pacs_megatron.parallel import cpu_redirects
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.policy import precision
-from pacs_megatron.policy.head import token_logprobs
-from pacs_megatron.policy.modules import PackedAttention, RMSNorm
+from pacs_megatron.policy.head import LossGradient, token_logprobs
+from pacs_megatron.policy.modules import Fp32OutputNorm, PackedAttention, RMSNorm
 
 
 class PolicyModel(GPTModel):
@@ -40,6 +40,8 @@ class PolicyModel(GPTModel):
     spec: ModelSpec
     temperature: float = 1.0
     want_entropy: bool = False
+    loss_gradient: LossGradient | None = None
+    """of the next forward pass, where it is known before it; see `token_logprobs`"""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         labels = kwargs.get("labels")
@@ -63,6 +65,7 @@ class PolicyModel(GPTModel):
             group=parallel_state.get_tensor_model_parallel_group(),
             temperature=self.temperature,
             want_entropy=self.want_entropy,
+            loss_gradient=self.loss_gradient,
         )
 
 
@@ -144,13 +147,16 @@ def _layer_spec(spec: ModelSpec, *, transformer_engine: bool) -> ModuleSpec:
     return local
 
 
-def _block_spec(spec: ModelSpec, config: TransformerConfig, machine: precision.Machine, vp_stage: int | None) -> Any:
+def _block_spec(
+    spec: ModelSpec, config: TransformerConfig, machine: precision.Machine, vp_stage: int | None, *, fp32_head: bool
+) -> Any:
     transformer_engine = precision.uses_transformer_engine(config.params_dtype, machine)
     layer = _layer_spec(spec, transformer_engine=transformer_engine)
-    if transformer_engine:
+    if transformer_engine and not fp32_head:
         return layer
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    norm = Fp32OutputNorm if fp32_head else RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
 def _rope(spec: ModelSpec) -> dict[str, Any]:
@@ -183,8 +189,13 @@ def build_chunks(
     config: TransformerConfig,
     machine: precision.Machine,
     rank: Rank,
+    *,
+    fp32_head: bool = False,
 ) -> list[torch.nn.Module]:
-    """This rank's model chunks (one, or `vpp`), on its device, in bf16 wrapped in Float16Module. Weights are arbitrary."""
+    """This rank's model chunks (one, or `vpp`), on its device, in bf16 wrapped in Float16Module. Weights are arbitrary.
+
+    `fp32_head`: final norm, output layer and log-softmax in fp32, in a model of bf16 weights.
+    """
     # Defect of megatron-core 0.16: the router tests `te_general_gemm is not None`, a name that is unbound without
     # Transformer Engine (NameError).
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -196,7 +207,7 @@ def build_chunks(
         with cpu_redirects.cuda_type_names():
             model = PolicyModel(
                 config,
-                _block_spec(spec, config, machine, vp_stage),
+                _block_spec(spec, config, machine, vp_stage, fp32_head=fp32_head),
                 vocab_size=padded_vocab,
                 max_sequence_length=spec.max_positions,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),

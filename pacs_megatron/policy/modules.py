@@ -36,6 +36,13 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
+class Fp32OutputNorm(RMSNorm):
+    """The final norm of `precision.head: fp32`: its output keeps fp32, the weight the model's type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps)
+
+
 class PackedAttention(MegatronModule):
     """Causal attention over packed sequences with torch's scaled_dot_product_attention.
 

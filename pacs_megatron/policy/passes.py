@@ -12,14 +12,16 @@ from torch import Tensor
 
 from pacs_megatron.models import ModelSpec
 from pacs_megatron.policy.microbatch import MicroBatch, packed_params
+from pacs_megatron.policy.model import unwrap
 from pacs_megatron.policy.stoppable import StoppablePass
-
-LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(micro-batch, log-probs [k] with graph, entropies [k]) -> (loss to back-propagate, sums to report)"""
+from pacs_megatron.policy.update_loss import UpdateLoss
 
 
-def _model_step(after: Callable[..., Any], iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
+def _model_step(
+    after: Callable[..., Any], loss: UpdateLoss | None, iterator: Iterator[MicroBatch], model: torch.nn.Module
+) -> Any:
     batch = next(iterator)
+    unwrap(model).loss_gradient = None if loss is None else loss.gradient(batch)
     output = model(batch.input_ids, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed)
     return output, partial(after, batch)
 
@@ -30,17 +32,17 @@ def _run(
     num_microbatches: int,
     after: Callable[..., Any],
     *,
-    forward_only: bool,
+    loss: UpdateLoss | None,
 ) -> list[Any]:
     results: list[Any] = get_forward_backward_func()(
-        forward_step_func=partial(_model_step, after),
+        forward_step_func=partial(_model_step, after, loss),
         data_iterator=list(iterators) if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=num_microbatches,
         # Unused: with variable_seq_lengths the stages exchange the true lengths.
         seq_length=1,
         micro_batch_size=1,
-        forward_only=forward_only,
+        forward_only=loss is None,
     )
     return results
 
@@ -60,26 +62,26 @@ def forward(
 
     iterators = [iter(batches) for _ in chunks] if stoppable is None else stoppable.iterators(len(chunks))
     with torch.no_grad(), _unchanged_fp8_state(chunks):
-        results = _run(chunks, iterators, len(batches), keep, forward_only=True)
+        results = _run(chunks, iterators, len(batches), keep, loss=None)
     if stoppable is not None:
         stoppable.finish()
     return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else []
 
 
 def forward_backward(
-    chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], loss_function: LossFunction
+    chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], loss_function: UpdateLoss
 ) -> list[Mapping[str, Tensor]]:
     """Gradients of the SUM of the losses over micro-batches and data-parallel ranks, into Megatron's buffers.
 
     Returns the report of `loss_function` for every micro-batch on the last pipeline stage, [] elsewhere.
     """
 
-    def loss(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def after(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         value, report = loss_function(batch, *output)
         # With a count of 0 tokens, finalize_model_grads does not divide the sum.
         return value, torch.zeros((), dtype=torch.int, device=value.device), report
 
-    results = _run(chunks, [iter(batches) for _ in chunks], len(batches), loss, forward_only=False)
+    results = _run(chunks, [iter(batches) for _ in chunks], len(batches), after, loss=loss_function)
     return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else []
 
 

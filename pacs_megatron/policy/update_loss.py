@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pacs_megatron.contracts import Objective, Prepared, SampleTable, TokenRecord
 from pacs_megatron.contracts.protocols import Statistic
+from pacs_megatron.policy.head import LossGradient
 from pacs_megatron.policy.microbatch import MicroBatch, build_record
 
 MAX_LOG_RATIO = 60.0
@@ -77,6 +78,20 @@ class UpdateLoss:
             for name, value in self.objective.token_metrics(record, prepared).items():
                 report[name] = (value * record.mask).sum()
         return loss, report
+
+    def gradient(self, batch: MicroBatch) -> LossGradient | None:
+        """The loss's derivative by the log-probs; None where siblings couple it and their log-probs are of this forward."""
+        if batch.table is not None:
+            return None
+
+        def by_tokens(tokens: slice, logprobs: Tensor) -> Tensor:
+            with torch.enable_grad():
+                leaf = logprobs.detach().requires_grad_(True)
+                record = build_record(batch, leaf, None, is_step_start=self.is_step_start, tokens=tokens)
+                loss = (self.objective.token_loss(record, self.prepared) * record.mask).sum()
+                return torch.autograd.grad(loss, leaf)[0]
+
+        return by_tokens
 
     def _coupled(self, batch: MicroBatch, table: SampleTable, found: Mapping[Statistic, Tensor]) -> Prepared:
         """Coefficients of the micro-batch's groups from this forward, scattered to [n].

@@ -210,4 +210,4 @@ def test_a_mini_batch_on_the_device(tmp_path: Path) -> None:
 def test_chunk_of_logits_is_the_heads() -> None:
     from pacs_megatron.policy import head
 
-    assert memory.LOGITS_PER_CHUNK == head.LOGITS_PER_CHUNK
+    assert head.logits_per_chunk is memory.logits_per_chunk

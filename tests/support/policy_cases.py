@@ -32,6 +32,7 @@ def make_policy(
     clip_grad: float = CLIP_GRAD,
     fp8: dict[str, Any] | None = None,
     offload: Literal["none", "optimizer", "all"] = "none",
+    head: Literal["bf16", "fp32"] = "bf16",
     **parallel: Any,
 ) -> Any:
     """MegatronPolicy on the calling ranks, loaded from the Hugging Face folder. Call it inside `run_ranks`."""
@@ -57,7 +58,7 @@ def make_policy(
         load_spec(folder),
         rank,
         parallel=options,
-        precision_options=PrecisionOptions(dtype=dtype, fp8=None if fp8 is None else Fp8Options(**fp8)),
+        precision_options=PrecisionOptions(dtype=dtype, head=head, fp8=None if fp8 is None else Fp8Options(**fp8)),
         optimizer=OptimizerOptions(**(OPTIMIZER | (optimizer or {}))),
         clip_grad=clip_grad,
         total_updates=total_updates,
