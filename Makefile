@@ -42,8 +42,9 @@ TEST_TOOLS := install-dev install-sglang install-slurm
 test: $(TEST_TOOLS) ## what a change needs: about 12 minutes on two idle cores
 	@$(PY) -m pytest -m "not gpu and not full and not campaign" $(PYTEST_ARGS)
 
-test-full: $(TEST_TOOLS) ## every other test, up to two hours; the same command resumes
+test-full: $(TEST_TOOLS) ## every other test, up to two hours, and test-te and test-current where installed; resumes
 	@$(PY) -m pytest -m full --resume=.pytest_cache/test-full $(PYTEST_ARGS)
+	@for name in te current; do if [ -x .venv-$$name/bin/python ]; then $(MAKE) --no-print-directory test-$$name; fi; done
 
 campaign: $(TEST_TOOLS) ## once a release: seeds, kills, studies; the same command resumes
 	@$(PY) -m pytest -m campaign --resume=.pytest_cache/campaign $(PYTEST_ARGS)

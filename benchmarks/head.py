@@ -105,9 +105,9 @@ def main() -> None:
     """Prints one row a case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cuda = torch.version.cuda is not None
-    parser.add_argument("--tokens", type=int, default=16384 if cuda else 512)
-    parser.add_argument("--hidden", type=int, default=4096 if cuda else 128)
-    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--tokens", type=int, default=16384 if cuda else 1536)
+    parser.add_argument("--hidden", type=int, default=4096 if cuda else 1024)
+    parser.add_argument("--vocab", type=int, default=151936 if cuda else 49152)
     parser.add_argument("--repeats", type=int, default=10 if cuda else 2)
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")

@@ -227,6 +227,41 @@ def _parallel(config: RunConfig) -> Iterator[str]:
         yield (
             f"parallel.recompute.num_layers is used by granularity=full only, got {recompute.granularity}; remove it"
         )
+    if "modules" in changed(recompute) and recompute.granularity != "selective":
+        yield (
+            f"parallel.recompute.modules is used by granularity=selective only, got {recompute.granularity}; remove it"
+        )
+
+
+_NEEDS_GPU = (
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "use_precision_aware_optimizer",
+    "gradient_accumulation_fusion",
+)
+_WITH = {
+    "overlap_param_gather": "overlap_grad_reduce",
+    "moe_flex_dispatcher_backend": "moe_token_dispatcher_type",
+}
+"""Option of `parallel.megatron` -> the option without which Megatron ignores or refuses it."""
+
+
+def _megatron(config: RunConfig) -> Iterator[str]:
+    parallel, options = config.parallel, config.parallel.megatron
+    given = {name: getattr(options, name) for name in changed(options) if getattr(options, name) not in (False, None)}
+    for name, value in given.items():
+        where = f"parallel.megatron.{name}={value}"
+        other = _WITH.get(name)
+        if other is not None and getattr(options, other) in (False, "alltoall"):
+            yield f"{where} requires parallel.megatron.{other}; set it or remove {name}"
+        if name in _NEEDS_GPU and not config.resources.gpus_per_node:
+            yield f"{where} requires GPUs, got resources.gpus_per_node=0; remove it"
+        if name == "overlap_param_gather" and not parallel.distributed_optimizer:
+            yield f"{where} requires parallel.distributed_optimizer=true; set it or remove {name}"
+        if name in _NEEDS_GPU and config.precision.dtype == "fp32":
+            yield f"{where} requires precision.dtype=bf16, got fp32; remove it"
+    if options.moe_token_dispatcher_type == "flex" and parallel.tp * parallel.ep == 1:  # noqa: S105
+        yield "parallel.megatron.moe_token_dispatcher_type=flex requires parallel.ep or parallel.tp > 1; remove it"
 
 
 def _batch(config: RunConfig) -> Iterator[str]:
@@ -361,6 +396,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _run,
     _precision,
     _parallel,
+    _megatron,
     _strategy,
     _sampling,
     _rollout_place,

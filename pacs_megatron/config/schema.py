@@ -6,7 +6,7 @@ the chosen strategy does not use is refused too.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -45,9 +45,49 @@ class PrecisionOptions(Options):
 
 class RecomputeOptions(Options):
     granularity: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation: `selective` recomputes core attention, `full` whole layers."""
+    """Activation recomputation: `selective` recomputes `modules`, `full` whole layers."""
     num_layers: PositiveInt = 1
     """Layers recomputed together with `granularity: full` (Megatron's `uniform` method)."""
+    modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe_act", "moe"], ...] = Field(
+        default=("core_attn",), strict=False, min_length=1
+    )
+    """Parts of a layer that `granularity: selective` recomputes (Megatron's `recompute_modules`)."""
+
+
+class MegatronOptions(Options):
+    """Options of Megatron-Core by its own names; an option that does not combine with the run is an error."""
+
+    overlap_grad_reduce: bool | None = None
+    """Reduce gradients over the data-parallel ranks during the last backward pass. null: on with CUDA."""
+    overlap_param_gather: bool | None = None
+    """Gather the distributed optimizer's weights during the next forward pass. null: as overlap_grad_reduce."""
+    gradient_accumulation_fusion: bool | None = None
+    """A product adds a weight's gradient to the fp32 buffer itself. null: on with Transformer Engine."""
+    moe_permute_fusion: bool = False
+    """Transformer Engine's fused permutation of tokens."""
+    moe_router_fusion: bool = False
+    """Transformer Engine's fused top-k of the router."""
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"  # noqa: S105  (no password)
+    """Exchange of tokens between expert-parallel ranks; `flex` requires the package of its backend."""
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = "deepep"
+    """Kernels of `moe_token_dispatcher_type: flex`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _explain(cls, given: Any) -> Any:
+        for name, reason in _MEGATRON_REFUSED.items():
+            if isinstance(given, dict) and name in given:
+                raise ValueError(f"{name} does not combine with this project: {reason}; remove it")
+        return given
+
+
+_MEGATRON_REFUSED = {
+    "tp_comm_overlap": "its communication buffers have one fixed shape, packed micro-batches differ in length",
+    "cuda_graph_impl": "a CUDA graph replays one fixed shape without packed sequences, micro-batches differ in length",
+    "fp8_param": "weight sync, the frozen reference and checkpoints read the weights in bf16",
+    "use_precision_aware_optimizer": "Megatron 0.16 to 0.19 cannot create its state with Transformer Engine 2.11",
+    "optimizer_cpu_offload": "it needs use_precision_aware_optimizer; policy.offload moves the optimizer to the host",
+}
 
 
 OffloadKind = Literal["none", "optimizer", "all"]
@@ -76,6 +116,8 @@ class ParallelOptions(Options):
     """Shard optimizer state over the data-parallel ranks."""
     recompute: RecomputeOptions = RecomputeOptions()
     """Activation recomputation."""
+    megatron: MegatronOptions = MegatronOptions()
+    """Options of Megatron-Core by its own names."""
     control_timeout_s: float = Field(default=7200.0, gt=0)
     """Timeout of one phase of the driver, such as a rollout, in seconds."""
     hang_timeout_s: float = Field(default=1500.0, gt=0)

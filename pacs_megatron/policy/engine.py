@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 
 from pacs_megatron.batching.split import one_by_one, plan_microbatches, split_groups_only
@@ -76,16 +77,17 @@ class MegatronPolicy:
         self._multiple = math.lcm(sequence_multiple, precision.token_multiple(precision_options) * sequence_multiple)
         fp32_head = precision_options.head == "fp32"
         chunks = build_chunks(spec, self.table.padded_vocab, self.config, machine, rank, fp32_head=fp32_head)
-        self.chunks = wrap_for_training(
-            chunks, self.config, distributed_optimizer=parallel.distributed_optimizer, overlap=False
-        )
+        self.chunks = wrap_for_training(chunks, self.config, parallel, machine)
         self.optimizer = Optimizer(
             optimizer,
             self.chunks,
             self.config,
             clip_grad=clip_grad,
             total_updates=total_updates,
-            distributed=parallel.distributed_optimizer,
+            megatron_options=precision.megatron_options(
+                OptimizerConfig, parallel.megatron, machine, self.config.params_dtype
+            )
+            | {"use_distributed_optimizer": parallel.distributed_optimizer},
         )
         self.offload = Offload(offload, self.chunks, self.optimizer, rank.device)
         self.config.finalize_model_grads_func = finalize_model_grads
@@ -107,10 +109,12 @@ class MegatronPolicy:
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) in the table's order, on every rank. Every rank must iterate to the end."""
+        weights.complete(self.chunks)
         return weights.export(self.models, self.table, self.offload.readable)
 
     def take_reference(self, *, reset_optimizer: bool) -> None:
         """Sets the reference to the current policy; `reset_optimizer` also sets Adam's moments to 0."""
+        weights.complete(self.chunks)
         if self.reference is None:
             self.reference = weights.Snapshot(self.chunks, self.offload.readable)
         else:
@@ -160,6 +164,7 @@ class MegatronPolicy:
         swapped: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if source == "reference":
             assert self.reference is not None, "take_reference comes first"
+            weights.complete(self.chunks)
             swapped = self.reference.swapped_in()
         with swapped:
             batches, results = self._forward(minibatch, should_stop)

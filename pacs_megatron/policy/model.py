@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -22,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from pacs_megatron.config.schema import ParallelOptions, PrecisionOptions
+from pacs_megatron.errors import ConfigError
 from pacs_megatron.models import ModelSpec
 from pacs_megatron.parallel import cpu_redirects
 from pacs_megatron.parallel.groups import Rank
@@ -97,9 +99,8 @@ def transformer_config(
         "context_parallel_size": parallel.cp,
         "expert_model_parallel_size": parallel.ep,
         "sequence_parallel": parallel.sequence_parallel,
-        # Packed micro-batches differ in length, which Megatron's default MoE dispatcher does not support.
+        # Packed micro-batches differ in length.
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
         # Plain sums: no division by micro-batches, tokens or data-parallel ranks. The objective applies every factor.
         "calculate_per_token_loss": True,
     }
@@ -122,7 +123,14 @@ def transformer_config(
         arguments["recompute_granularity"] = parallel.recompute.granularity
         if parallel.recompute.granularity == "full":
             arguments |= {"recompute_method": "uniform", "recompute_num_layers": parallel.recompute.num_layers}
-    return TransformerConfig(**arguments, **precision.megatron_arguments(options, machine))
+        else:
+            arguments["recompute_modules"] = list(parallel.recompute.modules)
+    arguments |= precision.megatron_arguments(options, machine)
+    arguments |= precision.megatron_options(TransformerConfig, parallel.megatron, machine, dtype)
+    try:
+        return TransformerConfig(**arguments)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"Megatron-Core does not support this combination of parallel.* options: {error}") from error
 
 
 def _layer_spec(spec: ModelSpec, *, transformer_engine: bool) -> ModuleSpec:
@@ -200,6 +208,9 @@ def build_chunks(
     # Transformer Engine (NameError).
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    # Megatron's output layer refuses the fused weight gradient without Apex's kernel. Its own forward pass computes no
+    # gradient here: the head reads its weight. Transformer Engine's layers have their own kernel.
+    layers._grad_accum_fusion_available = True
     chunks: list[torch.nn.Module] = []
     vpp = config.virtual_pipeline_model_parallel_size
     for stage in range(vpp or 1):
@@ -228,20 +239,27 @@ def build_chunks(
 
 
 def wrap_for_training(
-    chunks: list[torch.nn.Module], config: TransformerConfig, *, distributed_optimizer: bool, overlap: bool
+    chunks: list[torch.nn.Module], config: TransformerConfig, parallel: ParallelOptions, machine: precision.Machine
 ) -> list[DistributedDataParallel]:
     """Megatron's DDP with fp32 gradient buffers. Averaging is off: `calculate_per_token_loss` makes it a sum."""
+    options = precision.megatron_options(DistributedDataParallelConfig, parallel.megatron, machine, config.params_dtype)
+    options["overlap_param_gather"] &= parallel.distributed_optimizer
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap and distributed_optimizer,
-        use_distributed_optimizer=distributed_optimizer,
+        use_distributed_optimizer=parallel.distributed_optimizer,
         average_in_collective=False,
+        **options,
     )
-    return [
+    overlap = ddp_config.overlap_grad_reduce
+    wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0 and not overlap)
         for index, chunk in enumerate(chunks)
     ]
+    if overlap:
+        # Gradients are reduced in the backward pass of the last micro-batch only.
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
 
 
 def unwrap(chunk: torch.nn.Module) -> PolicyModel:

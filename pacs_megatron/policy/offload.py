@@ -17,6 +17,7 @@ from torch import Tensor, UntypedStorage
 from pacs_megatron.config.schema import OffloadKind
 from pacs_megatron.errors import PacsError
 from pacs_megatron.policy.optimizer import Optimizer
+from pacs_megatron.policy.weights import complete
 
 _ALIGNMENT = 256
 
@@ -51,6 +52,7 @@ class Offload:
         """Does nothing if the state is in host memory. Raises PacsError if host memory cannot be pinned."""
         if self._kind == "none" or self._moved:
             return
+        complete(self._chunks)
         self._optimizer.megatron.zero_grad()
         weights = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
         of_weights, mine = _storages(weights), {id(parameter) for parameter in weights}

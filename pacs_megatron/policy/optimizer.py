@@ -1,7 +1,7 @@
 """Megatron's optimizer and schedule, with clipping by the global norm and a check for non-finite gradients."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ class Optimizer:
         *,
         clip_grad: float,
         total_updates: int,
-        distributed: bool,
+        megatron_options: Mapping[str, Any],
     ) -> None:
-        megatron_options = OptimizerConfig(
+        optimizer_config = OptimizerConfig(
             optimizer="adam",
             lr=options.lr,
             min_lr=options.min_lr,
@@ -41,11 +41,11 @@ class Optimizer:
             clip_grad=clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
-            use_distributed_optimizer=distributed,
+            **megatron_options,
         )
         with cpu_redirects.cuda_type_names():
             self.megatron: MegatronOptimizer = get_megatron_optimizer(
-                megatron_options, chunks, use_gloo_process_groups=torch.cuda.is_available()
+                optimizer_config, chunks, use_gloo_process_groups=torch.cuda.is_available()
             )
         for part in self.optimizers():
             if isinstance(part, DistributedOptimizer) and part.data_parallel_group_gloo is None:

@@ -1,5 +1,6 @@
 """Accelerator software of this machine (Transformer Engine, NVIDIA Apex, FP8), and Megatron's precision arguments."""
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pacs_megatron.config.schema import PrecisionOptions
+from pacs_megatron.config.schema import MegatronOptions, PrecisionOptions
 from pacs_megatron.errors import ConfigError
 
 _TE_RANGES = {(0, 16): ((2, 9), (2, 12)), (0, 19): ((2, 14), (2, 21))}
@@ -29,8 +30,6 @@ class Machine:
     """(major, minor), None when it is not installed"""
     apex: bool
     """NVIDIA Apex's fused kernels are importable"""
-    wgrad_fusion: bool
-    """Apex's kernel that adds a weight's gradient to its fp32 buffer is importable too"""
     megatron: tuple[int, int]
     """(major, minor) of megatron-core"""
     foreign_apex: bool
@@ -66,7 +65,6 @@ def inspect_machine() -> Machine:
         transformer_engine=_version_of("transformer-engine", "transformer-engine-torch"),
         apex=has_apex_name and has_apex_kernels,
         megatron=_version_of("megatron-core") or (0, 16),
-        wgrad_fusion=has_apex_kernels and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         foreign_apex=has_apex_name and not has_apex_kernels,
     )
 
@@ -151,8 +149,6 @@ def megatron_arguments(options: PrecisionOptions, machine: Machine) -> dict[str,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        # Megatron's output layer needs Apex's kernel for this, also with Transformer Engine's layers.
-        "gradient_accumulation_fusion": has_te and machine.wgrad_fusion,
         "masked_softmax_fusion": False,
         "bias_activation_fusion": machine.cuda,
         "bias_dropout_fusion": machine.cuda,
@@ -178,3 +174,13 @@ def token_multiple(options: PrecisionOptions) -> int:
     if options.fp8 is None:
         return 1
     return 128 if options.fp8.recipe == "blockwise" else 16
+
+
+def megatron_options(target: type, options: MegatronOptions, machine: Machine, dtype: torch.dtype) -> dict[str, Any]:
+    """The fields of Megatron's dataclass `target` that `parallel.megatron` names, with this machine's defaults."""
+    given = {name: value for name, value in options.model_dump().items() if value is not None}
+    overlap = given.setdefault("overlap_grad_reduce", machine.cuda)
+    given.setdefault("overlap_param_gather", overlap)
+    given.setdefault("gradient_accumulation_fusion", uses_transformer_engine(dtype, machine))
+    names = {field.name for field in dataclasses.fields(target)}
+    return {name: value for name, value in given.items() if name in names}

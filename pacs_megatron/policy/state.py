@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extr
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from pacs_megatron.policy import weights
 from pacs_megatron.policy.engine import MegatronPolicy
 
 MODEL, REFERENCE, OPTIMIZER = "model", "reference", "optimizer"
@@ -49,6 +50,7 @@ def _model_state(policy: MegatronPolicy, prefix: str) -> dict[str, Any]:
 
 def sharded_state(policy: MegatronPolicy, *, is_loading: bool, with_reference: bool) -> dict[str, Any]:
     """The state dict that dist_checkpointing saves, or fills when loading. Collective."""
+    weights.complete(policy.chunks)
     state = _model_state(policy, MODEL)
     model_only = (
         state[f"{MODEL}0"]

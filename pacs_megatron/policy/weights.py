@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from pacs_megatron.errors import ConversionError
@@ -87,6 +88,15 @@ def load(models: Sequence[PolicyModel], table: WeightTable, read: Callable[[str]
 
 
 @torch.no_grad()
+def complete(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Gathers the weights where `overlap_param_gather` leaves that to the next forward pass. Collective."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                if not group.param_gather_dispatched or group.param_gather_handle is not None:
+                    group.start_param_sync(force_sync=True)
+
+
 def export(
     models: Sequence[PolicyModel], table: WeightTable, readable: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> Iterator[tuple[str, Tensor]]:

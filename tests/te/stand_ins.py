@@ -45,7 +45,6 @@ MACHINE = precision.Machine(
     transformer_engine=(2, 11),
     apex=False,
     megatron=(0, 16),
-    wgrad_fusion=False,
     foreign_apex=False,
 )
 CALLS: dict[str, int] = {}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from pacs_megatron.config.schema import Fp8Options, ParallelOptions, PrecisionOptions
+from pacs_megatron.config import schema
+from pacs_megatron.config.schema import Fp8Options, MegatronOptions, ParallelOptions, PrecisionOptions
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.models import load_spec, weight_table
 from pacs_megatron.policy import precision
@@ -21,10 +25,18 @@ H100 = precision.Machine(
     transformer_engine=(2, 11),
     apex=False,
     megatron=(0, 16),
-    wgrad_fusion=False,
     foreign_apex=False,
 )
 CPU = precision.inspect_machine()
+ALL = MegatronOptions(
+    overlap_grad_reduce=True,
+    overlap_param_gather=True,
+    gradient_accumulation_fusion=True,
+    moe_permute_fusion=True,
+    moe_router_fusion=True,
+    moe_token_dispatcher_type="flex",
+    moe_flex_dispatcher_backend="hybridep",
+)
 
 
 def machine(**changes: Any) -> precision.Machine:
@@ -81,10 +93,41 @@ def test_fp32_never_takes_transformer_engines_attention() -> None:
     assert not precision.uses_transformer_engine(torch.bfloat16, machine(transformer_engine=None))
 
 
-def test_gradient_fusion_needs_apex_kernel_for_megatrons_output_layer() -> None:
-    assert not precision.megatron_arguments(PrecisionOptions(), H100)["gradient_accumulation_fusion"]
-    with_apex = precision.megatron_arguments(PrecisionOptions(), machine(apex=True, wgrad_fusion=True))
-    assert with_apex["gradient_accumulation_fusion"]
+def test_options_of_megatron_have_its_own_names_and_types() -> None:
+    """Every field of `parallel.megatron` is a field of one of Megatron's dataclasses, which accept its values."""
+    targets = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    found = {name for target in targets for name in precision.megatron_options(target, ALL, H100, torch.bfloat16)}
+    assert found == set(MegatronOptions.model_fields)
+    for target in targets:
+        hints = get_type_hints(target)
+        for name, value in precision.megatron_options(target, ALL, H100, torch.bfloat16).items():
+            hint = hints[name]
+            assert value in get_args(hint) if get_args(hint) else isinstance(value, hint), (target, name)
+
+
+def test_refused_options_are_megatrons_and_name_their_reason() -> None:
+    names = {field.name for target in (TransformerConfig, OptimizerConfig) for field in dataclasses.fields(target)}
+    for name in schema._MEGATRON_REFUSED:
+        assert name in names
+        with pytest.raises(ValueError, match=f"{name} does not combine with this project: .+; remove it"):
+            MegatronOptions.model_validate({name: True})
+
+
+def test_overlap_and_gradient_fusion_are_on_with_cuda() -> None:
+    defaults = MegatronOptions()
+    ddp = precision.megatron_options(DistributedDataParallelConfig, defaults, H100, torch.bfloat16)
+    assert ddp["overlap_grad_reduce"] and ddp["overlap_param_gather"]
+    model = precision.megatron_options(TransformerConfig, defaults, H100, torch.bfloat16)
+    assert model["gradient_accumulation_fusion"]
+    assert not precision.megatron_options(TransformerConfig, defaults, H100, torch.float32)[
+        "gradient_accumulation_fusion"
+    ]
+    ddp = precision.megatron_options(DistributedDataParallelConfig, defaults, CPU, torch.bfloat16)
+    assert not ddp["overlap_grad_reduce"] and not ddp["overlap_param_gather"]
+    off = precision.megatron_options(
+        DistributedDataParallelConfig, MegatronOptions(overlap_grad_reduce=False), H100, torch.bfloat16
+    )
+    assert not off["overlap_param_gather"]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])

@@ -1,0 +1,147 @@
+"""Rounding noise of log-probs and scores, by precision, head and length, on a deep, narrow, trained model.
+
+    python benchmarks/logprob_noise.py [--fp8]
+
+Trains a Qwen3 of 16 layers on a random Markov chain, rounds its weights to bf16, and computes the log-probs of the same
+tokens by the policy in fp32 (the reference) and in bf16 with both heads. `sigma` is the sd of a token's difference to the
+reference, `bias` its mean. For each length: sd of the sum r over a sample and of psi (rloo, groups of 8), beside the sd
+that independent tokens predict: sigma sqrt(T) and beta sigma sqrt(T_i + sum_{j != i} T_j / (G-1)^2), beta 1. `packing`
+compares bf16 with itself: the sequences alone and packed with others. `--fp8` needs Transformer Engine and the stand-ins
+of tests/te: products in FP8 are emulated (quantisation only, a lower bound).
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+VOCAB, GROUP, SEQUENCES = 256, 8, 4
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 16,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 32768,
+}
+
+
+def markov_chain(rng: np.random.Generator, num_sequences: int, length: int, table: np.ndarray) -> np.ndarray:
+    """int64 [num_sequences, length]; `table` [VOCAB, VOCAB] are cumulative transition probabilities."""
+    tokens = np.zeros((num_sequences, length), dtype=np.int64)
+    for position in range(1, length):
+        draws = rng.random(num_sequences)[:, None]
+        tokens[:, position] = (table[tokens[:, position - 1]] < draws).sum(1).clip(max=VOCAB - 1)
+    return tokens
+
+
+def train(folder: Path, table: np.ndarray, updates: int) -> float:
+    """Trains the checkpoint in place; returns the last loss, nats a token."""
+    from transformers import AutoModelForCausalLM
+
+    rng = np.random.default_rng(1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    loss = torch.zeros(())
+    for _ in range(updates):
+        tokens = torch.from_numpy(markov_chain(rng, 8, 128, table))
+        loss = model(tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    tensors = {name: tensor.detach().bfloat16().float().contiguous() for name, tensor in model.state_dict().items()}
+    kept = load_file(folder / "model.safetensors").keys()
+    save_file({name: tensors[name] for name in kept}, folder / "model.safetensors", metadata={"format": "pt"})
+    return float(loss.detach())
+
+
+def logprobs(folder: Path, tokens: np.ndarray, budget: int, **options: Any) -> np.ndarray:
+    """float64 [sequences, length - 1] of all tokens but the first, by a policy of one rank."""
+    from pacs_megatron.contracts import SampleFacts, TokenBuffers
+    from tests.support.policy_cases import make_part, make_policy
+    from tests.support.ranks import run_ranks
+
+    count, length = tokens.shape
+    whole = np.full(count, length - 1)
+    facts = SampleFacts(
+        ids=tuple(f"0:p{i}#0" for i in range(count)),
+        groups=np.arange(count),
+        labels=np.zeros(count),
+        rewards=np.zeros(count),
+        prompt_lens=np.ones(count, dtype=np.int64),
+        response_lens=whole,
+        truncated=np.zeros(count, dtype=bool),
+    )
+    buffers = TokenBuffers(
+        index=np.arange(count),
+        token_ids=tokens.reshape(-1).astype(np.int32),
+        offsets=np.arange(count + 1) * length,
+        sampler_logprobs=np.zeros(count * (length - 1), dtype=np.float32),
+        response_offsets=np.arange(count + 1) * (length - 1),
+    )
+
+    def on_rank(_rank: int, world: int) -> np.ndarray:
+        policy = make_policy(folder, world, tokens_per_microbatch=budget, **options)
+        found = policy.logprobs(make_part(facts, buffers, policy, budget), "step_start")
+        return np.stack([found[row] for row in range(count)]).astype(np.float64)
+
+    return run_ranks(on_rank, 1, timeout=3000)[0]
+
+
+def report(name: str, difference: np.ndarray, lengths: list[int]) -> None:
+    """One row a length: `difference` [sequences, tokens]."""
+    sigma, bias = difference.std(), difference.mean()
+    print(f"{name:<24} sigma {sigma:.2e}  bias {bias:+.1e}  largest {abs(difference).max():.2e}")
+    for length in lengths:
+        windows = difference[:, : difference.shape[1] // length * length].reshape(-1, length).sum(1)
+        line = f"  T={length:>6}  sd(r) {windows.std():.2e}, predicted {sigma * length**0.5:.2e}"
+        if len(windows) >= 2 * GROUP:
+            groups = windows[: len(windows) // GROUP * GROUP].reshape(-1, GROUP)
+            psi = (groups - groups.mean(1, keepdims=True)) * GROUP / (GROUP - 1)
+            line += f"   sd(psi) {psi.std():.2e}, predicted {sigma * (length + length / (GROUP - 1)) ** 0.5:.2e}"
+        print(line + f"   ({len(windows)} samples)", flush=True)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--length", type=int, default=16384)
+    parser.add_argument("--updates", type=int, default=150)
+    args = parser.parse_args()
+    if args.fp8:
+        import tests.te.stand_ins  # noqa: F401  before Megatron
+    from tests.support.tiny_models import make_tiny_qwen3
+
+    rng = np.random.default_rng(0)
+    table = np.cumsum(rng.dirichlet(np.full(VOCAB, 0.05), VOCAB), 1)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = make_tiny_qwen3(Path(scratch) / "model", **SHAPE)
+        loss = train(folder, table, args.updates)
+        tokens = markov_chain(np.random.default_rng(2), SEQUENCES, args.length + 1, table)
+        exact = logprobs(folder, tokens, args.length + 1)
+        print(f"loss after {args.updates} updates: {loss:.3f} nats a token (uniform {np.log(VOCAB):.3f})")
+        lengths = [length for length in (256, 1024, 2048, 4096, 16384) if length <= args.length]
+        found: dict[str, np.ndarray] = {}
+        cases: dict[str, dict[str, Any]] = {
+            "bf16": {"dtype": "bf16"},
+            "bf16, fp32 head": {"dtype": "bf16", "head": "fp32"},
+        }
+        if args.fp8:
+            for head in ("bf16", "fp32"):
+                fp8 = {"recipe": "tensorwise", "format": "hybrid"}
+                cases[f"FP8 emulated, {head} head"] = {"dtype": "bf16", "head": head, "fp8": fp8}
+        for name, options in cases.items():
+            found[name] = logprobs(folder, tokens, args.length + 1, **options)
+            report(name, found[name] - exact, lengths)
+        packed = logprobs(folder, tokens, SEQUENCES * (args.length + 1), dtype="bf16")
+        report("bf16, packing", packed - found["bf16"], lengths)
+
+
+if __name__ == "__main__":
+    main()
