@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    distribute_main_replicas_with_precomputed_distribution,
+)
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -38,6 +42,11 @@ class PlainTorchDistSave(TorchDistSaveShardedStrategy):
         return True
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        if parallel_state.is_initialized():
+            # Tensors that several data-parallel ranks hold are divided among them, by size.
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            distribution = determine_main_replica_uniform_distribution(sharded_state_dict, group)
+            distribute_main_replicas_with_precomputed_distribution(sharded_state_dict, group, distribution)
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         save(
             mcore_to_pyt_state_dict(renamed, False),

@@ -36,6 +36,12 @@ def _shape(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str
             f"parallel.{label}={stages} does not divide num_hidden_layers={shape.num_layers} of {model_name}; make it "
             f"{one_of(divisors(shape.num_layers)).removeprefix('use ')}"
         )
+    wrong = {"mlp"} if moe is not None else {"moe", "moe_act"}
+    for module in wrong & set(parallel.recompute.modules):
+        yield f"parallel.recompute.modules has {module}, which {model_name} does not contain; remove it"
+    for name in sorted(parallel.megatron.model_fields_set):
+        if name.startswith("moe_") and moe is None:
+            yield f"parallel.megatron.{name} is for a model with experts, {model_name} has none; remove it"
     if parallel.ep > 1 and moe is None:
         yield (f"parallel.ep={parallel.ep}, but {model_name} has no experts; set parallel.ep=1")
     if moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:

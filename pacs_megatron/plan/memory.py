@@ -5,7 +5,7 @@ of a live Megatron model). Activations follow the layers' saved tensors. All oth
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -56,6 +56,13 @@ class Item:
     num_bytes: float
     source: str
     """`exact`, `computed` (from shapes), or the source of its constants."""
+    span: tuple[float, float] = (1.0, 1.0)
+    """lowest and highest value as factors, by the range of an assumed constant"""
+
+
+def _assumed(name: str, constant: constants.Constant, factor: float = 1.0) -> Item:
+    """`constant` times `factor` bytes."""
+    return Item(name, constant.value * factor, constant.source, constant.span)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,12 @@ class StageMemory:
     def total(self) -> float:
         """Bytes on the GPU at the peak of the phase."""
         return sum(item.num_bytes for item in self.items)
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Lowest and highest total, by the ranges of the assumed constants."""
+        low, high = (sum(item.num_bytes * item.span[end] for item in self.items) for end in (0, 1))
+        return low, high
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +196,7 @@ def state_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) 
         items.append(Item("master weights (fp32)", owned * 4, "exact"))
     if config.precision.fp8 is not None:
         copies = constants.FP8_WEIGHT_COPIES_BYTES
-        items.append(Item("FP8 copies of the weights", parameters.total * copies.value, copies.source))
+        items.append(_assumed("FP8 copies of the weights", copies, parameters.total))
     return items
 
 
@@ -207,8 +220,10 @@ def _resident_bytes(config: RunConfig, items: Sequence[Item]) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------- activations
-def layer_activation_bytes(config: RunConfig, spec: ModelSpec) -> float:
-    """Bytes that one layer saves for the backward pass, per token of the micro-batch on this rank, without recompute.
+def layer_activation_bytes(config: RunConfig, spec: ModelSpec, *, recomputed: Collection[str] = ()) -> float:
+    """Bytes that one layer saves for the backward pass, per token of the micro-batch on this rank.
+
+    `recomputed`: modules of `parallel.recompute` that save their input only, which another module saves too.
 
     The saved tensors of Transformer Engine's layer: inputs of both norms and of the following linear layers; queries
     and keys before their norm and after the rotation; values, attention output and its log-sum-exp; both halves of the
@@ -218,20 +233,23 @@ def layer_activation_bytes(config: RunConfig, spec: ModelSpec) -> float:
     sequence = tp if config.parallel.sequence_parallel else 1
     width = 2 if config.precision.dtype == "bf16" else 4
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    norms = 4 * spec.hidden_size / sequence
+    norms = (2 if "layernorm" in recomputed else 4) * spec.hidden_size / sequence
     before_norm = (queries + keys) if spec.qk_norm else 0
     attention = (before_norm + 2 * queries + 2 * keys) / tp
     if spec.moe is None:
-        mlp = 3 * spec.ffn_size / tp
+        mlp = 0.0 if "mlp" in recomputed else 3 * spec.ffn_size / tp
         extra = 0.0
     else:
         expert_tp = 1 if config.parallel.ep > 1 else tp
         fullest = constants.EXPERT_IMBALANCE.value if config.parallel.ep > 1 else 1.0
-        copy = spec.hidden_size + 3 * spec.moe.expert_ffn_size / expert_tp
+        halves = 2 if "moe_act" in recomputed else 3  # the product of both halves is computed again
+        copy = 0.0 if "moe" in recomputed else spec.hidden_size + halves * spec.moe.expert_ffn_size / expert_tp
         mlp = expert_copies(config, spec) * copy * fullest
         extra = 8.0 * spec.moe.num_experts / sequence  # the router's logits and probabilities, fp32
+        extra = 0.0 if "moe" in recomputed else extra
     fp8 = 1.0 if config.precision.fp8 is None else constants.FP8_ACTIVATION_FRAC.value
-    return width * (norms + attention + mlp) * fp8 + 4 * spec.num_heads / tp + extra
+    softmax = 0 if "core_attn" in recomputed else 4 * spec.num_heads / tp
+    return width * (norms + attention + mlp) * fp8 + softmax + extra
 
 
 def expert_copies(config: RunConfig, spec: ModelSpec) -> float:
@@ -263,13 +281,12 @@ def activation_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: 
             Item("layers being recomputed", full * group, "computed"),
         ]
     else:
-        items = [
-            Item(
-                f"activations of {num_layers} layers x {in_flight:g} in flight",
-                full * num_layers * in_flight,
-                "computed",
-            )
-        ]
+        modules = recompute.modules if recompute.granularity == "selective" else ()
+        kept = layer_activation_bytes(config, spec, recomputed=modules) * tokens
+        name = f"activations of {num_layers} layers x {in_flight:g} in flight"
+        items = [Item(name, kept * num_layers * in_flight, "computed")]
+        if modules:
+            items.append(Item(f"parts being recomputed ({', '.join(modules)})", full - kept, "computed"))
     items.append(Item("hidden states and their gradients", 4 * width * spec.hidden_size * tokens, "computed"))
     items.append(Item("tokens, labels and log-probs of a mini-batch", minibatch_bytes(config, layout), "computed"))
     if stage == layout.pp - 1:
@@ -352,7 +369,7 @@ def train_memory(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int)
     """One GPU of a pipeline stage at the peak of training."""
     items = [*state_items(config, spec, layout, stage), *activation_items(config, spec, layout, stage)]
     peak = sum(item.num_bytes for item in items)
-    items.append(Item("allocator fragmentation", peak * constants.FRAGMENTATION.value, constants.FRAGMENTATION.source))
+    items.append(_assumed("allocator fragmentation", constants.FRAGMENTATION, peak))
     items.extend(_process_items(layout))
     if config.rollout.sglang is not None:
         items.append(Item("weight sync: a bucket and the largest tensor", sync_bytes(config, spec), "computed"))
@@ -361,17 +378,15 @@ def train_memory(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int)
             items.append(Item(f"weight sync: NCCL, servers per rank: {groups}", nccl.value * groups, nccl.source))
         servers = config.rollout.managed_servers
         if servers is not None and servers.colocated:
-            left = constants.SGLANG_RELEASED_BYTES
-            items.append(Item("SGLang server that released its memory", left.value, left.source))
+            items.append(_assumed("SGLang server that released its memory", constants.SGLANG_RELEASED_BYTES))
     return StageMemory("train", stage, tuple(items))
 
 
 def _process_items(layout: Layout) -> list[Item]:
     groups = 1 + sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep, layout.dp))
-    nccl = constants.NCCL_BYTES_PER_GROUP
     return [
-        Item("CUDA context", constants.CUDA_CONTEXT_BYTES.value, constants.CUDA_CONTEXT_BYTES.source),
-        Item(f"NCCL, {groups} groups", nccl.value * groups, nccl.source),
+        _assumed("CUDA context", constants.CUDA_CONTEXT_BYTES),
+        _assumed(f"NCCL, {groups} groups", constants.NCCL_BYTES_PER_GROUP, groups),
     ]
 
 
@@ -444,8 +459,7 @@ def rollout_memory(config: RunConfig, spec: ModelSpec, layout: Layout, gpu_bytes
     kind = rollout.dtype if rollout.sync.quantize == "none" else rollout.sync.quantize
     weights = sampler_weight_bytes(rollout, spec) / servers.tp
     items = [Item(f"SGLang weights ({kind}), tp={servers.tp}", weights, "exact")]
-    overhead = constants.SGLANG_OVERHEAD_BYTES
-    items.append(Item("SGLang context, graphs, activations", overhead.value, overhead.source))
+    items.append(_assumed("SGLang context, graphs, activations", constants.SGLANG_OVERHEAD_BYTES))
     if servers.colocated:
         resident = max(_resident_bytes(config, state_items(config, spec, layout, s)) for s in range(layout.pp))
         what = {"none": "weights, gradients and optimizer", "optimizer": "weights", "all": "FP8 copies"}

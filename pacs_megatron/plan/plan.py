@@ -48,14 +48,22 @@ class Plan:
     def step_s(self) -> float:
         """Seconds of one step: the sum of all phases; ahead of training, the longer of the servers' and the trainer's
         phases (the sync belongs to both)."""
-        total = sum(phase.seconds for phase in self.phases)
+        return self._step_s([phase.seconds for phase in self.phases])
+
+    @property
+    def step_span(self) -> tuple[float, float]:
+        """Shortest and longest step, by the ranges of the assumed constants."""
+        low, high = (self._step_s([phase.seconds * phase.span[end] for phase in self.phases]) for end in (0, 1))
+        return low, high
+
+    def _step_s(self, seconds: Sequence[float]) -> float:
         if not self.is_ahead:
-            return total
+            return sum(seconds)
         rollout, sync = (
-            sum(phase.seconds for phase in self.phases if phase.name.startswith(name))
+            sum(value for value, phase in zip(seconds, self.phases, strict=True) if phase.name.startswith(name))
             for name in ("rollout", "weight sync")
         )
-        return max(rollout + sync, total - rollout)
+        return max(rollout + sync, sum(seconds) - rollout)
 
     @property
     def num_gpus(self) -> int:
@@ -294,10 +302,11 @@ def render(plan: Plan) -> str:
     lines = [_headline(plan), ""]
     for stage in (*plan.stages, *filter(None, [plan.rollout])):
         title = f"training, pipeline stage {stage.stage}" if stage.phase == "train" else "rollout"
+        low, high = stage.span
         lines.append(
-            f"{title}: {_gib(stage.total)} on each GPU" if plan.gpu else f"{title}: {_gib(stage.total)} a rank"
+            f"{title}: {_gib(stage.total)} (range {_gib(low)} to {_gib(high)}) {'on each GPU' if plan.gpu else 'a rank'}"
         )
-        lines.extend(f"  {_gib(item.num_bytes)}  {item.name}  [{item.source}]" for item in stage.items)
+        lines.extend(f"  {_gib(item.num_bytes)}  {item.name}{_range(item)}  [{item.source}]" for item in stage.items)
         lines.append("")
     lines.extend(_verdict(plan))
     if plan.phases:
@@ -364,9 +373,12 @@ def _time_lines(plan: Plan) -> list[str]:
     for phase in plan.phases:
         flops = f", {phase.flops / 1e15:,.1f} PFLOP" if phase.flops else ""
         note = f" ({phase.note})" if phase.note else ""
-        lines.append(f"  {phase.seconds:9.1f} s  {phase.name}{flops}{note}")
+        low, high = (phase.seconds * end for end in phase.span)
+        lines.append(f"  {phase.seconds:9.1f} s  {phase.name}, {low:.1f} to {high:.1f} s{flops}{note}")
     hours = plan.step_s * plan.config.run.steps / 3600
     together = "together, rollout beside the rest" if plan.is_ahead else "together"
+    low, high = plan.step_span
+    together += f", {low:.1f} to {high:.1f} s"
     lines.append(f"  {plan.step_s:9.1f} s  {together}: {tokens / plan.step_s / plan.num_gpus:,.0f} tokens/s a GPU")
     lines.append(
         f"the run, {plan.config.run.steps} steps: {hours:,.1f} h, {hours * plan.num_gpus:,.0f} GPU-hours "
@@ -472,6 +484,12 @@ def to_json(plan: Plan) -> str:
         },
         indent=2,
     )
+
+
+def _range(item: memory.Item) -> str:
+    if item.span == (1.0, 1.0):
+        return ""
+    return f", {_gib(item.num_bytes * item.span[0]).strip()} to {_gib(item.num_bytes * item.span[1]).strip()}"
 
 
 def _gib(num_bytes: float) -> str:

@@ -46,6 +46,8 @@ class Phase:
     flops: float
     """Model FLOPs of the whole job; 0 for a phase that only moves bytes."""
     note: str = ""
+    span: tuple[float, float] = (1.0, 1.0)
+    """shortest and longest time as factors, by the range of the constant that dominates it"""
 
 
 def mean_lengths(config: RunConfig, response: float | None = None) -> Lengths:
@@ -76,6 +78,28 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float, num_ou
     attention = 2 * mean_length * spec.num_heads * spec.head_dim * spec.num_layers * num_tokens
     head = 2 * spec.hidden_size * spec.vocab_size * num_outputs
     return matrices + attention + head
+
+
+def recomputed_flops(
+    config: RunConfig, spec: ModelSpec, lengths: Lengths, *, groups_together: bool
+) -> tuple[float, float]:
+    """Share of a forward pass that the backward pass computes again: (layers, output layer)."""
+    whole = forward_flops(spec, lengths.total, lengths.total, lengths.response)
+    head = whole - forward_flops(spec, lengths.total, lengths.total, 0)
+    recompute, layers = config.parallel.recompute, 0.0
+    matrices, attention = 2 * active_matrix_parameters(spec) * lengths.total, spec.num_heads * spec.head_dim
+    if recompute.granularity == "full":
+        layers = whole - head
+    elif recompute.granularity == "selective":
+        queries_keys = 2 * spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim)
+        in_mlp = matrices - queries_keys * spec.num_layers * lengths.total
+        layers += in_mlp if {"mlp", "moe"} & set(recompute.modules) else 0.0
+        layers += whole - head - matrices if "core_attn" in recompute.modules else 0.0
+    # PACS's groups that are together couple the tokens, so the output layer's gradient waits for the whole forward pass.
+    coupled = isinstance(config.objective, PacsOptions) and groups_together
+    first = coupled and config.objective.reference == "step_start" and config.objective.importance_cap is None
+    updates = config.batch.updates_per_step
+    return layers / whole, head / whole * ((updates - first) / updates if coupled else 0.0)
 
 
 def num_forward_passes(config: RunConfig, *, groups_together: bool) -> int:
@@ -112,14 +136,12 @@ def group_tokens(config: RunConfig, lengths: Lengths) -> tuple[int, int] | None:
 def train_seconds(
     config: RunConfig, layout: Layout, gpu: Gpu, flops: float, *, lengths: Lengths, forward_only: bool
 ) -> float:
-    """Seconds that all GPUs need for `flops` model FLOPs, with pipeline bubble, TP and CP losses, recompute."""
+    """Seconds that all GPUs need for `flops` FLOPs, with pipeline bubble, TP and CP losses."""
     efficiency = (constants.FORWARD_MFU if forward_only else constants.TRAIN_MFU).value
     for ways, loss in ((layout.tp, constants.TP_LOSS), (layout.cp, constants.CP_LOSS)):
         efficiency *= (1 - loss.value) ** (ways.bit_length() - 1)
     if config.precision.fp8 is not None:
         efficiency *= constants.FP8_SPEEDUP.value
-    if not forward_only and config.parallel.recompute.granularity == "full":
-        flops = flops * 4 / 3
     seconds = flops / (layout.world_size * gpu.bf16_tflops * 1e12 * efficiency)
     return seconds * (1 + bubble(config, layout, lengths))
 
@@ -151,18 +173,30 @@ def step_phases(
     if passes:
         flops = forward * passes / config.batch.updates_per_step
         seconds = train_seconds(config, layout, gpu, flops, lengths=lengths, forward_only=True)
-        phases.append(Phase("score and log-prob passes", seconds, flops, f"{passes} passes over a mini-batch"))
+        note = f"{passes} passes over a mini-batch"
+        phases.append(Phase("score and log-prob passes", seconds, flops, note, _inverse(constants.FORWARD_MFU)))
     flops = 3 * forward
-    seconds = train_seconds(config, layout, gpu, flops, lengths=lengths, forward_only=False)
-    idle = bubble(config, layout, lengths)
-    phases.append(Phase("updates", seconds, flops, f"{config.batch.updates_per_step} updates, bubble {idle:.0%}"))
+    layers, head = recomputed_flops(config, spec, lengths, groups_together=keeps_groups_together(config, lengths))
+    whole = flops + forward * (layers + head)
+    seconds = train_seconds(config, layout, gpu, whole, lengths=lengths, forward_only=False)
+    note = (
+        f"{config.batch.updates_per_step} updates, bubble {bubble(config, layout, lengths):.0%}, of the time "
+        f"{forward * layers / whole:.0%} recomputes layers, {forward * head / whole:.0%} logits"
+    )
+    phases.append(Phase("updates", seconds, flops, note, _inverse(constants.TRAIN_MFU)))
     if config.policy.offload != "none":
         moved = most_offloaded_bytes(config, spec, layout)
         seconds = 2 * moved / (constants.HOST_GB_S.value * 1e9)
-        phases.append(Phase("off-load", seconds, 0.0, f"{moved / 1e9:.1f} GB a rank to host memory and back"))
+        note = f"{moved / 1e9:.1f} GB a rank to host memory and back"
+        phases.append(Phase("off-load", seconds, 0.0, note, _inverse(constants.HOST_GB_S)))
     if config.rollout.sglang is not None:
         phases.append(_sync(config, spec, layout, gpu))
     return phases
+
+
+def _inverse(rate: constants.Constant) -> tuple[float, float]:
+    """Range of a time that is inverse to `rate`."""
+    return rate.value / rate.high, rate.value / rate.low
 
 
 def _rollout(
@@ -199,7 +233,7 @@ def _rollout(
     rate = samples * lengths.response / seconds / (replicas * tp)
     flops = forward_flops(spec, samples * lengths.response, lengths.total, samples * lengths.response) + prefill
     note = f"{replicas} samplers x {concurrent:.0f} sequences, {rate:,.0f} tokens/s a GPU"
-    return Phase("rollout", seconds, flops, note)
+    return Phase("rollout", seconds, flops, note, _inverse(constants.DECODE_BANDWIDTH_FRAC))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,10 +275,10 @@ def _sync(config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu) -> Phase
     num_bytes = sampler_weight_bytes(rollout, spec)
     transport, note = rollout.sync.transport, f"{num_bytes / 1e9:.1f} GB"
     if transport == "disk":
-        seconds = 2 * num_bytes / (constants.DISK_GB_S.value * 1e9)
+        seconds, rate = 2 * num_bytes / (constants.DISK_GB_S.value * 1e9), constants.DISK_GB_S
     else:
         link = gpu.nvlink_gb_s if transport == "ipc" else constants.NETWORK_GB_S.value
         copies = servers_per_feeder(config, layout)
-        seconds = copies * num_bytes / (link * 1e9 * constants.SYNC_FRAC.value)
+        seconds, rate = copies * num_bytes / (link * 1e9 * constants.SYNC_FRAC.value), constants.SYNC_FRAC
         note += f", {copies} on the fullest link" if transport == "broadcast" else ""
-    return Phase(f"weight sync ({transport})", seconds, 0.0, note)
+    return Phase(f"weight sync ({transport})", seconds, 0.0, note, _inverse(rate))

@@ -15,9 +15,8 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, UntypedStorage
 
 from pacs_megatron.config.schema import OffloadKind
-from pacs_megatron.errors import PacsError
 from pacs_megatron.policy.optimizer import Optimizer
-from pacs_megatron.policy.weights import complete
+from pacs_megatron.policy.weights import complete, pin
 
 _ALIGNMENT = 256
 
@@ -104,13 +103,7 @@ class Offload:
             return
         self._host = torch.empty(num_bytes, dtype=torch.uint8)
         if self._device.type == "cuda":
-            # torch's own pinned memory rounds up to a power of two.
-            error = torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), num_bytes, 0)  # type: ignore[no-untyped-call]
-            if int(error) != 0:
-                raise PacsError(
-                    f"policy.offload={self._kind}: {num_bytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error "
-                    f"{int(error)}); `plan` lists the host memory of a rank. Use policy.offload=none"
-                )
+            pin(self._host, f"policy.offload={self._kind}")
 
     def _place(self, item: _Moved) -> Tensor:
         return self._host[item.offset : item.offset + item.num_bytes]

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from pacs_megatron.errors import ConversionError
+from pacs_megatron.errors import ConversionError, PacsError
 from pacs_megatron.models import Entry, WeightTable, canonical_name
 from pacs_megatron.policy.model import PolicyModel
 
@@ -168,6 +168,16 @@ def _broadcast(
     return full
 
 
+def pin(buffer: Tensor, purpose: str) -> None:
+    """Pins host memory; torch's own pinned memory rounds up to a power of two. Raises PacsError."""
+    error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)  # type: ignore[no-untyped-call]
+    if int(error) != 0:
+        raise PacsError(
+            f"{purpose}: {buffer.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error {int(error)}); `plan` "
+            "lists the host memory of a rank. Use policy.offload=none, or an objective without a frozen reference"
+        )
+
+
 class Snapshot:
     """Frozen copy of all of this rank's chunks, one host tensor a parameter, in the parameters' own order."""
 
@@ -177,7 +187,16 @@ class Snapshot:
         """`readable` returns the values of an off-loaded parameter, as a view."""
         self._chunks = chunks
         self._readable = readable
-        self.tensors = [p.detach().to("cpu", copy=True) for p in self._parameters()]
+        parameters = list(self._parameters())
+        width = max((p.element_size() for p in parameters), default=1)
+        buffer = torch.empty(sum(p.numel() for p in parameters) * width, dtype=torch.uint8)
+        if parameters and parameters[0].is_cuda:
+            pin(buffer, "the frozen reference")
+        pieces = buffer.split([p.numel() * width for p in parameters])
+        self.tensors = [
+            piece.view(p.dtype)[: p.numel()].view_as(p) for piece, p in zip(pieces, parameters, strict=True)
+        ]
+        self.take()
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         for chunk in self._chunks:
@@ -187,7 +206,7 @@ class Snapshot:
     def take(self) -> None:
         """Hard reset: the snapshot becomes the current policy."""
         for tensor, parameter in zip(self.tensors, self._parameters(), strict=True):
-            tensor.copy_(parameter)
+            tensor.copy_(self._readable(parameter.detach()))
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -202,6 +221,9 @@ class Snapshot:
     def _swap(self) -> None:
         for tensor, parameter in zip(self.tensors, self._parameters(), strict=True):
             place = self._readable(parameter.detach())
-            current = place.to("cpu", copy=True)
-            place.copy_(tensor)
-            tensor.copy_(current)
+            current = place.clone()
+            # In stream order: the copy to the host follows the copy from it.
+            place.copy_(tensor, non_blocking=True)
+            tensor.copy_(current, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()

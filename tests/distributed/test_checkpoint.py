@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from pacs_megatron.errors import CheckpointError
 from pacs_megatron.objectives import build_objective
 from pacs_megatron.parallel.control import ControlChannel
 from tests.support.policy_cases import make_policy, random_step, train
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankError, run_ranks
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3
 
@@ -186,3 +189,62 @@ def test_damage_is_named_and_old_checkpoints_go(model: Path, tmp_path: Path) -> 
         return kept
 
     assert run_ranks(on_rank, 1)[0] == ["step_000002", "step_000003"]
+
+
+def dist_bytes(checkpoint: Path) -> dict[int, int]:
+    """Bytes of tensors by the rank that wrote them."""
+    sizes: dict[int, int] = {}
+    for file in (checkpoint / "dist").glob("__*_*.distcp"):
+        rank = int(file.name.split("_")[2])
+        sizes[rank] = sizes.get(rank, 0) + file.stat().st_size
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("world", "options"), [(2, {}), pytest.param(4, {"tp": 2, "distributed_optimizer": True}, marks=pytest.mark.full)]
+)
+def test_data_parallel_ranks_divide_a_checkpoint(
+    model: Path, tmp_path: Path, world: int, options: dict[str, Any]
+) -> None:
+    """Every rank writes its share of what several ranks hold; one rank reads all of it and continues to the same bits."""
+    expected = run_ranks(saving(model, tmp_path, options), world)[0]
+    checkpoint = run_checkpoint.latest_checkpoint(tmp_path)
+    assert checkpoint is not None
+    sizes = dist_bytes(checkpoint)
+    assert set(sizes) == set(range(world))
+    if "distributed_optimizer" not in options:  # its state is gathered by the first data-parallel rank
+        assert max(sizes.values()) < 1.2 * min(sizes.values())
+    files = {file.relative_to(checkpoint).as_posix() for file in (checkpoint / "dist").iterdir()}
+    listed = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    assert files <= set(listed)
+    found = run_ranks(loading(model, tmp_path, options), world)[0]
+    assert found["loss"] == expected["loss"] and found["norm"] == expected["norm"]
+
+
+def test_a_rank_that_dies_in_a_parallel_save_leaves_no_checkpoint(model: Path, tmp_path: Path) -> None:
+    """The earlier checkpoint stays the newest; the next save removes what is left and succeeds."""
+
+    def dying(rank: int, world: int) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        policy = make_policy(model, world)
+        policy.take_reference(reset_optimizer=False)
+        save(policy, tmp_path, 1, model)
+        original = FileSystemWriter.write_data
+
+        def write_data(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(self, *args, **kwargs)
+
+        FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
+        save(policy, tmp_path, 2, model)
+
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_ranks(dying, 2, timeout=60)
+    newest = run_checkpoint.latest_checkpoint(tmp_path)
+    assert newest is not None and newest.name.endswith("1")
+    run_ranks(saving(model, tmp_path, {}), 2)
+    newest = run_checkpoint.latest_checkpoint(tmp_path)
+    assert newest is not None and newest.name.endswith("3") and set(dist_bytes(newest)) == {0, 1}
+    assert not list(tmp_path.glob("*.partial"))
