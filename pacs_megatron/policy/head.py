@@ -23,7 +23,7 @@ LossGradient = Callable[[slice, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Head:
-    """What does not change from chunk to chunk."""
+    """The arguments that all chunks share."""
 
     weight: Tensor
     vocab_size: int
