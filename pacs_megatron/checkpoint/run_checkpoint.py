@@ -9,7 +9,6 @@ trained yet, if any), `open_step.*` (only inside a step: updates done, their met
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 import uuid
@@ -167,11 +166,11 @@ def _named(final: Path, action: Callable[[], object]) -> None:
     try:
         action()
     except (OSError, SafetensorError, CheckpointException, RuntimeError) as error:
-        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        if type(causes[0]) is RuntimeError and not re.search("iostream|inline_container", str(causes[0])):
-            raise
-        found = next((cause for cause in causes if isinstance(cause, OSError)), None) or _disk_error(final.parent)
-        reason = str(causes[0]) if found is None else found.strerror
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        found = cause if isinstance(cause, OSError) else _disk_error(final.parent)
+        if found is None and isinstance(cause, RuntimeError):
+            raise  # not of the disk
+        reason = str(cause) if found is None else found.strerror
         raise CheckpointError(
             f"{final} was not saved ({reason}); free some space or correct the permissions, then resume: "
             f"{describe_newest(final.parent.parent)}"

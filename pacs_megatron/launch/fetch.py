@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
 
 LOCK = shipped_folder("requirements") / "base.lock"
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def fetch(config_path: Path, overrides: Sequence[str], *, wheels: Path | None) -> Iterator[str]:
@@ -92,9 +92,10 @@ def _named(path: str, error: Exception) -> PacsError:
         error = error.__cause__  # the original error, before the fallback to the cache
     key, hub = f"model.path={path}", constants.ENDPOINT
     reason = " ".join(str(error).split())[:200]
-    if isinstance(error, OSError) and error.errno in _NO_SPACE:
+    if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
         return ConfigError(
-            f"{key}: no space left in {constants.HF_HUB_CACHE}; free some space, or set HF_HOME, and run it again"
+            f"{key}: cannot write {constants.HF_HUB_CACHE} ({error.strerror}); free some space, or set HF_HOME to another "
+            "folder, and run it again"
         )
     if isinstance(error, errors.GatedRepoError):
         return ConfigError(

@@ -20,7 +20,7 @@ from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards.custom import describe
 from pacs_megatron.rewards.labels import as_reward
 from pacs_megatron.rewards.registry import build_reward
-from pacs_megatron.runtime.processes import adopt_orphans, die_with_parent, ignore_job_signals
+from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals
 
 _MAX_FAILURE_CHARS = 500
 
@@ -56,7 +56,6 @@ def main() -> None:
     """Serves jobs until the pool closes the socket."""
     parent_pid, descriptor = map(int, sys.argv[1:])
     die_with_parent(parent_pid=parent_pid)
-    adopt_orphans()
     ignore_job_signals()
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Slurm sends these to every process of a job step; Ctrl-C reaches the whole foreground group."""
 
@@ -22,12 +21,6 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL, parent_pid: int | N
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if parent_pid is not None and os.getppid() != parent_pid:
         sys.exit(1)
-
-
-def adopt_orphans() -> None:
-    """Linux: descendants whose parent ends become children of this process, so that they are found when it is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def ignore_job_signals() -> None:

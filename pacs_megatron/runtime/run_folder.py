@@ -3,6 +3,7 @@
 import json
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -34,6 +35,12 @@ _PACKAGES = (
     "math-verify",
     "numpy",
 )
+
+
+def write_exit_code(run_dir: Path, code: int) -> None:
+    """How the run ended; does nothing on a full disk, which is a reason of the code."""
+    with suppress(OSError):
+        write_atomically(run_dir / EXIT_CODE_FILE, [f"{int(code)}\n".encode()])
 
 
 def run_folder(loaded: LoadedConfig) -> Path:

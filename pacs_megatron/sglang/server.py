@@ -274,6 +274,7 @@ class ManagedServer:
             return
         if guard.stdin is not None:
             guard.stdin.close()
+        guard.send_signal(signal.SIGCONT)  # SIGSTOP may hold it
         try:
             with report_wait(f"for rollout server {self.spec.name} to end"):
                 guard.wait(GRACE_S + 15.0)

@@ -79,7 +79,8 @@ class Outputs:
 
 def train(run: RunContext) -> ExitCode:
     """Trains to the last step, from the newest checkpoint if there is one. Returns how the run ended."""
-    progress = resume(run) or RunProgress(row={})
+    with report_wait("" if run.rank.rank else "for the newest checkpoint to load"):
+        progress = resume(run) or RunProgress(row={})
     written = progress.step if progress.row is None else progress.step - 1
     with ExitStack() as stack:
         out = Outputs(run, written, stack)
@@ -192,7 +193,6 @@ def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None
         logger.info("saved %s", folder)
 
 
-@report_wait("for the newest checkpoint to load")
 def resume(run: RunContext) -> RunProgress | None:
     """Loads the newest checkpoint. None if there is none. Collective.
 

@@ -24,11 +24,11 @@ from pacs_megatron.runtime.processes import die_with_parent
 from pacs_megatron.runtime.run_folder import (
     ATTEMPT_VARIABLE,
     CONFIG_FILE,
-    EXIT_CODE_FILE,
     LOG_FOLDER,
     changed_since,
     run_folder,
     write_environment,
+    write_exit_code,
 )
 from pacs_megatron.runtime.run_lock import FolderInUseError, RunLock
 from pacs_megatron.runtime.waiting import report_wait
@@ -72,7 +72,8 @@ def _train(
 
     with ExitStack() as stack:
         try:
-            run = _build(loaded, run_dir, rank_number, stack, partial(_end_during_start, run_dir, lock))
+            with report_wait("" if rank_number else "for the model, the data, the driver and the other ranks"):
+                run = _build(loaded, run_dir, rank_number, stack, partial(_end_during_start, run_dir, lock))
         except PacsError:
             stack.close()
             if is_new:
@@ -103,13 +104,11 @@ def _end_during_start(run_dir: Path, lock: RunLock | None, reason: str) -> None:
     """Ends this process: nothing was computed, and the main thread may wait for other ranks or read a model for minutes."""
     if lock is not None:
         sys.stderr.write(f"{reason} before training: nothing to save; {describe_newest(run_dir)}\n")
-        with suppress(OSError):  # a full disk
-            write_atomically(run_dir / EXIT_CODE_FILE, [f"{int(ExitCode.PREEMPTED)}\n".encode()])
-            lock.close()
+        write_exit_code(run_dir, ExitCode.PREEMPTED)
+        lock.close()
     os._exit(int(ExitCode.PREEMPTED))
 
 
-@report_wait("for the model, the data, the driver and the other ranks")
 def _build(
     loaded: LoadedConfig, run_dir: Path, rank_number: int, stack: ExitStack, end_now: Callable[[str], None]
 ) -> "RunContext":
@@ -150,9 +149,8 @@ def main(arguments: Sequence[str]) -> int:
     # TensorBoard's thread on a full disk: one line, and the main thread raises the error too.
     threading.excepthook = lambda args: logger.error("%s: %r", args.thread and args.thread.name, args.exc_value)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(
-            signal.SIGTERM
-        )  # torchrun gives each rank a session of its own, where it would outlive torchrun
+        # torchrun gives each rank a session of its own, where it would outlive torchrun.
+        die_with_parent(signal.SIGTERM)
     config_path, overrides = Path(arguments[0]), arguments[1:]
     is_first = os.environ.get("RANK", "0") == "0"
     is_refused = False  # the run folder belongs to another process, so nothing is written there
@@ -202,8 +200,7 @@ def _write_exit_code(config_path: Path, overrides: Sequence[str], code: ExitCode
     except ConfigError:
         return  # there is no run folder
     if run_dir.is_dir():
-        with suppress(OSError):  # a full disk, which is the reason of the code
-            write_atomically(run_dir / EXIT_CODE_FILE, [f"{int(code)}\n".encode()])
+        write_exit_code(run_dir, code)
 
 
 if __name__ == "__main__":

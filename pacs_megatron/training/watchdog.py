@@ -24,7 +24,7 @@ from pacs_megatron.errors import DataError, ExitCode
 from pacs_megatron.observability.logs import PROGRESS_LOGGER
 from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.json_reader import read_object
-from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER
+from pacs_megatron.runtime.run_folder import HEARTBEAT_FOLDER, write_exit_code
 
 logger = logging.getLogger(__name__)
 _WRITE_EVERY_S = 10.0
@@ -143,8 +143,7 @@ class Watchdog:
         if self._rank == 0:
             for other in range(self._world_size):
                 sys.stderr.write(f"  {self._describe(other)}\n")
-            with suppress(OSError):
-                write_atomically(self._run_dir / EXIT_CODE_FILE, [f"{int(ExitCode.HANG)}\n".encode()])
+            write_exit_code(self._run_dir, ExitCode.HANG)
         sys.stderr.flush()
         os._exit(int(ExitCode.HANG))
 

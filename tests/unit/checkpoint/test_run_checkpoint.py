@@ -108,6 +108,8 @@ def test_a_full_disk_is_a_checkpoint_error_of_each_writer(
 
 
 def test_errors_of_other_ranks_keep_their_class(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+
     def fail() -> None:
         raise RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 

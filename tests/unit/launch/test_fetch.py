@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.fetch import fetch_wheels
+from tests.support.fault_fs import FaultyDisk
 from tests.support.hub import LFS_SIZE, Hub, serve
 from tests.support.ranks import free_port
 from tests.support.tiny_models import make_tiny_qwen3
@@ -54,9 +56,18 @@ def config(tmp_path: Path) -> Path:
     return write_tiny_run(tmp_path, tmp_path)
 
 
-def call(tmp_path: Path, verb: str, config: Path, *overrides: str, url: str, offline: bool = False) -> tuple[int, str]:
+def call(
+    tmp_path: Path,
+    verb: str,
+    config: Path,
+    *overrides: str,
+    url: str,
+    offline: bool = False,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
     """(exit code, standard output or the error) of the command as a user gives it."""
     env = {
+        **(environ or {}),
         **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "SLURM_", "RANK"))},
         "HF_HOME": str(tmp_path / "hf"),
         "HF_ENDPOINT": url,
@@ -186,6 +197,23 @@ def test_no_network_is_one_line(tmp_path: Path, config: Path) -> None:
     assert code == 2 and "is unreachable" in out and "HTTPS_PROXY" in out and "Traceback" not in out, out
     code, out = call(tmp_path, "fetch", config, *OVERRIDES, url="http://127.0.0.1:9", offline=True)
     assert code == 2 and "HF_HUB_OFFLINE is set" in out
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
+@pytest.mark.parametrize("part", ["", "hub/models--tiny--qwen3/blobs", "hub/models--tiny--qwen3/refs", "datasets"])
+def test_a_cache_that_cannot_be_written_is_one_line(
+    hub: Hub, tmp_path: Path, config: Path, error: int, part: str
+) -> None:
+    disk = FaultyDisk(tmp_path / "fault", tmp_path / "hf" / part)
+    disk.fail(1, error=error)
+    code, out = call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url, environ=disk.environ)
+    errors = [line for line in out.splitlines() if "Error: " in line]
+    assert code in (1, 2) and len(errors) == 1 and os.strerror(error) in errors[0], out
+    assert str(tmp_path / "hf") in errors[0] and "Traceback" not in out, out
+    disk.fail(0)
+    assert call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url, environ=disk.environ)[0] == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- wheels

@@ -90,6 +90,30 @@ def test_a_stopped_server_is_ended_too(tmp_path: Path) -> None:
     assert not alive(pids)
 
 
+def test_a_stopped_guard_ends_its_server_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = ManagedServer(spec(tmp_path))
+    server.start()
+    server.wait_ready(TOOK_S)
+    pids = tree(server)
+    os.kill(pids[0], signal.SIGSTOP)
+    server.close()
+    assert not alive(pids)
+    assert "does not end" not in caplog.text
+
+
+def test_a_killed_guard_takes_its_server_along_and_a_restart_ends_the_rest(tmp_path: Path) -> None:
+    server = ManagedServer(spec(tmp_path))
+    server.start()
+    server.wait_ready(TOOK_S)
+    pids = tree(server)
+    os.kill(pids[0], signal.SIGKILL)
+    assert until_exit(server) == -signal.SIGKILL
+    server.start()
+    server.wait_ready(TOOK_S)
+    assert gone(pids)
+    server.close()
+
+
 def test_killing_the_server_ends_its_orphans_and_a_restart_keeps_the_port(tmp_path: Path) -> None:
     server = ManagedServer(spec(tmp_path))
     server.start()
