@@ -15,11 +15,11 @@ import torch
 
 from pacs_megatron.checkpoint.page_cache import WriteBehind
 from pacs_megatron.checkpoint.safetensors_file import SafetensorsFile, Stored, TensorInfo, plan_header, tensor_bytes
-from pacs_megatron.checkpoint.staging import StagedFolder, fsync_path, write_file
+from pacs_megatron.checkpoint.staging import StagedFolder, write_file
 from pacs_megatron.config.text import MAX_NAME_BYTES
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.models import Entry, load_config
-from pacs_megatron.runtime.files import naming
+from pacs_megatron.runtime.files import naming, sync_path
 from pacs_megatron.runtime.json_reader import read_object
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -212,8 +212,9 @@ class HfFolderWriter:
             total = sum(info.nbytes for info in infos)
             index = {"metadata": {"total_size": total}, "weight_map": self._weight_map}
             write_file(self._staged.path / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
-        for descriptor in self._descriptors:
-            os.fsync(descriptor)
+        with naming(self._staged.path):
+            for descriptor in self._descriptors:
+                os.fsync(descriptor)
         self._close()
 
     def abort(self) -> None:
@@ -273,7 +274,7 @@ def copy_hf_metadata(source: Path, target: Path, *, dtypes: set[torch.dtype]) ->
         copy.parent.mkdir(exist_ok=True)
         if file.name != "config.json":
             shutil.copyfile(file, copy)
-            fsync_path(copy)
+            sync_path(copy)
     config = load_config(source)
     if len(dtypes) == 1:
         # transformers 4 reads only `torch_dtype`; 5 reads both and writes `dtype`.

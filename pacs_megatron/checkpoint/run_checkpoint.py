@@ -47,7 +47,7 @@ from pacs_megatron.errors import CheckpointError
 from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import gather_json
-from pacs_megatron.runtime.files import sync_folder, write_atomically
+from pacs_megatron.runtime.files import sync_path, write_atomically
 from pacs_megatron.runtime.json_reader import as_object, parse_json, read_object, read_text
 from pacs_megatron.runtime.waiting import report_wait
 
@@ -105,7 +105,7 @@ def _replace(final: Path, partial: Path) -> None:
     if final.exists():
         _remove(final)
     os.rename(partial, final)
-    sync_folder(final.parent)
+    sync_path(final.parent)
 
 
 def _remove(folder: Path) -> None:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import IO
 
 from pacs_megatron.errors import CheckpointError
-from pacs_megatron.runtime.files import naming
+from pacs_megatron.runtime.files import naming, sync_path
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +40,12 @@ class StagedFolder:
         """Flushes the folder to disk, renames it and returns its path."""
         (self.path / _LOCK).unlink()
         for folder in [p for p in self.path.rglob("*") if p.is_dir()] + [self.path]:
-            fsync_path(folder)
+            sync_path(folder)
         if self.target.exists():
             self.abort()
             raise CheckpointError(f"{self.target} appeared while it was being written; the new copy was discarded")
         self.path.rename(self.target)
-        fsync_path(self.target.parent)
+        sync_path(self.target.parent)
         self._lock.close()
         return self.target
 
@@ -91,15 +91,6 @@ def check_free_disk(target: Path, needed_bytes: int) -> None:
             f"{target} needs {needed / 1e9:.2f} GB and {existing} has {free / 1e9:.2f} GB free; "
             "free some or choose an output folder on another disk"
         )
-
-
-def fsync_path(path: Path) -> None:
-    """Flushes one file or folder to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_file(path: Path, data: bytes) -> None:
