@@ -124,6 +124,8 @@ def _add_planning(verbs: _SubParsers) -> None:
         "--cluster", type=cluster_file, help="also check this cluster file, or a name in configs/clusters/"
     )
     parser.add_argument("--skip-servers", action="store_true", help="do not start or probe SGLang servers")
+    parser = _add_config_verb(verbs, "certify", "compare a tiny run of this configuration with a reference", _certify)
+    parser.add_argument("--out", type=Path, help="folder of the certificate; default: <run folder>/certificate")
     parser = _add_config_verb(verbs, "fetch", "download model, tokenizer and data for jobs without a network", _fetch)
     parser.add_argument("--wheels", type=Path, help="also download the wheels of the lock file to this folder")
     _add_jobs(verbs)
@@ -246,6 +248,17 @@ def _preflight(args: argparse.Namespace) -> int:
     if checks:
         print(render(checks, as_json=args.json))
     return ExitCode.MISCONFIGURED if any(check.level == "fail" for check in checks) else ExitCode.OK
+
+
+def _certify(args: argparse.Namespace) -> int:
+    from pacs_megatron.certify.run import certify
+    from pacs_megatron.errors import ExitCode
+
+    certificate = certify(args.config, args.overrides, out=args.out)
+    if certificate is None:  # a rank of a job that does not report
+        return ExitCode.OK
+    print(certificate.line())
+    return ExitCode.OK if certificate.is_green else ExitCode.FAILED
 
 
 def _fetch(args: argparse.Namespace) -> int:

@@ -145,10 +145,13 @@ def _model_parallel_group(replicas: list[tuple[int, ...]], dp_rank: int, timeout
     return groups[dp_rank]
 
 
-def shutdown() -> None:
-    """Destroys all groups after a normal end. Must not be called after an exception in a rank."""
+def shutdown(*, keep_world: bool = False) -> None:
+    """Destroys all groups after a normal end; `keep_world`: but the one of all ranks, for `initialize` with another layout.
+
+    Must not be called after an exception in a rank.
+    """
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
+    if dist.is_initialized() and not keep_world:
         dist.destroy_process_group()

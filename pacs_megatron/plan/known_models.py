@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.models import ModelSpec, load_spec, read_spec
+from pacs_megatron.models import ModelSpec, load_config, read_spec
 
 
 def _qwen3(hidden: int, layers: int, heads: int, ffn: int, *, tied: bool) -> Mapping[str, Any]:
@@ -94,29 +94,39 @@ QUICKSTART_MODEL: Mapping[str, Any] = MappingProxyType(
 _QUICKSTART_FOLDERS = ("quickstart-inputs/model", "quickstart-warmstart/hf")
 
 
-def find_spec(model_path: str) -> ModelSpec | None:
-    """The architecture of a local folder, a converted checkpoint, a known hub id or the quickstart; else None.
+def find_config(model_path: str) -> Mapping[str, Any] | None:
+    """config.json of a local folder, a converted checkpoint, a known hub id or the quickstart; else None.
 
-    Raises ConversionError if a folder's config.json cannot be used.
+    Raises ConversionError if a folder's config.json cannot be read.
     """
     path = Path(model_path).expanduser()
     for folder in (path, path / "hf"):
         if (folder / "config.json").is_file():
-            return load_spec(folder)
+            return load_config(folder)
     name = known_name(model_path)
-    known = QUICKSTART_MODEL if name in _QUICKSTART_FOLDERS else KNOWN_MODELS.get(name)
-    return read_spec(known) if known is not None else None
+    return QUICKSTART_MODEL if name in _QUICKSTART_FOLDERS else KNOWN_MODELS.get(name)
+
+
+def find_spec(model_path: str) -> ModelSpec | None:
+    """The architecture of `find_config`. Raises ConversionError if it cannot be used."""
+    config = find_config(model_path)
+    return None if config is None else read_spec(config)
 
 
 def need_spec(model_path: str, where: str) -> ModelSpec:
     """`find_spec`; raises ConfigError for an unknown architecture."""
-    spec = find_spec(model_path)
-    if spec is None:
+    return read_spec(need_config(model_path, where))
+
+
+def need_config(model_path: str, where: str) -> Mapping[str, Any]:
+    """`find_config`; raises ConfigError for an unknown architecture."""
+    config = find_config(model_path)
+    if config is None:
         raise ConfigError(
             f"model.path={model_path}: no folder with a config.json, and none of {', '.join(KNOWN_MODELS)}; run "
             f"`pacs-megatron fetch` on a machine with network first ({where})"
         )
-    return spec
+    return config
 
 
 def known_name(model_path: str) -> str:

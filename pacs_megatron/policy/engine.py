@@ -43,6 +43,8 @@ PASS_METRICS = ("passes/step_start", "passes/reference", "passes/score")
 class MegatronPolicy:
     """The policy on one rank. Every public method is collective. `version` counts updates of the weights."""
 
+    loss_function = UpdateLoss
+
     def __init__(  # noqa: PLR0913  (keyword-only, and each from its own section of the config)
         self,
         spec: ModelSpec,
@@ -259,7 +261,7 @@ class MegatronPolicy:
             prepared = objective.prepare(None, minibatch.facts, step_inputs)
             minibatch = self._without_zero_gradient(minibatch, prepared)
         _check_finite(prepared)
-        loss = UpdateLoss(
+        loss = self.loss_function(
             prepared=_on_device(prepared, self.rank.device),
             objective=objective,
             statistics=SampleStatistics(names=names),

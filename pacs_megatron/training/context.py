@@ -122,11 +122,11 @@ class RankSetup:
     stop: StopFlag
 
 
-def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) -> RunContext:
-    """The model and the engines. If the run has a checkpoint, the weights are arbitrary until `loop.resume`."""
-    rank = joined.rank
-    rollout = config.rollout
-    policy = MegatronPolicy(
+def build_policy(
+    config: RunConfig, run_dir: Path, model_dir: Path, rank: Rank, kind: type[MegatronPolicy] = MegatronPolicy
+) -> MegatronPolicy:
+    """The policy with the model's weights. If the run has a checkpoint, the weights are arbitrary until `loop.resume`."""
+    policy = kind(
         load_spec(model_dir),
         rank,
         parallel=config.parallel,
@@ -135,14 +135,22 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) 
         clip_grad=config.objective.clip_grad,
         total_updates=config.run.steps * config.batch.updates_per_step,
         tokens_per_microbatch=config.batch.tokens_per_microbatch,
-        temperature=rollout.sampling.temperature,
+        temperature=config.rollout.sampling.temperature,
         offload=config.policy.offload,
     )
     if latest_checkpoint(run_dir) is None:
         stored = open_weights(weights_dir(model_dir), digests=False)  # all ranks have shared the check
         policy.load_weights(lambda name: stored.get(name).to(policy.config.params_dtype))
     policy.mismatch_threshold = config.mismatch.threshold
-    policy.compare_with_sampler = rollout.is_sampled
+    policy.compare_with_sampler = config.rollout.is_sampled
+    return policy
+
+
+def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) -> RunContext:
+    """The policy and the engines."""
+    rank = joined.rank
+    rollout = config.rollout
+    policy = build_policy(config, run_dir, model_dir, rank)
     engine = None
     if rollout.embedded is not None:
         tokenizer = load_tokenizer(str(model_dir), config.model.trust_remote_code)

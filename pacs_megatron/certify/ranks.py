@@ -1,0 +1,203 @@
+"""One rank of a certified run: the real policy, training step, save, resume and export, on recorded samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pacs_megatron.certify.shrink import Case
+from pacs_megatron.checkpoint.hf_folder import HfFolder
+from pacs_megatron.checkpoint.megatron_weights import MegatronWeights
+from pacs_megatron.contracts import Interrupted, MiniBatch, Objective, SampleFacts, TokenBuffers, UpdateReport
+from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
+from pacs_megatron.objectives import build_objective
+from pacs_megatron.observability.spans import Timer
+from pacs_megatron.parallel import groups
+from pacs_megatron.policy.engine import MegatronPolicy
+from pacs_megatron.policy.microbatch import MicroBatch
+from pacs_megatron.policy.update_loss import UpdateLoss
+from pacs_megatron.rollout.collect import DriverState, StepSamples
+from pacs_megatron.training import loop
+from pacs_megatron.training.context import RunContext, build_policy, join
+from pacs_megatron.training.export import MAX_SHARD_BYTES, export_hf
+from pacs_megatron.training.progress import RunProgress
+from pacs_megatron.training.signals import StopFlag
+from pacs_megatron.training.step import train_step
+
+Found = dict[int, tuple[np.ndarray, np.ndarray]]
+"""row of the mini-batch -> (log-probs, derivatives of the loss by them), both [response], of the update's own forward"""
+
+
+class _RecordedLoss(UpdateLoss):
+    """The loss of an update; keeps the log-probs and the derivatives of the loss by them."""
+
+    found: Found
+
+    def __call__(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, report = super().__call__(batch, logprobs, entropy)
+        slopes = torch.zeros_like(logprobs)
+        if loss.requires_grad:
+            slopes = torch.autograd.grad(loss, logprobs, retain_graph=True)[0]
+        ends = np.cumsum(batch.response_lens)[:-1]
+        parts = [np.split(batch.gather(v.detach()).cpu().numpy(), ends) for v in (logprobs, slopes)]
+        self.found.update({int(row): pair for row, *pair in zip(batch.rows, *parts, strict=False)})  # type: ignore[misc]
+        return loss, report
+
+
+class _RecordedPolicy(MegatronPolicy):
+    """Writes each update to `folder`: a rank's log-probs and report, on rank 0 the weights after it."""
+
+    loss_function = _RecordedLoss
+    folder: Path
+    number = 0
+    """updates so far, of both attempts"""
+    stop_after: int
+    stop: StopFlag
+
+    def update(
+        self,
+        minibatch: MiniBatch,
+        objective: Objective,
+        step_inputs: Any,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> UpdateReport:
+        _RecordedLoss.found = {}
+        report = super().update(minibatch, objective, step_inputs, should_stop)
+        self.number += 1
+        facts, arrays = minibatch.facts, {}
+        sources = {"start": minibatch.step_start_logprobs, "reference": minibatch.reference_logprobs}
+        for index, name in enumerate(("update", "coefficient")):
+            sources[name] = {row: pair[index] for row, pair in _RecordedLoss.found.items()}
+        for name, values in sources.items():
+            for row, value in (values or {}).items():
+                arrays[f"{name} {facts.ids[row]}"] = value
+        np.savez(self.folder / f"update_{self.number}.{self.rank.rank}.npz", **arrays)
+        numbers = {
+            "ids": facts.ids,
+            "grad_norm": report.grad_norm,
+            "is_clipped": report.is_clipped,
+            "lr": report.lr,
+            "version": self.version,
+            "metrics": {k: (v, report.denominators.get(k, facts.num_samples)) for k, v in report.metrics.items()},
+        }
+        (self.folder / f"update_{self.number}.{self.rank.rank}.json").write_text(json.dumps(numbers))
+        self.write_weights(f"weights_{self.number}")
+        if self.number == self.stop_after:
+            self.stop.reason = "certify"
+        return report
+
+    def write_weights(self, name: str) -> None:
+        """Every tensor under its Hugging Face name. Collective."""
+        tensors = {key: tensor.float().cpu().numpy().copy() for key, tensor in self.export_weights()}
+        if self.rank.rank == 0:
+            np.savez(self.folder / f"{name}.npz", **tensors)
+
+    def write_moments(self) -> None:
+        """Adam's moments under Hugging Face names, through the export: they replace the weights. Collective."""
+        for name in ("exp_avg", "exp_avg_sq"):
+            for part in self.optimizer.optimizers():
+                for group in part.optimizer.param_groups if part.optimizer is not None else ():
+                    for parameter in group["params"]:
+                        parameter.data.copy_(part.optimizer.state[parameter][name])
+                if hasattr(part, "_copy_main_params_to_model_params"):
+                    part._copy_main_params_to_model_params()
+            for chunk in self.chunks:
+                if chunk.ddp_config.use_distributed_optimizer:
+                    chunk.start_param_sync(force_sync=True)
+            self.write_weights(name)
+
+
+class _Recorded:
+    """The samples of the case in the place of `rollout.collect.Rollouts`."""
+
+    def __init__(self, folder: Path, *, is_first: bool) -> None:
+        self._ids = json.loads((folder / "case.json").read_text())["ids"]
+        self._data = dict(np.load(folder / "steps.npz"))
+        self._is_first = is_first
+
+    def collect(self, step: int) -> StepSamples:
+        names = ("groups", "labels", "rewards", "prompt_lens", "response_lens", "truncated")
+        facts = SampleFacts(ids=tuple(self._ids[str(step)]), **{name: self._data[f"{step}.{name}"] for name in names})
+        tokens = TokenBuffers(
+            index=np.arange(facts.num_samples),
+            token_ids=self._data[f"{step}.tokens"],
+            offsets=np.cumsum([0, *facts.lens]),
+            sampler_logprobs=self._data[f"{step}.sampler"],
+            response_offsets=np.cumsum([0, *facts.response_lens]),
+        )
+        return StepSamples(facts=facts, tokens=tokens if self._is_first else None, metrics={})
+
+    def state(self, trained: int, *, final: bool, at_boundary: bool) -> DriverState:
+        return DriverState(order=None, buffer=None)
+
+    def load_state(self, saved: DriverState, trained: int) -> None:
+        """Nothing is in progress."""
+
+
+def attempt(case: Case, folder: Path, number: int) -> None:
+    """Attempt 0 trains `case.stop_after` updates and saves; attempt 1 resumes in the other layout, ends the run, exports.
+
+    Collective over the ranks of the attempt's layout. Its files are in `folder/product`.
+    """
+    config = case.config.model_copy(update={"parallel": case.parallel(number)})
+    rank, channel = join(config)
+    clip_grad = json.loads((folder / "case.json").read_text())["clip_grad"]
+    config = config.model_copy(update={"objective": config.objective.model_copy(update={"clip_grad": clip_grad})})
+    policy = build_policy(config, folder / "run", folder / "model", rank, _RecordedPolicy)
+    assert isinstance(policy, _RecordedPolicy)
+    stop = StopFlag(folder / "run")
+    policy.folder, policy.stop, policy.stop_after = folder / "product", stop, case.stop_after
+    run = RunContext(
+        config=config,
+        run_dir=folder / "run",
+        model_dir=folder / "model",
+        rank=rank,
+        channel=channel,
+        policy=policy,
+        objective=build_objective(config.objective, updates_per_step=config.batch.updates_per_step),
+        rollouts=_Recorded(folder, is_first=rank.rank == 0),  # type: ignore[arg-type]
+        driver=None,
+        engine=None,
+        server_sync=None,
+        timer=Timer(),
+        stop=stop,
+    )
+    progress = loop.resume(run) or RunProgress(row={})
+    policy.number = case.stop_after if number else 0
+    policy.write_weights(f"start_{number}")
+    rows: dict[int, dict[str, float | None]] = {}
+    with suppress(Interrupted):
+        while progress.step < (case.steps if number or config.batch.updates_per_step > 1 else case.stop_after):
+            progress.complete_step(train_step(run, progress))
+            rows[progress.step] = progress.row or {}
+    loop.save(run, progress, final=True)
+    if rank.rank == 0:
+        (policy.folder / f"rows_{number}.json").write_text(json.dumps(rows))
+    if number:
+        export_hf(run, policy.folder / "hf")
+        policy.write_moments()
+    dist.barrier(group=rank.control)  # a rank that leaves early resets the connections of the others
+    groups.shutdown(keep_world=True)
+
+
+def convert(folder: Path) -> None:
+    """The last checkpoint to Hugging Face and back, and their tensors as the ranks write theirs."""
+    product = folder / "product"
+    megatron_to_hf(
+        folder / "run", Options(out=product / "to_hf", show_progress=False), step=None, max_shard_bytes=MAX_SHARD_BYTES
+    )
+    hf_to_megatron(str(product / "to_hf"), Options(out=product / "to_megatron", show_progress=False))
+    for name, source in (
+        ("export", HfFolder(product / "hf")),
+        ("convert to-hf", HfFolder(product / "to_hf")),
+        ("convert to-megatron", MegatronWeights(product / "to_megatron")),
+    ):
+        np.savez(product / f"{name}.npz", **{key: source.get(key).float().numpy() for key in source.names})

@@ -1,0 +1,452 @@
+"""The reference of `certify`: a plain training loop that imports nothing from pacs_megatron (a test reads the imports).
+
+transformers, one sample a forward, float64, autograd through the whole mini-batch, an AdamW and a schedule written from
+docs/configuration.md, and the formulas of docs/objective.md. A new objective is one function and one row of OBJECTIVES.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Logps = list[Tensor]
+"""Per sample, float64 [response], nats"""
+Metrics = dict[str, tuple[float, float]]
+"""name -> (value, denominator); a denominator of 0 means that there is no value"""
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """One mini-batch. `logps` has a graph; the others have none."""
+
+    options: Mapping[str, Any]
+    """the section `objective` of the configuration"""
+    groups: list[list[int]]
+    """rows of each group"""
+    labels: Tensor
+    rewards: Tensor
+    logps: Logps
+    starts: Logps
+    """log-probs of the policy at the start of the step"""
+    frozen: Logps
+    """log-probs of the frozen reference"""
+    sampler: Logps
+    index: int
+    """number of the update in its step, from 0"""
+
+    @property
+    def lens(self) -> Tensor:
+        return torch.tensor([float(len(logp)) for logp in self.logps], dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------------------------------ objectives
+def pacs(batch: Batch) -> tuple[Tensor, Metrics]:
+    """docs/objective.md, PACS: proxy (7), score (6), weight (3.5), loss (2) and (8), actor term (5), stale rollouts."""
+    o, n = batch.options, len(batch.logps)
+    if o["reward_proxy"] == "mean_log_prob":
+        proxy = torch.stack([o["beta"] * logp.mean() for logp in batch.logps])
+    else:
+        against = batch.frozen if o["reference"] == "frozen" else batch.starts
+        pairs = zip(batch.logps, against, strict=True)
+        proxy = torch.stack([o["beta"] * (logp - base).sum() for logp, base in pairs])
+    psi, weight = [proxy.new_zeros(())] * n, torch.ones(n, dtype=torch.float64)
+    for rows in batch.groups:
+        r, labels = proxy[rows], batch.labels[rows]
+        for row, value in zip(rows, _pacs_scores(r, o), strict=True):
+            psi[row] = value
+        for row in rows:
+            same = int((labels == batch.labels[row]).sum())
+            question = 1.0 if same == len(rows) else len(rows) / (2 * same)
+            label = float(batch.labels[row])
+            weight[row] = {"question": question, "only_positive": label, "only_negative": 1 - label, "none": 1.0}[
+                o["weighting"]
+            ]
+    score, metrics = torch.stack(psi), {}
+    if o["importance_cap"] is not None:
+        ratios = [(start - old).mean().exp() for start, old in zip(batch.starts, batch.sampler, strict=True)]
+        factor = torch.stack(ratios).clamp(max=o["importance_cap"])
+        weight = weight * factor
+        metrics["pacs/importance_mean"] = (float(factor.mean()), n)
+        metrics["pacs/importance_capped_frac"] = (float((factor >= o["importance_cap"]).double().mean()), n)
+    loss = weight * torch.nn.functional.binary_cross_entropy_with_logits(score, batch.labels, reduction="none")
+    total = loss.sum() / n
+    if o["actor_term"] > 0:
+        done = loss.detach()
+        for rows in batch.groups:
+            for row in rows:
+                seen = done[rows].sum() if o["actor_scope"] == "group" else done[row]
+                total = total + o["actor_term"] / (n * o["beta"]) * seen * (proxy[row] - proxy[row].detach())
+    found, labels = score.detach(), batch.labels
+    for name, chosen in (("pos", found[labels == 1]), ("neg", found[labels == 0])):
+        metrics[f"pacs/psi_mean_{name}"] = (float(chosen.mean()) if len(chosen) else 0.0, len(chosen))
+    metrics["pacs/residual_mean"] = (float((found.sigmoid() - labels).abs().mean()), n)
+    metrics["pacs/psi_over_8_frac"] = (float((found.abs() > 8).double().mean()), n)
+    one_class = [len(set(labels[rows].tolist())) == 1 for rows in batch.groups]
+    metrics["pacs/one_class_group_frac"] = (sum(one_class) / len(one_class), len(one_class))
+    return total, metrics
+
+
+def _pacs_scores(r: Tensor, o: Mapping[str, Any]) -> Sequence[Tensor]:
+    """psi of one group from its proxies."""
+    if o["score"] == "naive":
+        return list(r)
+    if o["score"] == "rloo":
+        return [value - (r.sum() - value) / (len(r) - 1) for value in r]
+    centred = r - r.mean()
+    if o["score"] == "dr_grpo":
+        return list(centred)
+    is_constant = float(r.detach().std()) <= (o["score_std_floor"] or 0.0)
+    return list(centred / ((torch.tensor(o["score_std_floor"] or 0.0) if is_constant else r.std()) + 1e-6))
+
+
+def grpo(batch: Batch) -> tuple[Tensor, Metrics]:
+    """docs/objective.md, GRPO family."""
+    o, n = batch.options, len(batch.logps)
+    advantage = torch.zeros(n, dtype=torch.float64)
+    for rows in batch.groups:
+        rewards = batch.rewards[rows]
+        if len(set(rewards.tolist())) > 1:  # else every advantage is 0
+            for row in rows:
+                others = (rewards.sum() - batch.rewards[row]) / (len(rows) - 1)
+                centre = others if o["advantage"] == "rloo" else rewards.mean()
+                scale = rewards.std() + o["advantage_eps"] if o["advantage"] == "grpo" else 1.0
+                advantage[row] = (batch.rewards[row] - centre) / scale
+    tokens, total = float(batch.lens.sum()), torch.zeros((), dtype=torch.float64)
+    clipped, kl, weights, cut, corrected = 0.0, 0.0, 0.0, 0.0, 0.0
+    for row, (logp, a) in enumerate(zip(batch.logps, advantage.tolist(), strict=True)):
+        ratio = (logp - batch.starts[row]).exp()
+        low, high = 1 - o["clip_low"], 1 + o["clip_high"]
+        loss = -torch.minimum(ratio * a, ratio.clamp(low, high) * a)
+        clipped += int(((ratio > high) if a > 0 else (ratio < low)).sum()) if a else 0
+        if o["importance"] != "none":
+            w = (batch.starts[row] - batch.sampler[row]).exp()
+            outside = (w > o["importance_cap"]) | (w < (o["importance_floor"] or 0.0))
+            factor = w.clamp(max=o["importance_cap"]) if o["importance"] == "truncate" else w * ~outside
+            loss = loss * factor
+            if a:
+                weights, cut, corrected = weights + float(factor.sum()), cut + int(outside.sum()), corrected + len(w)
+        if o["kl_coef"] > 0:
+            q = batch.frozen[row] - logp
+            k3 = torch.expm1(q) - q
+            loss, kl = loss + o["kl_coef"] * k3, kl + float(k3.detach().sum())
+        divisor = {"token": tokens, "sequence": n * len(logp), "dr_grpo": n * (o["constant_length"] or 1)}
+        total = total + loss.sum() / divisor[o["loss_mean"]]
+    metrics: Metrics = {
+        "grpo/advantage_abs_mean": (float(advantage.abs().mean()), n),
+        "grpo/zero_advantage_frac": (float((advantage == 0).double().mean()), n),
+        "grpo/clip_frac": (clipped / tokens, tokens),
+    }
+    if o["kl_coef"] > 0:
+        metrics["grpo/kl"] = (kl / tokens, tokens)
+    if o["importance"] != "none":
+        metrics["grpo/importance_mean"] = (weights / max(corrected, 1), corrected)
+        metrics["grpo/importance_cut_frac"] = (cut / max(corrected, 1), corrected)
+    return total, metrics
+
+
+def sft(batch: Batch) -> tuple[Tensor, Metrics]:
+    """Mean negative log-likelihood over tokens, or the mean of each response's mean."""
+    if batch.options["loss_mean"] == "token":
+        return -torch.cat(batch.logps).mean(), {}
+    return -torch.stack([logp.mean() for logp in batch.logps]).mean(), {}
+
+
+OBJECTIVES: dict[str, Callable[[Batch], tuple[Tensor, Metrics]]] = {"pacs": pacs, "grpo": grpo, "sft": sft}
+
+
+def _skips_zero_gradient(o: Mapping[str, Any]) -> bool:
+    """Whether a step's first update leaves samples out whose gradient is exactly 0 (docs/metrics.md)."""
+    if o["name"] == "pacs":
+        return o["reference"] == "step_start" and o["importance_cap"] is None
+    return o["name"] == "grpo" and o["kl_coef"] == 0
+
+
+def _passes(o: Mapping[str, Any], index: int) -> Metrics:
+    """Forward-only log-prob passes of update `index` (docs/objective.md)."""
+    if o["name"] == "pacs":
+        start, frozen = o["reference"] == "step_start" or o["importance_cap"] is not None, o["reference"] == "frozen"
+    else:
+        start, frozen = o["name"] == "grpo", o.get("kl_coef", 0.0) > 0
+    return {"passes/step_start": (float(start and index > 0), 1.0), "passes/reference": (float(frozen), 1.0)}
+
+
+# ------------------------------------------------------------------------------------------------------- model, optimizer
+class Model:
+    """A transformers model in float64. Parameters and their moments have the names of a checkpoint."""
+
+    def __init__(self, folder: Path, temperature: float) -> None:
+        from transformers import AutoModelForCausalLM
+
+        options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options).eval()
+        for module in self.model.modules():
+            if hasattr(module, "variance_epsilon"):  # transformers' norms compute in float32
+                module.forward = _Norm(module)
+        self.temperature = temperature
+        self.parameters = dict(self.model.named_parameters())
+
+    def sample(self, ids: np.ndarray, prompt_len: int) -> tuple[Tensor, Tensor]:
+        """(log-probs with graph, entropies) of one sample's response."""
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        logits = self.model(tokens[None], use_cache=False).logits[0, prompt_len - 1 : -1]
+        every = torch.log_softmax(logits / self.temperature, dim=-1)
+        entropy = -(every.exp() * every).sum(-1)
+        return every.gather(1, tokens[prompt_len:, None])[:, 0], entropy.detach()
+
+    def named(self, values: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+        """`values` by parameter, with one tensor for each expert's projection as in a checkpoint."""
+        return {name: part.detach().numpy() for key, value in values.items() for name, part in _unstacked(key, value)}
+
+
+def random_model(folder: Path, seed: int) -> None:
+    """Writes weights for the config.json in `folder`, wide enough that a wrong one shows; norms differ from 1."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(std=0.12)
+    config = (folder / "config.json").read_text()
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(config)
+
+
+class _Norm:
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.module.variance_epsilon)
+        return self.module.weight * (x * scale)
+
+
+def _unstacked(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    base, _, last = name.rpartition(".experts.")
+    if not base:
+        yield name, value
+        return
+    for number, expert in enumerate(value):
+        if last == "down_proj":
+            yield f"{base}.experts.{number}.down_proj.weight", expert
+        else:
+            gate, up = expert.chunk(2, dim=0)
+            yield f"{base}.experts.{number}.gate_proj.weight", gate
+            yield f"{base}.experts.{number}.up_proj.weight", up
+
+
+class Adam:
+    """AdamW with decoupled decay of matrices only, clipping by the global norm, and the schedule."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], o: Mapping[str, Any], clip: float, total: int) -> None:
+        self.parameters, self.o, self.clip, self.total = parameters, o, clip, total
+        self.reset()
+
+    def reset(self) -> None:
+        """Moments and bias correction start again."""
+        self.count = 0
+        self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+
+    def norm(self) -> float:
+        return math.sqrt(sum(float(p.grad.pow(2).sum()) for p in self.parameters.values() if p.grad is not None))
+
+    def rate(self, number: int) -> float:
+        """Learning rate of the planned update `number`, from 1."""
+        o, warmup = self.o, min(self.o["warmup_updates"], self.total - 1)
+        if number <= warmup:
+            return float(o["lr"]) * number / warmup
+        if o["schedule"] == "constant":
+            return float(o["lr"])
+        last = self.total + (o["min_lr"] == 0)  # the last update has min_lr, unless it would change nothing
+        done = (number - warmup) / (last - warmup)
+        share = 1 - done if o["schedule"] == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return float(o["min_lr"] + share * (o["lr"] - o["min_lr"]))
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        o, norm = self.o, self.norm()
+        scale = self.clip / (norm + 1e-6) if 0 < self.clip < norm else 1.0
+        self.count += 1
+        b1, b2 = o["adam_beta1"], o["adam_beta2"]
+        for name, p in self.parameters.items():
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad * scale
+            m = self.first[name].mul_(b1).add_(gradient, alpha=1 - b1) / (1 - b1**self.count)
+            v = self.second[name].mul_(b2).add_(gradient * gradient, alpha=1 - b2) / (1 - b2**self.count)
+            p *= 1 - lr * (o["weight_decay"] if p.ndim > 1 else 0.0)
+            p -= lr * m / (v.sqrt() + o["adam_eps"])
+
+
+# -------------------------------------------------------------------------------------------------------------- the loop
+class Reference:
+    """Trains the case in `folder` (case.json, steps.npz, model/) and writes `reference/` beside them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.case = json.loads((folder / "case.json").read_text())
+        self.data = dict(np.load(folder / "steps.npz"))
+        self.model = Model(folder / "model", self.case["temperature"])
+        total = self.case["steps"] * self.case["updates_per_step"]
+        self.adam = Adam(self.model.parameters, self.case["optimizer"], self.case["clip_grad"], total)
+
+    def rows(self, step: int, name: str) -> np.ndarray:
+        return self.data[f"{step}.{name}"]
+
+    def logps(self, step: int, rows: Sequence[int], *, graph: bool) -> tuple[Logps, Logps]:
+        """(log-probs, entropies) of some samples."""
+        bounds = np.concatenate([[0], np.cumsum(self.rows(step, "prompt_lens") + self.rows(step, "response_lens"))])
+        with torch.set_grad_enabled(graph):
+            found = [
+                self.model.sample(
+                    self.rows(step, "tokens")[bounds[row] : bounds[row + 1]], self.rows(step, "prompt_lens")[row]
+                )
+                for row in rows
+            ]
+        return [f[0] for f in found], [f[1] for f in found]
+
+    def split(self, step: int, values: np.ndarray) -> Logps:
+        """Flat values of all response tokens, by sample."""
+        ends = np.cumsum(self.rows(step, "response_lens"))[:-1]
+        return [torch.from_numpy(part.astype(np.float64)) for part in np.split(values, ends)]
+
+    def minibatches(self, step: int) -> list[list[int]]:
+        """Rows of each update: equal shares of the groups, in order."""
+        groups = self.rows(step, "groups")
+        num, parts = int(groups.max()) + 1, min(self.case["updates_per_step"], int(groups.max()) + 1)
+        bounds = [round(num * k / parts) for k in range(parts + 1)]
+        return [[r for r, g in enumerate(groups) if bounds[k] <= g < bounds[k + 1]] for k in range(parts)]
+
+    def batch(self, step: int, rows: list[int], index: int, logps: Logps, starts: Logps, frozen: Logps) -> Batch:
+        groups = self.rows(step, "groups")[rows]
+        sampler = self.split(step, self.rows(step, "sampler"))
+        return Batch(
+            options=self.case["objective"],
+            groups=[[int(r) for r in np.flatnonzero(groups == group)] for group in np.unique(groups)],
+            labels=torch.from_numpy(self.rows(step, "labels")[rows]),
+            rewards=torch.from_numpy(self.rows(step, "rewards")[rows]),
+            logps=logps,
+            starts=[starts[row] for row in rows],
+            frozen=[frozen[row] for row in rows],
+            sampler=[sampler[row] for row in rows],
+            index=index,
+        )
+
+    def prepare(self) -> None:
+        """Completes the case: the sampler's log-probs are those of the first weights plus the noise, and clip_grad is a
+        norm that some updates exceed."""
+        norms = []
+        for step in range(1, self.case["steps"] + 1):
+            size = len(self.rows(step, "labels"))
+            starts = self.logps(step, range(size), graph=False)[0]
+            noisy = torch.cat(starts).numpy() + self.rows(step, "noise")
+            self.data[f"{step}.sampler"] = noisy.astype(np.float32)
+            for index, rows in enumerate(self.minibatches(step) if self.case["clip_grad"] else []):
+                self.model.model.zero_grad()
+                logps = self.logps(step, rows, graph=True)[0]
+                OBJECTIVES[self.case["objective"]["name"]](self.batch(step, rows, index, logps, starts, starts))[
+                    0
+                ].backward()
+                norms.append(self.adam.norm())
+        np.savez(self.folder / "steps.npz", **self.data)
+        if norms:
+            low, high = sorted(norms)[(len(norms) - 1) // 2 : (len(norms) + 3) // 2]
+            self.case["clip_grad"] = self.case["objective"]["clip_grad"] = math.sqrt(low * high)
+        (self.folder / "case.json").write_text(json.dumps(self.case))
+
+    def train(self) -> None:
+        """All updates of the case."""
+        (self.folder / "reference").mkdir()
+        updates: list[dict[str, Any]] = []
+        frozen_weights = {name: p.detach().clone() for name, p in self.model.parameters.items()}
+        for step in range(1, self.case["steps"] + 1):
+            everything = range(len(self.rows(step, "labels")))
+            starts = self.logps(step, everything, graph=False)[0]
+            frozen = self._with_weights(frozen_weights, lambda s=step, e=everything: self.logps(s, e, graph=False)[0])
+            for index, rows in enumerate(self.minibatches(step)):
+                updates.append(self._update(step, index, rows, starts, frozen, len(updates) + 1))
+            reset = self.case["objective"].get("reset_every")
+            if reset and step % reset == 0:
+                frozen_weights = {name: p.detach().clone() for name, p in self.model.parameters.items()}
+                self.adam.reset()
+        for kind, values in (("exp_avg", self.adam.first), ("exp_avg_sq", self.adam.second)):
+            np.savez(self.folder / "reference" / f"{kind}.npz", **self.model.named(values))
+        (self.folder / "reference" / "updates.json").write_text(json.dumps(updates))
+
+    def _with_weights(self, weights: Mapping[str, Tensor], compute: Callable[[], Logps]) -> Logps:
+        own = {name: p.detach().clone() for name, p in self.model.parameters.items()}
+        try:
+            self._set(weights)
+            return compute()
+        finally:
+            self._set(own)
+
+    @torch.no_grad()
+    def _set(self, weights: Mapping[str, Tensor]) -> None:
+        for name, p in self.model.parameters.items():
+            p.copy_(weights[name])
+
+    def _update(
+        self, step: int, index: int, rows: list[int], starts: Logps, frozen: Logps, number: int
+    ) -> dict[str, Any]:
+        o, case = self.case["objective"], self.case
+        self.model.model.zero_grad()
+        logps, entropies = self.logps(step, rows, graph=True)
+        for logp in logps:
+            logp.retain_grad()
+        batch = self.batch(step, rows, index, logps, starts, frozen)
+        loss, metrics = OBJECTIVES[o["name"]](batch)
+        loss.backward()
+        coefficients = [torch.zeros_like(p) if p.grad is None else p.grad for p in logps]
+        largest = max(float(c.abs().max()) for c in coefficients)
+        is_zero = [float(c.abs().max()) <= 1e-12 * largest for c in coefficients]
+        skipped = [index == 0 and _skips_zero_gradient(o) and zero for zero in is_zero]
+        norm, lr = self.adam.norm(), self.adam.rate((step - 1) * case["updates_per_step"] + index + 1)
+        self.adam.step(lr)
+        seen = [k for k in range(len(rows)) if not skipped[k]]
+        if seen:
+            metrics |= _token_metrics(
+                *(torch.cat([values[k].detach() for k in seen]) for values in (logps, entropies, batch.sampler)), case
+            )
+        n = len(rows)
+        metrics |= _passes(o, index) | {"objective/loss": (float(loss.detach()), n)}
+        if o["name"] != "sft":
+            metrics[f"{o['name']}/truncated_frac"] = (float(self.rows(step, "truncated")[rows].mean()), n)
+        arrays = {f"weight {name}": value for name, value in self.model.named(self.model.parameters).items()}
+        for name, values in (("update", logps), ("coefficient", coefficients), ("start", batch.starts)):
+            arrays[name] = torch.cat(values).detach().numpy()
+        arrays["reference"] = torch.cat(batch.frozen).numpy()
+        np.savez(self.folder / "reference" / f"update_{number}.npz", **arrays)
+        return {
+            "step": step,
+            "ids": [case["ids"][str(step)][row] for row in rows],
+            "lens": [len(logp) for logp in logps],
+            "skipped": skipped,
+            "grad_norm": norm,
+            "is_clipped": 0 < case["clip_grad"] < norm,
+            "lr": lr,
+            "metrics": metrics,
+        }
+
+
+def _token_metrics(logps: Tensor, entropies: Tensor, sampler: Tensor, case: Mapping[str, Any]) -> Metrics:
+    """docs/metrics.md: policy/* and mismatch/* over the tokens of the update's forward pass."""
+    count, q = float(len(logps)), logps - sampler
+    found = {"policy/entropy": entropies.mean(), "policy/logprob_mean": logps.mean()}
+    if case["is_sampled"]:
+        found |= {
+            "mismatch/logprob_abs_mean": q.abs().mean(),
+            "mismatch/logprob_abs_max": q.abs().max(),
+            "mismatch/ratio": q.mean().exp(),
+            "mismatch/kl": (q.exp() - 1 - q).mean(),
+            "mismatch/over_frac": (q.abs() > case["mismatch_threshold"]).double().mean(),
+        }
+    return {name: (float(value), count) for name, value in found.items()}

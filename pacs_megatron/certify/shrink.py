@@ -1,0 +1,241 @@
+"""A run's configuration as a tiny case: the same family, layout, objective and options; sizes are small and odd."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pacs_megatron.config.checks import max_sequence_tokens
+from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.contracts import Layout
+from pacs_megatron.models import read_spec
+
+PROMPT, RESPONSE = 8, 13
+"""Longest prompt and response of the samples, tokens."""
+MAX_UPDATES = 4
+"""Updates per step that are kept."""
+_MAX_GROUP, _VOCAB, _HEAD_DIM, _HEADS_PER_GROUP = 4, 251, 8, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Two attempts of a tiny run."""
+
+    config: RunConfig
+    layouts: tuple[Layout, Layout]
+    """of the attempt that starts and of the one that resumes"""
+    hf_config: Mapping[str, Any]
+    steps: int
+    stop_after: int
+    """Updates of the first attempt. With several updates a step it ends inside the second step."""
+    changes: tuple[str, ...]
+    """differences from the user's configuration, for the certificate"""
+
+    def parallel(self, attempt: int) -> Any:
+        """`config.parallel` in the layout of an attempt."""
+        layout = self.layouts[attempt]
+        names = ("tp", "pp", "cp", "ep", "vpp", "sequence_parallel")
+        return self.config.parallel.model_copy(update={name: getattr(layout, name) for name in names})
+
+
+def shrink(config: RunConfig, hf_config: Mapping[str, Any], user: Layout, *, world: int | None) -> Case:
+    """The case of a configuration that trains in the layout `user`.
+
+    `world`: ranks of this job, which keep the layout and the precision; None: processes on this host's CPU.
+    """
+    layout = replace(user, world_size=world) if world else _few_ranks(user)
+    after = _neighbour(layout, is_fixed=world is not None, is_moe=read_spec(hf_config).moe is not None)
+    tiny = _tiny_model(hf_config, layout, after, is_gpu=world is not None)
+    updates = min(config.batch.updates_per_step, MAX_UPDATES)
+    steps, stop_after = (5, 3) if updates == 1 else (3, len(_groups_of_step(1, updates)) + 1)
+    changed = _changes(config, updates, steps, tiny, on_cpu=world is None)
+    after_text = _text(after) if after != layout else "the same layout: no other one fits"
+    notes = [f"layout: {_text(layout)} for {_text(user)}; resumed in {after_text}"]
+    before = config.model_dump(mode="json")
+    for section, values in changed.items():
+        notes += [f"{section}.{k}: {v} for {before[section][k]}" for k, v in values.items() if before[section][k] != v]
+    tree = {section: values | changed.get(section, {}) for section, values in before.items() if values is not None}
+    return Case(
+        config=RunConfig.model_validate(tree, strict=False),
+        layouts=(layout, after),
+        hf_config=tiny,
+        steps=steps,
+        stop_after=stop_after,
+        changes=tuple(notes),
+    )
+
+
+def _few_ranks(user: Layout) -> Layout:
+    """The layout on at most 4 ranks, on 8 where the model's own axes need them."""
+    size = {"tp": user.tp, "pp": user.pp, "cp": user.cp}
+    while math.prod(size.values()) > 8:
+        largest = max(size, key=lambda name: size[name])
+        size[largest] = max(2, size[largest] // 2)
+    model, ep = math.prod(size.values()), user.ep
+    dp = 2 if user.dp > 1 and model <= 2 else 1
+    while (model // size["pp"]) * dp % ep:  # experts are divided over the ranks of a stage
+        if model * dp < 8:
+            dp *= 2
+        else:
+            ep = max(1, ep // 2)
+    is_sequence_parallel = user.sequence_parallel and size["tp"] > 1
+    return replace(user, world_size=model * dp, ep=ep, sequence_parallel=is_sequence_parallel, **size)
+
+
+def _neighbour(layout: Layout, *, is_fixed: bool, is_moe: bool) -> Layout:
+    """Another layout of the same ranks that can resume the first one's checkpoint (docs/configuration.md)."""
+    tp, sp = layout.tp, layout.sequence_parallel
+    if layout.world_size == 1:
+        # One rank resumes on two: data-parallel with experts, else tensor-parallel.
+        two = replace(layout, world_size=2) if is_moe else replace(layout, world_size=2, tp=2)
+        return layout if is_fixed else two
+    if tp % 2 == 0:
+        return _with_ep(replace(layout, tp=tp // 2, sequence_parallel=sp and tp > 2), layout)
+    if layout.pp % 2 == 0:
+        return _with_ep(replace(layout, pp=layout.pp // 2, vpp=layout.vpp if layout.pp > 2 else None), layout)
+    if layout.cp % 2 == 0:
+        return _with_ep(replace(layout, cp=layout.cp // 2), layout)
+    if layout.dp % 2 == 0:
+        return _with_ep(replace(layout, tp=2 * tp, sequence_parallel=sp or is_moe), layout)
+    return layout
+
+
+def _with_ep(layout: Layout, fallback: Layout) -> Layout:
+    """`layout`, if its expert parallelism divides a stage's ranks."""
+    return fallback if (layout.world_size // layout.pp) % layout.ep else layout
+
+
+def _tiny_model(hf: Mapping[str, Any], first: Layout, second: Layout, *, is_gpu: bool) -> dict[str, Any]:
+    """config.json with odd sizes that both layouts divide: 3 heads for each key-value head, a prime vocabulary."""
+    spec = read_spec(hf)
+    shards = math.lcm(first.tp, second.tp)
+    stages = math.lcm(*(layout.pp * (layout.vpp or 1) for layout in (first, second)))
+    kv_heads = shards * (3 if shards <= 2 else 1)
+    heads = kv_heads * (1 if spec.num_heads == spec.num_kv_heads else _HEADS_PER_GROUP)
+    head_dim = 16 if is_gpu else _HEAD_DIM
+    sizes: dict[str, Any] = {
+        "vocab_size": _VOCAB,
+        "hidden_size": 5 * head_dim if "head_dim" in hf else heads * head_dim,
+        "intermediate_size": shards * 13,
+        "num_hidden_layers": 3 if stages == 1 else 2 * stages,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "dtype": "float32",
+    }
+    if "head_dim" in hf:
+        sizes["head_dim"] = head_dim
+    if spec.moe is not None:
+        experts = "num_experts" if "num_experts" in hf else "num_local_experts"
+        sizes |= {experts: 3 * math.lcm(first.ep, second.ep), "num_experts_per_tok": min(spec.moe.top_k, 2)}
+        sizes["moe_intermediate_size"] = shards * 5
+    dropped = ("torch_dtype", "layer_types", "max_window_layers", "bos_token_id", "eos_token_id", "pad_token_id")
+    kept = {key: value for key, value in hf.items() if key not in dropped}
+    for key in ("rope_scaling", "rope_parameters"):
+        if kept.get(key) and "original_max_position_embeddings" in kept[key]:
+            kept[key] = kept[key] | {"original_max_position_embeddings": 64}  # so that short samples show it
+    return kept | sizes
+
+
+def _changes(config: RunConfig, updates: int, steps: int, tiny: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+    """Section -> keys with the values of the case."""
+    optimizer, batch, objective = config.optimizer, config.batch, config.objective
+    longest = PROMPT + RESPONSE
+    response = config.rollout.sampling.max_response_tokens
+    share = batch.tokens_per_microbatch / max_sequence_tokens(config)
+    changed: dict[str, Any] = {
+        "run": {"steps": steps},
+        "batch": {
+            "updates_per_step": updates,
+            "samples_per_prompt": min(batch.samples_per_prompt, _MAX_GROUP),
+            "tokens_per_microbatch": max(longest, round(min(share, 100.0) * longest)),
+        },
+        # Large enough that float32 resolves an update, and that rounding of a zero gradient is not a full step.
+        "optimizer": {
+            "lr": 1e-3,
+            "min_lr": optimizer.min_lr / optimizer.lr * 1e-3,
+            "adam_eps": 1e-3,
+            "warmup_updates": min(optimizer.warmup_updates, 3),
+        },
+        "parallel": {},
+        "precision": {},
+        "objective": {},
+    }
+    if getattr(objective, "reset_every", None) is not None:
+        changed["objective"]["reset_every"] = min(getattr(objective, "reset_every", 1), 2)
+    if getattr(objective, "constant_length", None) is not None:
+        changed["objective"]["constant_length"] = max(1, round(objective.constant_length * RESPONSE / response))
+    if config.parallel.recompute.granularity == "full":
+        recompute = config.parallel.recompute.model_dump(mode="json")
+        changed["parallel"]["recompute"] = recompute | {"num_layers": min(recompute["num_layers"], 2)}
+    if on_cpu:
+        changed["precision"] = {"dtype": "fp32", "fp8": None}
+    return changed
+
+
+def _groups_of_step(step: int, updates: int) -> list[int]:
+    """Sizes relative to the group size, one for each group. The first step has fewer groups than updates, if possible;
+    the others do not divide evenly."""
+    count = max(updates - 1, 1) if step == 1 and updates > 1 else 2 * updates + 1
+    return [k % 3 for k in range(count)]
+
+
+def write_samples(case: Case, folder: Path, seed: int) -> None:
+    """Writes `case.json`, `steps.npz` and the configuration of the model, for the reference and the ranks.
+
+    Responses and groups have uneven lengths, the last group of a step has one class, rewards are not labels, and some
+    samples are truncated. Uniform random tokens: the reference adds the sampler's log-probs.
+    """
+    config = case.config
+    rng = np.random.default_rng(seed)
+    arrays: dict[str, np.ndarray] = {}
+    ids: dict[int, list[str]] = {}
+    size = config.batch.samples_per_prompt
+    for step in range(1, case.steps + 1):
+        sizes = [max(min(size, 2), size - less) for less in _groups_of_step(step, config.batch.updates_per_step)]
+        groups = np.repeat(np.arange(len(sizes)), sizes)
+        labels = rng.integers(0, 2, len(groups)).astype(np.float64)
+        first = np.cumsum([0, *sizes[:-1]])
+        labels[first], labels[first + np.array(sizes) - 1] = 0.0, 1.0
+        labels[groups == len(sizes) - 1] = float(step % 2)
+        prompt_lens = rng.integers(1, PROMPT + 1, len(sizes))[groups]
+        response_lens = rng.integers(1, RESPONSE + 1, len(groups))
+        response_lens[-1] = RESPONSE
+        rewards = labels + np.where(groups == len(sizes) - 1, 0.0, rng.normal(0, 0.1, len(groups)))
+        arrays |= {
+            f"{step}.groups": groups,
+            f"{step}.labels": labels,
+            f"{step}.rewards": rewards,
+            f"{step}.prompt_lens": prompt_lens,
+            f"{step}.response_lens": response_lens,
+            f"{step}.truncated": rng.random(len(groups)) < 0.3,
+            f"{step}.tokens": rng.integers(0, _VOCAB, int((prompt_lens + response_lens).sum())).astype(np.int32),
+            f"{step}.noise": rng.normal(0, 0.4, int(response_lens.sum())),
+        }
+        ids[step] = [f"{step}:case/{(7 * g) % 11}-{g}#{row}" for row, g in enumerate(groups)]
+    np.savez(folder / "steps.npz", **arrays)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(dict(case.hf_config)))
+    content = {
+        "objective": config.objective.model_dump(mode="json"),
+        "optimizer": config.optimizer.model_dump(mode="json"),
+        "clip_grad": config.objective.clip_grad,
+        "updates_per_step": config.batch.updates_per_step,
+        "temperature": config.rollout.sampling.temperature,
+        "mismatch_threshold": config.mismatch.threshold,
+        "is_sampled": config.rollout.is_sampled,
+        "steps": case.steps,
+        "ids": ids,
+    }
+    (folder / "case.json").write_text(json.dumps(content))
+
+
+def _text(layout: Layout) -> str:
+    axes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp or 1, "cp": layout.cp, "ep": layout.ep, "dp": layout.dp}
+    sizes = "".join(f" {name}{size}" for name, size in axes.items() if size > 1) or " 1 rank"
+    return sizes.strip() + (" sequence-parallel" if layout.sequence_parallel else "")
