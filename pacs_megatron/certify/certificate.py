@@ -56,13 +56,13 @@ class Certificate:
         cls, loaded: LoadedConfig, case: Case, found: Comparison, folder: Path, *, seconds: float, on_gpu: bool
     ) -> Certificate:
         """The certificate of a comparison."""
-        asked, done = loaded.config.precision, case.config.precision
+        wanted, done = loaded.config.precision, case.config.precision
         precision = f"{done.dtype}{' with FP8' if done.fp8 else ''} on {'GPUs' if on_gpu else 'CPU'}"
         not_certified = list(NOT_CERTIFIED)
-        if asked != done:
-            wanted = f"{asked.dtype}{f' with FP8 ({asked.fp8.recipe})' if asked.fp8 else ''}"
+        if wanted != done:
+            own = f"{wanted.dtype}{f' with FP8 ({wanted.fp8.recipe})' if wanted.fp8 else ''}"
             not_certified.insert(
-                0, f"{wanted}: the run's own precision; {precision} was compared. Use slurm/certify.sbatch"
+                0, f"{own}, the run's own precision: {precision} was compared; use slurm/certify.sbatch"
             )
         if not on_gpu:
             not_certified.append(
@@ -126,7 +126,7 @@ class Certificate:
         return page("Certificate", body)
 
 
-def check(loaded: LoadedConfig) -> str | None:
+def certificate_line(loaded: LoadedConfig) -> str | None:
     """A line for `train` on the certificate in the run's folder; None where there is none.
 
     Raises ConfigError if it is of another configuration, red or not readable.

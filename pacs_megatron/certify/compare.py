@@ -25,6 +25,7 @@ TOLERANCES: Mapping[str, tuple[float, float, str]] = {
     "denominators of the metrics": (1e-9, 1e-9, "of the value"),
     "score drift": (1e-4, 0.2, "nats"),
     "weights after an update": (2e-2, 2.0, "of the learning rate"),
+    "weights of the ranks": (_EXACT, _EXACT, "versions"),
     "metrics of a step": (1e-3, 0.5, "of the value, at least of 0.01"),
     "weights after the resume": (_EXACT, _EXACT, "difference from the saved ones"),
     "Adam's first moment": (1e-3, 0.2, "of the tensor's largest"),
@@ -131,6 +132,8 @@ def _compare_update(
             found, f"{where}, rank {file.name.split('.')[1]}", json.loads(file.read_text()), expected, number
         )
     weights = {key.removeprefix("weight "): value for key, value in arrays.items() if key.startswith("weight ")}
+    digests = {file.read_text() for file in product.glob(f"weights_{number}.*.digest")}
+    found.check("weights of the ranks", where, len(digests), 1)
     _compare_tensors(
         found, "weights after an update", where, dict(_arrays(product / f"weights_{number}.npz")), weights, lr
     )
@@ -170,6 +173,7 @@ def _compare_rows(found: Comparison, product: Path, updates: list[dict[str, Any]
             for name, pair in metrics.items():
                 if pair[1] and (index == 0 or not name.startswith("mismatch/")):
                     sums.setdefault(name, []).append(pair)
+        sums["admission/num_samples"] = [(float(sum(len(update["ids"]) for update in own)), 1.0)]
         for name, pairs in sums.items():
             value = rows.get(str(step), {}).get(name)
             expected = max(v for v, _ in pairs) if name.endswith("_max") else _mean(pairs)

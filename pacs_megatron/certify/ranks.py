@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from contextlib import suppress
@@ -97,6 +98,8 @@ class _RecordedPolicy(MegatronPolicy):
     def write_weights(self, name: str) -> None:
         """Every tensor under its Hugging Face name. Collective."""
         tensors = {key: tensor.float().cpu().numpy().copy() for key, tensor in self.export_weights()}
+        digest = hashlib.sha256(b"".join(tensor.tobytes() for tensor in tensors.values())).hexdigest()
+        (self.folder / f"{name}.{self.rank.rank}.digest").write_text(digest)
         if self.rank.rank == 0:
             np.savez(self.folder / f"{name}.npz", **tensors)
 

@@ -20,7 +20,7 @@ from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import layout_of, ranks_to_start
 from pacs_megatron.config.shape import shape_problems
-from pacs_megatron.errors import PacsError
+from pacs_megatron.errors import ConfigError, PacsError
 from pacs_megatron.models import read_spec
 from pacs_megatron.plan.known_models import need_config
 from pacs_megatron.runtime.environment import RankPlace, find_rank, rank_environment
@@ -63,8 +63,7 @@ def certify(
             else:
                 comparison = compare(work, updates_before_resume=case.stop_after, is_bf16=comparison.is_bf16)
     finally:
-        if "PACS_CERTIFY_KEEP" not in os.environ:
-            shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
     seconds = time.monotonic() - start
     certificate = Certificate.of(loaded, case, comparison, folder, seconds=seconds, on_gpu=place is not None)
     certificate.write()
@@ -99,9 +98,13 @@ def _import() -> None:
 def _run(case: Case, work: Path, place: RankPlace | None, processes: _Processes, seed: int) -> None:
     """All phases. The reference trains beside the ranks."""
     os.environ.update(rank_environment(1 if place is None else place.local_world_size, single_host=place is None))
+    if place is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     _import()
     from pacs_megatron.certify import ranks, reference
 
+    if case.config.objective.name not in reference.OBJECTIVES:
+        raise ConfigError(f"certify has no reference for objective {case.config.objective.name} yet (docs/certify.md)")
     write_samples(case, work, seed)
 
     def prepare() -> None:

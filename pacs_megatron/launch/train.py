@@ -18,6 +18,7 @@ from types import FrameType, TracebackType
 
 import psutil  # type: ignore[import-untyped]
 
+from pacs_megatron.certify.certificate import certificate_line
 from pacs_megatron.checkpoint.names import describe_newest
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import layout_problems
@@ -45,6 +46,9 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
             f"resources.nodes={loaded.config.resources.nodes}: `train` starts ranks on one host only; use `submit`, or "
             f"sbatch slurm/train.sbatch {config_path} ({loaded.where('resources.nodes')})"
         )
+    certificate = certificate_line(loaded)
+    if certificate is not None and (place is None or place.rank == 0):
+        sys.stderr.write(f"{certificate}\n")
     command = [TRAINING_MODULE, str(config_path), *overrides]
     if place is not None:
         # Not at module level: server processes import this module.

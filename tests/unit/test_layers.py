@@ -26,6 +26,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("rollout",),
     ("convert", "evaluation", "plan"),
     ("training", "preflight"),
+    ("certify",),
     ("launch",),
     ("cli",),
 )

@@ -1,0 +1,96 @@
+"""`certify` on real ranks: green for correct configurations, red for planted errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pacs_megatron.certify.certificate import Certificate
+from pacs_megatron.certify.run import certify, make_case
+from pacs_megatron.config import load_config
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.runtime.shipped import run_file
+from tests.support.certify_runs import random_run, write_run
+from tests.support.planted import PLANTED
+from tests.support.tiers import in_test
+
+SHIPPED = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "runs").glob("*.yaml"))
+EVERYTHING: dict[str, Any] = {
+    "run": {"nproc": 4},
+    "parallel": {"tp": 2, "sequence_parallel": True, "distributed_optimizer": True},
+    "objective": {"name": "pacs", "reference": "frozen", "reset_every": 2, "clip_grad": 1.0},
+    "optimizer": {"weight_decay": 0.1, "schedule": "cosine", "min_lr": 2e-7, "warmup_updates": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """`certify` sets variables for the processes that it forks."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def run(folder: Path, changes: dict[str, Any], family: str = "qwen3") -> Certificate:
+    certificate = certify(write_run(folder, changes, family), [], out=folder / "certificate")
+    assert certificate is not None and (folder / "certificate" / "certificate.html").exists()
+    assert [path.name for path in (folder / "certificate").iterdir() if path.name.startswith(".")] == []
+    return certificate
+
+
+def test_a_correct_configuration_is_green(tmp_path: Path) -> None:
+    certificate = run(tmp_path, EVERYTHING)
+    assert certificate.is_green, certificate.line()
+    compared = {quantity["name"]: quantity["compared"] for quantity in certificate.content["quantities"]}
+    assert len(compared) >= 15 and min(compared.values()) > 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    in_test(PLANTED, "slope of wrong responses 2 % low", "moments are not restored", "gate and up are swapped"),
+)
+def test_a_planted_error_turns_it_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    planted = PLANTED[name]
+    planted.plant(monkeypatch)
+    certificate = run(tmp_path, planted.changes, planted.family)
+    assert not certificate.is_green, name
+    print(f"{name}: {certificate.content['first_deviation']}")
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=pytest.mark.full if seed < 26 else pytest.mark.campaign) for seed in range(270)],
+)
+def test_a_random_legal_configuration_is_green(tmp_path: Path, seed: int) -> None:
+    """Four of five draws are legal."""
+    family, changes = random_run(seed)
+    path = write_run(tmp_path, changes, family)
+    try:
+        make_case(load_config(path), None)
+    except ConfigError as error:
+        print(f"not legal: {error}")
+        return
+    certificate = run(tmp_path, changes, family)
+    assert certificate.is_green, f"{family} {changes}: {certificate.line()}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.full
+            if name in ("pacs-qwen3-8b-1n8g-tp2", "grpo-qwen3-14b-2n8g-tp4-ahead", "quickstart-warmstart")
+            else pytest.mark.campaign,
+        )
+        for name in SHIPPED
+    ],
+)
+def test_a_shipped_configuration_is_green(tmp_path: Path, name: str) -> None:
+    certificate = certify(run_file(name), [], out=tmp_path)
+    assert certificate is not None and certificate.is_green, certificate and certificate.line()

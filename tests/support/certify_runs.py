@@ -1,0 +1,126 @@
+"""Configurations to certify: one by its differences from BASE, and legal ones at random."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.support.tiny_families import CASES, config_of
+
+BASE: dict[str, Any] = {
+    "run": {"name": "certified", "steps": 10, "nproc": 2},
+    "precision": {"dtype": "fp32"},
+    "parallel": {},
+    "objective": {"name": "pacs"},
+    "batch": {"prompts_per_step": 16, "samples_per_prompt": 4, "updates_per_step": 2, "tokens_per_microbatch": 200},
+    "rollout": {"engine": "embedded", "sampling": {"max_response_tokens": 100}},
+    "reward": {"name": "math"},
+    "data": {"train": {"path": "train.jsonl", "preset": "gsm8k"}, "max_prompt_tokens": 60},
+    "optimizer": {"lr": 1e-6},
+}
+
+
+def write_run(folder: Path, changes: Mapping[str, Any], family: str = "qwen3") -> Path:
+    """A run file with `changes` (section -> keys) for a model of CASES; returns its path."""
+    kind, own = CASES[family]
+    model = folder / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(config_of(kind, own).to_dict()))
+    tree = {name: dict(values) for name, values in BASE.items()} | {"model": {"path": str(model)}}
+    for section, values in changes.items():
+        is_other = "name" in values or "engine" in values
+        tree[section] = dict(values) if is_other else tree.get(section, {}) | values
+    if tree["objective"]["name"] == "sft":
+        tree["rollout"] = {"engine": "demonstrations", "max_response_tokens": 100}
+        del tree["reward"]
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def random_run(seed: int) -> tuple[str, dict[str, Any]]:
+    """(model of CASES, changes) at random; not every draw is legal."""
+    draw = random.Random(seed)
+    family = draw.choice(["qwen2", "qwen3", "qwen3", "qwen3-tied-mha-odd-vocabulary", "qwen3_moe", "llama", "mistral"])
+    is_moe = family == "qwen3_moe"
+    parallel: dict[str, Any] = {"distributed_optimizer": draw.random() < 0.5}
+    for axis in draw.sample(["tp", "pp", "cp", "ep"] if is_moe else ["tp", "pp", "cp"], draw.choice([0, 1, 1, 2])):
+        parallel[axis] = 2
+    parallel["sequence_parallel"] = "tp" in parallel and (is_moe or draw.random() < 0.5)
+    if "pp" in parallel and draw.random() < 0.4:
+        parallel["vpp"] = 2
+    parallel["recompute"] = {"granularity": draw.choice(["none", "none", "selective", "full"])}
+    model = parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("cp", 1)
+    name = draw.choice(["pacs", "pacs", "grpo", "grpo", "sft"])
+    objective = {"pacs": _random_pacs, "grpo": _random_grpo, "sft": _random_sft}[name](draw)
+    one_update = objective.get("actor_term", 0) > 0
+    changes = {
+        "run": {"nproc": model * (2 if "ep" in parallel and model < 2 else draw.choice([1, 2]))},
+        "parallel": parallel,
+        "objective": objective,
+        "batch": {
+            "updates_per_step": 1 if one_update else draw.choice([1, 2, 3, 4]),
+            "samples_per_prompt": draw.choice([2, 3, 4, 8]),
+            "tokens_per_microbatch": draw.choice([160, 200, 400, 1600]),
+        },
+        "optimizer": {
+            "schedule": draw.choice(["constant", "linear", "cosine"]),
+            "min_lr": draw.choice([0.0, 2e-7]),
+            "warmup_updates": draw.choice([0, 0, 2, 5]),
+            "weight_decay": draw.choice([0.0, 0.1]),
+            "adam_beta2": draw.choice([0.95, 0.99]),
+        },
+    }
+    if name == "pacs" and draw.random() < 0.3:
+        changes["batch"]["groups"] = "apart"
+    if name != "sft":
+        sampling = {"max_response_tokens": 100, "temperature": draw.choice([1.0, 1.0, 0.7])}
+        changes["rollout"] = {"engine": "embedded", "sampling": sampling}
+    return family, changes
+
+
+def _random_pacs(draw: random.Random) -> dict[str, Any]:
+    proxy = draw.choice(["sum_log_ratio", "sum_log_ratio", "mean_log_prob"])
+    options: dict[str, Any] = {
+        "name": "pacs",
+        "beta": draw.choice([1.0, 0.3]),
+        "reward_proxy": proxy,
+        "score": draw.choice(["rloo", "rloo", "dr_grpo", "grpo", "naive"]),
+        "weighting": draw.choice(["question", "question", "only_positive", "only_negative", "none"]),
+    }
+    if proxy == "sum_log_ratio":
+        options["reference"] = draw.choice(["step_start", "frozen"])
+        if options["reference"] == "frozen" and draw.random() < 0.5:
+            options["reset_every"] = 3
+        if draw.random() < 0.2:
+            options |= {"actor_term": 0.5, "actor_scope": draw.choice(["group", "own"])}
+    if options["score"] == "grpo":
+        options["score_std_floor"] = 0.1
+    if draw.random() < 0.3:
+        options["importance_cap"] = draw.choice([1.05, 2.0])
+    return options | ({"clip_grad": 1.0} if draw.random() < 0.3 else {})
+
+
+def _random_grpo(draw: random.Random) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "name": "grpo",
+        "advantage": draw.choice(["grpo", "dr_grpo", "rloo"]),
+        "clip_high": draw.choice([0.2, 0.28]),
+        "loss_mean": draw.choice(["token", "sequence", "dr_grpo"]),
+        "kl_coef": draw.choice([0.0, 0.0, 0.1]),
+        "importance": draw.choice(["none", "truncate", "mask"]),
+    }
+    if options["loss_mean"] == "dr_grpo":
+        options["constant_length"] = 100
+    if options["kl_coef"] and draw.random() < 0.5:
+        options["reset_every"] = 2
+    return options
+
+
+def _random_sft(draw: random.Random) -> dict[str, Any]:
+    return {"name": "sft", "loss_mean": draw.choice(["token", "sequence"])}

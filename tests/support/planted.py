@@ -1,0 +1,295 @@
+"""Errors planted into the product, for tests of `certify`. Its processes fork, so a patch reaches the ranks."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pacs_megatron.observability.metrics import MetricSums
+
+OBJECTIVES, BATCHING, POLICY = "pacs_megatron.objectives", "pacs_megatron.batching", "pacs_megatron.policy"
+FROZEN = {"objective": {"name": "pacs", "reference": "frozen", "reset_every": 2}}
+GRPO = {"objective": {"name": "grpo", "kl_coef": 0.1, "importance": "truncate", "loss_mean": "sequence"}}
+DECAY = {"optimizer": {"weight_decay": 0.1, "schedule": "linear", "min_lr": 1e-7, "warmup_updates": 2}}
+CLIPPED = {"objective": {"name": "pacs", "clip_grad": 1.0}}
+TEMPERATURE = {"rollout": {"engine": "embedded", "sampling": {"max_response_tokens": 100, "temperature": 0.7}}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planted:
+    """`target` (module.attribute) is replaced by `change(original, *arguments)`."""
+
+    target: str
+    change: Callable[..., Any]
+    changes: dict[str, Any] = field(default_factory=dict)
+    """of the configuration, so that it uses the code"""
+    family: str = "qwen3"
+
+    def plant(self, patch: pytest.MonkeyPatch) -> None:
+        owner, name = _owner(self.target)
+        raw = owner.__dict__[name]
+        original = raw.__func__ if isinstance(raw, classmethod | staticmethod) else raw
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return self.change(original, *args, **kwargs)
+
+        patch.setattr(owner, name, type(raw)(replaced) if isinstance(raw, classmethod | staticmethod) else replaced)
+
+
+def _owner(target: str) -> tuple[Any, str]:
+    """The module or class of an attribute, and its name."""
+    parts = target.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:-1]:
+            found = getattr(found, part)
+        return found, parts[-1]
+    raise AssertionError(target)
+
+
+def _wrong_slope(original: Any, psi: Any, labels: Any) -> Any:
+    loss, slope = original(psi, labels)
+    return loss, torch.where(labels == 0.0, 0.98 * slope, slope)
+
+
+def _k3_reversed(original: Any, tokens: Any) -> Any:
+    return original(replace(tokens, logprobs=tokens.reference_logprobs, reference_logprobs=tokens.logprobs))
+
+
+def _without_last_sample(original: Any, *args: Any) -> Any:
+    rows = original(*args)
+    return [*rows[:-1], rows[-1][:-1]]
+
+
+def _twice(original: Any, *args: Any, **kwargs: Any) -> Any:
+    plan = original(*args, **kwargs)
+    first, *others = plan.by_dp_rank
+    return replace(plan, by_dp_rank=((*first, first[0]), *others))
+
+
+def _late_labels(original: Any, *args: Any, **kwargs: Any) -> Any:
+    batch = original(*args, **kwargs)
+    return replace(batch, labels=torch.roll(batch.labels, 1, -1))
+
+
+def _one_sequence(original: Any, *args: Any, **kwargs: Any) -> Any:
+    batch = original(*args, **kwargs)
+    bounds = batch.packed.cu_seqlens_q[[0, -1]]
+    batch.packed.cu_seqlens_q = batch.packed.cu_seqlens_kv = bounds
+    batch.packed.max_seqlen_q = batch.packed.max_seqlen_kv = int(bounds[-1])
+    return batch
+
+
+def _steep(original: Any, *args: Any, **kwargs: Any) -> Any:
+    logprobs, entropy = original(*args, **kwargs)
+    return 1.001 * logprobs - (0.001 * logprobs).detach(), entropy
+
+
+def _in_bits(original: Any, *args: Any, **kwargs: Any) -> Any:
+    logprobs, entropy = original(*args, **kwargs)
+    return logprobs, entropy / math.log(2)
+
+
+def _off_by_a_thousandth(original: Any, minibatch: Any, found: Any) -> Any:
+    return original(
+        minibatch, {name: {r: v + np.float32(1e-3) for r, v in rows.items()} for name, rows in found.items()}
+    )
+
+
+def _reversed_coefficients(original: Any, *args: Any) -> Any:
+    prepared = original(*args)
+    return replace(prepared, per_sample={name: values.flip(0) for name, values in prepared.per_sample.items()})
+
+
+def _decay_everything(original: Any, *args: Any, **kwargs: Any) -> Any:
+    optimizer = original(*args, **kwargs)
+    for group in optimizer.param_groups:
+        group["wd_mult"] = 1.0
+    return optimizer
+
+
+def _half_gradients(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    original(model, *args, **kwargs)
+    for chunk in model:
+        for parameter in chunk.parameters():
+            parameter.main_grad.mul_(0.999)
+
+
+def _one_rank_drifts(original: Any, self: Any) -> Any:
+    result = original(self)
+    if torch.distributed.get_rank() == 1:
+        next(iter(self.optimizers())).get_parameters()[0].data.mul_(1.0001)
+    return result
+
+
+def _after_resume(action: Callable[[Any], None]) -> Callable[..., Any]:
+    def change(original: Any, run: Any) -> Any:
+        progress = original(run)
+        if progress is not None:
+            action(run)
+        return progress
+
+    return change
+
+
+def _without_metrics(original: Any, cls: Any, *args: Any) -> Any:
+    step = original(cls, *args)
+    step.sums = MetricSums()
+    return step
+
+
+def _without_logprobs(original: Any, cls: Any, *args: Any) -> Any:
+    step = original(cls, *args)
+    step.logprobs = None
+    return step
+
+
+def _round_weights(run: Any) -> None:
+    for chunk in run.policy.chunks:
+        for parameter in chunk.parameters():
+            parameter.data.copy_(parameter.data.bfloat16())
+
+
+def _forget_schedule(run: Any) -> None:
+    run.policy.optimizer.schedule.num_steps = 0
+
+
+PLANTED: dict[str, Planted] = {
+    # ---------------------------------------------------------------------------------------------------- objective
+    "score without G/(G-1)": Planted(
+        target=f"{OBJECTIVES}.scores._leave_one_out", change=lambda original, groups: torch.ones_like(original(groups))
+    ),
+    "class weights squared": Planted(
+        target=f"{OBJECTIVES}.pacs.class_weights", change=lambda original, *args: original(*args) ** 2
+    ),
+    "slope of wrong responses 2 % low": Planted(target=f"{OBJECTIVES}.pacs.sample_loss", change=_wrong_slope),
+    "biased standard deviation": Planted(
+        target=f"{OBJECTIVES}.groups.Groups.std",
+        change=lambda original, self, values: torch.sqrt(self.total(values * values) / self.sizes),
+        changes=GRPO,
+    ),
+    "sequence mean without lengths": Planted(
+        target=f"{OBJECTIVES}.grpo.mean_weights",
+        change=lambda original, lens, *args: np.full(len(lens), 1.0 / (len(lens) * 7)),
+        changes=GRPO,
+    ),
+    "KL of the other direction": Planted(target=f"{OBJECTIVES}.grpo._k3", change=_k3_reversed, changes=GRPO),
+    "importance without its cap": Planted(
+        target=f"{OBJECTIVES}.grpo.Grpo._importance",
+        change=lambda original, self, tokens: self._sampler_ratio(tokens),
+        changes=GRPO,
+    ),
+    "ratio never clipped from below": Planted(
+        target=f"{OBJECTIVES}.grpo.Grpo.__init__",
+        change=lambda original, self, options: original(self, options.model_copy(update={"clip_low": 0.99})),
+        changes=GRPO,
+    ),
+    # --------------------------------------------------------------------------------------------------- batch plan
+    "the last sample of a step is lost": Planted(
+        target=f"{BATCHING}.distribute.split_by_group", change=_without_last_sample
+    ),
+    "mini-batches in the other order": Planted(
+        target=f"{BATCHING}.distribute.split_by_group", change=lambda original, *args: original(*args)[::-1]
+    ),
+    "a micro-batch is trained twice": Planted(target=f"{BATCHING}.split.plan_microbatches", change=_twice),
+    "labels one token late": Planted(target=f"{POLICY}.engine.build_microbatch", change=_late_labels),
+    "samples of a pack attend to each other": Planted(target=f"{POLICY}.engine.build_microbatch", change=_one_sequence),
+    # --------------------------------------------------------------------------------------------------------- head
+    "gradient of the head 0.1 % high": Planted(target=f"{POLICY}.model.token_logprobs", change=_steep),
+    "padding of the vocabulary has probability": Planted(
+        target=f"{POLICY}.head._chunk_logits",
+        change=lambda original, hidden, weight, valid, temperature: original(
+            hidden, weight, weight.shape[0], temperature
+        ),
+    ),
+    "temperature is ignored": Planted(
+        target=f"{POLICY}.head._chunk_logits",
+        change=lambda original, hidden, weight, valid, temperature: original(hidden, weight, valid, 1.0),
+        changes=TEMPERATURE,
+    ),
+    "entropy in bits": Planted(target=f"{POLICY}.model.token_logprobs", change=_in_bits),
+    # ------------------------------------------------------------------------------------------------------- passes
+    "reference pass with the policy's weights": Planted(
+        target=f"{POLICY}.snapshot.Snapshot._swap", change=lambda original, self: None, changes=FROZEN
+    ),
+    "log-probs of the step's start 0.001 high": Planted(
+        target="pacs_megatron.training.step.with_logprobs", change=_off_by_a_thousandth
+    ),
+    "coefficients of a micro-batch in the other order": Planted(
+        target=f"{POLICY}.update_loss.UpdateLoss._coupled", change=_reversed_coefficients
+    ),
+    # ---------------------------------------------------------------------------------------------------- optimizer
+    "norms decay": Planted(
+        target=f"{POLICY}.optimizer.get_megatron_optimizer", change=_decay_everything, changes=DECAY
+    ),
+    "clipped to 99 % of the limit": Planted(
+        target=f"{POLICY}.optimizer.Optimizer._scale_gradients",
+        change=lambda original, self, factor: original(self, 0.99 * factor),
+        changes=CLIPPED,
+    ),
+    "warm-up one update longer": Planted(
+        target=f"{POLICY}.optimizer.OptimizerParamScheduler",
+        change=lambda original, *args, **options: original(
+            *args, **options | {"lr_warmup_steps": options["lr_warmup_steps"] + 1}
+        ),
+        changes=DECAY,
+    ),
+    "moments survive a reset of the reference": Planted(
+        target=f"{POLICY}.optimizer.Optimizer.reset_moments", change=lambda original, self: None, changes=FROZEN
+    ),
+    "second moment decays as the first": Planted(
+        target=f"{POLICY}.optimizer.OptimizerConfig",
+        change=lambda original, **options: original(**options | {"adam_beta2": options["adam_beta1"]}),
+    ),
+    "gradients 0.1 % low": Planted(target=f"{POLICY}.engine.finalize_model_grads", change=_half_gradients),
+    "one data-parallel rank drifts": Planted(target=f"{POLICY}.optimizer.Optimizer.step", change=_one_rank_drifts),
+    # ------------------------------------------------------------------------------------------------------- resume
+    "moments are not restored": Planted(
+        target="pacs_megatron.training.loop.resume",
+        change=_after_resume(lambda run: run.policy.optimizer.reset_moments()),
+    ),
+    "the schedule starts again": Planted(
+        target="pacs_megatron.training.loop.resume", change=_after_resume(_forget_schedule), changes=DECAY
+    ),
+    "the reference is not restored": Planted(
+        target="pacs_megatron.training.loop.resume",
+        change=_after_resume(lambda run: run.policy.take_reference(reset_optimizer=False)),
+        changes=FROZEN,
+    ),
+    "metrics of an interrupted step are lost": Planted(
+        target="pacs_megatron.training.progress.OpenStep.from_record", change=_without_metrics
+    ),
+    "log-probs of an interrupted step are computed again": Planted(
+        target="pacs_megatron.training.progress.OpenStep.from_record", change=_without_logprobs
+    ),
+    "resumed weights are rounded": Planted(
+        target="pacs_megatron.training.loop.resume", change=_after_resume(_round_weights)
+    ),
+    # --------------------------------------------------------------------------------------------------- conversion
+    "gate and up are swapped": Planted(
+        target="pacs_megatron.models.transforms.GatedUp.to_hf", change=lambda original, *args: original(*args)[::-1]
+    ),
+    "key and value are swapped": Planted(
+        target="pacs_megatron.models.transforms.Qkv.to_megatron",
+        change=lambda original, self, tensors, dims: original(self, [tensors[0], tensors[2], tensors[1]], dims),
+    ),
+    "the export rounds": Planted(
+        target="pacs_megatron.checkpoint.hf_folder.HfFolderWriter.put",
+        change=lambda original, self, name, tensor: original(self, name, tensor.bfloat16().to(tensor.dtype)),
+    ),
+    "experts in the other order": Planted(
+        target="pacs_megatron.convert.convert.Entry.to_hf",
+        change=lambda original, self, tensor: tuple(part.flip(0) for part in original(self, tensor)),
+        family="qwen3_moe",
+    ),
+}
