@@ -22,7 +22,7 @@ from pacs_megatron.runtime.run_folder import run_folder
 
 FILE = "certificate.json"
 _VERSIONS_OF = ("pacs-megatron", "torch", "megatron-core", "transformers", "numpy")
-_COVERED = ("model", "precision", "objective", "batch", "optimizer")
+_COVERED = ("model", "precision", "policy", "objective", "batch", "optimizer")
 NOT_CERTIFIED = (
     "speed, memory and the behaviour at full size",
     "rollouts, rewards, admission, evaluation and weight sync: the samples are recorded",

@@ -61,8 +61,11 @@ def shrink(config: RunConfig, hf_config: Mapping[str, Any], user: Layout, *, wor
     for section, values in changed.items():
         notes += [f"{section}.{k}: {v} for {before[section][k]}" for k, v in values.items() if before[section][k] != v]
     tree = {section: values | changed.get(section, {}) for section, values in before.items() if values is not None}
+    if config.rollout.is_sampled:  # recorded samples need no engine
+        ahead, sampling = config.rollout.steps_ahead, before["rollout"]["sampling"]
+        tree["rollout"] = {"engine": "embedded", "sampling": sampling, "max_staleness": ahead}
     return Case(
-        config=RunConfig.model_validate(tree, strict=False),
+        config=RunConfig.model_validate(tree),
         layouts=(layout, after),
         hf_config=tiny,
         steps=steps,

@@ -220,7 +220,7 @@ PLANTED: dict[str, Planted] = {
     "entropy in bits": Planted(target=f"{POLICY}.model.token_logprobs", change=_in_bits),
     # ------------------------------------------------------------------------------------------------------- passes
     "reference pass with the policy's weights": Planted(
-        target=f"{POLICY}.snapshot.Snapshot._swap", change=lambda original, self: None, changes=FROZEN
+        target=f"{POLICY}.weights.Snapshot._swap", change=lambda original, self: None, changes=FROZEN
     ),
     "log-probs of the step's start 0.001 high": Planted(
         target="pacs_megatron.training.step.with_logprobs", change=_off_by_a_thousandth
