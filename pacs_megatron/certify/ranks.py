@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class _RecordedLoss(UpdateLoss):
             slopes = torch.autograd.grad(loss, logprobs, retain_graph=True)[0]
         ends = np.cumsum(batch.response_lens)[:-1]
         parts = [np.split(batch.gather(v.detach()).cpu().numpy(), ends) for v in (logprobs, slopes)]
-        self.found.update({int(row): pair for row, *pair in zip(batch.rows, *parts, strict=False)})  # type: ignore[misc]
+        self.found.update({int(row): pair for row, *pair in zip(batch.rows, *parts, strict=False)})
         return loss, report
 
 
@@ -73,8 +73,12 @@ class _RecordedPolicy(MegatronPolicy):
         _RecordedLoss.found = {}
         report = super().update(minibatch, objective, step_inputs, should_stop)
         self.number += 1
-        facts, arrays = minibatch.facts, {}
-        sources = {"start": minibatch.step_start_logprobs, "reference": minibatch.reference_logprobs}
+        facts = minibatch.facts
+        arrays: dict[str, Any] = {}
+        sources: dict[str, Mapping[int, np.ndarray] | None] = {
+            "start": minibatch.step_start_logprobs,
+            "reference": minibatch.reference_logprobs,
+        }
         for index, name in enumerate(("update", "coefficient")):
             sources[name] = {row: pair[index] for row, pair in _RecordedLoss.found.items()}
         for name, values in sources.items():
@@ -97,7 +101,7 @@ class _RecordedPolicy(MegatronPolicy):
 
     def write_weights(self, name: str) -> None:
         """Every tensor under its Hugging Face name. Collective."""
-        tensors = {key: tensor.float().cpu().numpy().copy() for key, tensor in self.export_weights()}
+        tensors: dict[str, Any] = {key: tensor.float().cpu().numpy().copy() for key, tensor in self.export_weights()}
         digest = hashlib.sha256(b"".join(tensor.tobytes() for tensor in tensors.values())).hexdigest()
         (self.folder / f"{name}.{self.rank.rank}.digest").write_text(digest)
         if self.rank.rank == 0:
@@ -203,4 +207,5 @@ def convert(folder: Path) -> None:
         ("convert to-hf", HfFolder(product / "to_hf")),
         ("convert to-megatron", MegatronWeights(product / "to_megatron")),
     ):
-        np.savez(product / f"{name}.npz", **{key: source.get(key).float().numpy() for key in source.names})
+        tensors: dict[str, Any] = {key: source.get(key).float().numpy() for key in source.names}
+        np.savez(product / f"{name}.npz", **tensors)

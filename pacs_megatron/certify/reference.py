@@ -199,7 +199,7 @@ class Model:
         entropy = -(every.exp() * every).sum(-1)
         return every.gather(1, tokens[prompt_len:, None])[:, 0], entropy.detach()
 
-    def named(self, values: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    def named(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """`values` by parameter, with one tensor for each expert's projection as in a checkpoint."""
         return {name: part.detach().numpy() for key, value in values.items() for name, part in _unstacked(key, value)}
 
@@ -413,9 +413,8 @@ class Reference:
         self.adam.step(lr)
         seen = [k for k in range(len(rows)) if not skipped[k]]
         if seen:
-            metrics |= _token_metrics(
-                *(torch.cat([values[k].detach() for k in seen]) for values in (logps, entropies, batch.sampler)), case
-            )
+            forward = [torch.cat([values[k].detach() for k in seen]) for values in (logps, entropies, batch.sampler)]
+            metrics |= _token_metrics(forward[0], forward[1], forward[2], case)
         n = len(rows)
         metrics |= _passes(o, index) | {"objective/loss": (float(loss.detach()), n)}
         if o["name"] != "sft":

@@ -19,9 +19,9 @@ from pacs_megatron.certify.shrink import Case, shrink, write_samples
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import layout_of, ranks_to_start
-from pacs_megatron.config.shape import shape_problems
 from pacs_megatron.errors import ConfigError, PacsError
 from pacs_megatron.models import read_spec
+from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.plan.known_models import need_config
 from pacs_megatron.runtime.environment import RankPlace, find_rank, rank_environment
 from pacs_megatron.runtime.processes import die_with_parent

@@ -169,10 +169,11 @@ def _changes(config: RunConfig, updates: int, steps: int, tiny: Mapping[str, Any
         "precision": {},
         "objective": {},
     }
-    if getattr(objective, "reset_every", None) is not None:
-        changed["objective"]["reset_every"] = min(getattr(objective, "reset_every", 1), 2)
-    if getattr(objective, "constant_length", None) is not None:
-        changed["objective"]["constant_length"] = max(1, round(objective.constant_length * RESPONSE / response))
+    reset_every, constant_length = (getattr(objective, name, None) for name in ("reset_every", "constant_length"))
+    if reset_every is not None:
+        changed["objective"]["reset_every"] = min(reset_every, 2)
+    if constant_length is not None:
+        changed["objective"]["constant_length"] = max(1, round(constant_length * RESPONSE / response))
     if config.parallel.recompute.granularity == "full":
         recompute = config.parallel.recompute.model_dump(mode="json")
         changed["parallel"]["recompute"] = recompute | {"num_layers": min(recompute["num_layers"], 2)}
@@ -196,7 +197,7 @@ def write_samples(case: Case, folder: Path, seed: int) -> None:
     """
     config = case.config
     rng = np.random.default_rng(seed)
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     ids: dict[int, list[str]] = {}
     size = config.batch.samples_per_prompt
     for step in range(1, case.steps + 1):

@@ -1,0 +1,133 @@
+"""The certificate's file, what `train` does with it, the reference's imports, and the tiny cases of shipped runs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pacs_megatron.certify import reference
+from pacs_megatron.certify.certificate import Certificate, certificate_folder, certificate_line, digest_of
+from pacs_megatron.certify.compare import TOLERANCES, Comparison
+from pacs_megatron.certify.run import make_case
+from pacs_megatron.certify.shrink import write_samples
+from pacs_megatron.config import load_config
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.models import read_spec
+from pacs_megatron.runtime.shipped import run_file
+from tests.support.certify_runs import write_run
+from tests.unit.test_layers import imports
+
+SHIPPED = sorted(path.stem for path in (Path(__file__).parents[3] / "configs" / "runs").glob("*.yaml"))
+
+
+def test_the_reference_imports_nothing_of_the_package() -> None:
+    tree = ast.parse(Path(str(reference.__file__)).read_text(encoding="utf-8"))
+    found = {name.split(".")[0] for name, _, _ in imports(tree, "pacs_megatron.certify.reference")}
+    others = found - set(sys.stdlib_module_names)
+    assert others == {"numpy", "torch", "transformers"}
+    assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
+
+
+def certificate(folder: Path, comparison: Comparison, **overrides: Any) -> tuple[Any, Certificate]:
+    loaded = load_config(write_run(folder, {"run": {"dir": str(folder / "runs")} | overrides}))
+    case = make_case(loaded, None)
+    return loaded, Certificate.of(loaded, case, comparison, certificate_folder(loaded), seconds=1.0, on_gpu=False)
+
+
+def compared(*, value: float = 1.0) -> Comparison:
+    comparison = Comparison(is_bf16=False)
+    comparison.check("gradient norm", "update 1", value, 1.0)
+    return comparison
+
+
+def test_train_reports_a_certificate_that_fits_and_refuses_others(tmp_path: Path) -> None:
+    loaded, green = certificate(tmp_path, compared())
+    assert certificate_line(loaded) is None
+    green.write()
+    assert green.is_green
+    line = certificate_line(loaded)
+    assert line is not None and "fits this configuration" in line and "version of" not in line
+    other = load_config(loaded.path, ["optimizer.lr=1e-5"])
+    with pytest.raises(ConfigError, match=r"certifies another configuration.*certify .*again, or remove"):
+        certificate_line(other)
+    content = json.loads((green.folder / "certificate.json").read_text())
+    content["versions"]["torch"] = "0.1"
+    (green.folder / "certificate.json").write_text(json.dumps(content))
+    assert "not the version of torch" in str(certificate_line(loaded))
+    (green.folder / "certificate.json").write_text("[]")
+    with pytest.raises(ConfigError, match="is not a certificate"):
+        certificate_line(loaded)
+
+
+def test_a_red_certificate_names_the_first_deviation(tmp_path: Path) -> None:
+    comparison = compared(value=1.5)
+    comparison.check("learning rate", "update 1", 2.0, 1.0)
+    loaded, red = certificate(tmp_path, comparison)
+    red.write()
+    assert not red.is_green and "update 1: gradient norm" in red.line() and "learning rate" not in red.line()
+    with pytest.raises(ConfigError, match="is red: update 1: gradient norm"):
+        certificate_line(loaded)
+    assert "gradient norm" in (red.folder / "certificate.html").read_text()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, np.zeros(2)])
+def test_a_number_that_is_none_or_of_another_shape_is_a_deviation(value: Any) -> None:
+    for name in TOLERANCES:
+        comparison = Comparison(is_bf16=True)
+        comparison.check(name, "update 1", value, 0.0)
+        assert comparison.first
+
+
+def test_the_digest_covers_what_is_computed(tmp_path: Path) -> None:
+    path = write_run(tmp_path, {})
+    base = digest_of(load_config(path).config)
+    for same in ("run.name=other", "run.steps=7", "logging.tensorboard=false", "parallel.hang_timeout_s=900"):
+        assert digest_of(load_config(path, [same]).config) == base, same
+    for other in ("parallel.tp=2", "objective.beta=2.0", "optimizer.weight_decay=0.1", "precision.dtype=bf16"):
+        assert digest_of(load_config(path, [other]).config) != base, other
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_run_has_a_tiny_case(tmp_path: Path, name: str) -> None:
+    loaded = load_config(run_file(name))
+    case = make_case(loaded, None)
+    first, second = case.layouts
+    assert max(first.world_size, second.world_size) <= 8 and first != second
+    assert (first.tp, first.pp, first.cp, first.ep) == tuple(
+        getattr(loaded.config.parallel, axis) for axis in ("tp", "pp", "cp", "ep")
+    )
+    spec = read_spec(case.hf_config)
+    for layout in case.layouts:
+        assert spec.num_heads % layout.tp == 0 == spec.num_kv_heads % layout.tp
+        assert spec.num_layers % (layout.pp * (layout.vpp or 1)) == 0
+        assert layout.world_size % layout.model_parallel_size == 0
+    assert (
+        spec.num_heads // max(first.tp, second.tp) % 2
+        and spec.vocab_size % 2
+        and spec.tied == read_spec(case.hf_config).tied
+    )
+    if loaded.config.precision.dtype == "bf16":
+        assert "precision.dtype: fp32 for bf16" in case.changes
+    write_samples(case, tmp_path, 0)
+    steps = np.load(tmp_path / "steps.npz")
+    sizes = [np.bincount(steps[f"{step}.groups"]).tolist() for step in range(1, case.steps + 1)]
+    one_class = [
+        len(set(steps[f"{step}.labels"][steps[f"{step}.groups"] == group])) == 1
+        for step in range(1, case.steps + 1)
+        for group in range(len(sizes[step - 1]))
+    ]
+    assert any(one_class)
+    if loaded.config.rollout.is_sampled:
+        assert len({size for step in sizes for size in step}) > 1 and not all(one_class)
+
+
+def test_a_layout_that_does_not_fit_its_model_is_refused(tmp_path: Path) -> None:
+    loaded = load_config(write_run(tmp_path, {"parallel": {"tp": 8}, "run": {"nproc": 8}}))
+    with pytest.raises(ConfigError, match=r"parallel\.tp=8 does not divide"):
+        make_case(loaded, None)
