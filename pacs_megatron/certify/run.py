@@ -85,7 +85,6 @@ def make_case(loaded: LoadedConfig, world: int | None) -> Case:
 
 def _import() -> None:
     """Once, before the processes fork: each would need seconds."""
-    import megatron.core  # noqa: F401
     import torch
     import transformers  # noqa: F401
 
