@@ -51,6 +51,7 @@ steps() { # name, seconds, arguments of the benchmark
 case $stage in
     1)
         part import 60 "$python" -c "import torch, megatron.core; print(torch.__version__, megatron.core.__version__)"
+        [ -n "$dry" ] || part head 60 "$python" -m pytest tests/gpu/test_head.py -q
         for case in fp32 bf16 fp8-tensorwise fp8-blockwise fp8-delayed; do steps "check-$case" 150 --only-check --cases "$case"; done
         ;;
     2)

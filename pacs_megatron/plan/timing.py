@@ -96,10 +96,11 @@ def recomputed_flops(
         layers += in_mlp if {"mlp", "moe"} & set(recompute.modules) else 0.0
         layers += whole - head - matrices if "core_attn" in recompute.modules else 0.0
     # PACS's groups that are together couple the tokens, so the output layer's gradient waits for the whole forward pass.
-    coupled = isinstance(config.objective, PacsOptions) and groups_together
-    first = coupled and config.objective.reference == "step_start" and config.objective.importance_cap is None
-    updates = config.batch.updates_per_step
-    return layers / whole, head / whole * ((updates - first) / updates if coupled else 0.0)
+    objective, updates, coupled = config.objective, config.batch.updates_per_step, 0.0
+    if isinstance(objective, PacsOptions) and groups_together:
+        is_first_known = objective.reference == "step_start" and objective.importance_cap is None
+        coupled = (updates - is_first_known) / updates
+    return layers / whole, head / whole * coupled
 
 
 def num_forward_passes(config: RunConfig, *, groups_together: bool) -> int:

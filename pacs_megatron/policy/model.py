@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
+from megatron.core.extensions import transformer_engine as te_extension
 from megatron.core.models.common.embeddings import rope_utils  # noqa: F401  (imported early: the redirects see it)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -29,7 +30,7 @@ from pacs_megatron.parallel import cpu_redirects
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.policy import precision
 from pacs_megatron.policy.head import LossGradient, token_logprobs
-from pacs_megatron.policy.modules import Fp32OutputNorm, PackedAttention, RMSNorm
+from pacs_megatron.policy.modules import PackedAttention, RMSNorm, with_fp32_output
 
 
 class PolicyModel(GPTModel):
@@ -163,7 +164,8 @@ def _block_spec(
     if transformer_engine and not fp32_head:
         return layer
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    norm = Fp32OutputNorm if fp32_head else RMSNorm
+    norm: Any = te_extension.TENorm if transformer_engine else RMSNorm
+    norm = with_fp32_output(norm) if fp32_head else norm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 

@@ -36,11 +36,16 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-class Fp32OutputNorm(RMSNorm):
-    """The final norm of `precision.head: fp32`: its output keeps fp32, the weight the model's type."""
+def with_fp32_output(norm: type) -> type:
+    """The final norm of `precision.head: fp32`: Megatron's `norm` with its parameters and state; the output is fp32."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps)
+    class Fp32Output:
+        def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
+            module = norm(config=config, hidden_size=hidden_size, eps=eps)
+            module.forward = lambda x: F.rms_norm(x.float(), (hidden_size,), module.weight.float(), eps)
+            return module
+
+    return Fp32Output
 
 
 class PackedAttention(MegatronModule):

@@ -192,7 +192,7 @@ class Snapshot:
         buffer = torch.empty(sum(p.numel() for p in parameters) * width, dtype=torch.uint8)
         if parameters and parameters[0].is_cuda:
             pin(buffer, "the frozen reference")
-        pieces = buffer.split([p.numel() * width for p in parameters])
+        pieces = torch.split(buffer, [p.numel() * width for p in parameters])
         self.tensors = [
             piece.view(p.dtype)[: p.numel()].view_as(p) for piece, p in zip(pieces, parameters, strict=True)
         ]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pacs_megatron.errors import ConfigError
 from tests.support.policy_cases import make_policy
@@ -56,3 +57,25 @@ def test_the_refusal_of_the_precision_aware_optimizer_is_still_needed() -> None:
 
     needed = inspect.signature(FusedAdam.initialize_state).parameters["store_param_remainders"]
     assert needed.default is inspect.Parameter.empty
+
+
+def test_a_checkpoint_has_no_trace_of_the_head(tmp_path: Path) -> None:
+    """The final norm is Transformer Engine's with both heads, so are the keys of a checkpoint, objects included."""
+    folder = make_family(tmp_path / "model", "qwen3")
+
+    def keys(head: Any) -> tuple[torch.dtype, set[str]]:
+        def on_rank(_rank: int, world: int) -> tuple[torch.dtype, set[str]]:
+            from pacs_megatron.policy import state
+
+            model = make_policy(folder, world, dtype="bf16", head=head).models[0]
+            sharded = model.sharded_state_dict(metadata=state.sharding_metadata())
+            norm = model.decoder.final_layernorm
+            assert type(norm).__module__.startswith("transformer_engine.")
+            x = torch.randn(3, 1, norm.weight.shape[0], dtype=torch.bfloat16)
+            return norm(x).dtype, {entry.key for entry in sharded.values()}
+
+        return run_ranks(on_rank, 1)[0]
+
+    (bf16_type, bf16), (fp32_type, fp32) = keys("bf16"), keys("fp32")
+    assert (bf16_type, fp32_type) == (torch.bfloat16, torch.float32)
+    assert bf16 == fp32
