@@ -45,7 +45,7 @@ def test_a_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path:
     rollout = {"engine": "sglang", "servers": servers, "sync": SYNC}
     long = {"sampling": {"max_response_tokens": 200, "stop": ["a", "b"]}}
     run = FleetRun(tmp_path, model, rollout | long, steps=100, delay_s=0.05)
-    run.start()
+    run.start("run.nproc=2")  # each rank sends the weights to one server
     run.until_step(1, START_S)
     pids = kill_server1(run)
     run.until(lambda: "restarted, holds the weights of its model path" in run.driver_log(), "restart", START_S)
@@ -58,6 +58,8 @@ def test_a_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path:
     assert code == ExitCode.PREEMPTED, err
     run.steps = run.last_step()
     run.assert_whole()
+    logs = [(run.run_dir / "logs" / f"rank{rank}.log").read_text() for rank in range(2)]
+    assert all("bytes to 1 servers" in log and "bytes to 2 servers" not in log for log in logs)
     assert not any(sglang_guard.group_and_parent(pid) for pid in pids)
 
 
