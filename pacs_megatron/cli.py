@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from pacs_megatron import __version__
-from pacs_megatron.errors import ConfigError
-from pacs_megatron.runtime.command_line import OneLineParser, check_arguments, run_command
+from pacs_megatron.runtime.command_line import OneLineParser, check_arguments, integer_from, run_command
 from pacs_megatron.runtime.shipped import cluster_file, run_file
 
 Verb = Callable[[argparse.Namespace], int]
@@ -86,7 +85,7 @@ def _add_evaluation(verbs: _SubParsers) -> None:
     parser.add_argument("--no-verify", action="store_true", help="do not compare the weights with their certificate")
     parser = _add_verb(verbs, "export", "write the weights of a run as a Hugging Face checkpoint", _export)
     parser.add_argument("run", type=Path, help="the run folder")
-    parser.add_argument("--step", type=int, help="the checkpoint to export; default: the newest")
+    parser.add_argument("--step", type=integer_from(0), help="the checkpoint to export; default: the newest")
     parser.add_argument("--out", type=Path, help="target folder; default: <run>/hf_exports/step_<n>")
     parser.add_argument("--no-verify", action="store_true", help=NO_VERIFY_HELP)
 
@@ -95,11 +94,11 @@ def _add_groups(verbs: _SubParsers) -> None:
     config = _add_group(verbs, "config", "show or explain a configuration")
     _add_config_verb(config, "show", "the resolved configuration with the origin of each key", _config_show)
     parser = _add_config_verb(config, "explain", "values derived from the configuration", _config_explain)
-    parser.add_argument("--ranks", type=int, help="number of ranks; default: as `train` starts here")
+    parser.add_argument("--ranks", type=integer_from(1), help="number of ranks; default: as `train` starts here")
     _add_verb(config, "schema", "the JSON schema of a run file, for editors", _config_schema)
     data = _add_group(verbs, "data", "inspect the data")
     parser = _add_config_verb(data, "preview", "rendered prompts, counts and verified gold answers", _data_preview)
-    parser.add_argument("--rows", type=int, default=3, help="prompts to print (default: 3)")
+    parser.add_argument("--rows", type=integer_from(0), default=3, help="prompts to print (default: 3)")
 
 
 def _add_convert(verbs: _SubParsers) -> None:
@@ -139,7 +138,9 @@ def _add_jobs(verbs: _SubParsers) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="only print batch scripts and resolved configurations")
     parser.add_argument("--sweep", action="append", default=[], metavar="key=a,b,c", help="one run per value")
-    parser.add_argument("--seeds", type=int, default=1, help="number of runs, with seeds run.seed, run.seed + 1, ...")
+    parser.add_argument(
+        "--seeds", type=integer_from(1), default=1, help="number of runs, with seeds run.seed, run.seed + 1, ..."
+    )
     parser.add_argument(
         "--convert", action="store_true", help="first convert the model to a Megatron checkpoint, in a job of its own"
     )
@@ -148,8 +149,8 @@ def _add_jobs(verbs: _SubParsers) -> None:
     parser.add_argument("run", type=Path, help="the run folder")
     parser = _add_verb(verbs, "logs", "print the end of a run's log", _logs)
     parser.add_argument("run", type=Path, help="the run folder")
-    parser.add_argument("--attempt", type=int, help="number of the attempt; default: the latest")
-    parser.add_argument("--lines", type=int, default=40, help="number of lines (default: 40)")
+    parser.add_argument("--attempt", type=integer_from(1), help="number of the attempt; default: the latest")
+    parser.add_argument("--lines", type=integer_from(1), default=40, help="number of lines (default: 40)")
     parser.add_argument("--follow", action="store_true", help="print new lines as they are written")
     parser = _add_verb(verbs, "cancel", "cancel a run's jobs", _cancel)
     parser.add_argument("run", type=Path, help="the run folder")
@@ -193,8 +194,6 @@ def _config_explain(args: argparse.Namespace) -> int:
     from pacs_megatron.config.explain import explain
     from pacs_megatron.config.layout import ranks_to_start
 
-    if args.ranks is not None and args.ranks < 1:
-        raise ConfigError(f"--ranks {args.ranks}: expected 1 or more")
     loaded = load_config(args.config, args.overrides)
     print(explain(loaded, args.ranks if args.ranks is not None else ranks_to_start(loaded.config)))
     return 0

@@ -110,8 +110,8 @@ class HfFolder:
             dtype = file.tensors[name].info.dtype
             if dtype not in WEIGHT_DTYPES:
                 raise CheckpointError(
-                    f"{file.path}: {name} is {dtype}, expected one of {', '.join(map(str, WEIGHT_DTYPES))}; get another copy, "
-                    "without quantisation"
+                    f"{file.path}: {name} is {dtype}, expected one of {', '.join(map(str, WEIGHT_DTYPES))}; dequantise "
+                    "the model, or get another copy"
                 )
             if dtype == wrong:
                 raise CheckpointError(

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from pacs_megatron.errors import ConversionError, PacsError
+from pacs_megatron.errors import ConversionError
+from pacs_megatron.runtime.command_line import OneLineParser, check_arguments, integer_from, run_command
 
 Verb = Literal["to-megatron", "to-hf", "verify"]
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB)?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*(B|KB|MB|GB|TB)?", re.IGNORECASE)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 NO_VERIFY_HELP = "do not check the digests of the checkpoint's files; the certificate records it"
 _DTYPES = ("fp32", "bf16", "fp16")
@@ -30,7 +31,7 @@ def add_arguments(verb: Verb, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--hf", required=True, metavar="DIR_OR_HUB_ID", help="source: folder or hub id")
     if verb == "to-hf":
         parser.add_argument("--checkpoint", required=True, type=Path, metavar="CKPT", help="source: checkpoint or run")
-        parser.add_argument("--step", type=int, help="step of the run's checkpoint (default: the newest)")
+        parser.add_argument("--step", type=integer_from(0), help="step of the run's checkpoint (default: the newest)")
         parser.add_argument("--no-verify", action="store_true", help=NO_VERIFY_HELP)
         parser.add_argument(
             "--max-shard-size", default="5GB", metavar="SIZE", help="size limit of one file (default: 5GB)"
@@ -47,11 +48,13 @@ def add_arguments(verb: Verb, parser: argparse.ArgumentParser) -> None:
 def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hf", required=True, metavar="DIR_OR_HUB_ID", help="folder or hub id")
     parser.add_argument("--checkpoint", required=True, type=Path, metavar="CKPT", help="converted checkpoint or run")
-    parser.add_argument("--step", type=int, help="step of the run's checkpoint (default: the newest)")
+    parser.add_argument("--step", type=integer_from(0), help="step of the run's checkpoint (default: the newest)")
     parser.add_argument("--certificate", required=True, type=Path, metavar="FILE", help="JSON file to write")
     parser.add_argument("--logits", action="store_true", help="also compare logits with transformers")
     for axis in ("tp", "pp", "ep"):
-        parser.add_argument(f"--{axis}", type=int, default=1, help=f"{axis} for the logits comparison (default: 1)")
+        parser.add_argument(
+            f"--{axis}", type=integer_from(1), default=1, help=f"{axis} for the logits comparison (default: 1)"
+        )
     parser.add_argument(
         "--logits-dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of both models (default: fp32)"
     )
@@ -75,19 +78,17 @@ def script(verb: Verb, arguments: Sequence[str] | None = None) -> int:
     """A whole command-line program; returns the exit code."""
     from pacs_megatron.observability.logs import setup_logging
 
-    parser = argparse.ArgumentParser(description=DESCRIPTIONS[verb])
+    parser = OneLineParser(description=DESCRIPTIONS[verb])
     add_arguments(verb, parser)
-    parsed = parser.parse_args(arguments)
-    setup_logging(None, 0)
-    try:
+
+    def convert() -> int:
+        check_arguments(sys.argv[1:] if arguments is None else arguments)
+        parsed = parser.parse_args(arguments)
+        setup_logging(None, 0)
         sys.stdout.write(run(verb, parsed) + "\n")
-    except PacsError as error:
-        sys.stderr.write(f"{type(error).__name__}: {' '.join(str(error).splitlines())}\n")
-        return int(error.exit_code)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; all partial output was removed\n")
-        return 128 + signal.SIGINT
-    return 0
+        return 0
+
+    return run_command(convert)
 
 
 def parse_size(text: str) -> int:
@@ -131,6 +132,8 @@ def _verify(arguments: argparse.Namespace) -> str:
     from pacs_megatron.convert.verify import verify
 
     logits = None
+    if not arguments.logits and (arguments.tp, arguments.pp, arguments.ep) != (1, 1, 1):
+        raise ConversionError("--tp, --pp and --ep are the layout of --logits; add --logits or remove them")
     if arguments.logits:
         logits = LogitsOptions(
             tp=arguments.tp,

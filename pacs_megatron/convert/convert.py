@@ -26,6 +26,7 @@ from pacs_megatron.convert.certificate import CERTIFICATE_NAME, Certificate, Che
 from pacs_megatron.convert.pipeline import WORKERS, Job, run_jobs
 from pacs_megatron.convert.source import DTYPES, check_names, local_hf_folder
 from pacs_megatron.convert.verify import compare, files_check
+from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import Entry, WeightTable, read_spec, weight_table
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,11 @@ class Report:
         return text + f"; read back and equal bit for bit in {self.verify_s:.1f} s"
 
 
+def _refuse_inside(out: Path, source: Path) -> None:
+    if out.resolve().is_relative_to(source.resolve()):
+        raise ConversionError(f"{out} is inside the source {source}; choose an output folder outside of it")
+
+
 def hf_to_megatron(hf: str, options: Options) -> Report:
     """Writes a Megatron checkpoint that loads at any TP x PP x VPP x EP.
 
@@ -75,6 +81,7 @@ def hf_to_megatron(hf: str, options: Options) -> Report:
     """
     start = time.perf_counter()
     folder = HfFolder(local_hf_folder(hf))
+    _refuse_inside(options.out, folder.path)
     table = weight_table(read_spec(folder.config))
     certificate = Certificate(
         direction="hf-to-megatron", source=str(folder.path), target=str(options.out), spec=table.spec
@@ -105,7 +112,9 @@ def hf_to_megatron(hf: str, options: Options) -> Report:
 def megatron_to_hf(checkpoint: str | Path, options: Options, *, step: int | None, max_shard_bytes: int) -> Report:
     """Writes a Hugging Face folder from a converted or a training checkpoint (`step`; None: the newest)."""
     start = time.perf_counter()
-    weights = MegatronWeights(find_checkpoint(checkpoint, step), digests=options.verify_source)
+    source = find_checkpoint(checkpoint, step)
+    _refuse_inside(options.out, source)
+    weights = MegatronWeights(source, digests=options.verify_source)
     table = weights.table
     cast = None if options.dtype is None else DTYPES[options.dtype]
     infos = [info for entry in table.entries for info in hf_tensors([entry], cast or weights.dtype(entry))]

@@ -1,6 +1,7 @@
 """Compares the policy's logits on a converted checkpoint, at a layout, with transformers' on the Hugging Face folder."""
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pacs_megatron.errors import ConversionError
+from pacs_megatron.models import WeightTable
 
 _PROMPT_LENS = (7, 33, 64, 18)
 _FP32_TOLERANCE = 2e-5
@@ -36,6 +38,23 @@ class LogitsOptions:
     def world_size(self) -> int:
         # Expert parallelism uses data-parallel ranks; all of them compute the same prompts.
         return self.tp * self.pp * self.ep
+
+
+def check_layout(table: WeightTable, options: LogitsOptions) -> None:
+    """Raises ConversionError for a layout that does not fit the model, before anything is loaded."""
+    spec = table.spec
+    num_experts = 1 if spec.moe is None else spec.moe.num_experts
+    sizes = (
+        ("tp", math.gcd(spec.num_heads, spec.num_kv_heads), "heads and key-value heads"),
+        ("pp", spec.num_layers, "layers"),
+        ("ep", num_experts, "experts"),
+    )
+    for name, size, what in sizes:
+        axis = getattr(options, name)
+        if axis < 1 or size % axis:
+            raise ConversionError(f"--{name} {axis} does not divide the model's {what}; use a divisor of {size}")
+    for entry in table.entries:
+        entry.shard_shape(options.tp)
 
 
 def fixed_prompts(vocab_size: int) -> list[list[int]]:

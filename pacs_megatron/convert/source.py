@@ -59,7 +59,8 @@ def check_names(folder: HfFolder, table: WeightTable) -> list[str]:
                 )
             if folder.shape(name) != shape:
                 raise ConversionError(
-                    f"{folder.path}: {name} is {list(folder.shape(name))}, expected {list(shape)} from config.json"
+                    f"{folder.path}: {name} is {list(folder.shape(name))}, expected {list(shape)} from config.json; the two are "
+                    "of different models, get another copy"
                 )
     return left_out
 

@@ -5,13 +5,9 @@ problem (`<|im_end|>`) is encoded letter by letter, so data cannot close the use
 """
 
 import re
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,6 +17,7 @@ from pacs_megatron.contracts import Prompt
 from pacs_megatron.data.presets import Problem, columns_of, problem_of
 from pacs_megatron.data.sources import read_rows
 from pacs_megatron.errors import ConfigError, DataError
+from pacs_megatron.runtime.processes import run_limited
 
 _RESERVED = frozenset({"conversation", "tokenize", "add_generation_prompt", "chat_template", "return_tensors"})
 _BATCH = 1024
@@ -28,6 +25,8 @@ _BREAK = "\ue000"
 """Private-use character that marks where the text of a problem is cut before it is encoded."""
 _TEMPLATE_LIMIT_S = 8.0
 """For one batch of prompts, which usually takes 0.02 s."""
+_TEMPLATE_MEMORY_BYTES = 2 * 2**30
+"""For the texts of one batch"""
 _MAX_TEMPLATE_CHARS = 1_000_000
 """Characters that the template may add to one problem."""
 
@@ -89,42 +88,49 @@ def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[s
     system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     suffix = f" {data.prompt_suffix}" if data.prompt_suffix else ""
     where = f"chat template of {tokenizer.name_or_path}"
-    texts: list[str] = []
+    controls = _control_tokens(tokenizer)
+    contents = [as_plain_text(problem.problem, controls) + suffix for problem in problems]
+
+    def apply(content: str) -> str:
+        text: str = tokenizer.apply_chat_template(
+            [*system, {"role": "user", "content": content}],
+            tokenize=False,
+            add_generation_prompt=True,
+            **data.chat_template_args,
+        )
+        if len(text) > len(content) + _MAX_TEMPLATE_CHARS:
+            raise ValueError(f"{len(text)} characters for a problem of {len(content)}")
+        return text
+
     try:
-        with _time_limit(_TEMPLATE_LIMIT_S):
-            for problem in problems:
-                content = as_plain_text(problem.problem, tokenizer) + suffix
-                text = tokenizer.apply_chat_template(
-                    [*system, {"role": "user", "content": content}],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    **data.chat_template_args,
-                )
-                _check_length(text, content)
-                texts.append(text)
+        texts: list[str] = run_limited(
+            lambda: [apply(content) for content in contents],
+            seconds=_TEMPLATE_LIMIT_S,
+            memory_bytes=_TEMPLATE_MEMORY_BYTES,
+        )
     except TimeoutError as error:
         raise DataError(
             f"{where}: not finished after {_TEMPLATE_LIMIT_S:g} s; remove the endless loop from the template"
         ) from error
-    except Exception as error:  # a template is a program and may raise anything
+    except RuntimeError as error:
         raise DataError(
-            f"{where}: {type(error).__name__}: {' '.join(str(error).split())[:300]}; check data.system_prompt and "
-            "data.chat_template_args, or correct the template"
+            f"{where}: {' '.join(str(error).split())[:300]}; check data.system_prompt and data.chat_template_args, or "
+            "correct the template"
         ) from error
     return texts
 
 
-def _check_length(text: str, content: str) -> None:
-    if len(text) > len(content) + _MAX_TEMPLATE_CHARS:
-        raise ValueError(f"{len(text)} characters for a problem of {len(content)}")
+def _control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
+    """Matches every token that the vocabulary adds to plain text, such as `<|im_end|>` and `<think>`."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    found = sorted((text for text in added if len(text) > 1 and not text.isspace()), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, found))) if found else None
 
 
-def as_plain_text(text: str, tokenizer: Any) -> str:
-    """`text` with a mark inside every special token that it spells out; `tokenize` cuts there."""
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    found = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True) if len(token) > 1)
+def as_plain_text(text: str, controls: re.Pattern[str] | None) -> str:
+    """`text` with a mark inside every control token that it spells out; `tokenize` cuts there."""
     text = text.replace(_BREAK, "")
-    return re.sub(found, lambda match: match[0][0] + _BREAK + match[0][1:], text) if found else text
+    return text if controls is None else controls.sub(lambda match: match[0][0] + _BREAK + match[0][1:], text)
 
 
 def tokenize(texts: Sequence[str], tokenizer: Any) -> list[np.ndarray]:
@@ -135,25 +141,6 @@ def tokenize(texts: Sequence[str], tokenizer: Any) -> list[np.ndarray]:
     encoded = tokenizer(flat, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     ids = iter(encoded)
     return [np.array([token for _ in parts for token in next(ids)], dtype=np.int32) for parts in pieces]
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after `seconds`. No limit outside of the main thread: no signal arrives there."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def expire(_number: int, _frame: FrameType | None) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _check_template(data: DataOptions, tokenizer: Any) -> None:

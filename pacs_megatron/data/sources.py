@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.errors import ConfigError, DataError
 from pacs_megatron.runtime.json_reader import as_object, decode_json, parse_json, read_text, skip_space
+from pacs_megatron.runtime.waiting import hub_wait
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FORMATS = ".json (an array of objects), .jsonl (one object per line), .parquet, a folder or a hub id"
@@ -38,23 +40,31 @@ def read_rows(options: DatasetOptions) -> list[Row]:
     Raises DataError if the file is missing, empty, malformed (with its line) or in another format, or if the hub does
     not provide the data set. Raises ConfigError for an option that this kind of source does not use.
     """
-    path = _local_path(options.path)
-    if path is None or not (path.suffix in _READERS or path.exists()):
-        if not _HUB_ID.fullmatch(options.path):
-            raise DataError(f"{_shown(options.path)}: no such file or folder, and not a hub id; expected {_FORMATS}")
+    path = find_source(options)
+    if path is None:
         rows = _read_with_datasets(options, options.path, None)
     elif path.is_dir():
         _refuse_hub_options(options, ("revision",), "a folder")
         with tempfile.TemporaryDirectory(prefix="pacs-data-") as cache:
             return _checked(_read_with_datasets(options, str(path), cache), options)
-    elif path.suffix in _READERS:
-        _refuse_hub_options(options, ("split", "subset", "revision"), "a file")
-        if not path.is_file():
-            raise DataError(f"{path}: no such data file; correct the path (relative to {Path.cwd()})")
-        rows = _READERS[path.suffix](path)
     else:
-        raise DataError(f"{path}: {path.suffix or 'no suffix'} is no supported data file; expected {_FORMATS}")
+        _refuse_hub_options(options, ("split", "subset", "revision"), "a file")
+        rows = _READERS[path.suffix](path)
     return _checked(rows, options)
+
+
+def find_source(options: DatasetOptions) -> Path | None:
+    """The local file or folder of a data set; None for a hub id. Raises DataError for anything else."""
+    path = _local_path(options.path)
+    if path is None or not (path.suffix in _READERS or path.exists()):
+        if not _HUB_ID.fullmatch(options.path):
+            raise DataError(f"{_shown(options.path)}: no such file or folder, and not a hub id; expected {_FORMATS}")
+        return None
+    if not path.exists():
+        raise DataError(f"{path}: no such data file; correct the path (relative to {Path.cwd()})")
+    if not path.is_dir() and path.suffix not in _READERS:
+        raise DataError(f"{path}: {path.suffix or 'no suffix'} is no supported data file; expected {_FORMATS}")
+    return path
 
 
 def _local_path(text: str) -> Path | None:
@@ -160,9 +170,10 @@ def _read_with_datasets(options: DatasetOptions, path: str, cache: str | None) -
     import datasets
 
     try:
-        table = datasets.load_dataset(
-            path, name=options.subset, split=options.split, revision=options.revision, cache_dir=cache
-        )
+        with hub_wait(f"data set {options.path}") if cache is None else nullcontext():
+            table = datasets.load_dataset(
+                path, name=options.subset, split=options.split, revision=options.revision, cache_dir=cache
+            )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{options.path}: `datasets` could not load subset {options.subset or '(default)'}, split {options.split}: "

@@ -1,11 +1,13 @@
 """Tokenizers of Hugging Face checkpoints, and the tokens that end a response."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from pacs_megatron.errors import DataError
 from pacs_megatron.runtime.json_reader import read_object
+from pacs_megatron.runtime.waiting import hub_wait
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _GENERATION_CONFIG = "generation_config.json"
@@ -23,11 +25,14 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         raise DataError(f"tokenizer {path}: no such folder, and not a hub id; correct model.path")
     is_local = folder.is_dir()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder) if is_local else path, trust_remote_code=trust_remote_code, local_files_only=is_local
-        )
+        with nullcontext() if is_local else hub_wait(path):
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(folder) if is_local else path, trust_remote_code=trust_remote_code, local_files_only=is_local
+            )
     except Exception as error:  # the library raises bare Exception for a malformed tokenizer.json
         fix = "the folder needs tokenizer.json and tokenizer_config.json as save_pretrained writes them"
+        if not is_local:
+            fix = "run `pacs-megatron fetch` where the hub can be reached, or give the path of a folder"
         if "trust_remote_code" in str(error):
             fix = "it contains code of its own: set model.trust_remote_code=true only if you trust its author"
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]

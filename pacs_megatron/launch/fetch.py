@@ -22,7 +22,7 @@ from pacs_megatron.plan.constants import GIB
 from pacs_megatron.plan.known_models import KNOWN_MODELS
 from pacs_megatron.preflight.check import existing_parent
 from pacs_megatron.runtime.shipped import shipped_folder
-from pacs_megatron.runtime.waiting import report_wait, run_program
+from pacs_megatron.runtime.waiting import hub_wait, report_wait, run_program
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
@@ -56,7 +56,8 @@ def _fetch_model(path: str) -> str:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        wanted = snapshot_download(path, allow_patterns=list(HUB_FILES), dry_run=True)
+        with hub_wait(path):
+            wanted = snapshot_download(path, allow_patterns=list(HUB_FILES), dry_run=True)
         num_bytes = sum(file.file_size or 0 for file in wanted)
         _check_free_space(path, wanted)
         folder = snapshot(path)

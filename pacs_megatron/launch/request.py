@@ -52,8 +52,6 @@ def expand(request: Request) -> list[Job]:
     """All runs of a request, loaded and checked. Raises ConfigError before anything is submitted."""
     axes = [_axis(text) for text in request.sweep]
     _check_axes(request)
-    if request.seeds < 1:
-        raise ConfigError(f"--seeds {request.seeds}: expected 1 or more")
     num_runs = math.prod([request.seeds, *map(len, axes)])
     if num_runs > MAX_RUNS:
         raise ConfigError(

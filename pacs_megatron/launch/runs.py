@@ -114,8 +114,6 @@ def log_lines(run_dir: Path, attempt: int | None, num_lines: int, *, follow: boo
     """The last lines of an attempt's log (default: the latest); with `follow`, new lines as they are written."""
     _check(run_dir)
     folder = run_dir / "logs" / (LATEST if attempt is None else f"attempt_{attempt}")
-    if num_lines < 1:
-        raise ConfigError(f"--lines {num_lines}: expected 1 or more")
     candidates = [folder / LOG_NAME, *([run_dir / "logs" / "rank0.log"] if attempt is None else [])]
     path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if path is None:

@@ -17,7 +17,7 @@ from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch import nemo
 from pacs_megatron.launch.job import job_states, known_jobs, note_jobs
 from pacs_megatron.launch.request import Job, Request, expand
-from pacs_megatron.launch.train import check_model_is_here
+from pacs_megatron.launch.train import check_files_are_here
 from pacs_megatron.plan import constants
 from pacs_megatron.plan.known_models import find_spec
 from pacs_megatron.plan.plan import make_plan
@@ -102,7 +102,7 @@ def _check_models_are_here(jobs: Sequence[Job], cluster: ClusterConfig) -> None:
     """Raises ConfigError for a missing model. Skipped with a container, which may have other folders."""
     for job in jobs:
         if cluster.container is None:
-            check_model_is_here(job.loaded)
+            check_files_are_here(job.loaded)
 
 
 def _refuse_what_is_queued(jobs: Sequence[Job]) -> None:

@@ -23,6 +23,7 @@ from pacs_megatron.checkpoint.names import describe_newest
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import ranks_to_start
+from pacs_megatron.config.reward_options import CustomReward
 from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.runtime.environment import find_rank, rank_environment
@@ -40,7 +41,7 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
     place = find_rank(os.environ)
     world_size = place.world_size if place is not None else ranks_to_start(loaded.config)
     check_model_and_layout(loaded, world_size)
-    check_model_is_here(loaded)
+    check_files_are_here(loaded)
     if place is None and loaded.config.resources.nodes > 1:
         raise ConfigError(
             f"resources.nodes={loaded.config.resources.nodes}: `train` starts ranks on one host only; use `submit`, or "
@@ -78,9 +79,11 @@ def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
         raise loaded.fail(problems[0])
 
 
-def check_model_is_here(loaded: LoadedConfig) -> None:
-    """Raises ConfigError if `model.path` is neither a folder on this host nor a hub id."""
+def check_files_are_here(loaded: LoadedConfig) -> None:
+    """Raises ConfigError or DataError if the model, a data set or the reward function is missing on this host."""
+    from pacs_megatron.data.sources import find_source
     from pacs_megatron.models.hub import is_hub_id
+    from pacs_megatron.rewards.custom import find_file
 
     path = loaded.config.model.path
     if not Path(path).expanduser().is_dir() and not is_hub_id(path):
@@ -88,6 +91,10 @@ def check_model_is_here(loaded: LoadedConfig) -> None:
             f"model.path={path}: no such folder; correct the path, or create the folder first "
             f"({loaded.where('model.path')})"
         )
+    for dataset in (loaded.config.data.train, *loaded.config.evaluation.benchmarks):
+        find_source(dataset)
+    if isinstance(loaded.config.reward, CustomReward):
+        find_file(loaded.config.reward.function)
 
 
 def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path, *, lead_s: float = math.inf) -> int:

@@ -6,6 +6,8 @@ Every caller requests the same files: offline, the hub's client rejects a snapsh
 import re
 from pathlib import Path
 
+from pacs_megatron.runtime.waiting import hub_wait
+
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
@@ -22,4 +24,5 @@ def snapshot(name: str, *, local_files_only: bool = False) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, local_files_only=local_files_only, allow_patterns=list(HUB_FILES)))
+    with hub_wait(name):
+        return Path(snapshot_download(name, local_files_only=local_files_only, allow_patterns=list(HUB_FILES)))

@@ -45,7 +45,8 @@ def _load(function: str) -> Callable[[Prompt, str], Any]:
     where, _, attribute = function.rpartition(":")
     if not where or not attribute:
         raise ConfigError(f"reward.function={function!r}: expected module:function or path/to/file.py:function")
-    module = _load_file(where, function) if where.endswith(".py") else _load_module(where, function)
+    file = find_file(function)
+    module = _load_module(where, function) if file is None else _load_file(file, function)
     if not hasattr(module, attribute):
         raise ConfigError(f"reward.function={function!r}: {where} has no {attribute!r}; define it or correct the name")
     found = getattr(module, attribute)
@@ -67,7 +68,11 @@ def _load_module(name: str, function: str) -> ModuleType:
         raise ConfigError(_import_message(function, name, error)) from error
 
 
-def _load_file(path: str, function: str) -> ModuleType:
+def find_file(function: str) -> Path | None:
+    """The file of `path/to/file.py:function`, None for a module's function. Raises ConfigError if it is missing."""
+    path = function.rpartition(":")[0]
+    if not path.endswith(".py"):
+        return None
     try:
         file = Path(path).expanduser().resolve()
         is_file = file.is_file()
@@ -75,6 +80,10 @@ def _load_file(path: str, function: str) -> ModuleType:
         raise ConfigError(f"reward.function={ascii(function)[:300]}: {describe(error)}; correct the path") from error
     if not is_file:
         raise ConfigError(f"reward.function={function!r}: no file {file}; correct the path")
+    return file
+
+
+def _load_file(file: Path, function: str) -> ModuleType:
     name = f"pacs_custom_reward_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:

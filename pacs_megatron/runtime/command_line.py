@@ -31,6 +31,17 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(ExitCode.MISCONFIGURED, f"ConfigError: {one_line(message)}; see `{self.prog} --help`\n")
 
 
+def integer_from(lowest: int) -> Callable[[str], int]:
+    """The type of an argument: an integer of at least `lowest` and at most 12 digits."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,12}", text) or int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r}, expected an integer of at least {lowest}")
+        return int(text)
+
+    return read
+
+
 def check_arguments(arguments: Sequence[str]) -> None:
     """Raises ConfigError for NUL and bytes that are not UTF-8, which no path or value may contain."""
     for word in arguments:

@@ -14,6 +14,19 @@ _open = threading.local()
 
 
 @contextlib.contextmanager
+def hub_wait(name: str) -> Iterator[None]:
+    """`report_wait` for `name` of the Hugging Face hub, in place of the hub client's line for every retry."""
+    client = logging.getLogger("huggingface_hub")
+    level = client.level
+    client.setLevel(logging.ERROR)
+    try:
+        with report_wait(f"for {name} from the Hugging Face hub (HF_HUB_OFFLINE=1: only the local cache)"):
+            yield
+    finally:
+        client.setLevel(level)
+
+
+@contextlib.contextmanager
 def report_wait(reason: str | Callable[[], str]) -> Iterator[None]:
     """Logs `reason` after 10 s in the block, then after 20, 40, ... s, at least every minute; nothing while it is empty.
 

@@ -1,13 +1,18 @@
 """The command line: parsing, errors in one line, and speed."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pacs_megatron.cli import build_parser, main
+from tests.support.fuzz import fuzz
 from tests.unit.config.test_load import BASE
 
 
@@ -59,10 +64,17 @@ def test_config_explain_refuses_ranks_that_do_not_factor(config: str, capsys: py
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("ranks", ["0", "-1"])
-def test_config_explain_refuses_no_ranks(config: str, ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "explain", config, "--ranks", ranks]) == 2
-    assert capsys.readouterr().err == f"ConfigError: --ranks {ranks}: expected 1 or more\n"
+@pytest.mark.parametrize("number", ["0", "-1", "many", "1.0", "1e9", "9" * 5000, ""])
+def test_a_count_is_a_positive_integer(config: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["config", "explain", config, "--ranks"], ["logs", "x", "--lines"], ["logs", "x", "--attempt"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, number])
+        assert ended.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith(
+            f"ConfigError: argument {command[-1]}: '{number[:40]}', expected an integer of at least 1"
+        )
+        assert error.count("\n") == 1
 
 
 def test_an_error_of_the_system_is_one_line(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +132,10 @@ def test_a_closed_pipe_is_quiet(config: str) -> None:
     [
         (["trian"], "ConfigError: argument <verb>: invalid choice: 'trian'"),
         (["submit", "run.yaml"], "ConfigError: the following arguments are required: --cluster"),
-        (["logs", "run", "--lines", "many"], "ConfigError: argument --lines: invalid int value: 'many'"),
+        (
+            ["logs", "run", "--lines", "many"],
+            "ConfigError: argument --lines: 'many', expected an integer of at least 1",
+        ),
         (["config", "show", "run.yaml", "--nosuch"], "ConfigError: unrecognized arguments: --nosuch"),
     ],
 )
@@ -168,3 +183,30 @@ def test_a_bug_is_one_line_with_a_report(
     assert "Traceback" in text and "raise BadError" in text and "pydantic 2" in text and "run.seed=3" in text
     assert "abc" not in text
     assert report.stat().st_mode & 0o777 == 0o600
+
+
+VERBS = ("config show", "config explain", "data preview", "status", "logs", "plan", "export", "cancel", "convert to-hf")
+OPTIONS = ("--ranks", "--rows", "--json", "--lines", "--attempt", "--step", "--out", "--checkpoint", "--max-shard-size")
+WORDS = st.sampled_from(
+    (*OPTIONS, "run.steps=", "=", "-", "--", "-1", "/", ".", "..", "[", "\udcff", "a\0b", "9" * 5000)
+)
+
+
+@fuzz
+@given(
+    verb=st.sampled_from(VERBS),
+    words=st.lists(
+        WORDS | st.text(max_size=12) | st.from_regex(r"[a-z]+\.[a-z_]+=.{0,12}", fullmatch=True), max_size=5
+    ),
+)
+def test_any_words_are_a_command_or_one_line(verb: str, words: list[str]) -> None:
+    """Without a run folder or a configuration in the working directory, so nothing is started or written."""
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = main([*verb.split(), *words])
+        except SystemExit as ended:
+            code = ended.code
+    if code:
+        text = error.getvalue()
+        assert text.count("\n") == 1 and "InternalError" not in text and "Error: " in text, text

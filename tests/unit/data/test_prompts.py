@@ -1,10 +1,10 @@
 import json
-import time
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AddedToken
 
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.data import load_prompts, prompts
@@ -80,6 +80,16 @@ def test_a_special_token_in_a_problem_stays_text(dataset, data_options, tokenize
     assert control[0] == control[1] and len(control[0]) == 3
 
 
+def test_an_added_token_that_is_not_special_stays_text(dataset, data_options, tmp_path):
+    """Qwen3's `<think>` and `<tool_call>` are of this kind. Runs of spaces are ordinary text."""
+    tokenizer = save_tokenizer(tmp_path / "added")
+    tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("  ", special=False)])
+    [prompt] = load_prompts(dataset(["a<think>b  c"]), data_options(prompt_suffix=""), tokenizer).prompts
+    think, spaces = tokenizer.convert_tokens_to_ids(["<think>", "  "])
+    assert think not in prompt.token_ids and spaces in prompt.token_ids
+    assert tokenizer.decode(prompt.token_ids) == prompt.text
+
+
 def test_only_a_problem_with_special_tokens_is_cut(dataset, data_options, tokenizer):
     [prompt] = load_prompts(dataset(["1 < 2 |x|> \ue000"]), data_options(), tokenizer).prompts
     expected = tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
@@ -91,11 +101,17 @@ def test_only_a_problem_with_special_tokens_is_cut(dataset, data_options, tokeni
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "not finished after 0.2 s"),
         ("{{ 'x' * 2000000 }}", "ValueError: 2000000 characters for a problem of "),
+        ("{{ 9 ** (9 ** 9) }}", "not finished after 0.2 s"),
+        (
+            "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "MemoryError|not finished",
+        ),
+        ("{{ 'x' * 10 ** 12 }}", "MemoryError"),
         ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero; check data.system_prompt"),
         ("{{ messages[7].content.x }}", "UndefinedError"),
         ("{% if %}", "TemplateSyntaxError"),
     ],
-    ids=["endless", "flood", "division", "undefined", "syntax"],
+    ids=["endless", "flood", "power", "doubling", "memory", "division", "undefined", "syntax"],
 )
 def test_a_hostile_template_ends_in_one_line(dataset, data_options, tmp_path, monkeypatch, template, message):
     monkeypatch.setattr(prompts, "_TEMPLATE_LIMIT_S", 0.2)
@@ -103,7 +119,6 @@ def test_a_hostile_template_ends_in_one_line(dataset, data_options, tmp_path, mo
     with pytest.raises(DataError, match=message) as caught:
         load_prompts(dataset(["x"]), data_options(), tokenizer)
     assert "\n" not in str(caught.value)
-    time.sleep(0.25)  # the timer is off: no late exception
 
 
 @fuzz

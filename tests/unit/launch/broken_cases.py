@@ -147,9 +147,7 @@ MODEL = [
     Case("model that was not fetched", ["model.path=nobody/nothing"], key="model.path", fix="pacs-megatron fetch"),
     Case("damaged converted model", key="model.path", fix="manifest.json", breaks=write("model/manifest.json", "{")),
     Case("path that is too long", [f"model.path={'a' * 300}"], key="model.path", fix="correct the path"),
-    Case(
-        "config.json of another width", key="model.path", fix="download it again", breaks=edit_config(hidden_size=128)
-    ),
+    Case("config.json of another width", key="model.path", fix="different models", breaks=edit_config(hidden_size=128)),
     Case("config.json of fewer words", key="model.path", fix="different models", breaks=edit_config(vocab_size=100)),
     Case(
         "integer weights",
