@@ -16,6 +16,8 @@ from typing import Any
 
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import WeightTable
+from pacs_megatron.runtime.processes import die_with_parent
+from pacs_megatron.runtime.waiting import report_wait
 
 _PROMPT_LENS = (7, 33, 64, 18)
 _FP32_TOLERANCE = 2e-5
@@ -112,6 +114,7 @@ def _torch_dtype(name: str) -> Any:
     return DTYPES[name]
 
 
+@report_wait("for the ranks of the policy to compute log-probs")
 def _run_ranks(checkpoint: Path, options: LogitsOptions, scratch: Path) -> None:
     """Starts one process per rank, with a file as rendezvous, so no port is opened. Output goes to files."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC_"))}
@@ -168,6 +171,7 @@ def run_rank(arguments: Sequence[str]) -> None:
     from pacs_megatron.contracts import Layout
     from pacs_megatron.parallel import groups
 
+    die_with_parent()
     job = json.loads(arguments[0])
     options = LogitsOptions(**job["options"])
     scratch = Path(job["scratch"])

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from pacs_megatron.checkpoint.manifest import check_checkpoint
+from pacs_megatron.checkpoint.names import whole_checkpoints
 from pacs_megatron.observability.metrics import reproducible_bytes
 from tests.support.fault_fs import FaultyDisk
 from tests.support.tiny_models import make_tiny_qwen3
@@ -196,3 +198,32 @@ def test_a_read_only_folder_is_one_line(world: World, part: str) -> None:
     world.disk.fail(0)
     code, error = world.train()
     assert code == 0, error
+
+
+@pytest.mark.full
+def test_a_real_file_system_that_fills_up(world: World) -> None:
+    """Includes what the preloaded library cannot fail: buffers of C's stdio, and writes that are cut short."""
+    _, metrics, model = whole_run(world)
+    runs = world.run_dir.parent
+    world.disk.fail(0, folder=world.folder / "elsewhere")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", str(runs)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot mount a tmpfs")
+    try:
+        failed = 0
+        for size in ("40k", "160k", "700k", "1600k", "2400k", "3200k", "4200k", "5200k"):
+            world.clear()
+            subprocess.run(["mount", "-o", f"remount,size={size}", str(runs)], check=True)
+            code, error = world.train()
+            assert not faults_of(code, error), (size, error)
+            failed += code != 0
+            for _, folder in whole_checkpoints(world.run_dir):
+                check_checkpoint(folder)
+            subprocess.run(["mount", "-o", "remount,size=100m", str(runs)], check=True)
+            code, error = world.train()
+            assert code == 0, (size, error)
+            assert reproducible_bytes(world.run_dir) == metrics
+            assert (world.run_dir / "hf" / "model.safetensors").read_bytes() == model
+        assert failed >= 5
+    finally:
+        subprocess.run(["umount", "-l", str(runs)], check=True)

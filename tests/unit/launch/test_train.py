@@ -111,8 +111,13 @@ def test_ranks_that_do_not_end_are_killed_within_the_lead(tmp_path: Path) -> Non
     assert_gone(tmp_path)
 
 
-@pytest.mark.parametrize("num_signals", [1, 2], ids=["kill", "timeout"])
-@pytest.mark.parametrize("who", ["rank", "torchrun"])
+@pytest.mark.parametrize(
+    ("who", "num_signals"),
+    [
+        ("rank", 2),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("rank", 1), ("torchrun", 1), ("torchrun", 2))),
+    ],
+)
 def test_a_stop_request_wakes_what_sigstop_holds(tmp_path: Path, who: str, num_signals: int) -> None:
     """`timeout` sends the signal twice: to its child and to its group."""
     process = launched(tmp_path)

@@ -1,0 +1,64 @@
+"""Processes that end with their parent."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+import pacs_megatron
+
+ROOT = Path(pacs_megatron.__file__).parent
+CHILD = "import time; from pacs_megatron.runtime.processes import die_with_parent; die_with_parent(); time.sleep(600)"
+PARENT = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])
+time.sleep(1)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_killed_parent_takes_its_child_along() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    time.sleep(1)  # the child may be importing
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_alive(child)
+
+
+def test_every_program_that_the_package_starts_ends_with_its_parent() -> None:
+    """The class: modules of this package that other modules start by name, the batch script's excepted."""
+    sources = {path: path.read_text() for path in ROOT.rglob("*.py")}
+    started = {
+        node.value
+        for path, text in sources.items()
+        if "subprocess.Popen" in text
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("pacs_megatron.")
+        if (ROOT.parent / (node.value.replace(".", "/") + ".py")).is_file()
+    }
+    assert {"pacs_megatron.launch.agent", "pacs_megatron.rollout.driver", "pacs_megatron.convert.logits"} <= started
+    own = {"pacs_megatron.launch.serve"}  # its starter sets the signal, before the program begins
+    silent = [
+        name
+        for name in started - own
+        if "die_with_parent(" not in sources[ROOT.parent / (name.replace(".", "/") + ".py")]
+    ]
+    assert not silent
