@@ -129,7 +129,11 @@ class Objective(Protocol):
         ...
 
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> torch.Tensor:
-        """[t], dtype of `tokens.logprobs`; the engine masks it and sums it over the mini-batch, without any division."""
+        """[t], dtype of `tokens.logprobs`; the engine masks it and sums it over the mini-batch, without any division.
+
+        A token's value depends on no other token's log-prob: the engine evaluates any part of a micro-batch alone. What
+        couples tokens or samples is a statistic, and enters through `prepared`.
+        """
         ...
 
     def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """The contract of every objective with the engine."""
 
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,28 @@ def test_any_cut_gives_the_same_sum_and_zero_gradient_samples_may_stay_out(setti
             record = batch.record(torch.nonzero(left_out)[:, 0])
             for values in (objective.token_loss(record, prepared), *objective.token_metrics(record, prepared).values()):
                 assert (values == 0).all()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_token_depends_on_no_other_tokens_logprob(setting: str) -> None:
+    """The output layer computes gradients chunk by chunk, so a part of a micro-batch has the whole's derivative."""
+    objective, updates = build(setting)
+    batch = random_batch(8)
+    prepared = prepared_updates(objective, updates, batch)[-1]
+    logprobs = batch.logprobs.float().detach().requires_grad_(True)
+    record = batch.record(logprobs=logprobs)
+    if record.step_start_logprobs is None:
+        record = replace(record, step_start_logprobs=logprobs.detach())
+    (whole,) = torch.autograd.grad(objective.token_loss(record, prepared).sum(), logprobs)
+    for part in (slice(0, 5), slice(5, None)):
+        cut = {
+            field.name: value[part]
+            for field in fields(record)
+            if isinstance(value := getattr(record, field.name), torch.Tensor) and field.name != "response_lens"
+        }
+        leaf = logprobs.detach()[part].requires_grad_(True)
+        alone = objective.token_loss(replace(record, **(cut | {"logprobs": leaf})), prepared)
+        torch.testing.assert_close(torch.autograd.grad(alone.sum(), leaf)[0], whole[part], rtol=0, atol=0)
 
 
 def test_an_empty_micro_batch_is_fine() -> None:
