@@ -7,6 +7,7 @@ all other paths to the working directory.
 """
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from pacs_megatron.config.yaml_tree import MAX_DEPTH, Node, parse_yaml, read_yam
 from pacs_megatron.errors import ConfigError
 
 MAX_FILES = 100
+_INDEX = re.compile(r"[0-9]{1,9}")
 """Maximum number of files of one configuration, counted with repetition."""
 
 
@@ -127,7 +129,7 @@ def _merge_items(base: Node, over: Node, slot: Slot | None) -> Node:
 
 
 def _is_indexed(entries: dict[str, Node], length: int) -> bool:
-    return bool(entries) and all(key.isdecimal() and int(key) < length for key in entries)
+    return bool(entries) and all(_INDEX.fullmatch(key) and int(key) < length for key in entries)
 
 
 class _Includes:
@@ -200,7 +202,7 @@ def _shown(text: str) -> str:
 
 
 def _split(key: str) -> list[str | int]:
-    return [int(part) if part.isdecimal() else part for part in key.split(".")] if key else []
+    return [int(part) if _INDEX.fullmatch(part) else part for part in key.split(".")] if key else []
 
 
 def _display(path: Path) -> str:

@@ -396,12 +396,18 @@ def _build(model_path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """The module of config.json with NaN weights, so that a missing weight cannot be mistaken for a value."""
     if not (model_path / "config.json").is_file():
         raise RolloutError(f"{model_path}: no config.json; model.path must be a Hugging Face folder")
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
-    with torch.random.fork_rng(devices=[]), torch.device(device):
-        # Initialisation draws random numbers; the trainer's generator must not notice.
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
-        )
+    try:
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            # Initialisation draws random numbers; the trainer's generator must not notice.
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
+            )
+    except Exception as error:  # keys that only transformers reads: it may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise RolloutError(
+            f"{model_path}/config.json: transformers cannot build the model: {reason}; correct it"
+        ) from error
     model.eval().requires_grad_(False)
     for tensor in model.state_dict(keep_vars=True).values():
         if tensor.is_floating_point():

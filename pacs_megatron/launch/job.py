@@ -22,7 +22,7 @@ from pacs_megatron.launch.serve import servers_here, wait_for_urls
 from pacs_megatron.launch.train import check_model_and_layout
 from pacs_megatron.runtime.command_line import OneLineParser, run_command
 from pacs_megatron.runtime.rows import has_fields, read_rows
-from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
+from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, read_exit_code, run_folder
 from pacs_megatron.runtime.waiting import report_wait, run_program
 
 ATTEMPTS_FILE = "attempts.jsonl"
@@ -104,8 +104,7 @@ def end(run_dir: Path, code: int, max_attempts: int) -> tuple[int, bool, str]:
         raise ConfigError(f"{run_dir}/logs/{ATTEMPTS_FILE} is empty; run `begin` before `end`")
     code_file = run_dir / EXIT_CODE_FILE
     if code_file.is_file() and code_file.stat().st_mtime >= float(rows[-1]["begin"]):
-        text = code_file.read_text(encoding="utf-8").strip()
-        code = int(text) if text.isdecimal() else code
+        code = read_exit_code(code_file, code)
     rows[-1] |= {"end": time.time(), **_progress(run_dir, "end"), "code": code}
     _rewrite(run_dir, rows)
     again, reason = _verdict(rows, code, max_attempts)

@@ -27,7 +27,7 @@ from pacs_megatron.config.reward_options import CustomReward
 from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.runtime.environment import find_rank, rank_environment
-from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
+from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, read_exit_code, run_folder
 from pacs_megatron.runtime.run_lock import refuse_if_locked
 
 TRAINING_MODULE = "pacs_megatron.training.main"
@@ -120,7 +120,7 @@ def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path, *,
         finally:
             forwarding.kill()
     if _stamp(exit_code_file) not in (None, before):
-        return int(exit_code_file.read_text().strip())
+        return read_exit_code(exit_code_file, ExitCode.FAILED)
     if code == 0:
         return ExitCode.OK
     reason = "not saved"

@@ -256,7 +256,7 @@ def check_ports(loaded: LoadedConfig) -> Iterator[Check]:
     given = os.environ.get("MASTER_PORT")
     if given is None and "SLURM_JOB_ID" in os.environ:
         given = str(job_port(os.environ["SLURM_JOB_ID"]))
-    if given is not None and not (given.isdecimal() and 0 < int(given) < 65536):
+    if given is not None and not (given.isdecimal() and len(given) < 6 and 0 < int(given) < 65536):
         yield Check("fail", "MASTER_PORT", f"{given!r} is no port", "unset it, or use one from 1024 to 65535")
         return
     port = int(given or 0)

@@ -108,7 +108,7 @@ def first_host(node_list: str) -> str:
 def job_port(job_id: str) -> int:
     """A port that all tasks of a job compute alike, below Linux's ephemeral ports (32768). Jobs on one node rarely
     collide."""
-    if not job_id.isdecimal():
+    if not job_id.isdecimal() or len(job_id) > 18:
         raise ConfigError(f"SLURM_JOB_ID={job_id!r}: expected a number; unset it outside a job")
     return 20000 + int(job_id) % 12000
 

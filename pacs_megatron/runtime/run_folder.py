@@ -43,6 +43,12 @@ def write_exit_code(run_dir: Path, code: int) -> None:
         write_atomically(run_dir / EXIT_CODE_FILE, [f"{int(code)}\n".encode()])
 
 
+def read_exit_code(file: Path, otherwise: int) -> int:
+    """The code that rank 0 wrote; `otherwise` if the file is damaged."""
+    text = file.read_bytes()[:4].decode(errors="replace").strip()
+    return int(text) if text.isdecimal() else otherwise
+
+
 def run_folder(loaded: LoadedConfig) -> Path:
     """`<run.dir>/<run.name>`."""
     return Path(loaded.config.run.dir) / loaded.config.run.name

@@ -57,7 +57,7 @@ class WeightVersion:
     def parse(cls, text: str) -> WeightVersion | None:
         """None for any other text: a fresh server's `default`, or the mark of an update in progress."""
         number, _, digest = text.partition(":")
-        if not number.isdecimal() or not digest or digest == UPDATING:
+        if not number.isdecimal() or len(number) > 18 or not digest or digest == UPDATING:
             return None
         return cls(int(number), digest)
 

@@ -1,5 +1,6 @@
 """Fuzz tests: 500 inputs each in `make test-full`; PACS_FUZZ_INPUTS sets another number, for the campaign."""
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ def fuzz(test: Callable[..., Any], num_inputs: int = NUM_INPUTS) -> Callable[...
     return marked
 
 
+@functools.cache
 def json_documents() -> st.SearchStrategy[Any]:
     """Values that JSON can express: finite numbers, text of UTF-8 without NUL, a few levels."""
     text = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
@@ -32,6 +34,7 @@ def json_documents() -> st.SearchStrategy[Any]:
     )
 
 
+@functools.cache
 def damaged(document: bytes) -> st.SearchStrategy[bytes]:
     """`document` with a few bytes changed, a piece removed, repeated or replaced by nonsense."""
 
