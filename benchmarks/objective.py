@@ -17,9 +17,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.contracts import SampleFacts
-from pacs_megatron.objectives import build_objective
+from pacs_megatron.objectives.pacs import PacsOptions
+from pacs_megatron.objectives.registry import build_objective
 
 NUM_GROUPS, GROUP_SIZE = 1024, 8
 TARGET_MS = 20.0

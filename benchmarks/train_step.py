@@ -201,8 +201,8 @@ def timed(work: Callable[[], Any], repeats: int) -> list[float]:
 
 def measure_speed(setup: Setup) -> dict[str, Any]:
     """Seconds of updates and of forward passes, and peak memory."""
-    from pacs_megatron.config.objective_options import PacsOptions
-    from pacs_megatron.objectives import build_objective
+    from pacs_megatron.objectives.pacs import PacsOptions
+    from pacs_megatron.objectives.registry import build_objective
     from pacs_megatron.plan.timing import forward_flops
 
     policy, used = build_policy(setup)
@@ -232,8 +232,9 @@ def measure_speed(setup: Setup) -> dict[str, Any]:
 
 def measure_check(setup: Setup) -> dict[str, Any]:
     """Log-probs, SFT loss, PACS gradient norm, score floor and drift; compared with the CPU path's file if it exists."""
-    from pacs_megatron.config.objective_options import PacsOptions, SftOptions
-    from pacs_megatron.objectives import build_objective
+    from pacs_megatron.objectives.pacs import PacsOptions
+    from pacs_megatron.objectives.registry import build_objective
+    from pacs_megatron.objectives.sft import SftOptions
 
     policy, used = build_policy(setup)
     minibatch = random_part(setup, policy.spec.vocab_size)

@@ -19,7 +19,7 @@ from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights
 from pacs_megatron.contracts import Interrupted, MiniBatch, Objective, SampleFacts, TokenBuffers, UpdateReport
 from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
-from pacs_megatron.objectives import build_objective
+from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.observability.spans import Timer
 from pacs_megatron.parallel import groups
 from pacs_megatron.policy.engine import MegatronPolicy

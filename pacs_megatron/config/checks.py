@@ -7,10 +7,10 @@ are in `models/shape.py`.
 from collections.abc import Callable, Iterator
 
 from pacs_megatron.config.layout import ranks_to_start
-from pacs_megatron.config.objective_options import PacsOptions, SftOptions
 from pacs_megatron.config.rollout_options import MAX_SGLANG_STOPS, SglangRollout, SglangServers
 from pacs_megatron.config.schema import DatasetOptions, RunConfig
-from pacs_megatron.config.text import Options
+from pacs_megatron.contracts.options import Options
+from pacs_megatron.objectives.registry import REGISTRY
 
 
 def find_problems(config: RunConfig) -> list[str]:
@@ -278,9 +278,11 @@ def _batch(config: RunConfig) -> Iterator[str]:
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {response_key(config)}="
             f"{max_response_tokens(config)}; use at least {longest}"
         )
-    if "groups" in changed(batch) and not isinstance(config.objective, PacsOptions):
+    if "groups" in changed(batch) and REGISTRY[config.objective.name].coupling != "group":
+        users = [name for name, objective in REGISTRY.items() if objective.coupling == "group"]
         yield (
-            f"batch.groups={batch.groups} is used by objective.name=pacs only, got {config.objective.name}; remove it"
+            f"batch.groups={batch.groups} is used by objective.name={' | '.join(sorted(users))} only, got "
+            f"{config.objective.name}; remove it"
         )
     elif batch.groups == "together" and batch.tokens_per_microbatch < batch.samples_per_prompt * longest:
         yield (
@@ -299,15 +301,15 @@ def _sampling(config: RunConfig) -> Iterator[str]:
 
 
 def _strategy(config: RunConfig) -> Iterator[str]:
-    is_sft, is_demo = isinstance(config.objective, SftOptions), not config.rollout.is_sampled
-    if is_sft and not is_demo:
+    name, is_demo = config.objective.name, not config.rollout.is_sampled
+    if config.objective.trains_on_demonstrations and not is_demo:
         yield (
-            f"rollout.engine={config.rollout.engine} with objective.name=sft: sft trains on the data's solutions; "
+            f"rollout.engine={config.rollout.engine} with objective.name={name}: {name} trains on the data's solutions; "
             "set rollout.engine=demonstrations"
         )
-    if is_demo and not is_sft:
+    if is_demo and not config.objective.trains_on_demonstrations:
         yield (
-            f"rollout.engine=demonstrations with objective.name={config.objective.name}: it requires sampled responses; set "
+            f"rollout.engine=demonstrations with objective.name={name}: it requires sampled responses; set "
             "rollout.engine=embedded or objective.name=sft"
         )
     if is_demo:

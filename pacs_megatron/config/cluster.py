@@ -19,10 +19,10 @@ from pacs_megatron.config.text import (
     MemorySize,
     ModuleName,
     Mount,
-    Options,
     PathText,
 )
 from pacs_megatron.config.yaml_tree import read_yaml
+from pacs_megatron.contracts.options import Options
 from pacs_megatron.errors import ConfigError
 
 

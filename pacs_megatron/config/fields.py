@@ -10,8 +10,8 @@ from typing import Annotated, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from pacs_megatron.config.schema import RunConfig
-from pacs_megatron.config.text import Options
 from pacs_megatron.config.yaml_tree import Node
+from pacs_megatron.contracts.options import Options
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from pacs_megatron.config.text import Line, Options
+from pacs_megatron.config.text import Line
+from pacs_megatron.contracts.options import Options
 
 
 class RewardWorkerOptions(Options):

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from pacs_megatron.config.text import Devices, EnvironmentName, HostName, Line, Options, PathText, Url
+from pacs_megatron.config.text import Devices, EnvironmentName, HostName, Line, PathText, Url
+from pacs_megatron.contracts.options import Options
 
 
 class SamplingOptions(Options):

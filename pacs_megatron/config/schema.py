@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from pacs_megatron.config.objective_options import ObjectiveOptions, PacsOptions, SftOptions
 from pacs_megatron.config.reward_options import RewardOptions
 from pacs_megatron.config.rollout_options import RolloutOptions, SamplingOptions
-from pacs_megatron.config.text import Line, Options, PathText, RunName, TimeLimit
+from pacs_megatron.config.text import Line, PathText, RunName, TimeLimit
+from pacs_megatron.contracts.options import Options
+from pacs_megatron.objectives.registry import ObjectiveOptions
 
 
 # -------------------------------------------------------------------------------------------------------------- model
@@ -196,7 +197,7 @@ class BatchOptions(Options):
     tokens_per_microbatch: PositiveInt
     """Token budget of a micro-batch on one data-parallel rank. It must fit the longest sample."""
     groups: Literal["together", "apart", "auto"] = "auto"
-    """PACS needs the scores of a whole group before the backward pass. `together`: every group is in one micro-batch, so
+    """PACS and REAL need the scores of a whole group before the backward pass. `together`: every group is in one micro-batch, so
     the update's own forward computes them; a group over the token budget is an error. `apart`: a score pass before the
     update. `auto`: together where the budget and the balance of the data-parallel ranks allow, else apart."""
 
@@ -367,15 +368,14 @@ class RunConfig(Options):
 
     @model_validator(mode="after")
     def _check_objective(self) -> RunConfig:
-        if isinstance(self.objective, PacsOptions):
-            self.objective.refuse_updates_per_step(self.batch.updates_per_step)
-        elif self.mismatch.score_noise_every is not None:
+        self.objective.refuse_updates_per_step(self.batch.updates_per_step)
+        if self.objective.name != "pacs" and self.mismatch.score_noise_every is not None:
             raise ValueError(
                 f"mismatch.score_noise_every={self.mismatch.score_noise_every} is used by objective pacs only, got "
                 f"{self.objective.name}; remove it"
             )
-        # `score: naive` uses no siblings, but admission drops groups of one sample too.
-        if not isinstance(self.objective, SftOptions) and self.batch.samples_per_prompt < 2:
+        # `score: naive` of PACS uses no siblings, but admission drops groups of one sample too.
+        if self.objective.compares_siblings and self.batch.samples_per_prompt < 2:
             raise ValueError(
                 f"batch.samples_per_prompt={self.batch.samples_per_prompt}: objective {self.objective.name} compares the "
                 "samples of a prompt; use at least 2"

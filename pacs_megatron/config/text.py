@@ -1,27 +1,16 @@
-"""Base class of the schema's sections, and types of its strings by meaning.
-
-Strings that reach a file name, a shell or a batch script have one of these types.
-"""
+"""Types of the schema's strings by meaning: strings that reach a file name, a shell or a batch script have one of these."""
 
 import re
 import unicodedata
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator
 
 MAX_PATH_BYTES = 4095
 MAX_NAME_BYTES = 255
 MAX_RUN_NAME_BYTES = 200
 """Leaves space for the suffixes of a sweep and of Slurm's logs in a file name."""
-
-
-class Options(BaseModel):
-    """Base class: strict types, no unknown keys, immutable, finite numbers."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 def encodable_bytes(text: str) -> int:

@@ -10,6 +10,7 @@ from pacs_megatron.contracts.samples import Prompt, Sample, SampleRequest
 from pacs_megatron.contracts.step_data import MiniBatch, SampleFacts
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 LogprobSource = Literal["step_start", "reference"]
@@ -44,7 +45,7 @@ class TokenRecord:
     reference_logprobs: torch.Tensor | None = None
     sampler_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
-    """float32, entropy of the full next-token distribution; no gradient"""
+    """float32, entropy of the full next-token distribution, with gradient during an update"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,8 @@ class Objective(Protocol):
 
     name: str
     coupling: Coupling
+    kl_in_reward: bool
+    """`prepare_step` needs `SampleFacts.kl_to_reference`"""
 
     def logprob_passes(self, update_index: int) -> frozenset[LogprobSource]:
         """Log-prob passes that the mini-batch of update `update_index` (0-based in the step) needs before the update.
@@ -108,13 +111,26 @@ class Objective(Protocol):
         """float64 [t]; the engine masks it and sums it by sample in float64. Called without grad."""
         ...
 
-    def couple(
-        self, table: SampleTable, scores: torch.Tensor | None, sampler_ratios: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        """`Prepared.per_sample` for some whole groups, from their statistics; every tensor is float64 [m], on any device.
+    def known(self, facts: SampleFacts, step_inputs: Any) -> dict[str, torch.Tensor]:
+        """Per-sample values of the whole mini-batch that no statistic changes, float64 [n]: inputs of `couple`."""
+        ...
 
+    def couple(
+        self,
+        table: SampleTable,
+        scores: torch.Tensor | None,
+        sampler_ratios: torch.Tensor | None,
+        known: dict[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """`Prepared.per_sample` of coupled samples, from their statistics; every tensor is float64 [m], on any device.
+
+        The samples are whole groups with coupling `group`, any samples with coupling `sample`. `known`: of these samples.
         Runs between forward and backward: it neither raises nor synchronises with the host.
         """
+        ...
+
+    def sample_kl(self, step_start: np.ndarray, reference: np.ndarray) -> float:
+        """With `kl_in_reward`: a sample's estimate of the KL to the reference, from its log-probs, float32 [response]."""
         ...
 
     def prepare_step(self, facts: SampleFacts) -> Any:

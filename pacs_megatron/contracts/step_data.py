@@ -25,6 +25,8 @@ class SampleFacts:
     log_ratio_to_sampler: np.ndarray | None = None
     """float64 [n], mean over the response tokens of log pi_step_start - log pi_sampler, nats; the engine fills it in
     for an objective that declares `sampler_ratio`"""
+    kl_to_reference: np.ndarray | None = None
+    """float64 [n], `Objective.sample_kl`, nats; the engine fills it in where the objective subtracts it from the reward"""
 
     @property
     def num_samples(self) -> int:

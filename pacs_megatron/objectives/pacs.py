@@ -6,22 +6,97 @@ of coefficient times log-prob: its gradient is dL/dtheta for any split of the mi
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
-import torch
-from torch import Tensor
+from pydantic import Field, model_validator
 
-from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.contracts import Prepared, SampleFacts, SampleTable, TokenRecord
 from pacs_megatron.contracts.protocols import Coupling, LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
-from pacs_megatron.objectives.groups import Groups, IntArray, build_table, by_row, groups_of
-from pacs_megatron.objectives.lookup import at_tokens
-from pacs_megatron.objectives.scores import class_weights, group_scores, one_class, proxy_gradient, sample_loss
+from pacs_megatron.objectives.shared.base import BaseObjective, ReferenceOptions, at_tokens
+from pacs_megatron.objectives.shared.groups import Groups, IntArray, build_table, by_row, groups_of
+from pacs_megatron.objectives.shared.lazy import Tensor, torch
+from pacs_megatron.objectives.shared.scores import class_weights, group_scores, one_class, proxy_gradient, sample_loss
 
 SATURATED_SCORE = 8.0
 """Above it sigmoid(psi) is within 4e-4 of 0 or 1: correct samples have no gradient left and wrong ones the full one."""
+
+
+class PacsOptions(ReferenceOptions):
+    """PACS: supervised cross-entropy on labels, with psi from the policy's own log-probs. Numbers are the paper's equations."""
+
+    name: Literal["pacs"]
+    """Name of the objective."""
+    clip_grad: float = Field(default=0.0, ge=0)
+    """Maximum global gradient norm; 0 disables clipping. Norms of PACS are 10 to 100 times those of GRPO, so a limit of
+    1.0 rescales nearly every update to the same length."""
+    beta: float = Field(default=1.0, gt=0)
+    """Scale of the reward proxy, beta in (7)."""
+    reward_proxy: Literal["sum_log_ratio", "mean_log_prob"] = "sum_log_ratio"
+    """Reward proxy. `sum_log_ratio` sums log-ratios to `reference` over the response; `mean_log_prob` has no reference."""
+    score: Literal["rloo", "dr_grpo", "grpo", "naive"] = "rloo"
+    """Score psi from the proxies of a group (6): the estimator that centres and scales them."""
+    score_std_floor: float | None = Field(default=None, gt=0)
+    """Lower bound of a group's standard deviation with `score: grpo`. Required with a reference."""
+    weighting: Literal["question", "only_positive", "only_negative", "none"] = "question"
+    """Class weights of correct and incorrect samples (section 3.5)."""
+    reference: Literal["step_start", "frozen"] | None = Field(
+        default_factory=lambda given: "step_start" if given["reward_proxy"] == "sum_log_ratio" else None
+    )
+    """Reference policy of `reward_proxy: sum_log_ratio`: the policy at the start of the step, or a frozen snapshot."""
+    actor_term: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Weight of the score-function term of the gradient (5)."""
+    actor_scope: Literal["group", "own"] | None = Field(
+        default_factory=lambda given: "group" if given["actor_term"] > 0 else None
+    )
+    """Losses in the score-function term: of the whole group (the true gradient, default), or of the sample, as (5) prints."""
+    importance_cap: float | None = Field(default=None, gt=0)
+    """Cap of the importance weight of stale samples, w_i *= min(exp(mean_t(log pi_step_start - log pi_sampler)), cap).
+    null disables the correction."""
+
+    @model_validator(mode="after")
+    def _refuse_unused(self) -> Self:
+        if self.reward_proxy == "mean_log_prob" and self.reference is not None:
+            raise ValueError(
+                f"objective.reference={self.reference} is not used by reward_proxy mean_log_prob, which has no "
+                "reference; remove it, or set objective.reward_proxy=sum_log_ratio"
+            )
+        if self.reward_proxy == "sum_log_ratio" and self.reference is None:
+            raise ValueError(
+                "objective.reference is null but reward_proxy sum_log_ratio requires it; use step_start or frozen"
+            )
+        if self.reset_every is not None and self.reference != "frozen":
+            raise ValueError(
+                f"objective.reset_every={self.reset_every} needs objective.reference=frozen, got "
+                f"{self.reference or 'no reference'}; remove it or set reference to frozen"
+            )
+        if self.score_std_floor is not None and self.score != "grpo":
+            raise ValueError(f"objective.score_std_floor is used by score grpo only, got score={self.score}; remove it")
+        if self.score == "grpo" and self.reference is not None and self.score_std_floor is None:
+            when = "at the first update" if self.reference == "step_start" else "when the snapshot is the policy itself"
+            raise ValueError(
+                f"objective.score_std_floor is required with score grpo and reference {self.reference}: every score is 0 "
+                f"{when}, so the standard deviation is 0 too; set it (for instance 0.1) or use score rloo"
+            )
+        if self.actor_scope is not None and self.actor_term == 0:
+            raise ValueError(f"objective.actor_scope={self.actor_scope} needs objective.actor_term > 0; remove it")
+        if self.actor_scope is None and self.actor_term > 0:
+            raise ValueError("objective.actor_scope is null but actor_term > 0 needs it; use group or own")
+        if self.actor_term > 0 and self.reward_proxy != "sum_log_ratio":
+            raise ValueError(
+                f"objective.actor_term={self.actor_term} requires objective.reward_proxy=sum_log_ratio, got "
+                f"{self.reward_proxy}; set actor_term to 0"
+            )
+        return self
+
+    def refuse_updates_per_step(self, updates_per_step: int) -> None:
+        """Raises ValueError if these options do not allow `updates_per_step` updates."""
+        if self.actor_term > 0 and updates_per_step > 1:
+            raise ValueError(
+                f"objective.actor_term={self.actor_term} needs batch.updates_per_step=1, got {updates_per_step}: later "
+                "updates are off-policy; set actor_term to 0 or updates_per_step to 1"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +114,9 @@ class _Coupled:
     """w_i l_i"""
 
 
-class Pacs:
+class Pacs(BaseObjective, options=PacsOptions):
     """The PACS objective; see `contracts.Objective` for the protocol."""
 
-    name = "pacs"
     coupling: Coupling = "group"
 
     def __init__(self, options: PacsOptions) -> None:
@@ -84,10 +158,9 @@ class Pacs:
             raise ValueError(f"objective: the score needs {source} log-probs, but the token record has none")
         return self._options.beta * (logprobs - reference.double())
 
-    def prepare_step(self, facts: SampleFacts) -> None:
-        """Nothing: PACS uses the mini-batch only."""
-
-    def couple(self, table: SampleTable, scores: Tensor | None, sampler_ratios: Tensor | None) -> dict[str, Tensor]:
+    def couple(
+        self, table: SampleTable, scores: Tensor | None, sampler_ratios: Tensor | None, known: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """[m] float64: `coefficient` a_j, the derivative of L by each token's log-prob."""
         proxy = torch.zeros_like(table.labels) if scores is None else scores
         return {"coefficient": self._couple(table, proxy, sampler_ratios).coefficient}
@@ -152,10 +225,6 @@ class Pacs:
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
         """[t], a_j log pi_theta: not the loss but a surrogate whose summed gradient is dL/dtheta."""
         return at_tokens(prepared.per_sample["coefficient"], tokens).to(tokens.logprobs.dtype) * tokens.logprobs
-
-    def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, Tensor]:
-        """None: `prepare` returns all metrics."""
-        return {}
 
     def _couple(self, table: SampleTable, proxy: Tensor, sampler_ratios: Tensor | None) -> _Coupled:
         options, groups, num_samples = self._options, groups_of(table), float(table.num_samples)

@@ -1,26 +1,38 @@
-"""Builds an objective from the options of the config."""
+"""All objectives of this folder: the schema of their options, and the objective of given options."""
 
-from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions, SftOptions
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING, Annotated, Union
+
+from pydantic import Field
+
+from pacs_megatron import objectives
 from pacs_megatron.contracts import Objective
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.objectives.grpo import Grpo
-from pacs_megatron.objectives.pacs import Pacs
-from pacs_megatron.objectives.sft import Sft
+from pacs_megatron.objectives.shared.base import REGISTRY, CommonOptions
+
+__all__ = ["REGISTRY", "ObjectiveOptions", "build_objective"]
+
+for _module in pkgutil.iter_modules(objectives.__path__, "pacs_megatron.objectives."):
+    importlib.import_module(_module.name)
+
+if TYPE_CHECKING:
+    ObjectiveOptions = CommonOptions
+else:
+    _members = tuple(objective.options_class for objective in REGISTRY.values())
+    ObjectiveOptions = Annotated[Union[_members], Field(discriminator="name")]  # noqa: UP007
+    """Options of any objective: a tagged union on `name`."""
 
 
-def build_objective(options: PacsOptions | GrpoOptions | SftOptions, *, updates_per_step: int) -> Objective:
+def build_objective(options: CommonOptions, *, updates_per_step: int) -> Objective:
     """The objective of `options` with `updates_per_step` optimizer updates a step.
 
     Raises ConfigError if the options do not support `updates_per_step` (the config checks the same).
     """
-    match options:
-        case PacsOptions():
-            try:
-                options.refuse_updates_per_step(updates_per_step)
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
-            return Pacs(options)
-        case GrpoOptions():
-            return Grpo(options)
-        case SftOptions():
-            return Sft(options)
+    try:
+        options.refuse_updates_per_step(updates_per_step)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return REGISTRY[options.name](options)

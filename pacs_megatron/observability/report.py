@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from pacs_megatron.config.yaml_tree import read_yaml
 from pacs_megatron.errors import DataError
+from pacs_megatron.objectives.registry import REGISTRY
 from pacs_megatron.observability.charts import MEANS_FROM, Chart, Series, format_number, line_chart, stacked_bars
 from pacs_megatron.observability.metrics import Row, read_metrics
 from pacs_megatron.observability.page import page, safe_text
@@ -202,7 +203,9 @@ def _sections(rows: Sequence[Row]) -> Iterable[tuple[str, list[str]]]:
     shares = ["pacs/one_class_group_frac", "pacs/truncated_frac", "pacs/psi_over_8_frac"]
     yield (
         "Scores",
-        draw("mean ψ by label", psi) + draw("shares", shares) + all_of("pacs/") + all_of("grpo/") + all_of("sft/"),
+        draw("mean ψ by label", psi)
+        + draw("shares", shares)
+        + [chart for name in sorted(REGISTRY) for chart in all_of(f"{name}/")],
     )
     yield "Time", _phases(rows, left) + draw("tokens/s", ["tokens_per_s"])
     yield _REST, [chart for key in sorted(left) for chart in draw(key, [key])]

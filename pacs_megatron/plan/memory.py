@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pacs_megatron.config.checks import max_sequence_tokens
-from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
 from pacs_megatron.config.rollout_options import SglangRollout
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts.layout import Layout, logits_per_chunk
 from pacs_megatron.models import ModelSpec, weight_table
 from pacs_megatron.models.table import Entry, WeightTable
+from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.plan import constants
 
 _KV_CACHE = "KV cache"
@@ -359,10 +359,8 @@ def microbatches_in_flight(layout: Layout, stage: int) -> float:
 # ---------------------------------------------------------------------------------------------------------------- phases
 def needs_reference_snapshot(config: RunConfig) -> bool:
     """Whether a frozen copy of the weights is kept (in host memory)."""
-    objective = config.objective
-    if isinstance(objective, PacsOptions):
-        return objective.reference == "frozen"
-    return isinstance(objective, GrpoOptions) and objective.kl_coef > 0
+    objective = build_objective(config.objective, updates_per_step=config.batch.updates_per_step)
+    return "reference" in objective.logprob_passes(0)
 
 
 def train_memory(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) -> StageMemory:

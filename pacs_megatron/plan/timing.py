@@ -8,10 +8,10 @@ import math
 from dataclasses import dataclass
 
 from pacs_megatron.config.checks import max_response_tokens, max_sequence_tokens
-from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.models import ModelSpec
+from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.plan import constants
 from pacs_megatron.plan.constants import Gpu
 from pacs_megatron.plan.memory import (
@@ -95,32 +95,26 @@ def recomputed_flops(
         in_mlp = matrices - queries_keys * spec.num_layers * lengths.total
         layers += in_mlp if {"mlp", "moe"} & set(recompute.modules) else 0.0
         layers += whole - head - matrices if "core_attn" in recompute.modules else 0.0
-    # PACS's groups that are together couple the tokens, so the output layer's gradient waits for the whole forward pass.
-    objective, updates, coupled = config.objective, config.batch.updates_per_step, 0.0
-    if isinstance(objective, PacsOptions) and groups_together:
-        is_first_known = objective.reference == "step_start" and objective.importance_cap is None
-        coupled = (updates - is_first_known) / updates
-    return layers / whole, head / whole * coupled
+    # Where a token's coefficient depends on this forward, the output layer's gradient waits for the whole forward pass.
+    updates = range(config.batch.updates_per_step)
+    objective = build_objective(config.objective, updates_per_step=len(updates))
+    is_coupled = objective.coupling == "sample" or (objective.coupling == "group" and groups_together)
+    waiting = sum(is_coupled and bool(objective.statistics(update)) for update in updates)
+    return layers / whole, head / whole * waiting / len(updates)
 
 
 def num_forward_passes(config: RunConfig, *, groups_together: bool) -> int:
     """Forward-only passes over a mini-batch (score and log-prob passes), summed over a step's updates."""
-    updates, objective = config.batch.updates_per_step, config.objective
-    later = updates - 1  # the first update's own forward computes the log-probs of the step's start
-    if isinstance(objective, PacsOptions):
-        has_cap = objective.importance_cap is not None
-        step_start = later if objective.reference == "step_start" or has_cap else 0
-        reference = updates if objective.reference == "frozen" else 0
-        # With `step_start` the first update's scores are 0 by definition.
-        scores = later if objective.reference == "step_start" and not has_cap else updates
-        return step_start + reference + (0 if groups_together else scores)
-    if isinstance(objective, GrpoOptions):
-        return later + (updates if objective.kl_coef > 0 else 0)
-    return 0
+    updates = range(config.batch.updates_per_step)
+    objective = build_objective(config.objective, updates_per_step=len(updates))
+    has_scores = objective.coupling == "minibatch" or (objective.coupling == "group" and not groups_together)
+    return sum(
+        len(objective.logprob_passes(update)) + bool(has_scores and objective.statistics(update)) for update in updates
+    )
 
 
 def keeps_groups_together(config: RunConfig, lengths: Lengths) -> bool:
-    """Whether the groups of PACS fit one micro-batch at the mean length, so no update needs a score pass."""
+    """Whether groups fit one micro-batch at the mean length, so no update needs a score pass."""
     batch = config.batch
     return batch.groups != "apart" and batch.samples_per_prompt * lengths.total <= batch.tokens_per_microbatch
 

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,8 @@ from pacs_megatron.contracts import MiniBatch, Objective, Prepared, SampleFacts,
 from pacs_megatron.contracts.protocols import LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.models import ModelSpec, weight_table
-from pacs_megatron.objectives.groups import build_table
 from pacs_megatron.objectives.pacs import Pacs
+from pacs_megatron.objectives.shared.groups import build_table
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import all_gather_by_index, broadcast_json
 from pacs_megatron.policy import passes, precision, weights
@@ -241,6 +241,17 @@ class MegatronPolicy:
         numbers = np.fromiter(values.values(), dtype=np.float64, count=len(values))
         return all_gather_by_index(index, numbers, size, group=self.rank.control, device=torch.device("cpu"))
 
+    def with_sample_kl(self, facts: SampleFacts, minibatches: Sequence[MiniBatch], objective: Objective) -> SampleFacts:
+        """The facts of a step with `Objective.sample_kl` of each sample, the same bits on every rank. Collective."""
+        found: dict[str, float] = {}
+        for minibatch in minibatches:
+            starts, references = minibatch.step_start_logprobs, minibatch.reference_logprobs
+            assert starts is not None and references is not None, "the objective declares both passes"
+            own = {row: objective.sample_kl(start, references[row]) for row, start in starts.items()}
+            values = self._gather_by_row(own, minibatch.facts.num_samples)
+            found |= zip(minibatch.facts.ids, values.tolist(), strict=True)
+        return replace(facts, kl_to_reference=np.array([found[sample_id] for sample_id in facts.ids]))
+
     # -------------------------------------------------------------------------------------------------------- update
     def update(
         self, minibatch: MiniBatch, objective: Objective, step_inputs: Any, should_stop: StopTest | None = None
@@ -253,16 +264,20 @@ class MegatronPolicy:
         finite; Interrupted, before any weight changes, as `logprobs`.
         """
         names = objective.statistics(minibatch.index)
-        split = np.flatnonzero(~minibatch.plan.together) if names else np.empty(0, dtype=np.int64)
         before: dict[Statistic, Tensor] = {}
+        known: dict[str, Tensor] = {}
         if names:
-            prepared, before = self._prepare_split_groups(minibatch, objective, split, should_stop)
+            minibatch = _with_coupled_rows(minibatch, objective)
+            split = np.flatnonzero(~minibatch.plan.together)
+            known = objective.known(minibatch.facts, step_inputs)
+            prepared, before = self._prepare_split_groups(minibatch, objective, known, split, should_stop)
         else:
             prepared = objective.prepare(None, minibatch.facts, step_inputs)
             minibatch = self._without_zero_gradient(minibatch, prepared)
         _check_finite(prepared)
         loss = self.loss_function(
-            prepared=_on_device(prepared, self.rank.device),
+            prepared=replace(prepared, per_sample=_on_device(prepared.per_sample, self.rank.device)),
+            known=_on_device(known, self.rank.device),
             objective=objective,
             statistics=SampleStatistics(names=names),
             is_step_start=minibatch.index == 0,
@@ -292,7 +307,12 @@ class MegatronPolicy:
         )
 
     def _prepare_split_groups(
-        self, minibatch: MiniBatch, objective: Objective, split: np.ndarray, should_stop: StopTest | None
+        self,
+        minibatch: MiniBatch,
+        objective: Objective,
+        known: dict[str, Tensor],
+        split: np.ndarray,
+        should_stop: StopTest | None,
     ) -> tuple[Prepared, dict[Statistic, Tensor]]:
         """Coefficients of the samples `split`, whose groups are not together, from a score pass, and its statistics."""
         if not len(split):
@@ -303,7 +323,8 @@ class MegatronPolicy:
         found = self._gathered(self._score_pass(subset, objective, names, should_stop), facts, split)
         table = build_table(facts, split)
         ordered = {name: values[table.rows] for name, values in found.items()}
-        coupled = objective.couple(table, ordered.get("score"), ordered.get("sampler_ratio"))
+        of_rows = {name: values[table.rows] for name, values in known.items()}
+        coupled = objective.couple(table, ordered.get("score"), ordered.get("sampler_ratio"), of_rows)
         per_sample = {
             name: values.new_zeros(facts.num_samples).index_copy(0, table.rows, values)
             for name, values in coupled.items()
@@ -399,9 +420,20 @@ def _broadcast_names(names: list[str], rank: Rank) -> list[str]:
     return received
 
 
-def _on_device(prepared: Prepared, device: torch.device) -> Prepared:
-    """`prepared` with its tensors on the device: one copy per update, not one per micro-batch."""
-    return replace(prepared, per_sample={name: values.to(device) for name, values in prepared.per_sample.items()})
+def _with_coupled_rows(minibatch: MiniBatch, objective: Objective) -> MiniBatch:
+    """The mini-batch whose plan's `together` are the samples with all coupled samples in their micro-batch.
+
+    A sample lies whole in a micro-batch, so with coupling `sample` that is every sample.
+    """
+    if objective.coupling == "group":
+        return minibatch
+    together = np.full(minibatch.facts.num_samples, objective.coupling != "minibatch")
+    return replace(minibatch, plan=replace(minibatch.plan, together=together))
+
+
+def _on_device(per_sample: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """`per_sample` on the device: one copy per update, not one per micro-batch."""
+    return {name: values.to(device) for name, values in per_sample.items()}
 
 
 def _check_finite(prepared: Prepared) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pacs_megatron.contracts.layout import logits_per_chunk
 
-LossGradient = Callable[[slice, Tensor], Tensor]
-"""(positions, their log-probs [c]) -> derivative of the loss by these log-probs, float32 [c]"""
+LossGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""(positions, their log-probs and entropies [c]) -> derivatives of the loss by both, float32 [c]; None: not by entropies"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +97,29 @@ class _Head:
         entropy = log_sum - sums[2] / sums[0] if self.want_entropy else None
         return sums[1] - log_sum, log_sum + top, entropy
 
-    def gradient_of_logits(self, logits: Tensor, targets: Tensor, log_z: Tensor, upstream: Tensor) -> Tensor:
-        """[c, v / tp] in the weights' type. Overwrites `logits`."""
-        gradient = logits.sub_(log_z[:, None]).exp_().neg_()
+    def gradient_of_logits(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        log_z: Tensor,
+        upstream: Tensor,
+        by_entropy: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """[c, v / tp] in the weights' type. `by_entropy`: derivatives by the entropies, and these. Overwrites `logits`."""
+        logits.sub_(log_z[:, None])
+        slope = None
+        if by_entropy is not None:
+            # dH/dlogit = -p (log p + H). Padding has p = 0 and log p = -inf: it is left out.
+            slope = logits[:, : self.num_valid] + by_entropy[1][:, None]
+            slope *= (by_entropy[0] / self.temperature)[:, None]
+        gradient = logits.exp_().neg_()
+        if slope is not None:
+            slope *= gradient[:, : self.num_valid]
         local, inside = self.local_targets(targets)
         gradient.scatter_add_(1, local[:, None], inside[:, None].to(gradient.dtype))
         gradient *= (upstream / self.temperature)[:, None]
+        if slope is not None:
+            gradient[:, : self.num_valid] += slope
         return gradient.to(self.weight.dtype)
 
 
@@ -149,8 +166,9 @@ class _ChunkedLogProb(torch.autograd.Function):
             logits = head.logits(hidden[positions])
             logprob, chunk_log_z, entropy = head.statistics(logits, targets[positions])
             if gradients is not None and head.loss_gradient is not None:
-                upstream = head.loss_gradient(positions, logprob)
-                of_logits = head.gradient_of_logits(logits, targets[positions], chunk_log_z, upstream)
+                upstream, of_entropy = head.loss_gradient(positions, logprob, entropy)
+                by_entropy = None if of_entropy is None or entropy is None else (of_entropy, entropy)
+                of_logits = head.gradient_of_logits(logits, targets[positions], chunk_log_z, upstream, by_entropy)
                 gradients.add(positions, hidden[positions], of_logits)
             logprobs.append(logprob)
             log_z.append(chunk_log_z)
@@ -159,10 +177,12 @@ class _ChunkedLogProb(torch.autograd.Function):
         joined, all_entropies = _join(logprobs, hidden), _join(entropies, hidden)
         ctx.head = head
         if gradients is None:
-            ctx.save_for_backward(hidden, targets, _join(log_z, hidden))
+            ctx.save_for_backward(hidden, targets, _join(log_z, hidden), all_entropies.detach())
         else:
             ctx.save_for_backward(gradients.of_hidden, gradients.of_weight.to(weight.dtype))
-        ctx.mark_non_differentiable(all_entropies)
+        ctx.set_materialize_grads(False)  # None where the loss does not use the entropies
+        if gradients is not None or not head.want_entropy:
+            ctx.mark_non_differentiable(all_entropies)
         return joined, all_entropies
 
     @staticmethod
@@ -170,11 +190,16 @@ class _ChunkedLogProb(torch.autograd.Function):
         head: _Head = ctx.head
         if head.loss_gradient is not None:
             return *ctx.saved_tensors, None, None
-        hidden, targets, log_z = ctx.saved_tensors
+        hidden, targets, log_z, entropies = ctx.saved_tensors
+        of_logprobs, of_entropies = grads
+        assert of_logprobs is not None
         gradients = _Gradients(head, hidden)
         for positions in head.chunks(hidden.shape[0]):
             logits = head.logits(hidden[positions])
-            of_logits = head.gradient_of_logits(logits, targets[positions], log_z[positions], grads[0][positions])
+            by_entropy = None if of_entropies is None else (of_entropies[positions], entropies[positions])
+            of_logits = head.gradient_of_logits(
+                logits, targets[positions], log_z[positions], of_logprobs[positions], by_entropy
+            )
             gradients.add(positions, hidden[positions], of_logits)
         return gradients.of_hidden, gradients.of_weight.to(head.weight.dtype), None, None
 
@@ -212,7 +237,7 @@ def token_logprobs(  # noqa: PLR0913
             which must be this derivative.
 
     Returns:
-        float32 [t] log-probs with gradient, float32 [t] entropies without (empty unless `want_entropy`).
+        float32 [t] log-probs and float32 [t] entropies (empty unless `want_entropy`), both with gradient.
     """
     head = _Head(
         weight=weight.detach(),

@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from pacs_megatron.contracts import MiniBatch, SampleTable, TokenRecord
-from pacs_megatron.objectives.groups import build_table
+from pacs_megatron.objectives.shared.groups import build_table
 from pacs_megatron.policy.context import zigzag_index
 
 
@@ -86,7 +86,7 @@ def build_microbatch(
 
     Without rows: a padding micro-batch of dummy tokens that run the graph and predict nothing. With context parallelism
     every sequence is padded on the right to a multiple of 2 cp, where causal attention hides the padding. `with_table`: the
-    rows are whole groups whose coefficients depend on this forward.
+    coefficients of the rows depend on this forward, and the coupled samples are among them.
     """
     facts, cp = minibatch.facts, parallel_state.get_context_parallel_world_size()
     position_of_row = {int(row): position for position, row in enumerate(minibatch.tokens.index)}
@@ -124,7 +124,7 @@ def build_microbatch(
         step_start_logprobs=by_token(minibatch.step_start_logprobs),
         reference_logprobs=by_token(minibatch.reference_logprobs),
         row_index=torch.from_numpy(rows).to(device),
-        table=build_table(facts, rows, device) if with_table else None,
+        table=build_table(facts, rows, device, whole_groups=False) if with_table else None,
         local=local,
     )
 

@@ -55,6 +55,8 @@ class UpdateLoss:
     is_step_start: bool
     mismatch_threshold: float
     """nats; counts tokens whose log-prob differs by more from the sampler's"""
+    known: Mapping[str, Tensor] = field(default_factory=dict)
+    """float64 [n], `Objective.known` on the device"""
 
     def __call__(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss to back-propagate, sums over this rank's tokens to report)"""
@@ -80,16 +82,18 @@ class UpdateLoss:
         return loss, report
 
     def gradient(self, batch: MicroBatch) -> LossGradient | None:
-        """The loss's derivative by the log-probs; None where siblings couple it and their log-probs are of this forward."""
+        """The loss's derivatives by log-probs and entropies; None where this forward's log-probs of other tokens couple it."""
         if batch.table is not None:
             return None
 
-        def by_tokens(tokens: slice, logprobs: Tensor) -> Tensor:
+        def by_tokens(tokens: slice, logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
             with torch.enable_grad():
                 leaf = logprobs.detach().requires_grad_(True)
-                record = build_record(batch, leaf, None, is_step_start=self.is_step_start, tokens=tokens)
+                own = None if entropies is None else entropies.detach().requires_grad_(True)
+                record = build_record(batch, leaf, own, is_step_start=self.is_step_start, tokens=tokens)
                 loss = (self.objective.token_loss(record, self.prepared) * record.mask).sum()
-                return torch.autograd.grad(loss, leaf)[0]
+                found = torch.autograd.grad(loss, [leaf] if own is None else [leaf, own], allow_unused=True)
+                return found[0], None if own is None else found[1]
 
         return by_tokens
 
@@ -100,15 +104,14 @@ class UpdateLoss:
         """
         in_order = torch.searchsorted(batch.row_index, table.rows)  # rows ascend in a micro-batch
         ordered = {name: values[in_order] for name, values in found.items()}
-        coupled = self.objective.couple(table, ordered.get("score"), ordered.get("sampler_ratio"))
+        known = {name: values[table.rows] for name, values in self.known.items()}
+        coupled = self.objective.couple(table, ordered.get("score"), ordered.get("sampler_ratio"), known)
         size = len(batch.all_response_lens)
-        return replace(
-            self.prepared,
-            per_sample={
-                name: values.new_zeros(size).index_copy(0, table.rows, values.nan_to_num(0.0, 0.0, 0.0))
-                for name, values in coupled.items()
-            },
-        )
+        per_sample = {
+            name: values.new_zeros(size).index_copy(0, table.rows, values.nan_to_num(0.0, 0.0, 0.0))
+            for name, values in coupled.items()
+        }
+        return replace(self.prepared, per_sample=per_sample)
 
     def _mismatch(self, log_ratio: Tensor) -> dict[str, Tensor]:
         """`log_ratio` [k], log pi_trainer - log pi_sampler of the sampled tokens, nats. KL by the k3 estimator."""

@@ -40,7 +40,7 @@ class StepResults:
         self._data = data
         self._judge = judge
         self._decode = decode
-        self._min_group_size = 1 if config.objective.name == "sft" else 2
+        self._min_group_size = 2 if config.objective.compares_siblings else 1
         self._to_write: Callable[[], None] | None = None
 
     def admits(self, group: Group) -> bool:

@@ -12,7 +12,6 @@ from pacs_megatron.checkpoint.manifest import HF_FOLDER
 from pacs_megatron.checkpoint.megatron_weights import is_megatron_checkpoint, open_weights
 from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint, verify_checkpoint
 from pacs_megatron.config.layout import layout_of
-from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Objective
 from pacs_megatron.data import load_tokenizer
@@ -20,7 +19,8 @@ from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
 from pacs_megatron.errors import CheckpointError, RolloutError
 from pacs_megatron.models import load_spec
 from pacs_megatron.models.hub import snapshot
-from pacs_megatron.objectives import build_objective
+from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.objectives.shared.base import ReferenceOptions
 from pacs_megatron.observability.spans import Timer
 from pacs_megatron.parallel import groups
 from pacs_megatron.parallel.control import ControlChannel
@@ -61,7 +61,7 @@ class RunContext:
     def reset_every(self) -> int | None:
         """Steps between hard resets of the frozen reference."""
         options = self.config.objective
-        return options.reset_every if isinstance(options, PacsOptions | GrpoOptions) else None
+        return options.reset_every if isinstance(options, ReferenceOptions) else None
 
     @property
     def has_reference(self) -> bool:

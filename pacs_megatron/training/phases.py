@@ -1,5 +1,6 @@
 """The phases of a training step, each under its timer. All of them are collective."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +53,14 @@ def measure_noise(run: RunContext, minibatch: MiniBatch, step: int) -> dict[str,
         groups = np.linspace(0, minibatch.facts.num_groups - 1, NOISE_GROUPS).round()
         rows = np.flatnonzero(np.isin(minibatch.facts.groups, groups))
         return run.policy.score_noise(minibatch, run.objective, rows, run.stop.is_set)
+
+
+def step_inputs(run: RunContext, samples: StepSamples, minibatches: Sequence[MiniBatch]) -> Any:
+    """Inputs of every update of the step from all its samples, such as advantages."""
+    facts = samples.facts
+    if run.objective.kl_in_reward:
+        facts = run.policy.with_sample_kl(facts, minibatches, run.objective)
+    return run.objective.prepare_step(facts)
 
 
 def update(run: RunContext, minibatch: MiniBatch, step_inputs: Any) -> UpdateReport:

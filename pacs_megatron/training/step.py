@@ -2,7 +2,16 @@
 
 from pacs_megatron.training.breaker import with_signal_to_noise
 from pacs_megatron.training.context import RunContext
-from pacs_megatron.training.phases import collect, cut, logprobs, measure_noise, poll, update, with_logprobs
+from pacs_megatron.training.phases import (
+    collect,
+    cut,
+    logprobs,
+    measure_noise,
+    poll,
+    step_inputs,
+    update,
+    with_logprobs,
+)
 from pacs_megatron.training.progress import RunProgress
 from pacs_megatron.training.sync import release_memory
 
@@ -24,10 +33,10 @@ def train_step(run: RunContext, progress: RunProgress) -> dict[str, float | None
     if minibatches and not done.updates:
         done.sums.add_means(measure_noise(run, minibatches[0], step), 1)
     # If every group was filtered out, there is no mini-batch: the step is counted but no weight changes.
-    step_inputs = run.objective.prepare_step(samples.facts) if minibatches else None
+    inputs = step_inputs(run, samples, minibatches) if minibatches else None  # e.g. advantages of the whole step
     for minibatch in minibatches[done.updates :]:
         poll(run)
-        done.add(update(run, minibatch, step_inputs), minibatch.facts.num_samples)
+        done.add(update(run, minibatch, inputs), minibatch.facts.num_samples)
     run.policy.optimizer.advance_schedule(step * run.config.batch.updates_per_step)  # also past updates without groups
     if run.reset_every and step % run.reset_every == 0:
         run.policy.take_reference(reset_optimizer=True)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from pacs_megatron.config.objective_options import ObjectiveOptions
 from pacs_megatron.contracts import Objective, Prepared
-from pacs_megatron.objectives import build_objective
+from pacs_megatron.objectives.registry import REGISTRY, ObjectiveOptions, build_objective
 from tests.support.objective_reference import Batch, objective_gradient, objective_scores, random_batch
 
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -21,7 +20,21 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "grpo": (1, {"name": "grpo"}),
     "grpo-kl": (2, {"name": "grpo", "kl_coef": 0.1}),
     "sft": (1, {"name": "sft"}),
+    "dapo": (2, {"name": "dapo", "overlong_length": 8, "overlong_buffer": 4}),
+    "dr_grpo": (2, {"name": "dr_grpo", "constant_length": 8}),
+    "gspo": (2, {"name": "gspo", "kl_coef": 0.1}),
+    "luspo": (2, {"name": "luspo"}),
+    "cispo": (2, {"name": "cispo"}),
+    "reinforce_pp": (2, {"name": "reinforce_pp"}),
+    "rloo": (2, {"name": "rloo"}),
+    "w_reinforce": (2, {"name": "w_reinforce", "classes": "negative"}),
+    "real": (2, {"name": "real"}),
+    "real_bce": (2, {"name": "real_bce"}),
 }
+
+
+def test_every_objective_has_a_setting() -> None:
+    assert {options["name"] for _, options in SETTINGS.values()} == set(REGISTRY)
 
 
 def build(setting: str) -> tuple[Objective, int]:

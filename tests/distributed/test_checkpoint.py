@@ -15,9 +15,9 @@ import torch
 
 from pacs_megatron.checkpoint import run_checkpoint
 from pacs_megatron.checkpoint.names import MANIFEST_NAME, Position
-from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.errors import CheckpointError
-from pacs_megatron.objectives import build_objective
+from pacs_megatron.objectives.pacs import PacsOptions
+from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.parallel.control import ControlChannel
 from tests.support.policy_cases import make_policy, random_step, train
 from tests.support.ranks import RankError, run_ranks

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights
-from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
-from pacs_megatron.objectives import build_objective
+from pacs_megatron.objectives.pacs import PacsOptions
+from pacs_megatron.objectives.registry import build_objective
 from tests.support.policy_cases import make_policy, random_step, train
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test

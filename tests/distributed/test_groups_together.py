@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.contracts import SampleFacts, TokenBuffers
 from pacs_megatron.errors import NonFiniteError
-from pacs_megatron.objectives import build_objective
+from pacs_megatron.objectives.pacs import PacsOptions
+from pacs_megatron.objectives.registry import build_objective
 from tests.support.objective_reference import reference_scores, reference_weights
 from tests.support.plain_trainer import PlainTrainer
 from tests.support.policy_cases import make_part, make_policy, random_step, with_passes

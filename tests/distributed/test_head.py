@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions, SftOptions
-from pacs_megatron.objectives import build_objective
+from pacs_megatron.objectives.grpo import GrpoOptions
+from pacs_megatron.objectives.pacs import PacsOptions
+from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.objectives.sft import SftOptions
 from tests.distributed.test_checkpoint import load, save
 from tests.support.policy_cases import make_part, make_policy, random_step, train, with_passes
 from tests.support.ranks import run_ranks

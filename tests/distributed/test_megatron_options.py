@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pacs_megatron.objectives import build_objective
+from pacs_megatron.objectives.registry import build_objective
 from tests.distributed.test_checkpoint import FROZEN, STEPS, continued, load, save
 from tests.support.policy_cases import make_policy, train
 from tests.support.ranks import run_ranks

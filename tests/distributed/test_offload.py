@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pacs_megatron.checkpoint import run_checkpoint
-from pacs_megatron.config.objective_options import PacsOptions
-from pacs_megatron.objectives import build_objective
+from pacs_megatron.objectives.pacs import PacsOptions
+from pacs_megatron.objectives.registry import build_objective
 from tests.distributed.test_checkpoint import load, save
 from tests.support.policy_cases import make_policy, random_step, train
 from tests.support.ranks import run_ranks

@@ -11,8 +11,8 @@ import torch
 
 from pacs_megatron.config import RunConfig
 from pacs_megatron.config.layout import layout_of
-from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.models import load_spec, num_parameters
+from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.plan import memory
 from pacs_megatron.plan.plan import plan_of
 from tests.support.policy_cases import make_part, make_policy, random_step

@@ -12,8 +12,10 @@ import torch
 
 from pacs_megatron.batching.split import split_by_group
 from pacs_megatron.batching.tables import select_tokens
-from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions, SftOptions
-from pacs_megatron.objectives import build_objective
+from pacs_megatron.objectives.grpo import GrpoOptions
+from pacs_megatron.objectives.pacs import PacsOptions
+from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.objectives.sft import SftOptions
 from tests.support.plain_trainer import PlainTrainer, grpo_loss, pacs_loss, sft_loss
 from tests.support.policy_cases import make_part, make_policy, random_step, train, with_passes
 from tests.support.ranks import run_ranks

@@ -11,8 +11,8 @@ import torch
 
 from pacs_megatron.checkpoint.dist_reader import DistReader
 from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint
-from pacs_megatron.config.objective_options import PacsOptions
-from pacs_megatron.objectives import build_objective
+from pacs_megatron.objectives.pacs import PacsOptions
+from pacs_megatron.objectives.registry import build_objective
 from tests.distributed.test_checkpoint import FROZEN, STEPS, continued, load, save
 from tests.support.plain_trainer import PlainTrainer, pacs_loss
 from tests.support.policy_cases import OPTIMIZER, make_policy, train

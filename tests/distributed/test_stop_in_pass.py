@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint
-from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.contracts import Interrupted
 from pacs_megatron.errors import ExitCode
-from pacs_megatron.objectives import build_objective
+from pacs_megatron.objectives.pacs import PacsOptions
+from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.observability.metrics import read_metrics, reproducible_bytes, strip_times
 from pacs_megatron.training import signals
 from pacs_megatron.training.signals import StopFlag

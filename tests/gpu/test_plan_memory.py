@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from pacs_megatron.config.layout import layout_of
-from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.models import load_spec
-from pacs_megatron.objectives import build_objective
+from pacs_megatron.objectives.pacs import PacsOptions
+from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.plan import memory
 from tests.distributed.test_plan_exact import run_config
 from tests.support.policy_cases import make_policy, random_step, train

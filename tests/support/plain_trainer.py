@@ -5,6 +5,7 @@ It uses none of the package's arithmetic: the losses are the formulas of objecti
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,14 +25,14 @@ Loss = Callable[[Logps], torch.Tensor]
 def plain_logprobs(
     model: Any, facts: SampleFacts, tokens: TokenBuffers, temperature: float = 1.0
 ) -> tuple[Logps, Logps]:
-    """(log-probs with graph, entropies) of every sample from plain transformers, one sample at a time, unpacked."""
+    """(log-probs, entropies), both with graph, of every sample from plain transformers, one sample at a time, unpacked."""
     logps, entropies = [], []
     for row in range(facts.num_samples):
         ids = torch.from_numpy(tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]].astype(np.int64))
         start = int(facts.prompt_lens[row])
         every = torch.log_softmax(model(ids[None]).logits[0].float()[start - 1 : -1] / temperature, dim=-1)
         logps.append(every.gather(1, ids[start:, None])[:, 0])
-        entropies.append(-(every.exp() * every).sum(-1).detach())
+        entropies.append(-(every.exp() * every).sum(-1))
     return logps, entropies
 
 
@@ -101,10 +102,13 @@ class PlainTrainer:
         with torch.no_grad():
             return float(torch.cat(plain_logprobs(self.model, facts, tokens, self.temperature)[1]).mean())
 
-    def update(self, facts: SampleFacts, tokens: TokenBuffers, loss: Loss) -> tuple[float, float]:
-        """One update. Returns (loss, gradient norm before clipping)."""
+    def update(
+        self, facts: SampleFacts, tokens: TokenBuffers, loss: Loss | Callable[[Logps, Logps], torch.Tensor]
+    ) -> tuple[float, float]:
+        """One update. Returns (loss, gradient norm before clipping). A loss with two arguments receives the entropies too."""
         self.optimizer.zero_grad()
-        value = loss(plain_logprobs(self.model, facts, tokens, self.temperature)[0])
+        found = plain_logprobs(self.model, facts, tokens, self.temperature)
+        value = loss(*found[: len(inspect.signature(loss).parameters)])
         value.backward()  # type: ignore[no-untyped-call]
         limit = self.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)

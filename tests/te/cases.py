@@ -83,8 +83,8 @@ def _load(policy: Any, folder: Path) -> None:
 
 def run_case(case: Case, model: Path, scratch: Path, world: int, **options: Any) -> Outcome:
     """On every rank of `run_ranks`. `options` go to `make_policy`: dtype, fp8."""
-    from pacs_megatron.config.objective_options import PacsOptions
-    from pacs_megatron.objectives import build_objective
+    from pacs_megatron.objectives.pacs import PacsOptions
+    from pacs_megatron.objectives.registry import build_objective
 
     policy = make_policy(model, world, tokens_per_microbatch=TOKENS, **options, **case.parallel)
     objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)

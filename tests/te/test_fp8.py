@@ -44,8 +44,8 @@ def test_a_score_pass_changes_no_fp8_state_and_scores_are_zero(recipe: str, fold
     model = model_of(case, folder)
 
     def on_rank(_rank: int, world: int) -> tuple[float, bool]:
-        from pacs_megatron.config.objective_options import PacsOptions
-        from pacs_megatron.objectives import build_objective
+        from pacs_megatron.objectives.pacs import PacsOptions
+        from pacs_megatron.objectives.registry import build_objective
         from tests.support.policy_cases import make_part, make_policy, train
 
         policy = make_policy(model, world, tokens_per_microbatch=TOKENS, dtype="bf16", **fp8_options(recipe))

@@ -61,5 +61,5 @@ def test_every_metric_is_described() -> None:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "pacs_megatron").rglob("*.py")]
     texts = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     metrics = {text for text in texts if isinstance(text, str) and METRIC.fullmatch(text)}
-    assert len(metrics) > 30
+    assert len(metrics) > 25
     assert not metrics - described

@@ -16,11 +16,12 @@ PACKAGE = ROOT / "pacs_megatron"
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("contracts",),
+    ("objectives",),
     ("config",),
     ("runtime",),
     ("observability",),
     ("parallel",),
-    ("objectives", "rewards", "data", "models"),
+    ("rewards", "data", "models"),
     ("batching", "checkpoint"),
     ("policy", "embedded", "sglang"),
     ("rollout",),
@@ -31,7 +32,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("cli",),
 )
 HEIGHT = {name: row for row, names in enumerate(ROWS) for name in names}
-LIGHT = {"errors", "contracts", "config", "runtime", "models", "plan", "preflight", "launch", "cli"}
+LIGHT = {"errors", "contracts", "objectives", "config", "runtime", "models", "plan", "preflight", "launch", "cli"}
 """No torch and no Megatron at module level."""
 ONLY_IMPORTERS = {
     "megatron": {"policy", "parallel", "checkpoint"},

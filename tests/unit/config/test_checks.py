@@ -53,7 +53,10 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["parallel.vpp=2"], "parallel.vpp=2 requires parallel.pp > 1"),
         (["parallel.recompute.num_layers=2"], "used by granularity=full only, got none; remove it"),
         (["batch.groups=together"], "batch.groups=together needs batch.tokens_per_microbatch >="),
-        (["objective=null", "objective.name=grpo", "batch.groups=apart"], "used by objective.name=pacs only, got grpo"),
+        (
+            ["objective=null", "objective.name=grpo", "batch.groups=apart"],
+            "used by objective.name=pacs | real only, got grpo",
+        ),
         (["rollout.sampling.temperature=0"], "rollout.sampling.temperature=0 is greedy: all responses of a group are"),
         (["batch.samples_per_prompt=1"], "compares the samples of a prompt; use at least 2 (override)"),
         (

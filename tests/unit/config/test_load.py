@@ -7,8 +7,10 @@ import pytest
 from pydantic import TypeAdapter
 
 from pacs_megatron.config import load_config
-from pacs_megatron.config.objective_options import GrpoOptions, ObjectiveOptions, PacsOptions
 from pacs_megatron.errors import ConfigError
+from pacs_megatron.objectives.grpo import GrpoOptions
+from pacs_megatron.objectives.pacs import PacsOptions
+from pacs_megatron.objectives.registry import ObjectiveOptions
 
 BASE = """\
 run:
@@ -136,8 +138,8 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
         (["lr=4"], "unknown key `lr`; did you mean `optimizer.lr`? (override)"),
         (["optimiser.lr=1"], "unknown key `optimiser`; did you mean `optimizer`? (override)"),
         (
-            ["objective.clip_low=0.1"],
-            "unknown key `objective.clip_low`; it belongs to objective.name=grpo, and objective.name=pacs does not use it; "
+            ["objective.advantage=rloo"],
+            "unknown key `objective.advantage`; it belongs to objective.name=grpo, and objective.name=pacs does not use it; "
             "remove the key (override)",
         ),
         (

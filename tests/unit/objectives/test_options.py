@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from pacs_megatron.config.objective_options import GrpoOptions, ObjectiveOptions, PacsOptions
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.objectives import build_objective
+from pacs_megatron.objectives.grpo import GrpoOptions
+from pacs_megatron.objectives.pacs import PacsOptions
+from pacs_megatron.objectives.registry import ObjectiveOptions, build_objective
 
 OPTIONS: TypeAdapter[Any] = TypeAdapter(ObjectiveOptions)
 
@@ -27,9 +28,18 @@ OPTIONS: TypeAdapter[Any] = TypeAdapter(ObjectiveOptions)
         ({"name": "pacs", "actor_term": 0.5, "reward_proxy": "mean_log_prob"}, "objective.reward_proxy=sum_log_ratio"),
         ({"name": "pacs", "actor_term": 1.5}, "less than or equal to 1"),
         ({"name": "grpo", "advantage": "rloo", "advantage_eps": 1e-5}, "objective.advantage_eps=1e-05"),
-        ({"name": "grpo", "advantage_eps": None}, "only advantage grpo uses it, and requires a number"),
-        ({"name": "grpo", "constant_length": 7}, "used by loss_mean dr_grpo only"),
-        ({"name": "grpo", "loss_mean": "dr_grpo"}, "objective.constant_length is required"),
+        (
+            {"name": "grpo", "advantage_eps": None},
+            "advantage_eps=None does not go with advantage=grpo: it is required there; set the key",
+        ),
+        (
+            {"name": "grpo", "constant_length": 7},
+            "constant_length=7 does not go with loss_mean=token: it is not used there; remove the key",
+        ),
+        (
+            {"name": "grpo", "loss_mean": "dr_grpo"},
+            "constant_length=None does not go with loss_mean=dr_grpo: it is required there",
+        ),
         ({"name": "grpo", "reset_every": 5}, "requires objective.kl_coef > 0"),
         ({"name": "sft", "loss_mean": "dr_grpo"}, "'token' or 'sequence'"),
         ({"name": "sft", "beta": 1.0}, "Extra inputs"),

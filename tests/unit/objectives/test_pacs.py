@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.contracts import Objective, Prepared, SampleFacts
 from pacs_megatron.errors import NonFiniteError
-from pacs_megatron.objectives import Pacs, build_objective
-from pacs_megatron.objectives.groups import build_table
+from pacs_megatron.objectives.pacs import Pacs, PacsOptions
+from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.objectives.shared.groups import build_table
 from tests.support.objective_reference import (
     Batch,
     make_facts,
@@ -477,7 +477,7 @@ def test_coefficients_of_some_groups_equal_those_of_the_whole_mini_batch(
     whole = coefficient(prepare(objective, facts, scores))
     for groups in ([0], [1, 5], [2, 3, 8]):
         table = build_table(facts, np.flatnonzero(np.isin(facts.groups, groups)))
-        found = objective.couple(table, scores[table.rows], torch.from_numpy(ratios)[table.rows])["coefficient"]
+        found = objective.couple(table, scores[table.rows], torch.from_numpy(ratios)[table.rows], {})["coefficient"]
         np.testing.assert_array_equal(found.numpy(), whole[table.rows])
 
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_megatron.config.objective_options import PacsOptions
 from pacs_megatron.contracts import SampleFacts
-from pacs_megatron.objectives.pacs import Pacs
+from pacs_megatron.objectives.pacs import Pacs, PacsOptions
 
 BETA, SIGMA, NUM_GROUPS, SIZE = 0.5, 0.03, 512, 8
 

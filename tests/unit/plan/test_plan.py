@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from pacs_megatron.config import load_config
-from pacs_megatron.config.objective_options import GrpoOptions, PacsOptions
 from pacs_megatron.contracts import Layout
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.models import load_spec, num_parameters
+from pacs_megatron.objectives.grpo import GrpoOptions
+from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.plan import constants, memory, timing
 from pacs_megatron.plan.known_models import KNOWN_MODELS, find_spec, known_name
 from pacs_megatron.plan.plan import make_plan, plan_of, run_plan, search_layouts
@@ -375,7 +376,7 @@ def test_flops_are_what_torch_counts(tiny_qwen3: Path) -> None:
 @pytest.mark.parametrize("groups", ["together", "apart"])
 @pytest.mark.parametrize("updates", [1, 4])
 def test_forward_passes_are_the_objectives_own(updates: int, groups: str) -> None:
-    from pacs_megatron.objectives import build_objective
+    from pacs_megatron.objectives.registry import build_objective
 
     options: list[PacsOptions | GrpoOptions] = [
         PacsOptions(name="pacs"),

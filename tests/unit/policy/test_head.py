@@ -23,20 +23,21 @@ def inputs(vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
     weight[vocab:] = 50.0
     targets = torch.randint(0, vocab, (TOKENS,), generator=generator)
     targets[0], targets[1] = 0, vocab - 1
-    return hidden, weight, targets, torch.randn(TOKENS, generator=generator)
+    return hidden, weight, targets, *torch.randn(2, TOKENS, generator=generator)
 
 
 def plain(vocab: int, temperature: float) -> dict[str, torch.Tensor]:
     """Autograd through [t, v] logits in float64."""
-    hidden, weight, targets, upstream = inputs(vocab)
+    hidden, weight, targets, upstream, of_entropy = inputs(vocab)
     hidden, weight = hidden.double().requires_grad_(True), weight.double().requires_grad_(True)
     every = F.log_softmax((hidden @ weight[:vocab].t()) / temperature, dim=-1)
     logprobs = every.gather(1, targets[:, None])[:, 0]
-    (logprobs * upstream.double()).sum().backward()
+    entropy = -(every.exp() * every).sum(-1)
+    (logprobs * upstream.double() + entropy * of_entropy.double()).sum().backward()
     assert hidden.grad is not None and weight.grad is not None
     return {
         "logprobs": logprobs.detach(),
-        "entropy": -(every.exp() * every).sum(-1).detach(),
+        "entropy": entropy.detach(),
         "hidden": hidden.grad,
         "weight": weight.grad,
     }
@@ -46,17 +47,17 @@ def chunked(
     rank: int, world: int, vocab: int, temperature: float, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
     """This rank's outputs; the gradient of `hidden` summed over ranks as the model's region function does."""
-    hidden, weight, targets, upstream = inputs(vocab)
+    hidden, weight, targets, upstream, of_entropy = inputs(vocab)
     hidden = hidden.to(dtype).requires_grad_(True)
     weight = weight.chunk(world)[rank].to(dtype).clone().requires_grad_(True)
     logprobs, entropy = head.token_logprobs(
         hidden, weight, targets, vocab_size=vocab, group=dist.group.WORLD, temperature=temperature, want_entropy=True
     )
-    assert logprobs.dtype == torch.float32 and not entropy.requires_grad
-    (logprobs * upstream).sum().backward()
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    (logprobs * upstream + entropy * of_entropy).sum().backward()
     assert hidden.grad is not None
     dist.all_reduce(hidden.grad)
-    return {"logprobs": logprobs.detach(), "entropy": entropy, "hidden": hidden.grad, "weight": weight.grad}
+    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad}
 
 
 @pytest.mark.parametrize("rows", [1, 5, 1000])

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from pacs_megatron.contracts import SampleFacts, SampleTable
+from pacs_megatron.objectives.shared.lazy import Tensor, torch
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -58,11 +57,17 @@ def groups_of(table: SampleTable) -> Groups:
     return Groups(table.group_of_sample, table.members)
 
 
-def build_table(facts: SampleFacts, rows: IntArray | None = None, device: torch.device | str = "cpu") -> SampleTable:
-    """The table of the samples `rows` (whole groups; None: all), in the order of their ids.
+def build_table(
+    facts: SampleFacts,
+    rows: IntArray | None = None,
+    device: "torch.device | str" = "cpu",
+    *,
+    whole_groups: bool = True,
+) -> SampleTable:
+    """The table of the samples `rows` (None: all), in the order of their ids.
 
     Sums in this order have the same bits for any order of arrival.
-    Raises ValueError (an internal error) if group numbers are not dense or a group has one sample.
+    Raises ValueError (an internal error) if group numbers are not dense, or with `whole_groups` if a group has one sample.
     """
     rows = np.arange(facts.num_samples) if rows is None else rows
     order = rows[np.argsort(np.asarray(facts.ids)[rows], kind="stable")]
@@ -72,7 +77,7 @@ def build_table(facts: SampleFacts, rows: IntArray | None = None, device: torch.
             f"objective: group numbers are not dense: {len(order)} samples, groups {numbers.tolist()[:16]}"
         )
     lone = np.flatnonzero(sizes[of_sample] < 2)
-    if len(lone):
+    if whole_groups and len(lone):
         raise ValueError(
             f"objective: sample {facts.ids[order[lone[0]]]} is alone in its group ({len(lone)} such samples); admission "
             "must drop groups with fewer than 2 samples"

@@ -7,10 +7,8 @@ the host: it also runs between forward and backward of a micro-batch.
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from pacs_megatron.objectives.groups import Groups
+from pacs_megatron.objectives.shared.groups import Groups
+from pacs_megatron.objectives.shared.lazy import Tensor, torch
 
 ScoreName = Literal["rloo", "dr_grpo", "grpo", "naive"]
 WeightingName = Literal["question", "only_positive", "only_negative", "none"]

@@ -1,0 +1,40 @@
+"""CISPO (arXiv:2506.13585, MiniMax-M1, equations 4 and 5): clips the weight of a token, never its gradient.
+
+l = -sg(min(rho, 1 + high)) A log pi_theta per token, mean over all tokens of the mini-batch, A = (R - mean) / s in the
+group, no KL term. The paper sets no lower bound and does not print its upper one; the default bounds rho at 5, as
+ms-swift's `epsilon_high=5.0` does.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from pacs_megatron.contracts import SampleTable, TokenRecord
+from pacs_megatron.objectives.shared.lazy import Tensor
+from pacs_megatron.objectives.shared.policy_gradient import PolicyGradient, TokenMeanOptions, standardised
+
+
+class CispoOptions(TokenMeanOptions):
+    """CISPO: policy gradient whose importance weights are clipped and carry no gradient."""
+
+    name: Literal["cispo"]
+    """Name of the objective."""
+    clip_high: float = Field(default=4.0, gt=0)
+    """Upper bound 1 + clip_high of the probability ratio that weights a token."""
+
+
+class Cispo(PolicyGradient, options=CispoOptions):
+    """See the file."""
+
+    options: CispoOptions
+
+    def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
+        return standardised(rewards, table, 1e-6)
+
+    def surrogate(self, ratio: Tensor, advantage: Tensor, tokens: TokenRecord) -> Tensor:
+        weight = ratio.detach().clamp(max=1.0 + self.options.clip_high)
+        return -weight * advantage * tokens.logprobs
+
+    def is_clipped(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """Where the weight is not the ratio itself."""
+        return (ratio > 1.0 + self.options.clip_high) & (advantage != 0)

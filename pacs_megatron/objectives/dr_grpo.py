@@ -1,0 +1,35 @@
+"""Dr. GRPO (arXiv:2503.20783): GRPO without the two divisions that bias it.
+
+A = R - mean of the group, without its standard deviation. Token losses are summed and divided by a constant, the response
+limit, instead of the response's length. Defaults: clip 0.2, no KL term.
+"""
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from pacs_megatron.contracts import SampleFacts, SampleTable
+from pacs_megatron.objectives.shared.groups import FloatArray, groups_of
+from pacs_megatron.objectives.shared.lazy import Tensor
+from pacs_megatron.objectives.shared.policy_gradient import ClippedOptions, PolicyGradient, mean_weights
+
+
+class DrGrpoOptions(ClippedOptions):
+    """Dr. GRPO: GRPO without the standard deviation and without the response's length as a divisor."""
+
+    name: Literal["dr_grpo"]
+    """Name of the objective."""
+    constant_length: PositiveInt
+    """Divisor of a response's summed token losses, in tokens: rollout.sampling.max_response_tokens."""
+
+
+class DrGrpo(PolicyGradient, options=DrGrpoOptions):
+    """See the file."""
+
+    options: DrGrpoOptions
+
+    def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
+        return groups_of(table).centred(rewards)
+
+    def token_weights(self, facts: SampleFacts, advantages: Tensor) -> FloatArray:
+        return mean_weights(facts.response_lens, "dr_grpo", self.options.constant_length)

@@ -1,0 +1,128 @@
+"""REAL, rewards as labels (arXiv:2602.05630), and its BCE variant: classification of the mean log-ratio.
+
+s = mean_t(log pi_theta - log pi_step_start). REAL: per group log(1 + sum over correct i of exp(-s_i / tau)) + log(1 + sum over
+incorrect j of exp(s_j / tau)), summed over groups with both classes and divided by all groups of the mini-batch. BCE: cross
+entropy of sigmoid(s / tau) against the label, mean over the samples of groups with both classes. tau = 0.5. From the authors'
+code (Red-RL/REAL: compute_policy_loss_real, compute_policy_loss_bce; its scripts have no KL and no entropy term; its
+`delta` only counts in a metric).
+"""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from pacs_megatron.contracts import Prepared, SampleFacts, SampleTable, TokenRecord
+from pacs_megatron.contracts.protocols import Coupling, LogprobSource, Statistic
+from pacs_megatron.objectives.shared.base import BaseObjective, CommonOptions, at_tokens
+from pacs_megatron.objectives.shared.groups import build_table, by_row, groups_of
+from pacs_megatron.objectives.shared.lazy import Tensor, torch
+from pacs_megatron.objectives.shared.scores import one_class, sample_loss
+
+MAX_EXPONENT = 500.0
+"""Exponents are clamped here: exp would overflow float64 at 709."""
+
+
+class RealOptions(CommonOptions):
+    """REAL: classification of correct and incorrect responses within a group by their mean log-ratio."""
+
+    name: Literal["real"]
+    """Name of the objective."""
+    tau: float = Field(default=0.5, gt=0)
+    """Temperature of the classification."""
+
+
+class Real(BaseObjective, options=RealOptions):
+    """See the file."""
+
+    coupling: Coupling = "group"
+    options: RealOptions
+
+    def logprob_passes(self, update_index: int) -> frozenset[LogprobSource]:
+        """`step_start` from the second update on; at the first every s is 0."""
+        return frozenset({"step_start"} if update_index > 0 else ())
+
+    def statistics(self, update_index: int) -> frozenset[Statistic]:
+        return frozenset({"score"} if update_index > 0 else ())
+
+    def token_scores(self, tokens: TokenRecord) -> Tensor:
+        """float64 [t], the token's part of s. Raises ValueError without step-start log-probs."""
+        if tokens.step_start_logprobs is None:
+            raise ValueError(f"objective: {self.name} needs step_start log-probs, got none")
+        lens = at_tokens(tokens.response_lens, tokens).clamp(min=1).double()
+        return (tokens.logprobs.double() - tokens.step_start_logprobs.double()) / lens
+
+    def known(self, facts: SampleFacts, step_inputs: Any) -> dict[str, Tensor]:
+        """Per sample [n] float64: `share` 1 / Q of its group, 0 in groups of one class."""
+        table = build_table(facts)
+        groups = groups_of(table)
+        counted = (~one_class(table.labels, groups)).double()[groups.of_sample]
+        return {"share": by_row(counted / self._divisor(counted, groups.num_groups), table)}
+
+    def couple(
+        self, table: SampleTable, scores: Tensor | None, sampler_ratios: Tensor | None, known: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """[m] float64: `coefficient`, the derivative of the loss by each token's log-prob, and `loss` of the sample."""
+        s = torch.zeros_like(table.labels) if scores is None else scores
+        loss, slope = self._loss(s / self.options.tau, table)
+        lens = table.response_lens.clamp(min=1.0)
+        return {
+            "coefficient": known["share"] * slope / (self.options.tau * lens),
+            "loss": known["share"] * loss,
+        }
+
+    def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
+        """Per sample [n] float64: `coefficient`; see `couple`."""
+        table = build_table(facts)
+        known = {name: values[table.rows] for name, values in self.known(facts, step_inputs).items()}
+        found = self.couple(table, None if scores is None else scores[table.rows], None, known)
+        coefficient = by_row(found["coefficient"], table)
+        groups = groups_of(table)
+        return Prepared(
+            per_sample={"coefficient": coefficient},
+            loss=float(found["loss"].sum()),
+            metrics={
+                f"{self.name}/one_class_group_frac": float(one_class(table.labels, groups).double().mean()),
+                f"{self.name}/truncated_frac": float(facts.truncated.sum()) / facts.num_samples,
+            },
+            denominators={f"{self.name}/one_class_group_frac": float(groups.num_groups)},
+            zero_gradient=coefficient == 0.0,
+        )
+
+    def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
+        """[t]: not the loss but a surrogate whose summed gradient is the loss's."""
+        return at_tokens(prepared.per_sample["coefficient"], tokens).to(tokens.logprobs.dtype) * tokens.logprobs
+
+    def _divisor(self, counted: Tensor, num_groups: int) -> Tensor | int:
+        """Groups of one class count, though they have no loss."""
+        return num_groups
+
+    def _loss(self, logits: Tensor, table: SampleTable) -> tuple[Tensor, Tensor]:
+        """(shares of the samples in their groups' losses, derivatives of the group's loss by the sample's logit), [m]."""
+        groups, sign = groups_of(table), 1.0 - 2.0 * table.labels
+        terms = (sign * logits).clamp(max=MAX_EXPONENT).exp()
+        own_class = torch.where(
+            table.labels == 1.0,
+            groups.total(terms * table.labels)[groups.of_sample],
+            groups.total(terms * (1.0 - table.labels))[groups.of_sample],
+        )
+        return own_class.log1p() * terms / own_class, sign * terms / (1.0 + own_class)
+
+
+class RealBceOptions(RealOptions):
+    """REAL's BCE variant: cross-entropy of each response's mean log-ratio against its label."""
+
+    name: Literal["real_bce"]  # type: ignore[assignment]
+    """Name of the objective."""
+
+
+class RealBce(Real, options=RealBceOptions):
+    """See the file."""
+
+    coupling: Coupling = "sample"
+
+    def _divisor(self, counted: Tensor, num_groups: int) -> Tensor | int:
+        """Samples of groups with both classes."""
+        return counted.sum().clamp(min=1.0)
+
+    def _loss(self, logits: Tensor, table: SampleTable) -> tuple[Tensor, Tensor]:
+        return sample_loss(logits, table.labels)

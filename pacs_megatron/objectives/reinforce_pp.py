@@ -1,0 +1,37 @@
+"""REINFORCE++ and its baseline variant (arXiv:2501.03262): advantages scaled over the whole rollout batch.
+
+REINFORCE++: A = (R - m) / sd, m and sd over all tokens of the rollout batch (each token has its sample's R). With
+`baseline: group` first R - mean of the group (REINFORCE++-baseline). l = -min(rho A, clip(rho, 0.8, 1.2) A) per token, mean
+over all tokens. From the authors' code: OpenRLHF's experience_maker.py, which weights samples by their tokens, takes the
+biased variance, at least 1e-8, and models/loss.py. Its KL terms are `kl_in: reward` with k1 (REINFORCE++; there from each
+token on, here over the whole response, which has the same mean gradient) and `kl_in: loss` with k2 (the baseline variant).
+`kl_coef` is 0.01 there and 0 here: verifiable labels need no reference.
+"""
+
+from typing import Literal
+
+from pacs_megatron.contracts import SampleTable
+from pacs_megatron.objectives.shared.groups import groups_of
+from pacs_megatron.objectives.shared.lazy import Tensor
+from pacs_megatron.objectives.shared.policy_gradient import ClippedOptions, PolicyGradient, TokenMeanOptions
+
+
+class ReinforcePpOptions(TokenMeanOptions, ClippedOptions):
+    """REINFORCE++: clipped policy gradient with advantages scaled over the rollout batch."""
+
+    name: Literal["reinforce_pp"]
+    """Name of the objective."""
+    baseline: Literal["none", "group"] = "none"
+    """Baseline before the scaling over the batch. `group`: the mean reward of the group (REINFORCE++-baseline)."""
+
+
+class ReinforcePp(PolicyGradient, options=ReinforcePpOptions):
+    """See the file."""
+
+    options: ReinforcePpOptions
+
+    def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
+        shifted = rewards if self.options.baseline == "none" else groups_of(table).centred(rewards)
+        share = table.response_lens / table.response_lens.sum().clamp(min=1.0)
+        centred = shifted - (shifted * share).sum()
+        return centred / (centred.square() * share).sum().clamp(min=1e-8).sqrt()

@@ -1,0 +1,39 @@
+"""RLOO (arXiv:2402.14740): REINFORCE on whole responses with the siblings' mean as the baseline.
+
+A = R - mean of the siblings. At the first update of a step the loss is the paper's, -A log pi(o) (a sum over tokens), mean
+over samples. Later updates use -min(s A, clip(s, 0.8, 1.2) A) with s = pi_theta(o) / pi_step_start(o), the product over all
+tokens, as TRL's RLOOTrainer does. The paper's KL term is `kl_in: reward` with k1 (TRL: kl_coef 0.05); 0 here: verifiable
+labels need no reference.
+"""
+
+from typing import ClassVar, Literal
+
+from pacs_megatron.contracts import SampleFacts, SampleTable
+from pacs_megatron.objectives.shared.groups import FloatArray
+from pacs_megatron.objectives.shared.lazy import Tensor
+from pacs_megatron.objectives.shared.policy_gradient import (
+    ClippedOptions,
+    PolicyGradient,
+    leave_one_out,
+    mean_weights,
+)
+
+
+class RlooOptions(ClippedOptions):
+    """RLOO: policy gradient on whole responses with a leave-one-out baseline."""
+
+    name: Literal["rloo"]
+    """Name of the objective."""
+
+
+class Rloo(PolicyGradient, options=RlooOptions):
+    """See the file."""
+
+    ratio_of: ClassVar[Literal["product"]] = "product"
+
+    def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
+        return leave_one_out(rewards, table)
+
+    def token_weights(self, facts: SampleFacts, advantages: Tensor) -> FloatArray:
+        """1/(N |o|): rho of a product has |o| in its gradient."""
+        return mean_weights(facts.response_lens, "sequence")

@@ -1,0 +1,57 @@
+"""W-REINFORCE, PSR and NSR (arXiv:2506.01347): reinforce correct responses little, or not at all.
+
+A = positive_weight on correct samples and -1 on incorrect ones (W-REINFORCE); `classes: positive` (PSR) trains on the
+correct ones alone, A = 1; `negative` (NSR) on the incorrect ones alone, A = -1. l = -min(rho A, clip(rho, 0.8, 1.2) A) per
+token, mean over the tokens of the samples that are trained. Defaults: 0.1, no KL term. From the authors' code
+(TianHongZXY/RLVR-Decomposed: `compute_psr_nsr_outcome_advantage`, and the subset in ray_trainer.py).
+"""
+
+from typing import ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from pacs_megatron.contracts import SampleFacts, SampleTable
+from pacs_megatron.objectives.shared.groups import FloatArray
+from pacs_megatron.objectives.shared.lazy import Tensor
+from pacs_megatron.objectives.shared.policy_gradient import ClippedOptions, PolicyGradient
+
+
+class WReinforceOptions(ClippedOptions):
+    """W-REINFORCE: correct responses weigh little, incorrect ones fully. PSR and NSR train on one class."""
+
+    compares_siblings: ClassVar[bool] = False
+
+    name: Literal["w_reinforce"]
+    """Name of the objective."""
+    classes: Literal["both", "positive", "negative"] = "both"
+    """Samples that are trained. `both`: W-REINFORCE; `positive`: PSR; `negative`: NSR."""
+    positive_weight: float | None = Field(
+        default_factory=lambda given: 0.1 if given["classes"] == "both" else None, gt=0
+    )
+    """Advantage of correct samples with `classes: both`; default 0.1."""
+
+    @model_validator(mode="after")
+    def _refuse_unused_weight(self) -> Self:
+        self.refuse_unused("positive_weight", is_used=self.classes == "both", by=f"classes={self.classes}")
+        if self.kl_in == "reward":
+            raise ValueError(
+                "objective.kl_in=reward does not go with objective.name=w_reinforce: its advantages are the labels', no "
+                "reward enters; use kl_in=loss"
+            )
+        return self
+
+
+class WReinforce(PolicyGradient, options=WReinforceOptions):
+    """See the file."""
+
+    options: WReinforceOptions
+
+    def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
+        positive = 0.0 if self.options.classes == "negative" else self.options.positive_weight or 1.0
+        negative = 0.0 if self.options.classes == "positive" else -1.0
+        return table.labels * positive + (1.0 - table.labels) * negative
+
+    def token_weights(self, facts: SampleFacts, advantages: Tensor) -> FloatArray:
+        num_tokens = int(facts.response_lens[(advantages != 0.0).numpy()].sum())
+        return np.full(facts.num_samples, 1.0 / max(num_tokens, 1))
