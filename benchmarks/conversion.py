@@ -177,16 +177,12 @@ def run(shape: str, work: Path) -> dict[str, Any]:
 
     cp_s = copied(hf, "cp of the HF folder + fsync")
     to_megatron = ["--hf", str(hf), "--out", str(checkpoint)]
-    converted("HF -> Megatron, no digests", "hf_to_megatron.py", hf, [*to_megatron, "--no-digests"], cp_s)
-    shutil.rmtree(checkpoint)
-    converted("HF -> Megatron, digests", "hf_to_megatron.py", hf, to_megatron, cp_s)
+    converted("HF -> Megatron", "hf_to_megatron.py", hf, to_megatron, cp_s)
     before = hf_digests(checkpoint)
     shutil.rmtree(hf)
     cp_s = copied(checkpoint, "cp of the checkpoint + fsync")
     to_hf = ["--checkpoint", str(checkpoint), "--out", str(back)]
-    converted("Megatron -> HF, no digests", "megatron_to_hf.py", checkpoint, [*to_hf, "--no-digests"], cp_s)
-    shutil.rmtree(back)
-    converted("Megatron -> HF, digests", "megatron_to_hf.py", checkpoint, to_hf, cp_s)
+    converted("Megatron -> HF", "megatron_to_hf.py", checkpoint, to_hf, cp_s)
     after = hf_digests(back)
     shutil.rmtree(checkpoint)
     shutil.rmtree(back)

@@ -14,6 +14,11 @@ from pacs_megatron.runtime.command_line import OneLineParser, check_arguments, i
 from pacs_megatron.runtime.shipped import cluster_file, run_file
 
 Verb = Callable[[argparse.Namespace], int]
+REMOVED = {
+    "--wheels": "use `pip download -r requirements/base.lock -d DIR`, then `make install PIP_ARGS='--no-index --find-links DIR'`",
+    "--no-digests": "digests cost no measurable time (docs/measurements/conversion.md)",
+}
+"""Options of earlier releases -> what to do instead."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,6 +40,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse, and accept overrides after options, which argparse does not."""
     parser = build_parser()
     parsed, rest = parser.parse_known_args(arguments)
+    for word in rest:
+        if (instead := REMOVED.get(word.partition("=")[0])) is not None:
+            parser.error(f"{word} was removed; {instead}")
     if rest and hasattr(parsed, "overrides") and all("=" in word and not word.startswith("-") for word in rest):
         parsed.overrides.extend(rest)
     elif rest:
@@ -125,8 +133,7 @@ def _add_planning(verbs: _SubParsers) -> None:
     parser.add_argument("--skip-servers", action="store_true", help="do not start or probe SGLang servers")
     parser = _add_config_verb(verbs, "certify", "compare a tiny run of this configuration with a reference", _certify)
     parser.add_argument("--out", type=Path, help="folder of the certificate; default: <run folder>/certificate")
-    parser = _add_config_verb(verbs, "fetch", "download model, tokenizer and data for jobs without a network", _fetch)
-    parser.add_argument("--wheels", type=Path, help="also download the wheels of the lock file to this folder")
+    _add_config_verb(verbs, "fetch", "download model, tokenizer and data for jobs without a network", _fetch)
     _add_jobs(verbs)
     _add_verb(verbs, "doctor", "report what works on this machine and what to install", _doctor)
 
@@ -263,7 +270,7 @@ def _certify(args: argparse.Namespace) -> int:
 def _fetch(args: argparse.Namespace) -> int:
     from pacs_megatron.launch.fetch import fetch
 
-    for line in fetch(args.config, args.overrides, wheels=args.wheels):
+    for line in fetch(args.config, args.overrides):
         print(line, flush=True)
     return 0
 

@@ -54,10 +54,10 @@ class Piece:
 class DistWriter:
     """Several threads may call `put`; as many write at once as there are files."""
 
-    def __init__(self, folder: Path, *, num_files: int, with_digests: bool) -> None:
+    def __init__(self, folder: Path, *, num_files: int) -> None:
         self._folder = folder
         self._streams: queue.SimpleQueue[_Stream] = queue.SimpleQueue()
-        self._all_streams = [_Stream(folder / f"__0_{k}.distcp", with_digests) for k in range(num_files)]
+        self._all_streams = [_Stream(folder / f"__0_{k}.distcp") for k in range(num_files)]
         for stream in self._all_streams:
             self._streams.put(stream)
         self._behind = WriteBehind()
@@ -139,14 +139,14 @@ def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Stream(io.RawIOBase):
-    """An append-only file that counts and optionally digests its bytes."""
+    """An append-only file that counts and digests its bytes."""
 
-    def __init__(self, path: Path, with_digest: bool) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
         self.position = 0
         self._file: IO[bytes] = path.open("xb", buffering=1 << 20)
-        self._digest = xxhash.xxh3_128() if with_digest else None
+        self._digest = xxhash.xxh3_128()
 
     def writable(self) -> bool:
         return True
@@ -154,8 +154,7 @@ class _Stream(io.RawIOBase):
     def write(self, data: object) -> int:
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         self._file.write(view)
-        if self._digest is not None:
-            self._digest.update(view)
+        self._digest.update(view)
         self.position += len(view)
         return len(view)
 
@@ -172,7 +171,7 @@ class _Stream(io.RawIOBase):
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return FileFacts(self.position, None if self._digest is None else self._digest.hexdigest())
+        return FileFacts(self.position, self._digest.hexdigest())
 
     def close(self) -> None:
         self._file.close()

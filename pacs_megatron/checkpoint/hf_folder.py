@@ -1,7 +1,5 @@
 """A Hugging Face checkpoint folder: safetensors shards, index, config, tokenizer. No pickled weights, ever."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -9,7 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -222,7 +220,7 @@ class HfFolderWriter:
         self._close()
         self._staged.abort()
 
-    def __enter__(self) -> HfFolderWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -1,15 +1,12 @@
 """A folder is written under a temporary name, then renamed: a folder with its final name is complete."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os
 import shutil
 import uuid
 from pathlib import Path
-from types import TracebackType
-from typing import IO
+from typing import IO, Self
 
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.runtime.files import naming, sync_path
@@ -55,12 +52,10 @@ class StagedFolder:
             shutil.rmtree(self.path)
         self._lock.close()
 
-    def __enter__(self) -> StagedFolder:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.abort()
 
 

@@ -32,7 +32,7 @@ class TensorRecord:
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    xxh3_128: str | None
+    xxh3_128: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,15 @@ class Certificate:
     _tensors: dict[Side, dict[str, TensorRecord]] = field(default_factory=lambda: {"hf": {}, "megatron": {}})
     _mutex: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, side: Side, name: str, parts: Sequence[torch.Tensor], *, with_digest: bool) -> None:
+    def add(self, side: Side, name: str, parts: Sequence[torch.Tensor]) -> None:
         """Records one tensor, given whole or as consecutive parts along its first dimension."""
         digest = xxhash.xxh3_128()
-        for part in parts if with_digest else ():
+        for part in parts:
             digest.update(tensor_bytes(part))
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         dtype = str(parts[0].dtype).removeprefix("torch.")
         nbytes = sum(part.nbytes for part in parts)
-        record = TensorRecord(name, shape, dtype, nbytes, digest.hexdigest() if with_digest else None)
+        record = TensorRecord(name, shape, dtype, nbytes, digest.hexdigest())
         with self._mutex:
             self._tensors[side][name] = record
 

@@ -1,16 +1,15 @@
-"""The three commands of `pacs-megatron convert` and of the scripts in conversion/."""
+"""The three commands of `pacs-megatron convert`."""
 
 import argparse
 import re
 import signal
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Literal
 
 from pacs_megatron.errors import ConversionError
-from pacs_megatron.runtime.command_line import OneLineParser, check_arguments, integer_from, run_command
+from pacs_megatron.runtime.command_line import integer_from
 
 Verb = Literal["to-megatron", "to-hf", "verify"]
 _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*(B|KB|MB|GB|TB)?", re.IGNORECASE)
@@ -42,7 +41,6 @@ def add_arguments(verb: Verb, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="target; must not exist")
     parser.add_argument("--dtype", choices=_DTYPES, help="cast the weights (default: keep their dtype)")
     parser.add_argument("--verify", action="store_true", help="read the result back and compare every bit")
-    parser.add_argument("--no-digests", action="store_true", help="write the certificate without digests")
 
 
 def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,23 +72,6 @@ def run(verb: Verb, arguments: argparse.Namespace) -> str:
         signal.signal(signal.SIGTERM, previous)
 
 
-def script(verb: Verb, arguments: Sequence[str] | None = None) -> int:
-    """A whole command-line program; returns the exit code."""
-    from pacs_megatron.observability.logs import setup_logging
-
-    parser = OneLineParser(description=DESCRIPTIONS[verb])
-    add_arguments(verb, parser)
-
-    def convert() -> int:
-        check_arguments(sys.argv[1:] if arguments is None else arguments)
-        parsed = parser.parse_args(arguments)
-        setup_logging(None, 0)
-        sys.stdout.write(run(verb, parsed) + "\n")
-        return 0
-
-    return run_command(convert)
-
-
 def parse_size(text: str) -> int:
     """Bytes of a size such as `5GB` or `500 MB`. Raises ConversionError for other text."""
     match = _SIZE.fullmatch(text.strip())
@@ -107,9 +88,7 @@ def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
 def _to_megatron(arguments: argparse.Namespace) -> str:
     from pacs_megatron.convert.convert import Options, hf_to_megatron
 
-    options = Options(
-        out=arguments.out, dtype=arguments.dtype, verify=arguments.verify, digests=not arguments.no_digests
-    )
+    options = Options(out=arguments.out, dtype=arguments.dtype, verify=arguments.verify)
     return str(hf_to_megatron(arguments.hf, options))
 
 
@@ -121,7 +100,6 @@ def _to_hf(arguments: argparse.Namespace) -> str:
         out=arguments.out,
         dtype=arguments.dtype,
         verify=arguments.verify,
-        digests=not arguments.no_digests,
         verify_source=not arguments.no_verify,
     )
     return str(megatron_to_hf(arguments.checkpoint, options, step=arguments.step, max_shard_bytes=max_shard_bytes))

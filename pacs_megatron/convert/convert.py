@@ -42,7 +42,6 @@ class Options:
     out: Path
     dtype: str | None = None
     verify: bool = False
-    digests: bool = True
     verify_source: bool = True
     """compare the files of a Megatron checkpoint with its manifest's digests before reading them"""
     show_progress: bool = True
@@ -153,14 +152,14 @@ def _write_dist(
     options: Options,
 ) -> dict[str, FileFacts]:
     (target / DIST_FOLDER).mkdir()
-    writer = DistWriter(target / DIST_FOLDER, num_files=options.workers, with_digests=options.digests)
+    writer = DistWriter(target / DIST_FOLDER, num_files=options.workers)
 
     def convert(entry: Entry) -> None:
         tensors = [folder.get(name) for name in entry.hf_names]
         for name, tensor in zip(entry.hf_names, tensors, strict=True):
-            certificate.add("hf", name, [tensor], with_digest=options.digests)
+            certificate.add("hf", name, [tensor])
         parts = entry.to_megatron_parts([t if cast is None else t.to(cast) for t in tensors])
-        certificate.add("megatron", entry.megatron_name, parts, with_digest=options.digests)
+        certificate.add("megatron", entry.megatron_name, parts)
         for piece in pieces(entry, parts):
             writer.put(piece)
         for name in entry.hf_names:
@@ -212,10 +211,10 @@ def _export(
     entry: Entry, weights: MegatronWeights, writer: HfFolderWriter, certificate: Certificate, options: Options
 ) -> None:
     blocks = weights.get_entry_blocks(entry)
-    certificate.add("megatron", entry.megatron_name, blocks, with_digest=options.digests)
+    certificate.add("megatron", entry.megatron_name, blocks)
     for name, rows in zip(entry.hf_names, entry.to_hf_blocks(blocks), strict=True):
         out = rows if options.dtype is None else [block.to(DTYPES[options.dtype]) for block in rows]
-        certificate.add("hf", name, out, with_digest=options.digests)
+        certificate.add("hf", name, out)
         writer.put(name, *out)
     weights.release_entry(entry)
 

@@ -64,11 +64,11 @@ def compare(
 
     def check(entry: Entry) -> None:
         full = weights.get_entry(entry)
-        certificate.add("megatron", entry.megatron_name, [full], with_digest=True)
+        certificate.add("megatron", entry.megatron_name, [full])
         _check_padding(entry, full)
         for name, back in zip(entry.hf_names, entry.to_hf(full), strict=True):
             original = folder.get(name)
-            certificate.add("hf", name, [original], with_digest=True)
+            certificate.add("hf", name, [original])
             if original.dtype != back.dtype:
                 casts.add(f"{original.dtype} against {back.dtype}".replace("torch.", ""))
             if not _same(original, back):

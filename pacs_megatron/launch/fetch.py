@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,17 +20,15 @@ from pacs_megatron.models.hub import HUB_FILES, snapshot
 from pacs_megatron.plan.constants import GIB
 from pacs_megatron.plan.known_models import KNOWN_MODELS
 from pacs_megatron.preflight.check import existing_parent
-from pacs_megatron.runtime.shipped import shipped_folder
-from pacs_megatron.runtime.waiting import hub_wait, report_wait, run_program
+from pacs_megatron.runtime.waiting import hub_wait, report_wait
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
 
-LOCK = shipped_folder("requirements") / "base.lock"
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-def fetch(config_path: Path, overrides: Sequence[str], *, wheels: Path | None) -> Iterator[str]:
+def fetch(config_path: Path, overrides: Sequence[str]) -> Iterator[str]:
     """Download everything; yields one line per item.
 
     Raises ConfigError for a failed download and DataError for an unreadable data set.
@@ -42,8 +39,6 @@ def fetch(config_path: Path, overrides: Sequence[str], *, wheels: Path | None) -
     yield _fetch_model(config.model.path)
     for dataset in (config.data.train, *config.evaluation.benchmarks):
         yield _fetch_data(dataset)
-    if wheels is not None:
-        yield fetch_wheels(wheels)
 
 
 # --------------------------------------------------------------------------------------------------------------- model
@@ -142,25 +137,3 @@ def _fetch_data(dataset: DatasetOptions) -> str:
             f"data {dataset.path}: the download was interrupted ({type(error).__name__}: {reason}); run it again"
         ) from None
     return f"data {dataset.path} ({dataset.split}): {count} rows"
-
-
-# -------------------------------------------------------------------------------------------------------------- wheels
-def fetch_wheels(target: Path, lock: Path = LOCK) -> str:
-    """Download all wheels of the lock for this interpreter and platform, except those already in `target`."""
-    if not lock.is_file():
-        raise DataError(f"{lock} is missing; run `fetch --wheels` from a checkout")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--only-binary=:all:"]
-    command += ["--dest", str(target), "--find-links", str(target), "-r", str(lock)]
-    done = run_program(command)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        reason = " ".join(lines[-1].split())[:300] if lines else f"pip exited with code {done.returncode}"
-        raise ConfigError(
-            f"fetch --wheels {target}: {reason}; check the package index (pip config list) and the free space"
-        )
-    files = sorted(target.glob("*.whl"))
-    size = sum(file.stat().st_size for file in files)
-    return (
-        f"{len(files)} wheels in {target}, {size / GIB:.2f} GiB; to install without a network: "
-        f"make install PIP_ARGS='--no-index --find-links {target}'"
-    )

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Self
 
 import psutil  # type: ignore[import-untyped]
 
@@ -132,7 +133,7 @@ def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path, *,
     return code if 0 < code < 256 else 128 + abs(code)
 
 
-class _Forwarding(AbstractContextManager["_Forwarding"]):
+class _Forwarding:
     """Forwards signals of this process to the ranks, with more force each time."""
 
     def __init__(self) -> None:
@@ -141,14 +142,12 @@ class _Forwarding(AbstractContextManager["_Forwarding"]):
         self._ranks: list[psutil.Process] = []
         self._old_handlers: dict[int, object] = {}
 
-    def __enter__(self) -> _Forwarding:
+    def __enter__(self) -> Self:
         for number in _FORWARDED:
             self._old_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pacs_megatron.errors import DataError, NonFiniteError
+from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.files import complete_lines, json_line, naming, parse_lines, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def _extreme_of(name: str) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------------------- file
-class MetricsWriter:
+class MetricsWriter(Closing):
     """Appends rows to `<run_dir>/metrics.jsonl` and flushes each row to disk.
 
     On resume, call `truncate_after` first. Raises DataError if the file is malformed.
@@ -141,12 +142,6 @@ class MetricsWriter:
     def close(self) -> None:
         with naming(self.path):  # it writes what a failed write has left
             self._file.close()
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def clean_row(row: Mapping[str, Any]) -> Row:

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from pacs_megatron.observability.logs import PROGRESS_LOGGER, is_terminal
 from pacs_megatron.observability.metrics import MetricValue
+from pacs_megatron.runtime.closing import Closing
 
 logger = logging.getLogger(PROGRESS_LOGGER)
 
@@ -26,7 +27,7 @@ _LINE = "{desc} {n_fmt}/{total_fmt}, {rate_fmt}, {remaining} left{postfix}"
 _BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {rate_fmt}, {remaining} left{postfix}"
 
 
-class Progress:
+class Progress(Closing):
     """Shows the progress of a run, its last results, its speed and the time left.
 
     On a terminal it draws one bar and updates it at every call. Elsewhere it logs a line at the first and the last
@@ -96,12 +97,6 @@ class Progress:
         """Leave the bar's last state on the terminal."""
         self.phase("")
         self._bar.close()
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     @property
     def _elapsed_s(self) -> float:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from pacs_megatron.config.schema import LoggingOptions, WandbOptions
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.observability.metrics import MetricValue
+from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.files import naming, write_atomically
 from pacs_megatron.runtime.run_folder import TENSORBOARD_FOLDER
 
@@ -110,7 +111,7 @@ def _run_id(run_dir: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-class MetricSinks:
+class MetricSinks(Closing):
     """All configured sinks as one."""
 
     def __init__(self, sinks: Sequence[MetricSink]) -> None:
@@ -123,12 +124,6 @@ class MetricSinks:
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
-
-    def __enter__(self) -> "MetricSinks":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def open_sinks(

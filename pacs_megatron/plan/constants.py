@@ -90,29 +90,4 @@ FP8_ACTIVATION_FRAC = Constant(
 EXPERT_IMBALANCE = Constant(1.3, 1.05, 2.0, "assumed: tokens of the fullest expert-parallel rank over the mean")
 FREE_DISK_FACTOR = Constant(1.2, 1.2, 1.2, "assumed: free space to keep, as a factor on the size of the files")
 
-MEASURABLE = (
-    CUDA_CONTEXT_BYTES,
-    NCCL_BYTES_PER_GROUP,
-    FRAGMENTATION,
-    TRAIN_MFU,
-    FORWARD_MFU,
-    FP8_SPEEDUP,
-    TP_LOSS,
-    CP_LOSS,
-    DECODE_BANDWIDTH_FRAC,
-    DECODE_MFU,
-    DECODE_OVERHEAD_S,
-    SGLANG_MEMORY_FRAC,
-    SGLANG_OVERHEAD_BYTES,
-    SGLANG_RELEASED_BYTES,
-    MEAN_RESPONSE_FRAC,
-    MEAN_PROMPT_FRAC,
-    NETWORK_GB_S,
-    HOST_GB_S,
-    SYNC_FRAC,
-    DISK_GB_S,
-    FP8_WEIGHT_COPIES_BYTES,
-    FP8_ACTIVATION_FRAC,
-    EXPERT_IMBALANCE,
-    FREE_DISK_FACTOR,
-)
+MEASURABLE = tuple(value for value in vars().values() if isinstance(value, Constant))

@@ -22,7 +22,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
@@ -31,6 +30,7 @@ from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards.registry import AnyReward
 from pacs_megatron.rewards.worker import encode_job
+from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.waiting import report_wait
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class _Job(NamedTuple):
     response: str
 
 
-class RewardPool:
+class RewardPool(Closing):
     """`options.workers` processes that judge submitted responses. A context manager; it must be closed."""
 
     def __init__(self, options: AnyReward) -> None:
@@ -139,14 +139,6 @@ class RewardPool:
         self._end(RewardError("reward pool: it is closed"))
         for thread in self._threads:
             thread.join()
-
-    def __enter__(self) -> "RewardPool":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _end(self, error: Exception) -> None:
         with self._lock:

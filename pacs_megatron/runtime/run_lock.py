@@ -5,8 +5,6 @@ covers these: it names the writer, and its heartbeat shows that the writer is al
 as filelock have either the one or the other.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging
@@ -18,9 +16,9 @@ import time
 import uuid
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
 
 from pacs_megatron.errors import ConfigError, DataError, ExitCode
+from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.files import naming
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.processes import process_facts
@@ -62,7 +60,7 @@ class Lease:
         return f"`{self.command}` (pid {self.pid} on {self.host}, since {self.since})"
 
 
-class RunLock:
+class RunLock(Closing):
     """Holds the lock of `run_dir` from construction until `close`; creates the folder.
 
     Raises FolderInUseError when another process holds it. The lock of a dead process is taken over, with a log line.
@@ -128,14 +126,6 @@ class RunLock:
         self._thread.join()
         os.ftruncate(self._file, 0)
         os.close(self._file)
-
-    def __enter__(self) -> RunLock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def lock_owner(run_dir: Path) -> Lease | None:

@@ -183,10 +183,6 @@ class SglangApi:
             return False
         return True
 
-    def server_info(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Arguments and state. The scheduler has to respond, so this detects a stuck one."""
-        return self.query("/server_info", dict, timeout_s=timeout_s)
-
     def placement(self, timeout_s: float | None = None) -> tuple[int, str]:
         """(tensor-parallel size, device); the scheduler has to respond."""
         return self.query("/server_info", lambda info: (int(info["tp_size"]), str(info["device"])), timeout_s=timeout_s)

@@ -11,8 +11,8 @@ from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.models import load_spec
 from pacs_megatron.runtime.environment import visible_gpus
 from pacs_megatron.sglang.api import SglangApi, check_url
-from pacs_megatron.sglang.client import ClientLimits, SglangEngine
-from pacs_megatron.sglang.fleet import FleetLimits, Server
+from pacs_megatron.sglang.client import SglangEngine
+from pacs_megatron.sglang.fleet import Server
 from pacs_megatron.sglang.server import ManagedServer, ServerSpec, reap
 
 FP8_BLOCKWISE_ARGS = (
@@ -164,7 +164,7 @@ def open_engine(options: SglangRollout, model: ModelOptions, folder: Path) -> Sg
         owned = start_servers(specs, options.servers.start_timeout_s)
         servers = [Server(own.api, own, trainer_rank=_feeder(options, i, own)) for i, own in enumerate(owned)]
     try:
-        return _engine(options, servers, vocab_size)
+        return SglangEngine(servers, options, vocab_size=vocab_size)
     except BaseException:
         for server in servers:
             if server.own is not None:
@@ -180,29 +180,6 @@ def _feeder(options: SglangRollout, index: int, own: ManagedServer | None = None
     if options.sync.transport == "disk" or own is None:
         return 0
     return trainer_rank_of(own.spec.visible_devices, visible_gpus(os.environ))
-
-
-def _engine(options: SglangRollout, servers: list[Server], vocab_size: int) -> SglangEngine:
-    own_options = options.servers
-    return SglangEngine(
-        servers,
-        FleetLimits(
-            max_in_flight=options.max_in_flight,
-            probe_interval_s=options.probe_interval_s,
-            probe_timeout_s=options.probe_timeout_s,
-            dead_after_s=options.dead_after_s,
-            max_failures=options.max_failures,
-            max_restarts=0 if own_options is None else own_options.max_restarts,
-            start_timeout_s=0.0 if own_options is None else own_options.start_timeout_s,
-        ),
-        ClientLimits(
-            request_timeout_s=options.request_timeout_s,
-            retries=options.retries,
-            all_down_after_s=options.all_down_after_s,
-            decode_workers=options.decode_workers,
-        ),
-        vocab_size=vocab_size,
-    )
 
 
 def _command(python: tuple[str, ...]) -> tuple[str, ...]:

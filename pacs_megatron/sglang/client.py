@@ -9,8 +9,6 @@ Each request is one job with one result. A retry starts only after the previous 
 closed. The first valid response ends the job, so no sample is counted twice.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging
@@ -29,11 +27,13 @@ import aiohttp
 import numpy as np
 import orjson
 
+from pacs_megatron.config.rollout_options import SglangRollout
 from pacs_megatron.contracts.samples import Sample, SampleRequest, Span, Stop
 from pacs_megatron.errors import RolloutError
+from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.sglang.api import WeightVersion, excerpt, hint
 from pacs_megatron.sglang.decode import BadResponseError, Response, decode, init_worker
-from pacs_megatron.sglang.fleet import Fleet, FleetLimits, Health, Server, ServerStatus
+from pacs_megatron.sglang.fleet import Fleet, Health, Server, ServerStatus
 from pacs_megatron.sglang.request import allow_connections, check_request, request_body
 
 logger = logging.getLogger(__name__)
@@ -62,16 +62,6 @@ class _ServerFaultError(RolloutError):
     """A failed attempt that may succeed on another server, or later on the same one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientLimits:
-    """The schema's options of the same names."""
-
-    request_timeout_s: float
-    retries: int
-    all_down_after_s: float
-    decode_workers: int
-
-
 class _Stream:
     """The receiving end of one `stream` call."""
 
@@ -85,7 +75,6 @@ class _Stream:
 class _Job:
     request: SampleRequest
     stream: _Stream
-    body: bytes = b""
     tries: int = 0
     """failed attempts that count towards `retries`"""
     sent: int = 0
@@ -99,13 +88,11 @@ class _Job:
     """weight version at dispatch: no token may come from an older one"""
 
 
-class SglangEngine:
+class SglangEngine(Closing):
     """A `RolloutEngine` over a fleet of servers. `close` ends its thread, worker processes and managed servers."""
 
-    def __init__(
-        self, servers: Sequence[Server], fleet_limits: FleetLimits, limits: ClientLimits, *, vocab_size: int
-    ) -> None:
-        self._limits = limits
+    def __init__(self, servers: Sequence[Server], options: SglangRollout, *, vocab_size: int) -> None:
+        self._options = options
         self._vocab_size = vocab_size
         self._pending: deque[_Job] = deque()
         self._jobs: dict[str, _Job] = {}
@@ -116,7 +103,7 @@ class SglangEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-client", daemon=True)
         self._thread.start()
-        self._run(self._open(servers, fleet_limits))
+        self._run(self._open(servers, options))
 
     # ----------------------------------------------------------------------------------------- called by other threads
     def stream(self, requests: Sequence[SampleRequest], *, urgent: bool = False) -> Generator[Sample, None, None]:
@@ -177,12 +164,6 @@ class SglangEngine:
         self._thread.join()
         self._loop.close()
 
-    def __enter__(self) -> SglangEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` on the loop and returns its result. Raises RolloutError if the loop has ended."""
         if not self._thread.is_alive():
@@ -210,9 +191,9 @@ class SglangEngine:
     async def _call(self, function: Callable[[], Any]) -> Any:
         return function()
 
-    async def _open(self, servers: Sequence[Server], limits: FleetLimits) -> None:
+    async def _open(self, servers: Sequence[Server], options: SglangRollout) -> None:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        allow_connections(limits.max_in_flight * len(servers))
+        allow_connections(options.max_in_flight * len(servers))
         self._http = aiohttp.ClientSession(
             connector=connector,
             trust_env=False,
@@ -222,13 +203,13 @@ class SglangEngine:
             skip_auto_headers=("Accept-Encoding",),
         )
         self._pool = self._new_pool()
-        self._fleet = Fleet(servers, limits, self._query_version, self._dispatch, self._on_lost)
+        self._fleet = Fleet(servers, options, self._query_version, self._dispatch, self._on_lost)
         self._fleet.start()
         self._monitor_task = asyncio.create_task(self._monitor())
 
     def _new_pool(self) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(self._limits.decode_workers, mp_context=context, initializer=init_worker)
+        return ProcessPoolExecutor(self._options.decode_workers, mp_context=context, initializer=init_worker)
 
     async def _shut(self) -> None:
         self._monitor_task.cancel()
@@ -251,7 +232,7 @@ class SglangEngine:
             if self._fleet.broken is not None:
                 self._fail_all(self._fleet.broken)
             down_s = self._fleet.down_s()
-            if self._jobs and down_s > self._limits.all_down_after_s:
+            if self._jobs and down_s > self._options.all_down_after_s:
                 self._fail_all(
                     RolloutError(f"no rollout server was usable for {down_s:.0f} s: {self._fleet.why_down()}")
                 )
@@ -327,7 +308,7 @@ class SglangEngine:
         if job.epoch == self._fleet.epoch:
             job.tries += 1
             job.avoid |= {server.url}
-        if isinstance(failure, RequestRefusedError) or job.tries > self._limits.retries:
+        if isinstance(failure, RequestRefusedError) or job.tries > self._options.retries:
             # The first error is often the cause of the later ones.
             reasons = "; ".join(job.errors if len(job.errors) <= 3 else [job.errors[0], *job.errors[-2:]])
             self._fail_stream(
@@ -339,7 +320,7 @@ class SglangEngine:
 
     async def _generate(self, job: _Job, server: Server, rid: str) -> Sample:
         limit = RESPONSE_BYTES + TOKEN_BYTES * job.request.params.max_tokens
-        timeout_s = self._limits.request_timeout_s
+        timeout_s = self._options.request_timeout_s
         try:
             status, data = await self._exchange(server, "/generate", timeout_s, request_body(job.request, rid), limit)
         except TimeoutError as error:

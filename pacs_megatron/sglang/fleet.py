@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pacs_megatron.config.rollout_options import SglangRollout
 from pacs_megatron.errors import PacsError, RolloutError
 from pacs_megatron.sglang.api import SglangApi, WeightVersion
 from pacs_megatron.sglang.server import ManagedServer
@@ -63,19 +64,6 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetLimits:
-    """The schema's options of the same names."""
-
-    max_in_flight: int
-    probe_interval_s: float
-    probe_timeout_s: float
-    dead_after_s: float
-    max_failures: int
-    max_restarts: int
-    start_timeout_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerStatus:
     """A snapshot for the driver, logs and metrics."""
 
@@ -100,13 +88,13 @@ class Fleet:
     def __init__(
         self,
         servers: Iterable[Server],
-        limits: FleetLimits,
+        options: SglangRollout,
         query_version: QueryVersion,
         on_change: Callable[[], None],
         on_lost: Callable[[Server], None],
     ) -> None:
         self.servers = tuple(servers)
-        self.limits = limits
+        self._options = options
         self.current: WeightVersion | None = None
         self.known: set[str] = set()
         """every `weight_version` that was current at some time"""
@@ -193,7 +181,7 @@ class Fleet:
             return None
         healthy = [s for s in self.servers if s.health is Health.HEALTHY]
         wanted = [s for s in healthy if s.url not in avoid] or healthy
-        usable = [s for s in wanted if s.in_flight < self.limits.max_in_flight]
+        usable = [s for s in wanted if s.in_flight < self._options.max_in_flight]
         if prefer is not None and prefer in usable:
             return prefer
         return min(usable, key=lambda s: s.in_flight, default=None)
@@ -211,7 +199,7 @@ class Fleet:
         if server.health is not Health.HEALTHY:
             return
         server.failures += 1
-        if server.failures >= self.limits.max_failures:
+        if server.failures >= self._options.max_failures:
             self._die(server, f"{server.failures} failures in a row, last: {reason}")
         else:
             self._set(server, Health.SUSPECT, reason)
@@ -240,7 +228,7 @@ class Fleet:
     def needs_weights(self) -> bool:
         """Whether only a new push makes a server usable: no server is HEALTHY or SUSPECT, and some are STALE, for
         example because they were restarted while the trainer waits for samples."""
-        if self.current is None or self._settling or self.down_s() < STALE_PROBES * self.limits.probe_interval_s:
+        if self.current is None or self._settling or self.down_s() < STALE_PROBES * self._options.probe_interval_s:
             return False
         states = {server.health for server in self.servers}
         return Health.STALE in states and states <= {Health.STALE, Health.DEAD}
@@ -249,7 +237,8 @@ class Fleet:
         if server.health is not Health.DEAD:
             return False
         # The owner of an external server may restart it: `all_down_after_s` bounds that wait.
-        return server.own is None or server.restarting or server.restarts < self.limits.max_restarts
+        managed = self._options.servers
+        return managed is None or server.restarting or server.restarts < managed.max_restarts
 
     def why_down(self) -> str:
         """One line with the state of every server and its reason."""
@@ -259,7 +248,7 @@ class Fleet:
     async def _watch(self, server: Server) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake[server].wait(), self.limits.probe_interval_s)
+                await asyncio.wait_for(self._wake[server].wait(), self._options.probe_interval_s)
             self._wake[server].clear()
             self._notice_exit(server)
             if server.health is Health.DEAD and server.own is not None:
@@ -276,7 +265,7 @@ class Fleet:
     async def _probe(self, server: Server) -> None:
         epoch = self.epoch
         try:
-            reported = await self._query_version(server, self.limits.probe_timeout_s)
+            reported = await self._query_version(server, self._options.probe_timeout_s)
         except RolloutError as error:
             self._probe_failed(server, str(error))
             return
@@ -297,7 +286,7 @@ class Fleet:
     async def _probe_dead(self, server: Server) -> None:
         """During an update, which leaves out DEAD servers: marks the server STALE if it responds again."""
         with contextlib.suppress(RolloutError):
-            await self._query_version(server, self.limits.probe_timeout_s)
+            await self._query_version(server, self._options.probe_timeout_s)
             server.failures = 0
             server.last_ok = time.monotonic()
             if self.current is None:  # otherwise the next probe also compares the version
@@ -307,7 +296,7 @@ class Fleet:
         silent_s = time.monotonic() - server.last_ok
         if server.health is Health.DEAD:
             return
-        if silent_s > self.limits.dead_after_s:
+        if silent_s > self._options.dead_after_s:
             self._die(server, f"no response for {silent_s:.0f} s: {reason}")
         else:
             self._set(server, Health.SUSPECT, reason)
@@ -318,18 +307,17 @@ class Fleet:
         self._wake[server].set()
 
     async def _restart(self, server: Server, own: ManagedServer) -> None:
-        if server.restarts >= self.limits.max_restarts:
+        options = self._options.servers
+        if options is None or server.restarts >= options.max_restarts:
             if own.exit_code() is None:
                 await asyncio.to_thread(own.stop)
             return
         server.restarts += 1
         server.restarting = True
-        logger.warning(
-            "restarting %s (%d of %d): %s", server.url, server.restarts, self.limits.max_restarts, server.reason
-        )
+        logger.warning("restarting %s (%d of %d): %s", server.url, server.restarts, options.max_restarts, server.reason)
         try:
             await asyncio.to_thread(own.start)
-            await asyncio.to_thread(own.wait_ready, self.limits.start_timeout_s)
+            await asyncio.to_thread(own.wait_ready, options.start_timeout_s)
         except PacsError as error:
             server.reason = str(error)
             return

@@ -119,7 +119,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """Ten times the layers, the same peak of anonymous memory, both ways, with little allowed in flight."""
     code = (
         "import sys\nfrom pacs_megatron.convert import pipeline\npipeline.IN_FLIGHT_BYTES = 4 << 20\n"
-        "from pacs_megatron.convert.commands import script\nsys.exit(script(sys.argv[1], sys.argv[2:]))"
+        "from pacs_megatron.cli import main\nsys.exit(main(['convert', *sys.argv[1:]]))"
     )
     peaks: dict[str, list[int]] = {"to-megatron": [], "to-hf": []}
     for num_layers in (3, 30):

@@ -138,6 +138,6 @@ def _check_running(pids: list[int], url: str) -> None:
     for key in (None, "another"):
         with pytest.raises(ServerRefusedError, match="HTTP 401"):
             SglangApi(url=url, api_key=key).call("/generate", {"input_ids": [1]})
-    assert SglangApi(url=url, api_key=KEY).server_info()["device"] == "cpu"
+    assert SglangApi(url=url, api_key=KEY).placement() == (1, "cpu")
     for pid in pids:
         assert KEY not in Path(f"/proc/{pid}/cmdline").read_bytes().decode()

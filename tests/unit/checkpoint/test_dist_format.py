@@ -31,7 +31,7 @@ STACK = torch.arange(3 * 4 * 2).reshape(3, 4, 2).to(torch.bfloat16)
 
 def write(folder: Path, *, num_files: int = 2) -> dict[str, FileFacts]:
     folder.mkdir()
-    writer = DistWriter(folder, num_files=num_files, with_digests=True)
+    writer = DistWriter(folder, num_files=num_files)
     for row, column in ((4, 3), (0, 0), (4, 0), (0, 3)):
         writer.put(
             Piece(key="matrix", shape=(8, 6), offset=(row, column), data=MATRIX[row : row + 4, column : column + 3])
@@ -81,7 +81,7 @@ def test_digests_are_those_of_the_files(tmp_path: Path) -> None:
 
 def test_incomplete_and_contradicting_pieces_are_refused(tmp_path: Path) -> None:
     (tmp_path / "dist").mkdir()
-    writer = DistWriter(tmp_path / "dist", num_files=1, with_digests=False)
+    writer = DistWriter(tmp_path / "dist", num_files=1)
     writer.put(Piece(key="m", shape=(8, 6), offset=(0, 0), data=MATRIX[:4]))
     with pytest.raises(CheckpointError, match="m: 24 of 48 values"):
         writer.finish()

@@ -116,7 +116,7 @@ def test_a_damaged_memo_index_takes_no_memory(tmp_path: Path) -> None:
 def dist_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "dist"
     folder.mkdir()
-    writer = DistWriter(folder, num_files=1, with_digests=False)
+    writer = DistWriter(folder, num_files=1)
     for key in ("model.a", "model.b"):
         writer.put(Piece(key=key, shape=(2, 3), offset=(0, 0), data=torch.ones(2, 3)))
     writer.finish()

@@ -22,8 +22,9 @@ from pacs_megatron.checkpoint import staging
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint, open_weights
+from pacs_megatron.cli import main
 from pacs_megatron.convert import convert as convert_module
-from pacs_megatron.convert.commands import parse_size, script
+from pacs_megatron.convert.commands import parse_size
 from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf, pieces
 from pacs_megatron.convert.pipeline import IN_FLIGHT_BYTES, Job, run_jobs
 from pacs_megatron.convert.verify import verify
@@ -260,7 +261,7 @@ def test_a_bad_source_is_one_line_a_code_and_no_output(
     damage, words = SOURCE_FAULTS[fault]
     damage(hf)
     (tmp_path / "work").mkdir()
-    code = script("to-megatron", ["--hf", str(hf), "--out", str(tmp_path / "work" / "ckpt")])
+    code = main(["convert", "to-megatron", "--hf", str(hf), "--out", str(tmp_path / "work" / "ckpt")])
     captured = capsys.readouterr()
     assert code == 1
     error_lines = [line for line in captured.err.splitlines() if "Error: " in line]
@@ -428,7 +429,8 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(
     slow = (
         "import os, sys, time\nfrom pacs_megatron.checkpoint import dist_writer\nhonest = dist_writer.DistWriter.put\n"
         "def put(self, piece):\n    honest(self, piece)\n    os.write(1, b'piece\\n')\n    time.sleep(0.3)\n"
-        "dist_writer.DistWriter.put = put\nfrom pacs_megatron.convert.commands import script\nsys.exit(script('to-megatron'))"
+        "dist_writer.DistWriter.put = put\nfrom pacs_megatron.cli import main\n"
+        "sys.exit(main(['convert', 'to-megatron', *sys.argv[1:]]))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", slow, "--hf", str(tiny_qwen3), "--out", str(out)],
@@ -438,7 +440,7 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(
     )
     assert process.stdout is not None and process.stdout.readline() == b"piece\n"
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     expected = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}
     assert process.returncode == expected[number], errors.decode()
     assert not out.exists()

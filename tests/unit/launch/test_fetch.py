@@ -8,14 +8,11 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from pacs_megatron.errors import ConfigError
-from pacs_megatron.launch.fetch import fetch_wheels
 from tests.support.fault_fs import FaultyDisk
 from tests.support.hub import LFS_SIZE, Hub, serve
 from tests.support.ranks import free_port
@@ -214,42 +211,3 @@ def test_a_cache_that_cannot_be_written_is_one_line(
     assert str(tmp_path / "hf") in errors[0] and "Traceback" not in out, out
     disk.fail(0)
     assert call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url, environ=disk.environ)[0] == 0
-
-
-# -------------------------------------------------------------------------------------------------------------- wheels
-def make_wheel(folder: Path, name: str) -> None:
-    """The smallest wheel that pip takes."""
-    folder.mkdir(exist_ok=True)
-    info = f"{name}-1.0.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
-
-
-def test_wheels_of_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    for name in ("one", "two"):
-        make_wheel(tmp_path / "index", name)
-    lock = tmp_path / "some.lock"
-    lock.write_text("one==1.0\n")
-    assert fetch_wheels(tmp_path / "wheels", lock).startswith("1 wheels in ")
-    (tmp_path / "index" / "one-1.0-py3-none-any.whl").unlink()  # what was fetched is not fetched again
-    lock.write_text("one==1.0\ntwo==1.0\n")
-    assert fetch_wheels(tmp_path / "wheels", lock).startswith("2 wheels in ")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "install", "--quiet", "--no-index"),
-            *("--find-links", str(tmp_path / "wheels"), "--target", str(tmp_path / "site"), "-r", str(lock)),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PIP_FIND_LINKS": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    lock.write_text("three==1.0\n")
-    with pytest.raises(ConfigError, match=r"No matching distribution found for three==1\.0"):
-        fetch_wheels(tmp_path / "wheels", lock)

@@ -15,13 +15,14 @@ import numpy as np
 import psutil
 import pytest
 
+from pacs_megatron.config.rollout_options import SglangRollout
 from pacs_megatron.contracts import Sample, SampleRequest, SamplingParams, Stop
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.sglang import client as sglang_client
 from pacs_megatron.sglang.api import SglangApi
-from pacs_megatron.sglang.client import ClientLimits, SglangEngine
+from pacs_megatron.sglang.client import SglangEngine
 from pacs_megatron.sglang.decode import BadResponseError, decode
-from pacs_megatron.sglang.fleet import FleetLimits, Health, Server
+from pacs_megatron.sglang.fleet import Health, Server
 from tests.support.fake_sglang import FakeSglang, Fault
 
 VERSION = "1:aa"
@@ -42,24 +43,25 @@ def requests(num: int, *, group: int = 4, tokens: int = 8, prompt: int = 3, tag:
     ]
 
 
+OPTIONS: dict[str, Any] = {
+    "max_in_flight": 64,
+    "probe_interval_s": 0.05,
+    "probe_timeout_s": 60.0,  # of a server that hangs; tests of one set less
+    "dead_after_s": 1.5,
+    "max_failures": 3,
+    "request_timeout_s": 600.0,
+    "retries": 3,
+    "all_down_after_s": 600.0,
+    "decode_workers": 1,
+}
+
+
 @contextmanager
 def engine(servers: Sequence[FakeSglang], **changes: Any) -> Iterator[SglangEngine]:
     """All servers have the current weights by default."""
-    fleet = {
-        "max_in_flight": 64,
-        "probe_interval_s": 0.05,
-        "probe_timeout_s": 60.0,  # of a server that hangs; tests of one set less
-        "dead_after_s": 1.5,
-        "max_failures": 3,
-        "max_restarts": 0,
-        "start_timeout_s": 0.0,
-    }
-    client = {"request_timeout_s": 600.0, "retries": 3, "all_down_after_s": 600.0, "decode_workers": 1}
-    fleet |= {k: v for k, v in changes.items() if k in fleet}
-    client |= {k: v for k, v in changes.items() if k in client}
+    options = OPTIONS | changes
     members = [Server(SglangApi(url=s.url, api_key=s.api_key)) for s in servers]
-    limits = FleetLimits(**fleet), ClientLimits(**client)  # type: ignore[arg-type]
-    with SglangEngine(members, *limits, vocab_size=VOCAB) as made:
+    with SglangEngine(members, SglangRollout.model_construct(**options), vocab_size=VOCAB) as made:
         made.set_current(1, "aa")
         yield made
 
@@ -430,17 +432,8 @@ def test_the_key_is_sent(fakes: Callable[..., list[FakeSglang]]) -> None:
         check_all_there(list(client.stream(asked)), asked)
     server.api_key = "another"
     wrong = Server(SglangApi(url=server.url, api_key="sesame"))
-    limits = FleetLimits(
-        max_in_flight=1,
-        probe_interval_s=0.05,
-        probe_timeout_s=60,
-        dead_after_s=1,
-        max_failures=1,
-        max_restarts=0,
-        start_timeout_s=0,
-    )
-    quick = ClientLimits(request_timeout_s=5, retries=0, all_down_after_s=0.5, decode_workers=1)
-    with SglangEngine([wrong], limits, quick, vocab_size=VOCAB) as client:
+    options = SglangRollout.model_construct(**OPTIONS | {"max_failures": 1, "retries": 0, "all_down_after_s": 0.5})
+    with SglangEngine([wrong], options, vocab_size=VOCAB) as client:
         client.set_current(1, "aa")
         with pytest.raises(RolloutError, match="HTTP 401"):
             list(client.stream(requests(1)))

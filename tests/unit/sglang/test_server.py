@@ -21,8 +21,8 @@ from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.sglang import build as sglang
 from pacs_megatron.sglang import guard as sglang_guard
 from pacs_megatron.sglang import server as sglang_server
-from pacs_megatron.sglang.client import ClientLimits, SglangEngine
-from pacs_megatron.sglang.fleet import FleetLimits, Health, Server
+from pacs_megatron.sglang.client import SglangEngine
+from pacs_megatron.sglang.fleet import Health, Server
 from pacs_megatron.sglang.server import ManagedServer, ServerSpec, reap
 
 PYTHON = (sys.executable, dummy.__file__)
@@ -133,17 +133,12 @@ def test_an_exit_is_noticed_when_an_update_begins_and_the_server_comes_back(tmp_
     own = ManagedServer(spec(tmp_path))
     own.start()
     own.wait_ready(TOOK_S)
-    limits = FleetLimits(
-        max_in_flight=1,
+    options = SglangRollout.model_construct(
         probe_interval_s=30.0,
-        probe_timeout_s=1.0,
-        dead_after_s=60.0,
-        max_failures=1,
-        max_restarts=1,
-        start_timeout_s=TOOK_S,
+        probe_timeout_s=60.0,
+        servers=SglangServers.model_construct(max_restarts=1, start_timeout_s=TOOK_S),
     )
-    client = ClientLimits(request_timeout_s=5.0, retries=0, all_down_after_s=60.0, decode_workers=1)
-    with SglangEngine([Server(own.api, own)], limits, client, vocab_size=8) as engine:
+    with SglangEngine([Server(own.api, own)], options, vocab_size=8) as engine:
         os.kill(json.loads(own.pid_file.read_text())["server"], signal.SIGKILL)
         assert until_exit(own) == 128 + signal.SIGKILL
         assert engine.status()[0].health is Health.STALE
