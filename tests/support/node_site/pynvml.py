@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from node_host import call, connect
+from node_link import call, connect
 
 
 def nvmlInit() -> None:  # noqa: N802  # NVML's names

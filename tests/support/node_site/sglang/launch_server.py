@@ -3,7 +3,7 @@
 import os
 import sys
 
-from node_host import call, connect
+from node_link import call, connect
 
 with connect() as link:
     server = {"args": sys.argv[1:], "visible": os.environ["CUDA_VISIBLE_DEVICES"], "pid": os.getpid()}

@@ -1,8 +1,5 @@
-"""A shipped configuration on the modelled node: eight real ranks over gloo, stand-in servers, real driver and guards.
-
-A tiny model of the same family replaces the file's model; bytes on the modelled GPUs are scaled by the ratio of both. The
-file's layout, transport, number of servers and their tensor-parallel size stay. Data, lengths and batch are small.
-"""
+"""Hosts of the modelled node (node_of_eight.py) for real runs: a process per host has the stand-in servers, and each rank
+reports its memory to it. Bytes on the modelled GPUs are those of a tiny model, scaled to the real one."""
 
 from __future__ import annotations
 
@@ -12,43 +9,27 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import yaml
 from safetensors.torch import load_file
 
-from pacs_megatron.config import load_config
 from pacs_megatron.models import load_spec, read_spec
 from pacs_megatron.plan.known_models import KNOWN_MODELS
 from pacs_megatron.plan.memory import num_parameters
 from pacs_megatron.sglang.weights.checksums import ModelDims
-from tests.support.node_of_eight import NUM_GPUS, GpuServer, Node, OutOfMemoryError, ipc_payload
-from tests.support.ranks import run_ranks
+from tests.support.node_of_eight import GpuServer, Node, OutOfMemoryError, ipc_payload
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import save_tokenizer
-from tests.support.tiny_run import REWARD
 
-RUNS = Path(__file__).parents[2] / "configs" / "runs"
 SITE = Path(__file__).with_name("node_site")
-GPU_BYTES = {"h100": 80 << 30, "h200": 141 << 30}
 WORKING_BYTES = 16 << 30
 """Activations, logits and the caching allocator of a training step, which `_empty_caches` returns."""
-NUM_PROMPTS, NUM_SAMPLES = 8, 4
 Fault = tuple[int, str]
 """(a server's first GPU, path): the server is killed at its next call of this path"""
-
-
-def shipped() -> list[str]:
-    """Names of the configurations for nodes of eight GPUs."""
-    return sorted(path.stem for path in RUNS.glob("*n8g*.yaml"))
 
 
 def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
@@ -162,7 +143,7 @@ class _HostProcess:
         while not server.ended:
             try:
                 if not link.recv(1):
-                    server.ended = "its process was killed"
+                    server.ended = server.ended or "its process was killed"
                     self._node.clear(server.owner)
                     server.close()
             except TimeoutError:
@@ -172,8 +153,9 @@ class _HostProcess:
 
     def _kill(self, server: GpuServer, fault: Fault, pid: int) -> None:
         self._faults.discard(fault)
+        server.ended = f"killed in {fault[1]}"  # before the kernel reports the end of the process
         os.kill(pid, signal.SIGKILL)
-        server._end_scheduler(f"killed in {fault[1]}")
+        server._end_scheduler(server.ended)
 
 
 def tiny_model(folder: Path, hub_id: str) -> tuple[Path, float]:
@@ -196,129 +178,7 @@ def tiny_model(folder: Path, hub_id: str) -> tuple[Path, float]:
     return folder, num_parameters(read_spec(real)) / num_parameters(load_spec(folder))
 
 
-@dataclass(slots=True)
-class NodeRun:
-    """A run of configuration `name`; `hosts` report what the servers saw."""
-
-    name: str
-    folder: Path
-    steps: int = 2
-    faults: frozenset[Fault] = frozenset()
-    more: tuple[str, ...] = ()
-    hosts: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def run_dir(self) -> Path:
-        return self.folder / "runs" / self.name
-
-    @property
-    def config_path(self) -> Path:
-        return RUNS / f"{self.name}.yaml"
-
-    @property
-    def num_servers(self) -> int:
-        servers = load_config(self.config_path).config.rollout.managed_servers
-        assert servers is not None
-        return servers.count
-
-    def exported(self) -> str:
-        return digest_of(load_file(self.run_dir / "hf" / "model.safetensors"))
-
-    def overrides(self, model: Path, python: list[str]) -> tuple[str, ...]:
-        folder = self.folder
-        rows = [{"problem": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(4) for b in range(4)]
-        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "reward.py").write_text(REWARD.format(delay_s=0))
-        columns = {"problem": "problem", "answer": "answer"}
-        data = {"path": str(folder / "train.jsonl"), "name": "sums", "columns": columns}
-        values: dict[str, Any] = {
-            "run.dir": str(folder / "runs"),
-            "run.steps": self.steps,
-            "model.path": str(model),
-            "resources.nodes": 1,  # data-parallel replicas on one node of eight
-            "batch.prompts_per_step": NUM_PROMPTS,
-            "batch.samples_per_prompt": NUM_SAMPLES,
-            "batch.tokens_per_microbatch": 256,
-            "data.max_prompt_tokens": 128,
-            "data.train": {**data, "preset": None},
-            "evaluation.benchmarks": [{**data, "limit": 2}],
-            "evaluation.samples_per_prompt": 4,
-            "evaluation.k": [1, 4],
-            "evaluation.sampling.max_response_tokens": 16,
-            "reward": {"name": "custom", "function": f"{folder}/reward.py:reward", "workers": 2},
-            "rollout.sampling.max_response_tokens": 24,
-            "rollout.servers.python": python,
-            "rollout.sync.bucket_mib": 1,
-            "rollout.probe_interval_s": 0.3,
-            "optimizer.lr": 1e-3,
-            "checkpoint.every": 1,
-            "mismatch.max_abs_mean": None,  # the stand-in servers' log-probs are invented
-            "mismatch.max_kl": None,
-            "logging.tensorboard": False,
-        }
-        if self.name.endswith("-fp8"):
-            values["precision.fp8"] = None  # no FP8 without CUDA: tests/te emulates it
-        return (*(f"{key}={_flow(value)}" for key, value in values.items()), *self.more)
-
-    def run(self) -> None:
-        """Raises RankError when a rank fails."""
-        config = load_config(self.config_path).config
-        assert config.resources.gpu is not None
-        model, scale = tiny_model(self.folder / "model", config.model.path)
-        sockets = [self.folder / f"host{i}" for i in range(1 + config.resources.rollout_nodes)]
-        gpu_bytes = GPU_BYTES[config.resources.gpu]
-        hosts = [Host(path, gpu_bytes, scale, self.faults) for path in sockets]
-        environment = ["env", "-u", "PYTHONSAFEPATH", f"PYTHONPATH={SITE}"]
-        serving: list[subprocess.Popen[bytes]] = []
-        try:
-            trainer, *rollout_hosts = hosts
-            python = [*environment, f"PACS_TEST_NODE={trainer.path}", sys.executable]
-            overrides = self.overrides(model, python)
-            if rollout_hosts:
-                serving = [self._serve(number, host, model) for number, host in enumerate(rollout_hosts)]
-                urls = self._urls(len(rollout_hosts), serving)
-                overrides += ("rollout.servers=null", f"rollout.urls=[{','.join(urls)}]")
-            on_gpus = config.rollout.on_trainer_gpus
-            codes = run_ranks(
-                lambda rank, _world: _rank(rank, self.config_path, overrides, trainer if on_gpus else None, scale),
-                NUM_GPUS,
-                init_process_group=False,
-            )
-            assert codes == [0] * NUM_GPUS
-        finally:
-            for process in serving:
-                process.send_signal(signal.SIGINT)
-                process.wait(60)
-            self.hosts = [host.call(op="report") for host in hosts]
-            for host in hosts:
-                host.close()
-
-    def _serve(self, number: int, host: Host, model: Path) -> subprocess.Popen[bytes]:
-        """The command of slurm/train.sbatch for one rollout node."""
-        python = ["env", "-u", "PYTHONSAFEPATH", f"PYTHONPATH={SITE}", f"PACS_TEST_NODE={host.path}", sys.executable]
-        command = [sys.executable, "-m", "pacs_megatron.launch.serve", str(self.folder / "servers")]
-        with (self.folder / f"serve{number}.log").open("wb") as log:
-            return subprocess.Popen(
-                [*command, str(self.config_path), *self.overrides(model, python)],
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, "SLURMD_NODENAME": f"rollout{number}", "PACS_NODE_ADDR": f"127.0.0.{number + 2}"},
-            )
-
-    def _urls(self, num_hosts: int, serving: list[subprocess.Popen[bytes]]) -> list[str]:
-        while len(files := sorted((self.folder / "servers").glob("*.urls"))) < num_hosts:
-            logs = [path.read_text() for path in sorted(self.folder.glob("serve*.log"))]
-            assert all(process.poll() is None for process in serving), logs
-            time.sleep(0.1)
-        return [url for file in files for url in file.read_text().split()]
-
-
-def _flow(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix("\n...").strip()
-
-
-def _rank(rank: int, config_path: Path, overrides: tuple[str, ...], host: Host | None, scale: float) -> int:
+def run_on_gpu(rank: int, config_path: Path, overrides: tuple[str, ...], host: Host | None, scale: float) -> int:
     """One rank of the run. With `host`, its handles and its memory are those of GPU `rank` there."""
     from pacs_megatron.sglang.weights import transports
     from pacs_megatron.training import context as context_module
