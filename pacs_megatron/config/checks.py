@@ -77,8 +77,7 @@ def _run(config: RunConfig) -> Iterator[str]:
 
 
 def _offload(config: RunConfig) -> Iterator[str]:
-    servers = config.rollout.managed_servers
-    is_on_one_node = servers is not None and servers.colocated and config.resources.nodes == 1
+    is_on_one_node = config.rollout.starts_servers_on_trainer_gpus and config.resources.nodes == 1
     if config.policy.offload != "none" and not is_on_one_node:
         yield (
             f"policy.offload={config.policy.offload} frees the trainer's GPUs for servers that the run starts on them after "

@@ -47,6 +47,11 @@ class RolloutEngineOptions(Options):
         return None
 
     @property
+    def starts_servers_on_trainer_gpus(self) -> bool:
+        """Whether the driver starts servers that share the trainer's GPUs."""
+        return self.managed_servers is not None and self.managed_servers.colocated
+
+    @property
     def on_trainer_gpus(self) -> bool:
         """Whether servers release their GPU memory during the training step."""
         return False
@@ -258,7 +263,7 @@ class SglangRollout(RolloutEngineOptions):
 
     @property
     def on_trainer_gpus(self) -> bool:
-        return self.shares_gpus or (self.servers is not None and self.servers.colocated)
+        return self.shares_gpus or self.starts_servers_on_trainer_gpus
 
     @property
     def steps_ahead(self) -> int:

@@ -81,15 +81,16 @@ class Driver:
                 max_failure_frac=config.reward.max_failure_frac,
             )
         if config.rollout.sglang is not None:
-            if config.policy.offload != "none":
-                self._await_offload()
+            if config.rollout.starts_servers_on_trainer_gpus:
+                self._await_trainer()
             model = config.model.model_copy(update={"path": str(model_dir)})
             self._engine = open_engine(config.rollout.sglang, model, run_dir / "servers")
         self._results = StepResults(config, run_dir, self._data, self._judge, self._decode)
         self._buffer = RolloutBuffer(self._judge, self._engine, self._data.take, self._wake, self._results.admits)
 
-    def _await_offload(self) -> None:
-        """Returns when the ranks have built the model and off-loaded it: the servers' memory is free from then on."""
+    def _await_trainer(self) -> None:
+        """Returns when the ranks have built (and off-loaded) the model. A server that starts earlier measures memory that the
+        model takes before the server does."""
         if self._connection.receive()[0]["op"] != "start_servers":
             raise RolloutError("the trainer ended before the servers started")
 
@@ -105,18 +106,23 @@ class Driver:
             return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
     # ------------------------------------------------------------------------------------------------------- weights
-    def begin_update(self) -> Message:
-        """Pauses requests to the servers until `set_current`; returns the servers of the update, each with its trainer rank."""
+    def begin_update(self, *, is_release: bool) -> Message:
+        """Pauses requests to the servers until `set_current`; returns the servers of the update, each with its trainer rank.
+
+        `is_release`: they release their memory for the training step. A server that is restarting at that time would take
+        memory during the step: waits for it, and none is restarted before the next update.
+        """
         rollout = self._config.rollout.sglang
         assert self._engine is not None and rollout is not None
-        self._engine.begin_update()
+        self._engine.begin_update(is_release=is_release)
         deadline = time.monotonic() + rollout.all_down_after_s
         while True:
             status = self._engine.status()
             alive = [(server.url, server.trainer_rank) for server in status if server.health is not Health.DEAD]
-            if alive:
+            is_ready = not any(server.restarting for server in status) if is_release else bool(alive)
+            if is_ready:
                 return {"kind": "updating", "servers": alive}, {}
-            if time.monotonic() > deadline or not any(server.returning for server in status):
+            if not is_release and (time.monotonic() > deadline or not any(server.returning for server in status)):
                 raise RolloutError("no rollout server is alive: " + "; ".join(f"{s.url}: {s.reason}" for s in status))
             time.sleep(_RESTART_POLL_S)
 
@@ -251,7 +257,7 @@ class Driver:
             case "load_state":
                 self._send(number, lambda: self.load_state(request, arrays))
             case "begin_update":
-                self._send(number, self.begin_update)
+                self._send(number, lambda: self.begin_update(is_release=request["is_release"]))
             case "set_current":
                 self._send(number, lambda: self.set_current(request["version"], request["digest"], request["trained"]))
 

@@ -138,9 +138,9 @@ class SglangEngine(Closing):
         """Cancels these requests; samples already yielded stay. Ignores unknown ids."""
         self._run(self._cancel(tuple(ids)))
 
-    def begin_update(self) -> None:
-        """Call before new weights are pushed: no request is dispatched until `set_current`."""
-        self._run(self._call(lambda: self._fleet.begin_update()))
+    def begin_update(self, *, is_release: bool = False) -> None:
+        """Call before new weights are pushed, or memory is released: no request is dispatched until `set_current`."""
+        self._run(self._call(lambda: self._fleet.begin_update(is_release=is_release)))
 
     def set_current(self, version: int, digest: str) -> None:
         """Sets the weights that servers must report. Call after every push, also if it failed for some servers."""

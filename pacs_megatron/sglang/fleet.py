@@ -73,6 +73,7 @@ class ServerStatus:
     in_flight: int
     restarts: int
     trainer_rank: int
+    restarting: bool
     returning: bool
     """DEAD, but it is being restarted, will be restarted, or is external and may be restarted by its owner"""
 
@@ -104,7 +105,7 @@ class Fleet:
         """the error that ended a watch task, if any"""
         self._has_current = asyncio.Event()
         """set while there are current weights"""
-        self._settling = False
+        self._settling = self._holds_restarts = False
         self._query_version = query_version
         self._on_change = on_change
         self._on_lost = on_lost
@@ -131,8 +132,10 @@ class Fleet:
             self.broken = task.exception()
 
     # -------------------------------------------------------------------------------------------------------- weights
-    def begin_update(self) -> None:
-        """Stops the dispatch of requests until `set_current`."""
+    def begin_update(self, *, is_release: bool = False) -> None:
+        """Stops the dispatch of requests until `set_current`. With `is_release` no server is restarted until the next call:
+        the GPU memory of colocated servers belongs to the training step."""
+        self._holds_restarts = is_release
         self.epoch += 1
         if self.current is not None:
             self._unprobed_since = time.monotonic()
@@ -220,6 +223,7 @@ class Fleet:
                 in_flight=s.in_flight,
                 restarts=s.restarts,
                 trainer_rank=s.trainer_rank,
+                restarting=s.restarting,
                 returning=self._is_returning(s),
             )
             for s in self.servers
@@ -251,7 +255,7 @@ class Fleet:
                 await asyncio.wait_for(self._wake[server].wait(), self._options.probe_interval_s)
             self._wake[server].clear()
             self._notice_exit(server)
-            if server.health is Health.DEAD and server.own is not None:
+            if server.health is Health.DEAD and server.own is not None and not self._holds_restarts:
                 await self._restart(server, server.own)
             if self.current is not None:
                 await self._probe(server)

@@ -94,15 +94,14 @@ def build_on_all_ranks(
 
     def build_here() -> RunContext:
         run = build(config, run_dir, model_dir, RankSetup(rank=rank, channel=channel, driver=driver, stop=stop))
-        if config.policy.offload != "none":
-            run.policy.offload.to_host()
-            if rank.device.type == "cuda":
-                torch.cuda.empty_cache()
+        run.policy.offload.to_host()
+        if rank.device.type == "cuda":
+            torch.cuda.empty_cache()
         return run
 
     def await_driver() -> None:
         assert driver is not None
-        if config.policy.offload != "none":
+        if config.rollout.starts_servers_on_trainer_gpus:
             with suppress(RolloutError):  # it has ended; its error is the next message
                 driver.reply({"op": "start_servers"})
         driver.receive()  # "ready", or the driver's error

@@ -66,7 +66,7 @@ def release_memory(run: RunContext) -> None:
     if not run.config.rollout.on_trainer_gpus:
         return
     error = None
-    receivers = _targets(run)
+    receivers = _targets(run, is_release=True)
     for receiver in receivers:
         try:
             receiver.release_memory()
@@ -76,13 +76,13 @@ def release_memory(run: RunContext) -> None:
     run.policy.offload.to_device()
 
 
-def _targets(run: RunContext) -> list[ServerSync]:
+def _targets(run: RunContext, *, is_release: bool = False) -> list[ServerSync]:
     """The weight sync of this rank with its servers as targets; empty on ranks without servers. Collective.
 
     With `sync.transport: disk` rank 0 updates all servers, with `ipc` each rank those on its own GPU, with `broadcast` each
     rank of rank 0's host its share. The driver sends these servers no request until the update ends.
     """
-    header = run.channel.run_together(lambda: _begin_update(run), only=0)
+    header = run.channel.run_together(lambda: _begin_update(run, is_release), only=0)
     servers = run.channel.broadcast_json(header)
     mine = [url for url, trainer_rank in servers if trainer_rank == run.rank.rank]
     if not mine:
@@ -93,9 +93,9 @@ def _targets(run: RunContext) -> list[ServerSync]:
     return [run.server_sync]
 
 
-def _begin_update(run: RunContext) -> list[tuple[str, int]]:
+def _begin_update(run: RunContext, is_release: bool) -> list[tuple[str, int]]:
     assert run.driver is not None
-    header, _ = run.driver.call({"op": "begin_update"})
+    header, _ = run.driver.call({"op": "begin_update", "is_release": is_release})
     rollout = run.config.rollout.sglang
     servers = [(url, trainer_rank) for url, trainer_rank in header["servers"]]
     if rollout is None or rollout.sync.transport != "broadcast":

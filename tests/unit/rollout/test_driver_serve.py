@@ -77,7 +77,7 @@ class Trainer:
 
     def send_weights(self, trained: int) -> None:
         weights = WeightVersion(trained, f"weights{trained}")
-        self.send(op="begin_update")
+        self.send(op="begin_update", is_release=False)
         assert self.next()["kind"] == "updating"
         self._server.weight_version = str(weights)
         self.send(op="set_current", version=weights.version, digest=weights.digest, trained=trained)
