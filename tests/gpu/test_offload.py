@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import pytest
 import torch
-
 from pacs_megatron.config.objective_options import PacsOptions
+
 from pacs_megatron.contracts.digest import WeightDigest
 from pacs_megatron.objectives import build_objective
 from tests.support.policy_cases import make_policy, random_step, train
