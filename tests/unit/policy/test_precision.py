@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -155,3 +156,12 @@ def test_the_config_of_this_machine_is_valid(tiny_qwen3: Any) -> None:
     assert config.params_dtype is torch.bfloat16 and config.use_cpu_initialization
     assert config.calculate_per_token_loss, "pure sums"
     assert weight_table(spec).padded_vocab % 128 == 0
+
+
+def test_megatrons_output_layer_refuses_the_fused_gradient_without_apex() -> None:
+    """`build_chunks` sets this private flag. The flag goes when Megatron accepts Transformer Engine's kernel itself."""
+    from megatron.core.tensor_parallel import layers
+
+    source = inspect.getsource(layers.ColumnParallelLinear.__init__)
+    assert "gradient_accumulation_fusion and not _grad_accum_fusion_available" in source
+    assert hasattr(layers, "_grad_accum_fusion_available")
