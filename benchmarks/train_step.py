@@ -333,7 +333,8 @@ def run_worker(setups: list[Setup], out: Path) -> None:
 def run_case(setups: list[Setup], out: Path, log: Path) -> dict[str, dict[str, Any]]:
     """One child process, its output in the raw log: kind -> result."""
     first = setups[0]
-    result = out / f"{first.case}{'-cpu' if first.cpu else ''}.json"
+    # The reference is a run without one; in a dry run every case is on the CPU.
+    result = out / f"{first.case}{'' if first.reference else '-cpu'}.json"
     result.unlink(missing_ok=True)
     environment = dict(os.environ) | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if first.cpu:
@@ -458,7 +459,7 @@ def main() -> int:
     timed_setup, check = setups(options)
     print("measuring the CPU path in fp32 ...", flush=True)
     on_cpu = [replace(check, case="fp32", cpu=True)]
-    if options.dry_run_cpu:
+    if options.dry_run_cpu and not options.only_check:
         on_cpu.append(replace(timed_setup, case="fp32"))
     found = run_case(on_cpu, out, log)
     reference = found["check"]
