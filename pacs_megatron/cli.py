@@ -249,8 +249,10 @@ def _preflight(args: argparse.Namespace) -> int:
     from pacs_megatron.errors import ExitCode
     from pacs_megatron.preflight.ranks import run_everywhere
     from pacs_megatron.preflight.run import render
+    from pacs_megatron.runtime.waiting import report_wait
 
-    checks = run_everywhere(args.config, args.overrides, cluster=args.cluster, start_servers=not args.skip_servers)
+    with report_wait("for the checks, which are printed together"):
+        checks = run_everywhere(args.config, args.overrides, cluster=args.cluster, start_servers=not args.skip_servers)
     if checks:
         print(render(checks, as_json=args.json))
     return ExitCode.MISCONFIGURED if any(check.level == "fail" for check in checks) else ExitCode.OK

@@ -15,9 +15,10 @@ from pacs_megatron.certify.compare import Comparison
 from pacs_megatron.certify.shrink import Case
 from pacs_megatron.config import LoadedConfig
 from pacs_megatron.config.schema import RunConfig
-from pacs_megatron.errors import ConfigError
+from pacs_megatron.errors import ConfigError, DataError
 from pacs_megatron.observability.page import page, safe_text
 from pacs_megatron.runtime.files import write_atomically
+from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import run_folder
 
 FILE = "certificate.json"
@@ -136,9 +137,10 @@ def certificate_line(loaded: LoadedConfig) -> str | None:
         return None
     fix = f"run `pacs-megatron certify {loaded.path}` again, or remove {file.parent}"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_object(file)
         digest, result, created = (str(content[key]) for key in ("digest", "result", "created"))
-    except (OSError, ValueError, KeyError, TypeError):
+        versions = dict(content.get("versions", {}))
+    except (DataError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{file} is not a certificate; {fix}") from None
     if digest != digest_of(loaded.config):
         raise ConfigError(
@@ -147,7 +149,7 @@ def certificate_line(loaded: LoadedConfig) -> str | None:
         )
     if result != "green":
         raise ConfigError(f"{file} is {result}: {content.get('first_deviation')}; {fix}")
-    other = [name for name, found in _versions().items() if content.get("versions", {}).get(name) != found]
+    other = [name for name, found in _versions().items() if versions.get(name) != found]
     return f"certificate of {created} fits this configuration" + (
         f", but not the version of {', '.join(other)}" if other else ""
     )

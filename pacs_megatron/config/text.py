@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
+"""A repository of the Hugging Face hub: `name` or `owner/name`."""
 MAX_PATH_BYTES = 4095
 MAX_NAME_BYTES = 255
 MAX_RUN_NAME_BYTES = 200

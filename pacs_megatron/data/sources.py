@@ -5,7 +5,6 @@ column of mixed answers, and does not name the line of a malformed row.
 """
 
 import os
-import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from pacs_megatron.config.schema import DatasetOptions
+from pacs_megatron.config.text import HUB_ID
 from pacs_megatron.errors import ConfigError, DataError
 from pacs_megatron.runtime.json_reader import as_object, decode_json, parse_json, read_text, skip_space
 from pacs_megatron.runtime.waiting import hub_wait
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FORMATS = ".json (an array of objects), .jsonl (one object per line), .parquet, a folder or a hub id"
 _MAX_BYTES = 8 * 2**30
 """Of a local text file; it is read into memory whole."""
@@ -57,7 +56,7 @@ def find_source(options: DatasetOptions) -> Path | None:
     """The local file or folder of a data set; None for a hub id. Raises DataError for anything else."""
     path = _local_path(options.path)
     if path is None or not (path.suffix in _READERS or path.exists()):
-        if not _HUB_ID.fullmatch(options.path):
+        if not HUB_ID.fullmatch(options.path):
             raise DataError(f"{_shown(options.path)}: no such file or folder, and not a hub id; expected {_FORMATS}")
         return None
     if not path.exists():

@@ -1,15 +1,14 @@
 """Tokenizers of Hugging Face checkpoints, and the tokens that end a response."""
 
-import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from pacs_megatron.config.text import HUB_ID
 from pacs_megatron.errors import DataError
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.waiting import hub_wait
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _GENERATION_CONFIG = "generation_config.json"
 
 
@@ -21,7 +20,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     folder = Path(path).expanduser()
-    if not folder.is_dir() and (folder.exists() or not _HUB_ID.fullmatch(path)):
+    if not folder.is_dir() and (folder.exists() or not HUB_ID.fullmatch(path)):
         raise DataError(f"tokenizer {path}: no such folder, and not a hub id; correct model.path")
     is_local = folder.is_dir()
     try:

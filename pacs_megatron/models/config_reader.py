@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pacs_megatron.errors import ConversionError
+from pacs_megatron.runtime.json_reader import shown
 
 _DEFAULT_THETA = 10000.0
 """transformers' default of every supported family, for configs without the key"""
@@ -19,7 +20,6 @@ _RANGES = {
     "high_freq_factor": (2.0**-20, 2.0**20),
 }
 _DTYPES = ("float32", "bfloat16", "float16")
-_SHOWN_CHARS = 120
 
 MAX_SIZE = 2**31
 """Of a dimension; the product of two fits into 64 bits."""
@@ -61,7 +61,7 @@ class ConfigReader:
         if value is not None and value not in unless:
             allowed = " or ".join(repr(v) for v in unless)
             raise ConversionError(
-                f"config.json: {key}={_shown(value)} is not supported for {self.family} ({reason}); supported: {allowed}"
+                f"config.json: {key}={shown(value)} is not supported for {self.family} ({reason}); supported: {allowed}"
             )
 
     def refuse_sliding_window(self, window_in_use: bool) -> None:
@@ -84,7 +84,7 @@ class ConfigReader:
         found = (self.config.get(key) for key in ("rope_parameters", "rope_scaling"))
         parameters = next((value for value in found if value is not None), {})
         if not isinstance(parameters, Mapping):
-            raise ConversionError(f"config.json: rope parameters are {_shown(parameters)}, expected an object")
+            raise ConversionError(f"config.json: rope parameters are {shown(parameters)}, expected an object")
         theta = parameters.get("rope_theta", self.config.get("rope_theta"))
         theta = _DEFAULT_THETA if theta is None else _number("rope_theta", theta)
         kind = parameters.get("rope_type", parameters.get("type"))
@@ -92,7 +92,7 @@ class ConfigReader:
             return theta, None
         if not isinstance(kind, str) or kind not in _SCALINGS:
             raise ConversionError(
-                f"config.json: rope_type={_shown(kind)} is not supported; supported: default, {', '.join(_SCALINGS)}"
+                f"config.json: rope_type={shown(kind)} is not supported; supported: default, {', '.join(_SCALINGS)}"
             )
         missing = [key for key in _SCALINGS[kind] if key not in parameters]
         if missing:
@@ -110,7 +110,7 @@ class ConfigReader:
         name = str(value).removeprefix("torch.")
         if name not in _DTYPES:
             raise ConversionError(
-                f"config.json: dtype={_shown(value)} is not supported; supported: {', '.join(_DTYPES)}"
+                f"config.json: dtype={shown(value)} is not supported; supported: {', '.join(_DTYPES)}"
             )
         return name
 
@@ -122,7 +122,7 @@ class ConfigReader:
 
 def wrong_value(key: str, value: Any, expected: str) -> ConversionError:
     """The error of a key's value."""
-    return ConversionError(f"config.json: {key}={_shown(value)}, expected {expected}")
+    return ConversionError(f"config.json: {key}={shown(value)}, expected {expected}")
 
 
 def _integer(key: str, value: Any, limit: int) -> int:
@@ -136,8 +136,3 @@ def _number(key: str, value: Any) -> float:
     if type(value) not in (int, float) or not low <= value <= high:  # false for NaN
         raise wrong_value(key, value, f"a number from {low:g} to {high:g}")
     return float(value)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

@@ -3,18 +3,17 @@
 Every caller requests the same files: offline, the hub's client rejects a snapshot with fewer files than requested.
 """
 
-import re
 from pathlib import Path
 
+from pacs_megatron.config.text import HUB_ID
 from pacs_megatron.runtime.waiting import hub_wait
 
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def is_hub_id(name: str) -> bool:
     """Whether `name` has the form of a repository: `name` or `owner/name`."""
-    return _ID.fullmatch(name) is not None
+    return HUB_ID.fullmatch(name) is not None
 
 
 def snapshot(name: str, *, local_files_only: bool = False) -> Path:

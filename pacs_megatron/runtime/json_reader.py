@@ -59,7 +59,7 @@ def parse_json(
     rest = skip_space(text, end)
     if rest < len(text):
         place = _place(where, line, text, rest)
-        raise error(f"{place}: text after the JSON value ({_shown(text[rest:])}); remove it")
+        raise error(f"{place}: text after the JSON value ({shown(text[rest:])}); remove it")
     return value
 
 
@@ -105,7 +105,7 @@ def read_text(path: Path, *, error: type[PacsError] = DataError, max_bytes: int 
         content = path.read_bytes()
     except (OSError, ValueError) as found:  # ValueError: a NUL in the path
         reason = found.strerror if isinstance(found, OSError) and found.strerror else str(found)
-        raise error(f"{_shown(str(path), limit=300)}: cannot read the file: {reason}") from found
+        raise error(f"{shown(str(path), limit=300)}: cannot read the file: {reason}") from found
     return _decode(content, str(path), error)
 
 
@@ -132,13 +132,13 @@ def _number(text: str) -> float:
     _check_digits(text)
     value = float(text)
     if not math.isfinite(value):
-        raise _RefusedError(f"the number {_shown(text)} is too large for a 64-bit float")
+        raise _RefusedError(f"the number {shown(text)} is too large for a 64-bit float")
     return value
 
 
 def _check_digits(text: str) -> None:
     if len(text) > MAX_DIGITS:
-        raise _RefusedError(f"a number of {len(text)} characters ({_shown(text)}); at most {MAX_DIGITS} are read")
+        raise _RefusedError(f"a number of {len(text)} characters ({shown(text)}); at most {MAX_DIGITS} are read")
 
 
 def _constant(name: str) -> float:
@@ -150,7 +150,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise _RefusedError(f"the key {_shown(twice)} is repeated in one object; keep one of them")
+        raise _RefusedError(f"the key {shown(twice)} is repeated in one object; keep one of them")
     return found
 
 
@@ -183,13 +183,13 @@ def _check(value: Any, any_text: bool) -> None:
 
 def _check_text(text: str) -> None:
     if "\0" in text:
-        raise _RefusedError(f"the string {_shown(text)} contains a NUL character; remove it")
+        raise _RefusedError(f"the string {shown(text)} contains a NUL character; remove it")
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as found:
             raise _RefusedError(
-                f"the string {_shown(text)} contains a lone surrogate (character {found.start}); remove it"
+                f"the string {shown(text)} contains a lone surrogate (character {found.start}); remove it"
             ) from found
 
 
@@ -199,6 +199,7 @@ def _place(where: str, line: int | None, text: str, position: int) -> str:
     return f"{where}:{(line or 1) + text.count(chr(10), 0, position)}"
 
 
-def _shown(text: str, limit: int = _SHOWN_CHARS) -> str:
-    shown = ascii(text[: limit + 1])
-    return shown if len(text) <= limit else f"{shown[:limit]}...'"
+def shown(value: Any, limit: int = _SHOWN_CHARS) -> str:
+    """A value in a message: ASCII, on one line, cut after `limit` characters."""
+    text = ascii(value[: limit + 1] if isinstance(value, str) else value)
+    return text if len(text) <= limit + 2 else f"{text[:limit]}..."
