@@ -461,7 +461,8 @@ def rollout_memory(config: RunConfig, spec: ModelSpec, layout: Layout, gpu_bytes
     if servers.colocated:
         resident = max(_resident_bytes(config, state_items(config, spec, layout, s)) for s in range(layout.pp))
         what = {"none": "weights, gradients and optimizer", "optimizer": "weights", "all": "FP8 copies"}
-        items.append(Item(f"trainer's {what[config.policy.offload]}", resident, "exact"))
+        if resident:
+            items.append(Item(f"trainer's {what[config.policy.offload]}", resident, "exact"))
         items.extend(_process_items(layout))
     fraction = servers.mem_fraction
     source = "computed" if fraction is not None else constants.SGLANG_MEMORY_FRAC.source

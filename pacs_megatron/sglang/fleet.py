@@ -143,6 +143,8 @@ class Fleet:
         self._has_current.clear()
         for server in self.servers:
             self._notice_exit(server)
+            if server.health is Health.DEAD:
+                self._wake[server].set()  # its restart may have been held
             if server.health in (Health.HEALTHY, Health.STALE):
                 self._set(server, Health.STALE, "weight update in progress")
 

@@ -136,6 +136,7 @@ class NodeRun:
                 process.send_signal(signal.SIGINT)
                 process.wait(60)
             self.hosts = [host.call(op="report") for host in hosts]
+            (self.folder / "hosts.json").write_text(json.dumps(self.hosts))
             for host in hosts:
                 host.close()
 

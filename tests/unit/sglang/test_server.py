@@ -142,6 +142,10 @@ def test_an_exit_is_noticed_when_an_update_begins_and_the_server_comes_back(tmp_
         os.kill(json.loads(own.pid_file.read_text())["server"], signal.SIGKILL)
         assert until_exit(own) == 128 + signal.SIGKILL
         assert engine.status()[0].health is Health.STALE
+        engine.begin_update(is_release=True)  # the training step has its memory: no restart
+        time.sleep(1.0)
+        [status] = engine.status()
+        assert (status.health, status.restarts, status.restarting) == (Health.DEAD, 0, False)
         engine.begin_update()
         [status] = engine.status()
         assert status.health is Health.DEAD and status.returning
