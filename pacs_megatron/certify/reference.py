@@ -37,6 +37,8 @@ class Batch:
     frozen: Logps
     """log-probs of the frozen reference"""
     sampler: Logps
+    entropies: list[Tensor]
+    """of the whole distributions, float64 [response], with graph"""
     index: int
     """number of the update in its step, from 0"""
 
@@ -105,49 +107,113 @@ def _pacs_scores(r: Tensor, o: Mapping[str, Any]) -> Sequence[Tensor]:
     return list(centred / ((torch.tensor(o["score_std_floor"] or 0.0) if is_constant else r.std()) + 1e-6))
 
 
-def grpo(batch: Batch) -> tuple[Tensor, Metrics]:
-    """docs/objective.md, GRPO family."""
-    o, n = batch.options, len(batch.logps)
-    advantage = torch.zeros(n, dtype=torch.float64)
+def _kl(estimator: str, logp: Tensor, reference: Tensor) -> Tensor:
+    q = reference - logp
+    return {"k1": -q, "k2": 0.5 * q * q, "k3": torch.expm1(q) - q}[estimator]
+
+
+def _advantages(batch: Batch) -> Tensor:
+    """[n]"""
+    o, name = batch.options, batch.options["name"]
+    if name == "w_reinforce":
+        correct, wrong = {"both": (o["positive_weight"], -1.0), "positive": (1.0, 0.0), "negative": (0.0, -1.0)}[
+            o["classes"]
+        ]
+        return torch.where(batch.labels == 1, correct, wrong).double()
+    rewards = batch.rewards.clone()
+    if o.get("overlong_length") is not None:
+        excess = (batch.lens - o["overlong_length"] + o["overlong_buffer"]) / o["overlong_buffer"]
+        rewards = rewards - o["overlong_penalty"] * excess.clamp(0.0, 1.0)
+    if o["kl_in"] == "reward":
+        pairs = zip(batch.starts, batch.frozen, strict=True)
+        rewards = rewards - o["kl_coef"] * torch.stack([_kl(o["kl_estimator"], *pair).sum() for pair in pairs])
+    kind, advantage = o.get("advantage", name if name in ("dr_grpo", "rloo") else "grpo"), torch.zeros_like(rewards)
     for rows in batch.groups:
-        rewards = batch.rewards[rows]
-        if len(set(rewards.tolist())) > 1:  # else every advantage is 0
+        own = rewards[rows]
+        if len(set(own.tolist())) > 1:  # else every advantage is 0
             for row in rows:
-                others = (rewards.sum() - batch.rewards[row]) / (len(rows) - 1)
-                centre = others if o["advantage"] == "rloo" else rewards.mean()
-                scale = rewards.std() + o["advantage_eps"] if o["advantage"] == "grpo" else 1.0
-                advantage[row] = (batch.rewards[row] - centre) / scale
+                others = (own.sum() - rewards[row]) / (len(rows) - 1)
+                centre = others if kind == "rloo" else own.mean()
+                scale = own.std() + o.get("advantage_eps", 1e-6) if kind == "grpo" else 1.0
+                advantage[row] = (rewards[row] - centre) / scale
+    return advantage
+
+
+def policy_gradient(batch: Batch) -> tuple[Tensor, Metrics]:
+    """docs/objective.md, policy gradients."""
+    o, n, name = batch.options, len(batch.logps), batch.options["name"]
+    advantage = _advantages(batch)
+    is_counted = advantage != 0 if name == "w_reinforce" else torch.ones(n, dtype=torch.bool)
     tokens, total = float(batch.lens.sum()), torch.zeros((), dtype=torch.float64)
     clipped, kl, weights, cut, corrected = 0.0, 0.0, 0.0, 0.0, 0.0
     for row, (logp, a) in enumerate(zip(batch.logps, advantage.tolist(), strict=True)):
-        ratio = (logp - batch.starts[row]).exp()
-        low, high = 1 - o["clip_low"], 1 + o["clip_high"]
+        log_ratio, ones = logp - batch.starts[row], torch.ones_like(logp)
+        ratio = (
+            ones
+            * {"gspo": log_ratio.mean(), "luspo": log_ratio.mean(), "rloo": log_ratio.sum()}.get(name, log_ratio).exp()
+        )
+        low, high = 1 - o.get("clip_low", 1.0), 1 + o["clip_high"]
         loss = -torch.minimum(ratio * a, ratio.clamp(low, high) * a)
-        clipped += int(((ratio > high) if a > 0 else (ratio < low)).sum()) if a else 0
+        if name == "cispo":
+            loss = -ratio.clamp(max=high).detach() * a * logp
+        is_high, is_low = ratio > high, (ratio < low) & (name != "cispo")
+        clipped += int((is_high | is_low if name == "cispo" else is_high if a > 0 else is_low).sum()) if a else 0
         if o["importance"] != "none":
-            w = (batch.starts[row] - batch.sampler[row]).exp()
+            w = batch.starts[row] - batch.sampler[row]
+            w = ones.detach() * (w.sum() if o["importance_level"] == "sequence" else w).exp()
             outside = (w > o["importance_cap"]) | (w < (o["importance_floor"] or 0.0))
             factor = w.clamp(max=o["importance_cap"]) if o["importance"] == "truncate" else w * ~outside
+            if name in ("gspo", "luspo", "rloo"):  # each token has the sample's loss, with its own gradient
+                slope = torch.autograd.grad(loss.sum(), logp, retain_graph=True)[0]
+                loss = loss.detach() + slope * (logp - logp.detach())
             loss = loss * factor
             if a:
                 weights, cut, corrected = weights + float(factor.sum()), cut + int(outside.sum()), corrected + len(w)
         if o["kl_coef"] > 0:
-            q = batch.frozen[row] - logp
-            k3 = torch.expm1(q) - q
-            loss, kl = loss + o["kl_coef"] * k3, kl + float(k3.detach().sum())
-        divisor = {"token": tokens, "sequence": n * len(logp), "dr_grpo": n * (o["constant_length"] or 1)}
-        total = total + loss.sum() / divisor[o["loss_mean"]]
+            estimate = _kl(o["kl_estimator"], logp, batch.frozen[row])
+            loss, kl = loss + o["kl_coef"] * estimate * (o["kl_in"] == "loss"), kl + float(estimate.detach().sum())
+        if o["entropy_coef"] > 0:
+            loss = loss - o["entropy_coef"] * batch.entropies[row]
+        mean = {"gspo": "sequence", "rloo": "sequence", "luspo": "sum", "dr_grpo": "dr_grpo"}.get(
+            name, o.get("loss_mean", "token")
+        )
+        counted = float(batch.lens[is_counted].sum())
+        divisor = {
+            "token": counted,
+            "sequence": n * len(logp),
+            "sum": n,
+            "dr_grpo": n * (o.get("constant_length") or 1),
+        }
+        total = total + loss.sum() / divisor[mean]
     metrics: Metrics = {
-        "grpo/advantage_abs_mean": (float(advantage.abs().mean()), n),
-        "grpo/zero_advantage_frac": (float((advantage == 0).double().mean()), n),
-        "grpo/clip_frac": (clipped / tokens, tokens),
+        "advantage_abs_mean": (float(advantage.abs().mean()), n),
+        "zero_advantage_frac": (float((advantage == 0).double().mean()), n),
+        "clip_frac": (clipped / tokens, tokens),
     }
     if o["kl_coef"] > 0:
-        metrics["grpo/kl"] = (kl / tokens, tokens)
+        metrics["kl"] = (kl / tokens, tokens)
     if o["importance"] != "none":
-        metrics["grpo/importance_mean"] = (weights / max(corrected, 1), corrected)
-        metrics["grpo/importance_cut_frac"] = (cut / max(corrected, 1), corrected)
-    return total, metrics
+        metrics["importance_mean"] = (weights / max(corrected, 1), corrected)
+        metrics["importance_cut_frac"] = (cut / max(corrected, 1), corrected)
+    return total, {f"{name}/{key}": value for key, value in metrics.items()}
+
+
+def real(batch: Batch) -> tuple[Tensor, Metrics]:
+    """docs/objective.md, REAL and its BCE variant."""
+    o, total, counted = batch.options, torch.zeros((), dtype=torch.float64), 0
+    mixed = [rows for rows in batch.groups if 0 < float(batch.labels[rows].mean()) < 1]
+    for rows in mixed:
+        pairs = [(batch.logps[row] - batch.starts[row]).mean() / o["tau"] for row in rows]
+        s, y = torch.stack(pairs), batch.labels[rows]
+        if o["name"] == "real_bce":
+            total = total + torch.nn.functional.binary_cross_entropy_with_logits(s, y, reduction="sum")
+        else:
+            total = total + torch.log1p((-s[y == 1]).exp().sum()) + torch.log1p(s[y == 0].exp().sum())
+        counted += len(rows)
+    total = total + 0.0 * torch.cat(batch.logps).sum()  # a graph, where every group has one class
+    groups = len(batch.groups)
+    metrics: Metrics = {f"{o['name']}/one_class_group_frac": (1 - len(mixed) / groups, groups)}
+    return total / (groups if o["name"] == "real" else max(counted, 1)), metrics
 
 
 def sft(batch: Batch) -> tuple[Tensor, Metrics]:
@@ -157,14 +223,21 @@ def sft(batch: Batch) -> tuple[Tensor, Metrics]:
     return -torch.stack([logp.mean() for logp in batch.logps]).mean(), {}
 
 
-OBJECTIVES: dict[str, Callable[[Batch], tuple[Tensor, Metrics]]] = {"pacs": pacs, "grpo": grpo, "sft": sft}
+OBJECTIVES: dict[str, Callable[[Batch], tuple[Tensor, Metrics]]] = {
+    "pacs": pacs,
+    "sft": sft,
+    **dict.fromkeys(("grpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo", "rloo", "w_reinforce"), policy_gradient),
+    **dict.fromkeys(("real", "real_bce"), real),
+}
 
 
 def _skips_zero_gradient(o: Mapping[str, Any]) -> bool:
     """Whether a step's first update leaves samples out whose gradient is exactly 0 (docs/metrics.md)."""
     if o["name"] == "pacs":
         return o["reference"] == "step_start" and o["importance_cap"] is None
-    return o["name"] == "grpo" and o["kl_coef"] == 0
+    if o["name"] == "sft" or o.get("kl_coef", 0) > 0 or o.get("entropy_coef", 0) > 0:
+        return False
+    return o.get("importance_level") != "sequence"
 
 
 def _passes(o: Mapping[str, Any], index: int) -> Metrics:
@@ -172,8 +245,9 @@ def _passes(o: Mapping[str, Any], index: int) -> Metrics:
     if o["name"] == "pacs":
         start, frozen = o["reference"] == "step_start" or o["importance_cap"] is not None, o["reference"] == "frozen"
     else:
-        start, frozen = o["name"] == "grpo", o.get("kl_coef", 0.0) > 0
-    return {"passes/step_start": (float(start and index > 0), 1.0), "passes/reference": (float(frozen), 1.0)}
+        start, frozen = o["name"] != "sft", o.get("kl_coef", 0.0) > 0
+    later = index > 0 or o.get("kl_in") == "reward"
+    return {"passes/step_start": (float(start and later), 1.0), "passes/reference": (float(frozen), 1.0)}
 
 
 # ------------------------------------------------------------------------------------------------------- model, optimizer
@@ -192,12 +266,12 @@ class Model:
         self.parameters = dict(self.model.named_parameters())
 
     def sample(self, ids: np.ndarray, prompt_len: int) -> tuple[Tensor, Tensor]:
-        """(log-probs with graph, entropies) of one sample's response."""
+        """(log-probs, entropies) of one sample's response, with graph."""
         tokens = torch.from_numpy(ids.astype(np.int64))
         logits = self.model(tokens[None], use_cache=False).logits[0, prompt_len - 1 : -1]
         every = torch.log_softmax(logits / self.temperature, dim=-1)
         entropy = -(every.exp() * every).sum(-1)
-        return every.gather(1, tokens[prompt_len:, None])[:, 0], entropy.detach()
+        return every.gather(1, tokens[prompt_len:, None])[:, 0], entropy
 
     def named(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """`values` by parameter, with one tensor for each expert's projection as in a checkpoint."""
@@ -325,7 +399,10 @@ class Reference:
         bounds = [round(num * k / parts) for k in range(parts + 1)]
         return [[r for r, g in enumerate(groups) if bounds[k] <= g < bounds[k + 1]] for k in range(parts)]
 
-    def batch(self, step: int, rows: list[int], index: int, logps: Logps, starts: Logps, frozen: Logps) -> Batch:
+    def batch(
+        self, step: int, rows: list[int], index: int, logps: tuple[Logps, Logps], starts: Logps, frozen: Logps
+    ) -> Batch:
+        """`logps`: log-probs and entropies."""
         groups = self.rows(step, "groups")[rows]
         sampler = self.split(step, self.rows(step, "sampler"))
         return Batch(
@@ -333,7 +410,8 @@ class Reference:
             groups=[[int(r) for r in np.flatnonzero(groups == group)] for group in np.unique(groups)],
             labels=torch.from_numpy(self.rows(step, "labels")[rows]),
             rewards=torch.from_numpy(self.rows(step, "rewards")[rows]),
-            logps=logps,
+            logps=logps[0],
+            entropies=logps[1],
             starts=[starts[row] for row in rows],
             frozen=[frozen[row] for row in rows],
             sampler=[sampler[row] for row in rows],
@@ -351,7 +429,7 @@ class Reference:
             self.data[f"{step}.sampler"] = noisy.astype(np.float32)
             for index, rows in enumerate(self.minibatches(step) if self.case["clip_grad"] else []):
                 self.model.model.zero_grad()
-                logps = self.logps(step, rows, graph=True)[0]
+                logps = self.logps(step, rows, graph=True)
                 OBJECTIVES[self.case["objective"]["name"]](self.batch(step, rows, index, logps, starts, starts))[
                     0
                 ].backward()
@@ -402,7 +480,7 @@ class Reference:
         logps, entropies = self.logps(step, rows, graph=True)
         for logp in logps:
             logp.retain_grad()
-        batch = self.batch(step, rows, index, logps, starts, frozen)
+        batch = self.batch(step, rows, index, (logps, entropies), starts, frozen)
         loss, metrics = OBJECTIVES[o["name"]](batch)
         loss.backward()
         coefficients = [torch.zeros_like(p) if p.grad is None else p.grad for p in logps]

@@ -201,7 +201,7 @@ class _Processes:
                         (self._work / f"{name}.error").write_text(f"{name}: ended with wait status {status}")
                     failed_at = failed_at or (time.monotonic() if status else None)
             now = time.monotonic()
-            if failed_at is not None and (not left or now - failed_at > _GRACE_S):
+            if not left or (failed_at is not None and now - failed_at > _GRACE_S):
                 break
             if now - self._start > LIMIT_S:
                 raise _FailedError(f"{self._names[min(left)]}: no end after {LIMIT_S:.0f} s")

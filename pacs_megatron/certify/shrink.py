@@ -169,11 +169,12 @@ def _changes(config: RunConfig, updates: int, steps: int, tiny: Mapping[str, Any
         "precision": {},
         "objective": {},
     }
-    reset_every, constant_length = (getattr(objective, name, None) for name in ("reset_every", "constant_length"))
+    reset_every = getattr(objective, "reset_every", None)
     if reset_every is not None:
         changed["objective"]["reset_every"] = min(reset_every, 2)
-    if constant_length is not None:
-        changed["objective"]["constant_length"] = max(1, round(constant_length * RESPONSE / response))
+    for name in ("constant_length", "overlong_length", "overlong_buffer"):
+        if getattr(objective, name, None) is not None:
+            changed["objective"][name] = max(1, round(getattr(objective, name) * RESPONSE / response))
     if config.parallel.recompute.granularity == "full":
         recompute = config.parallel.recompute.model_dump(mode="json")
         changed["parallel"]["recompute"] = recompute | {"num_layers": min(recompute["num_layers"], 2)}
