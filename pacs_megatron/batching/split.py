@@ -106,6 +106,17 @@ def plan_with_groups(
     return plan if groups == "together" or is_cheaper else apart
 
 
+def plan_metrics(plan: MicroBatchPlan, facts: SampleFacts, layout: Layout) -> dict[str, float]:
+    """Share of groups that are whole in a micro-batch, and the idle shares that the plan causes (docs/metrics.md)."""
+    loads = plan.loads(facts)
+    num_batches = max(len(own) for own in plan.by_dp_rank)
+    return {
+        "batch/groups_together_frac": float(plan.together.mean()) if facts.num_samples else 0.0,
+        "batch/dp_imbalance": max(loads) * len(loads) / max(sum(loads), 1) - 1,
+        "batch/pipeline_bubble": (layout.pp - 1) / (num_batches * (layout.vpp or 1)),
+    }
+
+
 def split_groups_only(plan: MicroBatchPlan, layout: Layout) -> MicroBatchPlan:
     """The micro-batches of `plan` with samples of groups that are not together."""
     packed = [[rows for rows in own if len(rows) and not plan.together[rows[0]]] for own in plan.by_dp_rank]

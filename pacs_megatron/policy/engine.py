@@ -16,7 +16,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 
-from pacs_megatron.batching.split import one_by_one, plan_microbatches, split_groups_only
+from pacs_megatron.batching.split import one_by_one, plan_metrics, plan_microbatches, split_groups_only
 from pacs_megatron.config.schema import OffloadKind, OptimizerOptions, ParallelOptions, PrecisionOptions
 from pacs_megatron.contracts import MiniBatch, Objective, Prepared, SampleFacts, UpdateReport
 from pacs_megatron.contracts.protocols import LogprobSource, Statistic
@@ -296,14 +296,16 @@ class MegatronPolicy:
             facts = replace(minibatch.facts, log_ratio_to_sampler=ratios)
             prepared = objective.prepare(found.get("score"), facts, step_inputs)
         metrics, denominators = self._metrics(prepared, self._sum_reports(reports))
+        passes_and_plan = _passes(minibatch, has_score_pass=bool(before))
+        passes_and_plan |= plan_metrics(minibatch.plan, minibatch.facts, self.rank.layout)
         norm, lr = self.optimizer.step()
         self.version += 1
         return UpdateReport(
             grad_norm=norm,
             is_clipped=self.optimizer.clips(norm),
             lr=lr,
-            metrics=metrics | drift | _passes(minibatch, has_score_pass=bool(before)),
-            denominators=denominators | dict.fromkeys(PASS_METRICS, 1.0),
+            metrics=metrics | drift | passes_and_plan,
+            denominators=denominators | dict.fromkeys(passes_and_plan, 1.0),
         )
 
     def _prepare_split_groups(
