@@ -10,8 +10,8 @@ _SAMPLER_ADVICE = (
     "packing and layout (mismatch/* in metrics.jsonl)"
 )
 _SCORE_ADVICE = (
-    "Lower objective.beta, use objective.reward_proxy=mean_log_prob, shorten responses (rollout.sampling."
-    "max_response_tokens), or use a higher precision.dtype (pacs/score_* in metrics.jsonl)"
+    "Set precision.head=fp32 with bf16 weights, lower objective.beta, use objective.reward_proxy=mean_log_prob, or shorten "
+    "responses (docs/numerics.md; pacs/score_* in metrics.jsonl)"
 )
 _LIMITS = {
     "max_abs_mean": (
