@@ -214,9 +214,9 @@ def _config_schema(args: argparse.Namespace) -> int:
 
 
 def _data_preview(args: argparse.Namespace) -> int:
-    from pacs_megatron.launch.preview import preview
+    from pacs_megatron.launch.preview import preview_text
 
-    print(preview(args.config, args.overrides, args.rows))
+    print(preview_text(args.config, args.overrides, args.rows))
     return 0
 
 

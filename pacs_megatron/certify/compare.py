@@ -1,7 +1,5 @@
 """Compares what the ranks of a certified run wrote with what the reference wrote. numpy only."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """One rank of a certified run: the real policy, training step, save, resume and export, on recorded samples."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping

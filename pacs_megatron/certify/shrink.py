@@ -1,7 +1,5 @@
 """A run's configuration as a tiny case: the same family, layout, objective and options; sizes are small and odd."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

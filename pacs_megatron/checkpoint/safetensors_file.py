@@ -125,8 +125,8 @@ class SafetensorsFile:
 
     def _entry(self, name: str, entry: Any) -> tuple[int, int, TensorInfo]:
         """(start, stop, info) of a header's entry."""
-        found = entry if isinstance(entry, dict) else {}
-        code, shape, place = (found.get(key) for key in ("dtype", "shape", "data_offsets"))
+        found: dict[str, Any] = entry if isinstance(entry, dict) else {}
+        code, shape, place = found.get("dtype"), found.get("shape", 0), found.get("data_offsets", 0)
         if not (_are_sizes(shape) and len(shape) <= _MAX_DIMS and _are_sizes(place) and len(place) == 2):
             raise CheckpointError(
                 f"{self.path}: the header's entry of {name[:100]} is damaged ({str(entry)[:100]}); download it again"

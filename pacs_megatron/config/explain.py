@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from pacs_megatron.config.checks import layout_problems, max_response_tokens, max_sequence_tokens
 from pacs_megatron.config.layout import layout_of
@@ -10,17 +9,8 @@ from pacs_megatron.config.load import LoadedConfig, leaves
 from pacs_megatron.config.schema import RunConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Derived:
-    """A value computed from several keys."""
-
-    name: str
-    value: str
-    formula: str
-
-
-def derived_values(config: RunConfig, world_size: int) -> list[Derived]:
-    """Batch sizes, totals and limits of a run on `world_size` ranks.
+def derived_values(config: RunConfig, world_size: int) -> list[tuple[str, str, str]]:
+    """(name, value, formula) of batch sizes, totals and limits of a run on `world_size` ranks.
 
     Raises ConfigError if the layout does not divide `world_size`.
     """
@@ -33,22 +23,22 @@ def derived_values(config: RunConfig, world_size: int) -> list[Derived]:
     response = max_response_tokens(config)
     is_demo = not config.rollout.is_sampled
     values = [
-        Derived("ranks", str(world_size), "run.nproc, or tp * pp * cp, or what torchrun / srun starts"),
-        Derived("data-parallel replicas", str(layout.dp), "ranks / (tp * pp * cp)"),
-        Derived("samples a step", _count(samples), "batch.prompts_per_step * batch.samples_per_prompt"),
-        Derived("samples an update", per_update, "whole groups of a step, shared over batch.updates_per_step"),
-        Derived("updates in the run", _count(updates), "run.steps * batch.updates_per_step"),
-        Derived("samples in the run", _count(samples * run.steps), "samples a step * run.steps"),
-        Derived("longest sample", f"{_count(max_sequence_tokens(config))} tokens", "prompt limit + response limit"),
-        Derived(
+        ("ranks", str(world_size), "run.nproc, or tp * pp * cp, or what torchrun / srun starts"),
+        ("data-parallel replicas", str(layout.dp), "ranks / (tp * pp * cp)"),
+        ("samples a step", _count(samples), "batch.prompts_per_step * batch.samples_per_prompt"),
+        ("samples an update", per_update, "whole groups of a step, shared over batch.updates_per_step"),
+        ("updates in the run", _count(updates), "run.steps * batch.updates_per_step"),
+        ("samples in the run", _count(samples * run.steps), "samples a step * run.steps"),
+        ("longest sample", f"{_count(max_sequence_tokens(config))} tokens", "prompt limit + response limit"),
+        (
             "longest samples in a micro-batch",
             str(batch.tokens_per_microbatch // max_sequence_tokens(config)),
             "batch.tokens_per_microbatch / longest sample",
         ),
-        Derived("response tokens a step, at most", _count(samples * response), "samples a step * response limit"),
+        ("response tokens a step, at most", _count(samples * response), "samples a step * response limit"),
     ]
     if not is_demo:
-        values.append(Derived("reward calls a step", _count(samples), "one for each sample"))
+        values.append(("reward calls a step", _count(samples), "one for each sample"))
     return values
 
 
@@ -66,9 +56,8 @@ def explain(loaded: LoadedConfig, world_size: int) -> str:
     if problems:
         raise loaded.fail(problems[0])
     values = derived_values(loaded.config, world_size)
-    name_width = max(len(value.name) for value in values)
-    value_width = max(len(value.value) for value in values)
-    return "\n".join(f"{v.name:<{name_width}}  {v.value:>{value_width}}  = {v.formula}" for v in values)
+    name_width, value_width = (max(len(row[column]) for row in values) for column in (0, 1))
+    return "\n".join(f"{name:<{name_width}}  {value:>{value_width}}  = {formula}" for name, value, formula in values)
 
 
 def schema_json() -> str:

@@ -1,7 +1,5 @@
 """Base class of the schema's sections."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, ConfigDict
 
 

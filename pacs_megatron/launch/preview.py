@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING
 from pacs_megatron.config import load_config
 
 if TYPE_CHECKING:
-    from pacs_megatron.data.preview import PreviewReport
+    from pacs_megatron.evaluation.preview import PreviewReport
 
 MAX_UNVERIFIED = 10
 
 
-def preview(config_path: Path, overrides: Sequence[str], rows: int) -> str:
+def preview_text(config_path: Path, overrides: Sequence[str], rows: int) -> str:
     """Counts, lengths, rendered prompts and verified gold answers of the training set and each benchmark."""
     from pacs_megatron.data import load_tokenizer
-    from pacs_megatron.evaluation.preview import preview_with_reward
+    from pacs_megatron.evaluation.preview import preview
 
     config = load_config(config_path, overrides).config
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     sets = [config.data.train, *config.evaluation.benchmarks]
     return "\n\n".join(
-        render(preview_with_reward(dataset, config.data, tokenizer, config.reward, num_examples=rows))
-        for dataset in sets
+        render(preview(dataset, config.data, tokenizer, config.reward, num_examples=rows)) for dataset in sets
     )
 
 

@@ -3,8 +3,6 @@
 Training runs as a command and is not imported, so a rank's environment is complete before Python loads torch.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -208,7 +206,7 @@ class _Forwarding:
 
 def _is_alive(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 

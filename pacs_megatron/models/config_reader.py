@@ -82,7 +82,7 @@ class ConfigReader:
         """(theta, scaling); scaling is None or has `rope_type` and that type's numbers."""
         # transformers 5 writes `rope_parameters`; 4 writes `rope_theta` and an optional `rope_scaling`.
         found = (self.config.get(key) for key in ("rope_parameters", "rope_scaling"))
-        parameters = next((value for value in found if value is not None), {})
+        parameters: Any = next((value for value in found if value is not None), {})
         if not isinstance(parameters, Mapping):
             raise ConversionError(f"config.json: rope parameters are {shown(parameters)}, expected an object")
         theta = parameters.get("rope_theta", self.config.get("rope_theta"))

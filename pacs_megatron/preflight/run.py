@@ -294,12 +294,12 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
 
     def judges() -> str:
         from pacs_megatron.data import load_tokenizer
-        from pacs_megatron.evaluation.preview import preview_with_reward
+        from pacs_megatron.evaluation.preview import preview
 
         tokenizer = load_tokenizer(str(local_model(config.model.path)), config.model.trust_remote_code)
         some = config.data.train.model_copy(update={"limit": NUM_GOLD})
         with _quiet("pacs_megatron.rewards"):
-            report = preview_with_reward(some, config.data, tokenizer, reward, num_examples=0)
+            report = preview(some, config.data, tokenizer, reward, num_examples=0)
         failed = [bad for bad in report.unverified if bad.failed]
         if failed and reward.name == "custom":
             raise PacsError(

@@ -33,24 +33,19 @@ SCAN_S = 10.0
 """Interval in which the guard records the shared memory of its server."""
 
 
-def start_ticks(pid: int) -> int | None:
-    """Start time of a live process in clock ticks since boot; with the pid it identifies the process. None for a zombie
-    or a missing process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] == "Z" else int(fields[19])
-
-
-def group_and_parent(pid: int) -> tuple[int, int] | None:
-    """(process group, parent) of a live process; None for a zombie or a missing process."""
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat after the command's name; None for a zombie or a missing process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] == "Z" else (int(fields[2]), int(fields[1]))
+    return None if fields[0] == "Z" else fields
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start time of a live process in clock ticks since boot; with the pid it identifies the process."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[19])
 
 
 def members(group: int, ancestor: int | None = None) -> list[int]:
@@ -58,9 +53,9 @@ def members(group: int, ancestor: int | None = None) -> list[int]:
     table: dict[int, tuple[int, int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
-            found = group_and_parent(int(entry))
-            if found is not None:
-                table[int(entry)] = found
+            fields = _stat(int(entry))
+            if fields is not None:
+                table[int(entry)] = int(fields[2]), int(fields[1])
     ours = {pid for pid, (pgrp, _) in table.items() if pgrp == group}
     frontier = {ancestor} if ancestor is not None else set()
     while frontier:

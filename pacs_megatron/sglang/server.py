@@ -133,13 +133,18 @@ def reap(folder: Path) -> list[int]:
 
     Call it only before the first start in a folder: one launcher owns a folder.
     """
-    ended: list[int] = []
-    for path in sorted(folder.glob("*.pid")):
-        with contextlib.suppress(*_BAD_RECORD):
-            ended += _reap_one(read_object(path, error=RolloutError))
-        path.unlink(missing_ok=True)
+    ended = [pid for path in sorted(folder.glob("*.pid")) for pid in _reap_file(path)]
     if ended:
         logger.warning("ended %d leftover server processes of an earlier run: %s", len(ended), ended)
+    return ended
+
+
+def _reap_file(path: Path) -> list[int]:
+    """`reap` for one pid file."""
+    ended: list[int] = []
+    with contextlib.suppress(*_BAD_RECORD):
+        ended = _reap_one(read_object(path, error=RolloutError))
+    path.unlink(missing_ok=True)
     return ended
 
 
@@ -283,17 +288,10 @@ class ManagedServer:
             guard.kill()
             guard.wait()
         if self.pid_file.exists():  # the guard was killed before it could clean up
-            reap_file(self.pid_file)
+            _reap_file(self.pid_file)
         if self._log is not None:
             self._log.close()
             self._log = None
-
-
-def reap_file(path: Path) -> None:
-    """`reap` for one pid file."""
-    with contextlib.suppress(*_BAD_RECORD):
-        _reap_one(read_object(path, error=RolloutError))
-    path.unlink(missing_ok=True)
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -84,7 +84,7 @@ def main() -> None:
     from pacs_megatron.training import eval_main, loop, main, watchdog  # noqa: F401
 
     torch.set_num_threads(1)
-    driver_client.subprocess = _Subprocess()  # type: ignore[assignment]
+    driver_client.subprocess = _Subprocess()  # type: ignore[assignment, attr-defined]
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

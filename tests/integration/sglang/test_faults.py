@@ -106,7 +106,7 @@ def test_an_owned_server_killed_while_it_generates_is_replaced(
         pids = sglang_guard.members(record["server"])
         assert len(pids) >= 3  # launcher, scheduler, detokenizer
         os.kill(record["server"], signal.SIGKILL)
-        assert until(lambda: not any(sglang_guard.group_and_parent(pid) for pid in pids), 30)
+        assert until(lambda: not any(sglang_guard.start_ticks(pid) for pid in pids), 30)
         assert until(lambda: engine.status()[0].restarts == 1, 30)
         assert until(lambda: engine.status()[0].health is Health.STALE, START_S)
         assert "holds weights 'default'" in engine.status()[0].reason or "restarted" in engine.status()[0].reason
@@ -118,5 +118,5 @@ def test_an_owned_server_killed_while_it_generates_is_replaced(
         reader.join(600)
         assert sorted(s.id for s in done) == sorted(r.id for r in asked)
         left = sglang_guard.members(json.loads((tmp_path / "server0.pid").read_text())["server"])
-    assert not any(sglang_guard.group_and_parent(pid) for pid in left)
+    assert not any(sglang_guard.start_ticks(pid) for pid in left)
     assert not api.ready(timeout_s=1.0)

@@ -26,7 +26,7 @@ KEY = "sesame-of-the-test"
 
 
 def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if sglang_guard.group_and_parent(pid) is not None]
+    return [pid for pid in pids if sglang_guard.start_ticks(pid) is not None]
 
 
 def gone(pids: list[int], within_s: float = 600.0) -> bool:

@@ -43,7 +43,7 @@ def spec(folder: Path, *extra: str, name: str = "server0") -> ServerSpec:
 
 
 def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if sglang_guard.group_and_parent(pid) is not None]
+    return [pid for pid in pids if sglang_guard.start_ticks(pid) is not None]
 
 
 def tree(server: ManagedServer) -> list[int]:
