@@ -7,6 +7,7 @@ rendezvous listens on loopback only.
 
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -16,20 +17,31 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from pacs_megatron.runtime.processes import die_with_parent
+from pacs_megatron.runtime.processes import AGENT_PID, die_with_parent
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; returns 0, the exit code of the first failed rank, or 128 + its signal."""
     die_with_parent(signal.SIGTERM)
+    os.environ[AGENT_PID] = str(os.getpid())
     _pass_on_usr1()
     if "--standalone" in arguments:
         _listen_on_loopback()
-    from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_run` reports it
+    try:
+        return _run(arguments)
+    except SignalException as error:  # also while the failure of a rank is handled
+        return 128 + int(error.sigval)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's handler raises
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the line below reports it
     try:
         run.main(list(arguments))
     except ChildFailedError as error:
@@ -40,8 +52,6 @@ def main(arguments: Sequence[str]) -> int:
             sys.stderr.write(f"rank {rank} (pid {failure.pid}) was killed by {name}; see its output above\n")
             return 128 - code
         return code
-    except SignalException as error:
-        return 128 + int(error.sigval)
     return 0
 
 

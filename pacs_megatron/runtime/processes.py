@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+AGENT_PID = "PACS_AGENT_PID"
+"""Environment variable of ranks under torchrun: its pid."""
 JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Slurm sends these to every process of a job step; Ctrl-C reaches the whole foreground group."""
 

@@ -20,7 +20,7 @@ from pacs_megatron.errors import ConfigError, ExitCode, PacsError, one_line
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.runtime.command_line import report_error
 from pacs_megatron.runtime.files import write_atomically
-from pacs_megatron.runtime.processes import die_with_parent
+from pacs_megatron.runtime.processes import AGENT_PID, die_with_parent
 from pacs_megatron.runtime.run_folder import (
     ATTEMPT_VARIABLE,
     CONFIG_FILE,
@@ -148,9 +148,9 @@ def main(arguments: Sequence[str]) -> int:
         return int(ExitCode.MISCONFIGURED)
     # TensorBoard's thread on a full disk: one line, and the main thread raises the error too.
     threading.excepthook = lambda args: logger.error("%s: %r", args.thread and args.thread.name, args.exc_value)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if AGENT_PID in os.environ:
         # torchrun gives each rank a session of its own, where it would outlive torchrun.
-        die_with_parent(signal.SIGTERM)
+        die_with_parent(signal.SIGTERM, int(os.environ[AGENT_PID]))
     config_path, overrides = Path(arguments[0]), arguments[1:]
     is_first = os.environ.get("RANK", "0") == "0"
     is_refused = False  # the run folder belongs to another process, so nothing is written there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 
 import pacs_megatron
+from pacs_megatron.runtime.processes import AGENT_PID
 
 ROOT = Path(pacs_megatron.__file__).parent
 CHILD = "import time; from pacs_megatron.runtime.processes import die_with_parent; die_with_parent(); time.sleep(600)"
@@ -62,3 +64,10 @@ def test_every_program_that_the_package_starts_ends_with_its_parent() -> None:
         if "die_with_parent(" not in sources[ROOT.parent / (name.replace(".", "/") + ".py")]
     ]
     assert not silent
+
+
+def test_a_rank_whose_torchrun_has_already_ended_does_not_start(tmp_path: Path) -> None:
+    """The signal of the kernel comes only for a parent that ends later."""
+    command = [sys.executable, "-m", "pacs_megatron.training.main", str(tmp_path / "run.yaml")]
+    done = subprocess.run(command, env={**os.environ, AGENT_PID: "1"}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
