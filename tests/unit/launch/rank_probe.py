@@ -29,6 +29,8 @@ def main(folder: Path, mode: str) -> int:
         ]
         (folder / f"listening_{rank}").write_text("\n".join(listening))
         torch.distributed.barrier()
+    while mode.endswith("_on_1") and not (folder / "started_0").exists():
+        time.sleep(0.05)  # torchrun would end the other rank before it starts
     if mode == "fail_on_1" and rank == "1":
         return 2
     if mode == "die_on_1" and rank == "1":
