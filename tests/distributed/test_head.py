@@ -32,7 +32,7 @@ OBJECTIVES: dict[str, Any] = {
     "grpo-kl": GrpoOptions(name="grpo", kl_coef=0.1, importance="truncate"),
     "sft": SftOptions(name="sft"),
 }
-CASES = [("pacs", "tp2-sp"), ("grpo-kl", "cp2"), ("sft", "vpp2")]
+CASES = [("pacs", "tp2-sp"), ("grpo-kl", "one"), ("sft", "vpp2")]
 
 
 @pytest.fixture(scope="module")

@@ -32,10 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ("dp2-distopt", "tied-pp2-dp2") else pytest.param(name, marks=pytest.mark.full)
-        for name in LAYOUTS
-    ],
+    [name if name == "dp2-distopt" else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS],
 )
 def test_overlap_changes_no_bit(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
     """Three updates with a frozen reference, a save between them, three more; and a resume of the save without overlap.
