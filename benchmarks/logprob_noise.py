@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-VOCAB, GROUP, SEQUENCES = 256, 8, 4
+VOCAB, GROUP, SEQUENCES = 256, 8, 8
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 16,
     "hidden_size": 64,
@@ -42,11 +42,12 @@ def markov_chain(rng: np.random.Generator, num_sequences: int, length: int, tabl
 
 def train(folder: Path, table: np.ndarray, updates: int) -> float:
     """Trains the checkpoint in place; returns the last loss, nats a token."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     rng = np.random.default_rng(1)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loss = torch.zeros(())
     for _ in range(updates):
         tokens = torch.from_numpy(markov_chain(rng, 8, 128, table))
@@ -112,12 +113,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--length", type=int, default=16384)
-    parser.add_argument("--updates", type=int, default=150)
+    parser.add_argument("--updates", type=int, default=250)
     args = parser.parse_args()
     if args.fp8:
         import tests.te.stand_ins  # noqa: F401  before Megatron
     from tests.support.tiny_models import make_tiny_qwen3
 
+    torch.set_num_threads(1)
     rng = np.random.default_rng(0)
     table = np.cumsum(rng.dirichlet(np.full(VOCAB, 0.05), VOCAB), 1)
     with tempfile.TemporaryDirectory() as scratch:
