@@ -55,7 +55,7 @@ def loss_of(case: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             targets,
             vocab_size=weight.shape[0],
             group=dist.group.WORLD,
-            loss_gradient=None if case == "backward" else lambda rows, _logprobs: coefficient[rows],
+            loss_gradient=None if case == "backward" else lambda rows, *_: (coefficient[rows], None),
         )
     return (logprobs * coefficient).sum()
 
@@ -121,8 +121,10 @@ def main() -> None:
         sizes = (args.tokens, args.hidden, args.vocab)
         process = context.Process(target=measure, args=(case, sizes, 29517 + number, args.repeats, results))
         process.start()
-        found = results.get(timeout=1800)
         process.join()
+        if process.exitcode != 0:
+            raise SystemExit(f"{case}: the process ended with {process.exitcode}")
+        found = results.get()
         first = first or found
         seconds, peak, moved = found
         ratios = [a / b for a, b in zip(found, first, strict=True)]

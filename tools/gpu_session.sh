@@ -61,7 +61,7 @@ case $stage in
         ;;
     3)
         steps 4b-bf16 200 --preset qwen3-4b --cases bf16
-        part head 90 "$python" benchmarks/head.py ${dry:+--tokens 256 --hidden 64 --vocab 8192}
+        part head 150 "$python" benchmarks/head.py ${dry:+--tokens 256 --hidden 64 --vocab 8192 --repeats 1}
         steps 4b-fp8-tensorwise 150 --preset qwen3-4b --cases fp8-tensorwise
         steps 4b-fp8-blockwise 150 --preset qwen3-4b --cases fp8-blockwise
         ;;

@@ -27,7 +27,7 @@ def gradients(hidden: torch.Tensor, in_forward: bool) -> dict[str, torch.Tensor]
         targets,
         vocab_size=VOCAB,
         group=dist.group.WORLD,
-        loss_gradient=(lambda rows, _values: coefficient[rows]) if in_forward else None,
+        loss_gradient=(lambda rows, _logprobs, _entropies: (coefficient[rows], None)) if in_forward else None,
     )
     (logprobs * coefficient).sum().backward()  # type: ignore[no-untyped-call]
     exact_x, exact_w = x.detach().double().requires_grad_(True), weight.detach().double().requires_grad_(True)
