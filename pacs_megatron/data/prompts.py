@@ -88,7 +88,7 @@ def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[s
     system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     suffix = f" {data.prompt_suffix}" if data.prompt_suffix else ""
     where = f"chat template of {tokenizer.name_or_path}"
-    controls = _control_tokens(tokenizer)
+    controls = control_tokens(tokenizer)
     contents = [as_plain_text(problem.problem, controls) + suffix for problem in problems]
 
     def apply(content: str) -> str:
@@ -120,7 +120,7 @@ def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[s
     return texts
 
 
-def _control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
+def control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
     """Matches every token that the vocabulary adds to plain text, such as `<|im_end|>` and `<think>`."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values()}
     found = sorted((text for text in added if len(text) > 1 and not text.isspace()), key=len, reverse=True)

@@ -11,7 +11,7 @@ import numpy as np
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Prompt, Sample, SampleRequest, Span, Stop
 from pacs_megatron.data import PromptOrder, load_prompts, stop_token_ids
-from pacs_megatron.data.prompts import PromptSet, as_plain_text, tokenize
+from pacs_megatron.data.prompts import PromptSet, as_plain_text, control_tokens, tokenize
 from pacs_megatron.errors import DataError
 from pacs_megatron.rollout.requests import sample_requests
 from pacs_megatron.rollout.step_rollouts import StepRollouts
@@ -94,13 +94,14 @@ class TrainData:
         if end is None:
             end = stop_token_ids(self._tokenizer, str(model_dir))[0]
         found = {}
+        controls = control_tokens(self._tokenizer)
         for prompt in loaded.prompts:
             if not prompt.solution:
                 raise DataError(
                     f"{self._config.data.train.path}: prompt {prompt.id} has no solution to learn from; name the column "
                     "with data.train.columns.solution"
                 )
-            [ids] = tokenize([as_plain_text(prompt.solution, self._tokenizer)], self._tokenizer)
+            [ids] = tokenize([as_plain_text(prompt.solution, controls)], self._tokenizer)
             if len(ids) < limit:
                 found[prompt.id] = np.array([*ids, end], dtype=np.int32)
         return found
