@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-VOCAB, GROUP, SEQUENCES = 256, 8, 8
+VOCAB, GROUP, SEQUENCES = 256, 8, 4
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 16,
     "hidden_size": 64,
@@ -47,7 +47,7 @@ def train(folder: Path, table: np.ndarray, updates: int) -> float:
     rng = np.random.default_rng(1)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     loss = torch.zeros(())
     for _ in range(updates):
         tokens = torch.from_numpy(markov_chain(rng, 8, 128, table))
@@ -113,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--length", type=int, default=16384)
-    parser.add_argument("--updates", type=int, default=250)
+    parser.add_argument("--updates", type=int, default=150)
     args = parser.parse_args()
     if args.fp8:
         import tests.te.stand_ins  # noqa: F401  before Megatron
