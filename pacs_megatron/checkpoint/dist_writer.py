@@ -34,6 +34,7 @@ from pacs_megatron.checkpoint.page_cache import WriteBehind
 from pacs_megatron.checkpoint.safetensors_file import tensor_bytes
 from pacs_megatron.checkpoint.staging import write_file
 from pacs_megatron.errors import CheckpointError
+from pacs_megatron.runtime.files import naming
 
 Shape = tuple[int, ...]
 ALIGNMENT = 64
@@ -153,7 +154,8 @@ class _Stream(io.RawIOBase):
 
     def write(self, data: object) -> int:
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
-        self._file.write(view)
+        with naming(self.path):
+            self._file.write(view)
         self._digest.update(view)
         self.position += len(view)
         return len(view)
@@ -164,15 +166,18 @@ class _Stream(io.RawIOBase):
 
     def flushed(self) -> int:
         """The descriptor, after a flush of Python's buffer."""
-        self._file.flush()
+        with naming(self.path):
+            self._file.flush()
         return self._file.fileno()
 
     def finish(self) -> FileFacts:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
         return FileFacts(self.position, self._digest.hexdigest())
 
     def close(self) -> None:
-        self._file.close()
+        with naming(self.path):  # it writes what a failed write has left
+            self._file.close()
         super().close()
