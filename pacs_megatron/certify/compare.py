@@ -1,36 +1,42 @@
 """Compares what the ranks of a certified run wrote with what the reference wrote. numpy only."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-_EXACT = 0.0
 TOLERANCES: Mapping[str, tuple[float, float, str]] = {
     # quantity: (tolerance in fp32, tolerance in bf16, unit of the deviation)
-    "samples of an update": (_EXACT, _EXACT, "samples"),
+    "samples of an update": (0, 0, "samples"),
     "log-probs at the step's start": (1e-4, 0.2, "nats"),
     "log-probs of the frozen reference": (1e-4, 0.2, "nats"),
     "log-probs of the update": (1e-4, 0.2, "nats"),
     "derivative of the loss by each log-prob": (1e-4, 0.2, "of the update's largest"),
     "gradient norm": (1e-4, 0.1, "of the value"),
-    "clipped or not, weight version": (_EXACT, _EXACT, "difference"),
+    "clipped or not, weight version": (0, 0, "difference"),
     "learning rate": (1e-9, 1e-9, "of the value"),
     "metrics of an update": (1e-3, 0.5, "of the value, at least of 0.01"),
     "denominators of the metrics": (1e-9, 1e-9, "of the value"),
     "score drift": (1e-4, 0.2, "nats"),
-    "weights after an update": (2e-2, 2.0, "of the learning rate"),
-    "weights of the ranks": (_EXACT, _EXACT, "versions"),
+    "weights of the ranks": (0, 0, "versions"),
+    "weights after an update": (1e-2, 2.0, "of the learning rate"),
     "metrics of a step": (1e-3, 0.5, "of the value, at least of 0.01"),
-    "weights after the resume": (_EXACT, _EXACT, "difference from the saved ones"),
+    "weights after the resume": (0, 0, "difference from the saved ones"),
     "Adam's first moment": (1e-3, 0.2, "of the tensor's largest"),
     "Adam's second moment": (1e-3, 0.2, "of the tensor's largest"),
-    "exported and converted weights": (_EXACT, _EXACT, "difference from the last ones"),
+    "exported and converted weights": (0, 0, "difference from the last ones"),
 }
-_SCORE_DRIFT = "/score_drift_max"
+_TOKENS = {
+    "start": "log-probs at the step's start",
+    "reference": "log-probs of the frozen reference",
+    "update": "log-probs of the update",
+    "coefficient": "derivative of the loss by each log-prob",
+}
+_FLOOR = 1e-2
+"""Metrics below it are compared absolutely."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,19 +65,34 @@ class Comparison:
     def check(self, name: str, where: str, found: Any, expected: Any, scale: float = 1.0) -> None:
         """Compares two arrays or numbers; the deviation is in units of `scale`."""
         fp32, bf16, unit = TOLERANCES[name]
-        quantity = self.quantities.setdefault(
-            name, Quantity(name=name, tolerance=bf16 if self.is_bf16 else fp32, unit=unit)
-        )
+        new = Quantity(name=name, tolerance=bf16 if self.is_bf16 else fp32, unit=unit)
+        quantity = self.quantities.setdefault(name, new)
         left, right = np.asarray(found, np.float64), np.asarray(expected, np.float64)
         deviation = np.inf
-        if left.shape == right.shape:
+        if left.shape == right.shape and bool(np.isfinite(left).all()):
             deviation = float(np.max(np.abs(left - right), initial=0.0)) / (scale or 1.0)
-            deviation = np.inf if np.isnan(deviation) else deviation
         quantity.compared += right.size
         if deviation > quantity.largest:
             quantity.largest, quantity.where = deviation, where
         if deviation > quantity.tolerance:
             self.fail(f"{where}: {name} differ by {deviation:.3g} ({unit}; tolerance {quantity.tolerance:g})")
+
+    def tensors(self, name: str, where: str, found: Path, expected: Mapping[str, Any], scale: float = 0.0) -> None:
+        """Compares a file of tensors by name; `scale` 0: each tensor's largest."""
+        own = _arrays(found)
+        if own.keys() != expected.keys():
+            self.fail(f"{where}: {name} have other names: {sorted(own.keys() ^ expected.keys())[:3]}")
+        for key in sorted(own.keys() & expected.keys()):
+            self.check(name, f"{where}, {key}", own[key], expected[key], scale or float(np.abs(expected[key]).max()))
+
+    def metrics(self, name: str, where: str, found: Mapping[str, Any], expected: Mapping[str, float]) -> None:
+        """Compares metrics by name."""
+        for key, value in expected.items():
+            if found.get(key) is None:
+                self.fail(f"{where}: metric {key} is missing")
+            else:
+                floor = 1e-12 if key == "optimizer/lr" else _FLOOR
+                self.check(name, f"{where}, {key}", found[key], value, max(abs(value), floor))
 
     def fail(self, line: str) -> None:
         """A deviation without a number."""
@@ -83,58 +104,47 @@ def compare(folder: Path, *, updates_before_resume: int, is_bf16: bool) -> Compa
     found = Comparison(is_bf16=is_bf16)
     product, reference = folder / "product", folder / "reference"
     updates = json.loads((reference / "updates.json").read_text())
-    first_weights = np.load(product / "start_0.npz")
-    for name, value in _arrays(product / "weights_1.npz"):
-        if name not in first_weights or value.shape != first_weights[name].shape:
-            found.fail(f"start: weight {name} is missing or has another shape")
     for number, expected in enumerate(updates, start=1):
         where = f"step {expected['step']}, update {number}"
         if number == updates_before_resume + 1:
-            _exact(found, "weights after the resume", product / f"weights_{number - 1}.npz", product / "start_1.npz")
-        _compare_update(found, where, number, expected, product, reference)
+            saved = _arrays(product / f"weights_{number - 1}.npz")
+            found.tensors("weights after the resume", where, product / "start_1.npz", saved, 1.0)
+        _compare_update(found, where, number, expected, product, _arrays(reference / f"update_{number}.npz"))
     _compare_rows(found, product, updates)
     for name, file in (("Adam's first moment", "exp_avg.npz"), ("Adam's second moment", "exp_avg_sq.npz")):
-        _compare_tensors(found, name, "last update", dict(_arrays(product / file)), dict(_arrays(reference / file)))
-    last = product / f"weights_{len(updates)}.npz"
+        found.tensors(name, "last update", product / file, _arrays(reference / file))
+    last = _arrays(product / f"weights_{len(updates)}.npz")
     for kind in ("export", "convert to-hf", "convert to-megatron"):
-        _exact(found, "exported and converted weights", last, product / f"{kind}.npz")
+        found.tensors("exported and converted weights", kind, product / f"{kind}.npz", last, 1.0)
     return found
 
 
 def _compare_update(
-    found: Comparison, where: str, number: int, expected: dict[str, Any], product: Path, reference: Path
+    found: Comparison, where: str, number: int, expected: dict[str, Any], product: Path, arrays: Mapping[str, Any]
 ) -> None:
-    arrays = dict(_arrays(reference / f"update_{number}.npz"))
     ends = np.cumsum(expected["lens"])[:-1]
-    lr = expected["lr"]
-    wanted = {sample for sample, is_skipped in zip(expected["ids"], expected["skipped"], strict=True) if not is_skipped}
+    by_sample = {kind: dict(zip(expected["ids"], np.split(arrays[kind], ends), strict=True)) for kind in _TOKENS}
+    wanted = {sample for sample, skipped in zip(expected["ids"], expected["skipped"], strict=True) if not skipped}
     seen: set[str] = set()
-    files = sorted(product.glob(f"update_{number}.*.npz"))
-    for file in files:
-        rank = f"{where}, rank {file.name.split('.')[1]}"
-        own = dict(_arrays(file))
-        seen |= {key.split(" ", 1)[1] for key in own if key.startswith("update ")}
-        for kind, name in (
-            ("start", "log-probs at the step's start"),
-            ("reference", "log-probs of the frozen reference"),
-            ("update", "log-probs of the update"),
-            ("coefficient", "derivative of the loss by each log-prob"),
-        ):
+    for file in sorted(product.glob(f"update_{number}.*.npz")):
+        own = _arrays(file)
+        seen |= {key.removeprefix("update ") for key in own if key.startswith("update ")}
+        for kind, name in _TOKENS.items():
             scale = float(np.abs(arrays[kind]).max()) if kind == "coefficient" else 1.0
-            for sample, value in zip(expected["ids"], np.split(arrays[kind], ends), strict=True):
-                if f"{kind} {sample}" in own:
-                    found.check(name, f"{rank}, sample {sample}", own[f"{kind} {sample}"], value, scale)
+            for key in own:
+                sample = key.removeprefix(f"{kind} ")
+                if sample != key and sample in by_sample[kind]:
+                    place = f"{where}, rank {file.name.split('.')[1]}, sample {sample}"
+                    found.check(name, place, own[key], by_sample[kind][sample], scale)
     found.check("samples of an update", where, len(seen ^ wanted), 0)
     for file in sorted(product.glob(f"update_{number}.*.json")):
         _compare_report(
             found, f"{where}, rank {file.name.split('.')[1]}", json.loads(file.read_text()), expected, number
         )
-    weights = {key.removeprefix("weight "): value for key, value in arrays.items() if key.startswith("weight ")}
     digests = {file.read_text() for file in product.glob(f"weights_{number}.*.digest")}
     found.check("weights of the ranks", where, len(digests), 1)
-    _compare_tensors(
-        found, "weights after an update", where, dict(_arrays(product / f"weights_{number}.npz")), weights, lr
-    )
+    weights = {key.removeprefix("weight "): value for key, value in arrays.items() if key.startswith("weight ")}
+    found.tensors("weights after an update", where, product / f"weights_{number}.npz", weights, expected["lr"])
 
 
 def _compare_report(
@@ -144,23 +154,22 @@ def _compare_report(
     found.check("clipped or not, weight version", where, report["is_clipped"], expected["is_clipped"])
     found.check("clipped or not, weight version", where, report["version"], number)
     found.check("learning rate", where, report["lr"], expected["lr"], expected["lr"])
-    for name, (value, count) in report["metrics"].items():
-        if name.endswith(_SCORE_DRIFT):
-            found.check("score drift", where, value, 0.0)
-        elif name not in expected["metrics"]:
-            found.not_compared.add(name)
+    known = {name: pair for name, pair in expected["metrics"].items() if pair[1]}
+    own = report["metrics"]
+    values = {name: pair[0] for name, pair in own.items()}
+    found.metrics("metrics of an update", where, values, {name: value for name, (value, _) in known.items()})
+    for name in own.keys() & known.keys():
+        if not name.endswith("_max"):
+            found.check("denominators of the metrics", f"{where}, {name}", own[name][1], known[name][1], known[name][1])
+    for name in own.keys() - expected["metrics"].keys():
+        if name.endswith("/score_drift_max"):
+            found.check("score drift", where, values[name], 0.0)
         else:
-            right, denominator = expected["metrics"][name]
-            found.check("metrics of an update", f"{where}, {name}", value, right, max(abs(right), 1e-2))
-            if not name.endswith("_max"):
-                found.check("denominators of the metrics", f"{where}, {name}", count, denominator, denominator)
-    missing = [name for name, (_, count) in expected["metrics"].items() if count and name not in report["metrics"]]
-    if missing:
-        found.fail(f"{where}: metric {missing[0]} is missing")
+            found.not_compared.add(name)
 
 
 def _compare_rows(found: Comparison, product: Path, updates: list[dict[str, Any]]) -> None:
-    """The step's rows: means over updates by their denominators, extremes, mismatch of the first update."""
+    """The steps' rows: means over updates by their denominators, extremes, mismatch of the first update."""
     rows = {step: row for k in (0, 1) for step, row in json.loads((product / f"rows_{k}.json").read_text()).items()}
     for step in sorted({update["step"] for update in updates}):
         own = [update for update in updates if update["step"] == step]
@@ -171,40 +180,16 @@ def _compare_rows(found: Comparison, product: Path, updates: list[dict[str, Any]
             for name, pair in metrics.items():
                 if pair[1] and (index == 0 or not name.startswith("mismatch/")):
                     sums.setdefault(name, []).append(pair)
-        sums["admission/num_samples"] = [(float(sum(len(update["ids"]) for update in own)), 1.0)]
-        for name, pairs in sums.items():
-            value = rows.get(str(step), {}).get(name)
-            expected = max(v for v, _ in pairs) if name.endswith("_max") else _mean(pairs)
-            if value is None:
-                found.fail(f"step {step}: metric {name} is missing")
-            else:
-                scale = max(abs(expected), 1e-12 if name == "optimizer/lr" else 1e-2)
-                found.check("metrics of a step", f"step {step}, {name}", value, expected, scale)
+        expected = {
+            name: max(v for v, _ in pairs)
+            if name.endswith("_max")
+            else sum(v * count for v, count in pairs) / sum(count for _, count in pairs)
+            for name, pairs in sums.items()
+        }
+        expected["admission/num_samples"] = float(sum(len(update["ids"]) for update in own))
+        found.metrics("metrics of a step", f"step {step}", rows.get(str(step), {}), expected)
 
 
-def _mean(pairs: list[tuple[float, float]]) -> float:
-    return sum(value * count for value, count in pairs) / sum(count for _, count in pairs)
-
-
-def _compare_tensors(
-    found: Comparison,
-    name: str,
-    where: str,
-    own: Mapping[str, np.ndarray],
-    expected: Mapping[str, np.ndarray],
-    scale: float | None = None,
-) -> None:
-    if own.keys() != expected.keys():
-        found.fail(f"{where}: {name} have other names: {sorted(own.keys() ^ expected.keys())[:3]}")
-    for key in sorted(own.keys() & expected.keys()):
-        size = float(np.abs(expected[key]).max()) if scale is None else scale
-        found.check(name, f"{where}, {key}", own[key], expected[key], size)
-
-
-def _exact(found: Comparison, name: str, left: Path, right: Path) -> None:
-    _compare_tensors(found, name, right.stem, dict(_arrays(right)), dict(_arrays(left)), 1.0)
-
-
-def _arrays(file: Path) -> Iterator[tuple[str, np.ndarray]]:
+def _arrays(file: Path) -> dict[str, Any]:
     with np.load(file) as stored:
-        yield from ((name, stored[name]) for name in stored.files)
+        return {name: stored[name] for name in stored.files}

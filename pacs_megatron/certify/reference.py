@@ -39,8 +39,6 @@ class Batch:
     sampler: Logps
     entropies: list[Tensor]
     """of the whole distributions, float64 [response], with graph"""
-    index: int
-    """number of the update in its step, from 0"""
 
     @property
     def lens(self) -> Tensor:
@@ -252,7 +250,7 @@ def _passes(o: Mapping[str, Any], index: int) -> Metrics:
 
 # ------------------------------------------------------------------------------------------------------- model, optimizer
 class Model:
-    """A transformers model in float64. Parameters and their moments have the names of a checkpoint."""
+    """A transformers model in float64. `named` gives parameters and their moments the names of a checkpoint."""
 
     def __init__(self, folder: Path, temperature: float) -> None:
         from transformers import AutoModelForCausalLM
@@ -263,19 +261,34 @@ class Model:
             if hasattr(module, "variance_epsilon"):  # transformers' norms compute in float32
                 module.forward = _Norm(module)
         self.temperature = temperature
-        self.parameters = dict(self.model.named_parameters())
+        self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
 
     def sample(self, ids: np.ndarray, prompt_len: int) -> tuple[Tensor, Tensor]:
         """(log-probs, entropies) of one sample's response, with graph."""
         tokens = torch.from_numpy(ids.astype(np.int64))
         logits = self.model(tokens[None], use_cache=False).logits[0, prompt_len - 1 : -1]
         every = torch.log_softmax(logits / self.temperature, dim=-1)
-        entropy = -(every.exp() * every).sum(-1)
-        return every.gather(1, tokens[prompt_len:, None])[:, 0], entropy
+        return every.gather(1, tokens[prompt_len:, None])[:, 0], -(every.exp() * every).sum(-1)
 
     def named(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
-        """`values` by parameter, with one tensor for each expert's projection as in a checkpoint."""
+        """With one tensor for each expert's projection."""
         return {name: part.detach().numpy() for key, value in values.items() for name, part in _unstacked(key, value)}
+
+    def copy(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def set(self, weights: Mapping[str, Tensor]) -> None:
+        for name, p in self.parameters.items():
+            p.copy_(weights[name])
+
+
+class _Norm:
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.module.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.module.variance_epsilon)
 
 
 def random_model(folder: Path, seed: int) -> None:
@@ -283,39 +296,24 @@ def random_model(folder: Path, seed: int) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(std=0.12)
     config = (folder / "config.json").read_text()
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(std=0.12)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(config)
-
-
-class _Norm:
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(self, x: Tensor) -> Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.module.variance_epsilon)
-        return self.module.weight * (x * scale)
 
 
 def _unstacked(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     base, _, last = name.rpartition(".experts.")
     if not base:
         yield name, value
-        return
-    for number, expert in enumerate(value):
-        if last == "down_proj":
-            yield f"{base}.experts.{number}.down_proj.weight", expert
-        else:
-            gate, up = expert.chunk(2, dim=0)
-            yield f"{base}.experts.{number}.gate_proj.weight", gate
-            yield f"{base}.experts.{number}.up_proj.weight", up
+    for number, expert in enumerate(value) if base else ():
+        names, parts = ("down_proj",), (expert,)
+        if last != "down_proj":
+            names, parts = ("gate_proj", "up_proj"), expert.chunk(2, dim=0)
+        yield from ((f"{base}.experts.{number}.{k}.weight", part) for k, part in zip(names, parts, strict=True))
 
 
 class Adam:
@@ -366,56 +364,44 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.case = json.loads((folder / "case.json").read_text())
-        self.data = dict(np.load(folder / "steps.npz"))
+        self.case: dict[str, Any] = json.loads((folder / "case.json").read_text())
+        self.options = self.case["objective"]
+        self.data: dict[str, Any] = dict(np.load(folder / "steps.npz"))
         self.model = Model(folder / "model", self.case["temperature"])
         total = self.case["steps"] * self.case["updates_per_step"]
         self.adam = Adam(self.model.parameters, self.case["optimizer"], self.case["clip_grad"], total)
 
-    def rows(self, step: int, name: str) -> np.ndarray:
-        return self.data[f"{step}.{name}"]
-
-    def logps(self, step: int, rows: Sequence[int], *, graph: bool) -> tuple[Logps, Logps]:
-        """(log-probs, entropies) of some samples."""
-        bounds = np.concatenate([[0], np.cumsum(self.rows(step, "prompt_lens") + self.rows(step, "response_lens"))])
-        with torch.set_grad_enabled(graph):
-            found = [
-                self.model.sample(
-                    self.rows(step, "tokens")[bounds[row] : bounds[row + 1]], self.rows(step, "prompt_lens")[row]
-                )
-                for row in rows
-            ]
+    def logps(self, step: int, rows: Sequence[int] | None = None) -> tuple[Logps, Logps]:
+        """(log-probs, entropies) of some samples, with a graph; None: of all, without."""
+        tokens, prompt_lens = self.data[f"{step}.tokens"], self.data[f"{step}.prompt_lens"]
+        bounds = np.cumsum([0, *(prompt_lens + self.data[f"{step}.response_lens"])])
+        with torch.set_grad_enabled(rows is not None):
+            wanted = range(len(prompt_lens)) if rows is None else rows
+            found = [self.model.sample(tokens[bounds[r] : bounds[r + 1]], prompt_lens[r]) for r in wanted]
         return [f[0] for f in found], [f[1] for f in found]
-
-    def split(self, step: int, values: np.ndarray) -> Logps:
-        """Flat values of all response tokens, by sample."""
-        ends = np.cumsum(self.rows(step, "response_lens"))[:-1]
-        return [torch.from_numpy(part.astype(np.float64)) for part in np.split(values, ends)]
 
     def minibatches(self, step: int) -> list[list[int]]:
         """Rows of each update: equal shares of the groups, in order."""
-        groups = self.rows(step, "groups")
+        groups = self.data[f"{step}.groups"]
         num, parts = int(groups.max()) + 1, min(self.case["updates_per_step"], int(groups.max()) + 1)
         bounds = [round(num * k / parts) for k in range(parts + 1)]
         return [[r for r, g in enumerate(groups) if bounds[k] <= g < bounds[k + 1]] for k in range(parts)]
 
-    def batch(
-        self, step: int, rows: list[int], index: int, logps: tuple[Logps, Logps], starts: Logps, frozen: Logps
-    ) -> Batch:
-        """`logps`: log-probs and entropies."""
-        groups = self.rows(step, "groups")[rows]
-        sampler = self.split(step, self.rows(step, "sampler"))
+    def batch(self, step: int, rows: list[int], own: tuple[Logps, Logps], starts: Logps, frozen: Logps) -> Batch:
+        """`own`: log-probs and entropies."""
+        groups = self.data[f"{step}.groups"][rows]
+        ends = np.cumsum(self.data[f"{step}.response_lens"])[:-1]
+        sampler = np.split(self.data[f"{step}.sampler"].astype(np.float64), ends)
         return Batch(
-            options=self.case["objective"],
-            groups=[[int(r) for r in np.flatnonzero(groups == group)] for group in np.unique(groups)],
-            labels=torch.from_numpy(self.rows(step, "labels")[rows]),
-            rewards=torch.from_numpy(self.rows(step, "rewards")[rows]),
-            logps=logps[0],
-            entropies=logps[1],
+            options=self.options,
+            groups=[np.flatnonzero(groups == group).tolist() for group in np.unique(groups)],
+            labels=torch.from_numpy(self.data[f"{step}.labels"][rows]),
+            rewards=torch.from_numpy(self.data[f"{step}.rewards"][rows]),
+            logps=own[0],
+            entropies=own[1],
             starts=[starts[row] for row in rows],
             frozen=[frozen[row] for row in rows],
-            sampler=[sampler[row] for row in rows],
-            index=index,
+            sampler=[torch.from_numpy(sampler[row]) for row in rows],
         )
 
     def prepare(self) -> None:
@@ -423,86 +409,70 @@ class Reference:
         norm that some updates exceed."""
         norms = []
         for step in range(1, self.case["steps"] + 1):
-            size = len(self.rows(step, "labels"))
-            starts = self.logps(step, range(size), graph=False)[0]
-            noisy = torch.cat(starts).numpy() + self.rows(step, "noise")
-            self.data[f"{step}.sampler"] = noisy.astype(np.float32)
-            for index, rows in enumerate(self.minibatches(step) if self.case["clip_grad"] else []):
+            starts = self.logps(step)[0]
+            self.data[f"{step}.sampler"] = (torch.cat(starts).numpy() + self.data[f"{step}.noise"]).astype(np.float32)
+            for rows in self.minibatches(step) if self.case["clip_grad"] else []:
                 self.model.model.zero_grad()
-                logps = self.logps(step, rows, graph=True)
-                OBJECTIVES[self.case["objective"]["name"]](self.batch(step, rows, index, logps, starts, starts))[
-                    0
-                ].backward()
+                batch = self.batch(step, rows, self.logps(step, rows), starts, starts)
+                torch.autograd.backward(OBJECTIVES[self.options["name"]](batch)[0])
                 norms.append(self.adam.norm())
         np.savez(self.folder / "steps.npz", **self.data)
         if norms:
             low, high = sorted(norms)[(len(norms) - 1) // 2 : (len(norms) + 3) // 2]
-            self.case["clip_grad"] = self.case["objective"]["clip_grad"] = math.sqrt(low * high)
+            self.case["clip_grad"] = math.sqrt(low * high)
         (self.folder / "case.json").write_text(json.dumps(self.case))
 
     def train(self) -> None:
         """All updates of the case."""
         (self.folder / "reference").mkdir()
         updates: list[dict[str, Any]] = []
-        frozen_weights = {name: p.detach().clone() for name, p in self.model.parameters.items()}
+        frozen_weights = self.model.copy()
         for step in range(1, self.case["steps"] + 1):
-            everything = range(len(self.rows(step, "labels")))
-            starts = self.logps(step, everything, graph=False)[0]
-            frozen = self._with_weights(frozen_weights, lambda s=step, e=everything: self.logps(s, e, graph=False)[0])
+            starts, own = self.logps(step)[0], self.model.copy()
+            self.model.set(frozen_weights)
+            frozen = self.logps(step)[0]
+            self.model.set(own)
             for index, rows in enumerate(self.minibatches(step)):
-                updates.append(self._update(step, index, rows, starts, frozen, len(updates) + 1))
-            reset = self.case["objective"].get("reset_every")
+                arrays, numbers = self._update(step, index, rows, starts, frozen)
+                updates.append(numbers)
+                np.savez(self.folder / "reference" / f"update_{len(updates)}.npz", **arrays)
+            reset = self.options.get("reset_every")
             if reset and step % reset == 0:
-                frozen_weights = {name: p.detach().clone() for name, p in self.model.parameters.items()}
+                frozen_weights = self.model.copy()
                 self.adam.reset()
         for kind, values in (("exp_avg", self.adam.first), ("exp_avg_sq", self.adam.second)):
             np.savez(self.folder / "reference" / f"{kind}.npz", **self.model.named(values))
         (self.folder / "reference" / "updates.json").write_text(json.dumps(updates))
 
-    def _with_weights(self, weights: Mapping[str, Tensor], compute: Callable[[], Logps]) -> Logps:
-        own = {name: p.detach().clone() for name, p in self.model.parameters.items()}
-        try:
-            self._set(weights)
-            return compute()
-        finally:
-            self._set(own)
-
-    @torch.no_grad()
-    def _set(self, weights: Mapping[str, Tensor]) -> None:
-        for name, p in self.model.parameters.items():
-            p.copy_(weights[name])
-
     def _update(
-        self, step: int, index: int, rows: list[int], starts: Logps, frozen: Logps, number: int
-    ) -> dict[str, Any]:
-        o, case = self.case["objective"], self.case
+        self, step: int, index: int, rows: list[int], starts: Logps, frozen: Logps
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(arrays, numbers) of one update."""
+        o, case, n = self.options, self.case, len(rows)
         self.model.model.zero_grad()
-        logps, entropies = self.logps(step, rows, graph=True)
+        logps, entropies = self.logps(step, rows)
         for logp in logps:
             logp.retain_grad()
-        batch = self.batch(step, rows, index, (logps, entropies), starts, frozen)
+        batch = self.batch(step, rows, (logps, entropies), starts, frozen)
         loss, metrics = OBJECTIVES[o["name"]](batch)
-        loss.backward()
-        coefficients = [torch.zeros_like(p) if p.grad is None else p.grad for p in logps]
-        largest = max(float(c.abs().max()) for c in coefficients)
-        is_zero = [float(c.abs().max()) <= 1e-12 * largest for c in coefficients]
-        skipped = [index == 0 and _skips_zero_gradient(o) and zero for zero in is_zero]
+        torch.autograd.backward(loss)
+        slopes = [torch.zeros_like(p) if p.grad is None else p.grad for p in logps]
+        least = 1e-12 * max(float(c.abs().max()) for c in slopes)
+        skips = index == 0 and _skips_zero_gradient(o)
+        skipped = [skips and float(c.abs().max()) <= least for c in slopes]
         norm, lr = self.adam.norm(), self.adam.rate((step - 1) * case["updates_per_step"] + index + 1)
         self.adam.step(lr)
-        seen = [k for k in range(len(rows)) if not skipped[k]]
+        seen = [k for k in range(n) if not skipped[k]]
         if seen:
             forward = [torch.cat([values[k].detach() for k in seen]) for values in (logps, entropies, batch.sampler)]
             metrics |= _token_metrics(forward[0], forward[1], forward[2], case)
-        n = len(rows)
         metrics |= _passes(o, index) | {"objective/loss": (float(loss.detach()), n)}
         if o["name"] != "sft":
-            metrics[f"{o['name']}/truncated_frac"] = (float(self.rows(step, "truncated")[rows].mean()), n)
+            metrics[f"{o['name']}/truncated_frac"] = (float(self.data[f"{step}.truncated"][rows].mean()), n)
         arrays = {f"weight {name}": value for name, value in self.model.named(self.model.parameters).items()}
-        for name, values in (("update", logps), ("coefficient", coefficients), ("start", batch.starts)):
-            arrays[name] = torch.cat(values).detach().numpy()
-        arrays["reference"] = torch.cat(batch.frozen).numpy()
-        np.savez(self.folder / "reference" / f"update_{number}.npz", **arrays)
-        return {
+        sources = {"update": logps, "coefficient": slopes, "start": batch.starts, "reference": batch.frozen}
+        arrays |= {name: torch.cat(values).detach().numpy() for name, values in sources.items()}
+        return arrays, {
             "step": step,
             "ids": [case["ids"][str(step)][row] for row in rows],
             "lens": [len(logp) for logp in logps],

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from pacs_megatron.certify.certificate import Certificate, certificate_folder
@@ -48,8 +49,8 @@ def certify(
     folder = out or certificate_folder(loaded)
     work = folder / ".work"
     start, comparison = time.monotonic(), Comparison(is_bf16=case.config.precision.dtype == "bf16")
+    _import(place)
     if place is not None and place.rank:
-        _import()
         _attempts_of_rank(case, work, place)
         return None
     shutil.rmtree(work, ignore_errors=True)
@@ -83,8 +84,11 @@ def make_case(loaded: LoadedConfig, world: int | None) -> Case:
     return shrink(config, hf_config, layout_of(config, ranks), world=world)
 
 
-def _import() -> None:
-    """Once, before the processes fork: each would need seconds."""
+def _import(place: RankPlace | None) -> None:
+    """Sets the ranks' environment, then imports once, before the processes fork: each would need seconds."""
+    os.environ.update(rank_environment(1 if place is None else place.local_world_size, single_host=place is None))
+    if place is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
     import transformers  # noqa: F401
 
@@ -96,10 +100,6 @@ def _import() -> None:
 
 def _run(case: Case, work: Path, place: RankPlace | None, processes: _Processes, seed: int) -> None:
     """All phases. The reference trains beside the ranks."""
-    os.environ.update(rank_environment(1 if place is None else place.local_world_size, single_host=place is None))
-    if place is None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    _import()
     from pacs_megatron.certify import ranks, reference
 
     if case.config.objective.name not in reference.OBJECTIVES:
@@ -116,31 +116,20 @@ def _run(case: Case, work: Path, place: RankPlace | None, processes: _Processes,
         _attempts_of_rank(case, work, place)
     for number in (0, 1) if place is None else ():
         world, port = case.layouts[number].world_size, _free_port()
-        processes.wait(
-            [
-                processes.start(
-                    f"attempt {number + 1}, rank {rank}",
-                    lambda: ranks.attempt(case, work, number),  # noqa: B023  (the process starts at once)
-                    RankPlace(
-                        rank=rank,
-                        world_size=world,
-                        local_rank=rank,
-                        local_world_size=world,
-                        master_addr="127.0.0.1",
-                        master_port=port,
-                    ).variables(),
-                )
-                for rank in range(world)
-            ]
-        )
-    processes.wait([processes.start("conversion", lambda: ranks.convert(work)), trainer])
+        pids = []
+        for rank in range(world):
+            variables = RankPlace(rank, world, rank, world, "127.0.0.1", port).variables()
+            name = f"attempt {number + 1}, rank {rank}"
+            pids.append(processes.start(name, partial(ranks.attempt, case, work, number), variables))
+        processes.wait(pids)
+    processes.wait([processes.start("conversion", partial(ranks.convert, work)), trainer])
 
 
 def _attempts_of_rank(case: Case, work: Path, place: RankPlace) -> None:
     """Both attempts in this process, a rank of a job."""
     from pacs_megatron.certify import ranks
 
-    os.environ.update(rank_environment(place.local_world_size, single_host=False) | place.variables())
+    os.environ.update(place.variables())
     for number in (0, 1):
         ranks.attempt(case, work, number)
 

@@ -51,7 +51,11 @@ def shrink(config: RunConfig, hf_config: Mapping[str, Any], user: Layout, *, wor
     after = _neighbour(layout, is_fixed=world is not None, is_moe=read_spec(hf_config).moe is not None)
     tiny = _tiny_model(hf_config, layout, after, is_gpu=world is not None)
     updates = min(config.batch.updates_per_step, MAX_UPDATES)
+    # The first attempt ends inside a step, unless a step has one update. A reset reference is used after the resume.
+    resets = getattr(config.objective, "reset_every", None) is not None
     steps, stop_after = (5, 3) if updates == 1 else (3, len(_groups_of_step(1, updates)) + 1)
+    if resets and updates > 1:
+        steps, stop_after = steps + 1, stop_after + updates
     changed = _changes(config, updates, steps, tiny, on_cpu=world is None)
     after_text = _text(after) if after != layout else "the same layout: no other one fits"
     notes = [f"layout: {_text(layout)} for {_text(user)}; resumed in {after_text}"]
@@ -97,19 +101,12 @@ def _neighbour(layout: Layout, *, is_fixed: bool, is_moe: bool) -> Layout:
         two = replace(layout, world_size=2) if is_moe else replace(layout, world_size=2, tp=2)
         return layout if is_fixed else two
     if tp % 2 == 0:
-        return _with_ep(replace(layout, tp=tp // 2, sequence_parallel=sp and tp > 2), layout)
+        return replace(layout, tp=tp // 2, sequence_parallel=sp and tp > 2)
     if layout.pp % 2 == 0:
-        return _with_ep(replace(layout, pp=layout.pp // 2, vpp=layout.vpp if layout.pp > 2 else None), layout)
+        return replace(layout, pp=layout.pp // 2, vpp=layout.vpp if layout.pp > 2 else None)
     if layout.cp % 2 == 0:
-        return _with_ep(replace(layout, cp=layout.cp // 2), layout)
-    if layout.dp % 2 == 0:
-        return _with_ep(replace(layout, tp=2 * tp, sequence_parallel=sp or is_moe), layout)
-    return layout
-
-
-def _with_ep(layout: Layout, fallback: Layout) -> Layout:
-    """`layout`, if its expert parallelism divides a stage's ranks."""
-    return fallback if (layout.world_size // layout.pp) % layout.ep else layout
+        return replace(layout, cp=layout.cp // 2)
+    return replace(layout, tp=2 * tp, sequence_parallel=sp or is_moe) if layout.dp % 2 == 0 else layout
 
 
 def _tiny_model(hf: Mapping[str, Any], first: Layout, second: Layout, *, is_gpu: bool) -> dict[str, Any]:
@@ -167,6 +164,9 @@ def _changes(config: RunConfig, updates: int, steps: int, tiny: Mapping[str, Any
         "precision": {},
         "objective": {},
     }
+    for key in ("clip_low", "clip_high"):  # ratios change by a few per cent
+        if getattr(objective, key, 0.0) >= 0.05:
+            changed["objective"][key] = 0.1 * getattr(objective, key)
     reset_every = getattr(objective, "reset_every", None)
     if reset_every is not None:
         changed["objective"]["reset_every"] = min(reset_every, 2)
@@ -205,11 +205,12 @@ def write_samples(case: Case, folder: Path, seed: int) -> None:
         labels = rng.integers(0, 2, len(groups)).astype(np.float64)
         first = np.cumsum([0, *sizes[:-1]])
         labels[first], labels[first + np.array(sizes) - 1] = 0.0, 1.0
-        labels[groups == len(sizes) - 1] = float(step % 2)
+        last = (groups == len(sizes) - 1) & (len(sizes) > 1)
+        labels[last] = float(step % 2)
         prompt_lens = rng.integers(1, PROMPT + 1, len(sizes))[groups]
         response_lens = rng.integers(1, RESPONSE + 1, len(groups))
         response_lens[-1] = RESPONSE
-        rewards = labels + np.where(groups == len(sizes) - 1, 0.0, rng.normal(0, 0.1, len(groups)))
+        rewards = labels + np.where(last, 0.0, rng.normal(0, 0.1, len(groups)))
         arrays |= {
             f"{step}.groups": groups,
             f"{step}.labels": labels,
@@ -218,7 +219,9 @@ def write_samples(case: Case, folder: Path, seed: int) -> None:
             f"{step}.response_lens": response_lens,
             f"{step}.truncated": rng.random(len(groups)) < 0.3,
             f"{step}.tokens": rng.integers(0, _VOCAB, int((prompt_lens + response_lens).sum())).astype(np.int32),
-            f"{step}.noise": rng.normal(0, 0.4, int(response_lens.sum())),
+            # Of tokens and of whole samples, so that every cap of an importance weight applies to some.
+            f"{step}.noise": rng.normal(0, 0.4, int(response_lens.sum()))
+            + np.repeat(rng.normal(0, 0.7, len(groups)), response_lens),
         }
         ids[step] = [f"{step}:case/{(7 * g) % 11}-{g}#{row}" for row, g in enumerate(groups)]
     np.savez(folder / "steps.npz", **arrays)

@@ -35,12 +35,13 @@ class Planted:
     def plant(self, patch: pytest.MonkeyPatch) -> None:
         owner, name = _owner(self.target)
         raw = owner.__dict__[name]
-        original = raw.__func__ if isinstance(raw, classmethod | staticmethod) else raw
+        is_wrapped = isinstance(raw, classmethod | staticmethod | property)
+        original = raw.fget if isinstance(raw, property) else raw.__func__ if is_wrapped else raw
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
             return self.change(original, *args, **kwargs)
 
-        patch.setattr(owner, name, type(raw)(replaced) if isinstance(raw, classmethod | staticmethod) else replaced)
+        patch.setattr(owner, name, type(raw)(replaced) if is_wrapped else replaced)
 
 
 def _owner(target: str) -> tuple[Any, str]:
@@ -207,14 +208,11 @@ PLANTED: dict[str, Planted] = {
     # --------------------------------------------------------------------------------------------------------- head
     "gradient of the head 0.1 % high": Planted(target=f"{POLICY}.model.token_logprobs", change=_steep),
     "padding of the vocabulary has probability": Planted(
-        target=f"{POLICY}.head._chunk_logits",
-        change=lambda original, hidden, weight, valid, temperature: original(
-            hidden, weight, weight.shape[0], temperature
-        ),
+        target=f"{POLICY}.head._Head.num_valid", change=lambda original, self: self.weight.shape[0]
     ),
-    "temperature is ignored": Planted(
-        target=f"{POLICY}.head._chunk_logits",
-        change=lambda original, hidden, weight, valid, temperature: original(hidden, weight, valid, 1.0),
+    "temperature is missing in the backward pass": Planted(
+        target=f"{POLICY}.head._Head.gradient_of_logits",
+        change=lambda original, self, *args: original(replace(self, temperature=1.0), *args),
         changes=TEMPERATURE,
     ),
     "entropy in bits": Planted(target=f"{POLICY}.model.token_logprobs", change=_in_bits),
