@@ -232,10 +232,10 @@ OBJECTIVES: dict[str, Callable[[Batch], tuple[Tensor, Metrics]]] = {
 def _skips_zero_gradient(o: Mapping[str, Any]) -> bool:
     """Whether a step's first update leaves samples out whose gradient is exactly 0 (docs/metrics.md)."""
     if o["name"] == "pacs":
-        return o["reference"] == "step_start" and o["importance_cap"] is None
+        return bool(o["reference"] == "step_start" and o["importance_cap"] is None)
     if o["name"] == "sft" or o.get("kl_coef", 0) > 0 or o.get("entropy_coef", 0) > 0:
         return False
-    return o.get("importance_level") != "sequence"
+    return bool(o.get("importance_level") != "sequence")
 
 
 def _passes(o: Mapping[str, Any], index: int) -> Metrics:
@@ -310,10 +310,10 @@ def _unstacked(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     if not base:
         yield name, value
     for number, expert in enumerate(value) if base else ():
-        names, parts = ("down_proj",), (expert,)
+        parts = {"down_proj": expert}
         if last != "down_proj":
-            names, parts = ("gate_proj", "up_proj"), expert.chunk(2, dim=0)
-        yield from ((f"{base}.experts.{number}.{k}.weight", part) for k, part in zip(names, parts, strict=True))
+            parts = dict(zip(("gate_proj", "up_proj"), expert.chunk(2, dim=0), strict=True))
+        yield from ((f"{base}.experts.{number}.{name}.weight", part) for name, part in parts.items())
 
 
 class Adam:
@@ -336,7 +336,7 @@ class Adam:
         """Learning rate of the planned update `number`, from 1."""
         o, warmup = self.o, min(self.o["warmup_updates"], self.total - 1)
         if number <= warmup:
-            return float(o["lr"]) * number / warmup
+            return float(o["lr"] * number / warmup)
         if o["schedule"] == "constant":
             return float(o["lr"])
         last = self.total + (o["min_lr"] == 0)  # the last update has min_lr, unless it would change nothing

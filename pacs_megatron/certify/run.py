@@ -131,14 +131,15 @@ class _Processes:
     """Forked processes that run `action`, each with a log; with `world`, as ranks of a world of that size."""
 
     def __init__(self, work: Path, name: str, action: Callable[[], None], world: int = 0) -> None:
-        from torch.multiprocessing import start_processes
+        from torch.multiprocessing.spawn import start_processes
 
         self._work, self._name, self._start = work, name, time.monotonic()
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
         options: dict[str, Any] = {"join": False, "daemon": True, "start_method": "fork"}
-        self._context = start_processes(self._child, (action, world, port), nprocs=world or 1, **options)
+        arguments = (action, world, port)
+        self._context: Any = start_processes(self._child, arguments, nprocs=world or 1, **options)  # type: ignore[no-untyped-call]
 
     def _child(self, rank: int, action: Callable[[], None], world: int, port: int) -> None:
         log = os.open(self._work / f"{self._name} {rank}.log", os.O_CREAT | os.O_WRONLY)

@@ -63,10 +63,6 @@ def _wrong_slope(original: Any, psi: Any, labels: Any) -> Any:
     return loss, torch.where(labels == 0.0, 0.98 * slope, slope)
 
 
-def _k3_reversed(original: Any, tokens: Any) -> Any:
-    return original(replace(tokens, logprobs=tokens.reference_logprobs, reference_logprobs=tokens.logprobs))
-
-
 def _without_last_sample(original: Any, *args: Any) -> Any:
     rows = original(*args)
     return [*rows[:-1], rows[-1][:-1]]
@@ -168,30 +164,35 @@ def _forget_schedule(run: Any) -> None:
 PLANTED: dict[str, Planted] = {
     # ---------------------------------------------------------------------------------------------------- objective
     "score without G/(G-1)": Planted(
-        target=f"{OBJECTIVES}.scores._leave_one_out", change=lambda original, groups: torch.ones_like(original(groups))
+        target=f"{OBJECTIVES}.shared.scores._leave_one_out",
+        change=lambda original, groups: torch.ones_like(original(groups)),
     ),
     "class weights squared": Planted(
         target=f"{OBJECTIVES}.pacs.class_weights", change=lambda original, *args: original(*args) ** 2
     ),
     "slope of wrong responses 2 % low": Planted(target=f"{OBJECTIVES}.pacs.sample_loss", change=_wrong_slope),
     "biased standard deviation": Planted(
-        target=f"{OBJECTIVES}.groups.Groups.std",
+        target=f"{OBJECTIVES}.shared.groups.Groups.std",
         change=lambda original, self, values: torch.sqrt(self.total(values * values) / self.sizes),
         changes=GRPO,
     ),
     "sequence mean without lengths": Planted(
-        target=f"{OBJECTIVES}.grpo.mean_weights",
+        target=f"{OBJECTIVES}.shared.policy_gradient.mean_weights",
         change=lambda original, lens, *args: np.full(len(lens), 1.0 / (len(lens) * 7)),
         changes=GRPO,
     ),
-    "KL of the other direction": Planted(target=f"{OBJECTIVES}.grpo._k3", change=_k3_reversed, changes=GRPO),
+    "KL of the other direction": Planted(
+        target=f"{OBJECTIVES}.shared.policy_gradient.PolicyGradient._estimate",
+        change=lambda original, self, log_ratio: original(self, -log_ratio),
+        changes=GRPO,
+    ),
     "importance without its cap": Planted(
-        target=f"{OBJECTIVES}.grpo.Grpo._importance",
-        change=lambda original, self, tokens: self._sampler_ratio(tokens),
+        target=f"{OBJECTIVES}.shared.policy_gradient.PolicyGradient._importance",
+        change=lambda original, self, tokens, prepared: self._sampler_ratio(tokens, prepared),
         changes=GRPO,
     ),
     "ratio never clipped from below": Planted(
-        target=f"{OBJECTIVES}.grpo.Grpo.__init__",
+        target=f"{OBJECTIVES}.shared.policy_gradient.PolicyGradient.__init__",
         change=lambda original, self, options: original(self, options.model_copy(update={"clip_low": 0.99})),
         changes=GRPO,
     ),
@@ -283,7 +284,9 @@ PLANTED: dict[str, Planted] = {
     ),
     "the export rounds": Planted(
         target="pacs_megatron.checkpoint.hf_folder.HfFolderWriter.put",
-        change=lambda original, self, name, tensor: original(self, name, tensor.bfloat16().to(tensor.dtype)),
+        change=lambda original, self, name, tensor, *args: original(
+            self, name, tensor.bfloat16().to(tensor.dtype), *args
+        ),
     ),
     "experts in the other order": Planted(
         target="pacs_megatron.convert.convert.Entry.to_hf",
