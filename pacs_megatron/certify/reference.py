@@ -117,7 +117,7 @@ def _advantages(batch: Batch) -> Tensor:
         correct, wrong = {"both": (o["positive_weight"], -1.0), "positive": (1.0, 0.0), "negative": (0.0, -1.0)}[
             o["classes"]
         ]
-        return torch.where(batch.labels == 1, correct, wrong).double()
+        return batch.labels * correct + (1 - batch.labels) * wrong
     rewards = batch.rewards.clone()
     if o.get("overlong_length") is not None:
         excess = (batch.lens - o["overlong_length"] + o["overlong_buffer"]) / o["overlong_buffer"]
@@ -145,7 +145,10 @@ def policy_gradient(batch: Batch) -> tuple[Tensor, Metrics]:
     tokens, total = float(batch.lens.sum()), torch.zeros((), dtype=torch.float64)
     clipped, kl, weights, cut, corrected = 0.0, 0.0, 0.0, 0.0, 0.0
     for row, (logp, a) in enumerate(zip(batch.logps, advantage.tolist(), strict=True)):
-        log_ratio, ones = logp - batch.starts[row], torch.ones_like(logp)
+        # Of a sample's ratio with a weight for each token, each token has the sample's loss with its own derivative.
+        by_token = name in ("gspo", "luspo", "rloo") and o["importance"] != "none"
+        own = logp.detach().requires_grad_() if by_token else logp
+        log_ratio, ones = own - batch.starts[row], torch.ones_like(own)
         ratio = (
             ones
             * {"gspo": log_ratio.mean(), "luspo": log_ratio.mean(), "rloo": log_ratio.sum()}.get(name, log_ratio).exp()
@@ -161,9 +164,8 @@ def policy_gradient(batch: Batch) -> tuple[Tensor, Metrics]:
             w = ones.detach() * (w.sum() if o["importance_level"] == "sequence" else w).exp()
             outside = (w > o["importance_cap"]) | (w < (o["importance_floor"] or 0.0))
             factor = w.clamp(max=o["importance_cap"]) if o["importance"] == "truncate" else w * ~outside
-            if name in ("gspo", "luspo", "rloo"):  # each token has the sample's loss, with its own gradient
-                slope = torch.autograd.grad(loss.sum(), logp, retain_graph=True)[0]
-                loss = loss.detach() + slope * (logp - logp.detach())
+            if by_token:
+                loss = loss.detach() + torch.autograd.grad(loss.sum(), own)[0] * (logp - logp.detach())
             loss = loss * factor
             if a:
                 weights, cut, corrected = weights + float(factor.sum()), cut + int(outside.sum()), corrected + len(w)
