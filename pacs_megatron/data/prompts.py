@@ -23,7 +23,7 @@ _RESERVED = frozenset({"conversation", "tokenize", "add_generation_prompt", "cha
 _BATCH = 1024
 _BREAK = "\ue000"
 """Private-use character that marks where the text of a problem is cut before it is encoded."""
-_TEMPLATE_LIMIT_S = 8.0
+_TEMPLATE_LIMIT_S = 5.0
 """For one batch of prompts, which usually takes 0.02 s."""
 _TEMPLATE_MEMORY_BYTES = 2 * 2**30
 """For the texts of one batch"""
@@ -83,7 +83,7 @@ def dataset_name(dataset: DatasetOptions) -> str:
 def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[str]:
     """The text of each prompt, up to the start of the response, for `tokenize`.
 
-    Raises DataError if the template fails, runs for more than 8 s or writes far more text than it is given.
+    Raises DataError if the template fails, runs for more than 5 s or writes far more text than it is given.
     """
     system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     suffix = f" {data.prompt_suffix}" if data.prompt_suffix else ""

@@ -205,7 +205,15 @@ for _word in OVERRIDES:
     plain(f"override {_word[:60]}", "train", "{r}", _word)
 URLS = ("file:///etc/passwd", "http://h:99999", "http://", "h", "http://user:pw@h:1", "http://h:1/$(id)")
 for _word in URLS:
-    plain(f"url {_word}", "config", "show", "{r}", "rollout={{engine: sglang, urls: ['" + _word + "']}}")
+    plain(
+        f"url {_word}",
+        "config",
+        "show",
+        "{r}",
+        "rollout={{engine: sglang, urls: ['"
+        + _word
+        + "'], sampling: {{max_response_tokens: 12}}, sync: {{transport: disk}}}}",
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
@@ -340,7 +348,7 @@ for _name in REPLIES:
         f"server replies {_name}",
         "preflight",
         "{r}",
-        "rollout={{engine: sglang, urls: ['{s}'], sampling: {{max_response_tokens: 12}}}}",
+        "rollout={{engine: sglang, urls: ['{s}'], sampling: {{max_response_tokens: 12}}, sync: {{transport: disk}}}}",
     )
 plain("hub refuses", "fetch", "{r}", "model.path=some/model")
 plain("data of no hub", "data", "preview", "{r}", "data.train.path=some/data")
