@@ -97,6 +97,7 @@ def complete(chunks: Sequence[DistributedDataParallel]) -> None:
                     group.start_param_sync(force_sync=True)
 
 
+@torch.no_grad()
 def export(
     models: Sequence[PolicyModel], table: WeightTable, readable: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> Iterator[tuple[str, Tensor]]:

@@ -22,6 +22,14 @@ STEPS = [random_step(seed) for seed in range(4)]
 OBJECTIVE = PacsOptions(name="pacs", reference="frozen")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16-tp2-dp2-distributed": (4, {"dtype": "bf16", "tp": 2, "distributed_optimizer": True}),
+    "bf16-dp2-overlap": (
+        2,
+        {
+            "dtype": "bf16",
+            "distributed_optimizer": True,
+            "megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+        },
+    ),
     "bf16-tp2": (2, {"dtype": "bf16", "tp": 2}),
     "fp32-dp2-distributed": (2, {"distributed_optimizer": True}),
     "fp32-pp2-recompute": (2, {"pp": 2, "recompute": {"granularity": "full"}}),
