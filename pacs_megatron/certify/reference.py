@@ -67,7 +67,8 @@ def pacs(batch: Batch) -> tuple[Tensor, Metrics]:
             weight[row] = {"question": question, "only_positive": label, "only_negative": 1 - label, "none": 1.0}[
                 o["weighting"]
             ]
-    score, metrics = torch.stack(psi), {}
+    score = torch.stack(psi)
+    metrics: Metrics = {}
     if o["importance_cap"] is not None:
         ratios = [(start - old).mean().exp() for start, old in zip(batch.starts, batch.sampler, strict=True)]
         factor = torch.stack(ratios).clamp(max=o["importance_cap"])
@@ -107,7 +108,8 @@ def _pacs_scores(r: Tensor, o: Mapping[str, Any]) -> Sequence[Tensor]:
 
 def _kl(estimator: str, logp: Tensor, reference: Tensor) -> Tensor:
     q = reference - logp
-    return {"k1": -q, "k2": 0.5 * q * q, "k3": torch.expm1(q) - q}[estimator]
+    found: dict[str, Tensor] = {"k1": -q, "k2": 0.5 * q * q, "k3": torch.expm1(q) - q}
+    return found[estimator]
 
 
 def _advantages(batch: Batch) -> Tensor:
@@ -117,7 +119,8 @@ def _advantages(batch: Batch) -> Tensor:
         correct, wrong = {"both": (o["positive_weight"], -1.0), "positive": (1.0, 0.0), "negative": (0.0, -1.0)}[
             o["classes"]
         ]
-        return batch.labels * correct + (1 - batch.labels) * wrong
+        signed: Tensor = batch.labels * correct + (1 - batch.labels) * wrong
+        return signed
     rewards = batch.rewards.clone()
     if o.get("overlong_length") is not None:
         excess = (batch.lens - o["overlong_length"] + o["overlong_buffer"]) / o["overlong_buffer"]
