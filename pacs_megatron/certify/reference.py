@@ -64,11 +64,9 @@ def pacs(batch: Batch) -> tuple[Tensor, Metrics]:
             same = int((labels == batch.labels[row]).sum())
             question = 1.0 if same == len(rows) else len(rows) / (2 * same)
             label = float(batch.labels[row])
-            weight[row] = {"question": question, "only_positive": label, "only_negative": 1 - label, "none": 1.0}[
-                o["weighting"]
-            ]
-    score = torch.stack(psi)
-    metrics: Metrics = {}
+            kinds = {"question": question, "only_positive": label, "only_negative": 1 - label, "none": 1.0}
+            weight[row] = kinds[o["weighting"]]
+    score, metrics = torch.stack(psi), Metrics()
     if o["importance_cap"] is not None:
         ratios = [(start - old).mean().exp() for start, old in zip(batch.starts, batch.sampler, strict=True)]
         factor = torch.stack(ratios).clamp(max=o["importance_cap"])
@@ -108,8 +106,7 @@ def _pacs_scores(r: Tensor, o: Mapping[str, Any]) -> Sequence[Tensor]:
 
 def _kl(estimator: str, logp: Tensor, reference: Tensor) -> Tensor:
     q = reference - logp
-    found: dict[str, Tensor] = {"k1": -q, "k2": 0.5 * q * q, "k3": torch.expm1(q) - q}
-    return found[estimator]
+    return -q if estimator == "k1" else 0.5 * q * q if estimator == "k2" else torch.expm1(q) - q
 
 
 def _advantages(batch: Batch) -> Tensor:
@@ -119,8 +116,7 @@ def _advantages(batch: Batch) -> Tensor:
         correct, wrong = {"both": (o["positive_weight"], -1.0), "positive": (1.0, 0.0), "negative": (0.0, -1.0)}[
             o["classes"]
         ]
-        signed: Tensor = batch.labels * correct + (1 - batch.labels) * wrong
-        return signed
+        return torch.tensor([wrong, correct], dtype=torch.float64)[batch.labels.long()]
     rewards = batch.rewards.clone()
     if o.get("overlong_length") is not None:
         excess = (batch.lens - o["overlong_length"] + o["overlong_buffer"]) / o["overlong_buffer"]
