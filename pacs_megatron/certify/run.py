@@ -60,7 +60,10 @@ def certify(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     seconds = time.monotonic() - start
-    certificate = Certificate.of(loaded, case, found, folder, seconds=seconds, on_gpu=place is not None)
+    import torch
+
+    on_gpu = place is not None and torch.cuda.is_available()
+    certificate = Certificate.of(loaded, case, found, folder, seconds=seconds, on_gpu=on_gpu)
     certificate.write()
     return certificate
 
