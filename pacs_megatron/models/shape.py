@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from pacs_megatron.config.checks import (
+    changed,
     divisors,
     max_response_tokens,
     max_sequence_tokens,
@@ -39,7 +40,7 @@ def _shape(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str
     wrong = {"mlp"} if moe is not None else {"moe", "moe_act"}
     for module in wrong & set(parallel.recompute.modules):
         yield f"parallel.recompute.modules has {module}, which {model_name} does not contain; remove it"
-    for name in sorted(parallel.megatron.model_fields_set):
+    for name in changed(parallel.megatron):
         if name.startswith("moe_") and moe is None:
             yield f"parallel.megatron.{name} is for a model with experts, {model_name} has none; remove it"
     if parallel.ep > 1 and moe is None:

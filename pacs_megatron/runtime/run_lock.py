@@ -167,7 +167,7 @@ def _read(path: Path) -> Lease | None:
         lease = Lease(**read_object(path, max_bytes=_MAX_BYTES))
     except (DataError, TypeError):
         return None
-    has_types = all(type(getattr(lease, field.name)).__name__ == field.type for field in fields(lease))
+    has_types = all(type(getattr(lease, field.name)) is field.type for field in fields(lease))
     return lease if has_types and str(lease).isprintable() else None
 
 

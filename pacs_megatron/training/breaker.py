@@ -13,7 +13,7 @@ _SCORE_ADVICE = (
     "Set precision.head=fp32 with bf16 weights, lower objective.beta, use objective.reward_proxy=mean_log_prob, or shorten "
     "responses (docs/numerics.md; pacs/score_* in metrics.jsonl)"
 )
-_LIMITS = {
+LIMITS = {
     "max_abs_mean": (
         "mismatch/logprob_abs_mean",
         "trainer and sampler log-probs differ by {:.4f} nats a token",
@@ -37,7 +37,7 @@ _LIMITS = {
 
 def exceeded_limit(options: MismatchOptions, row: Mapping[str, float | None]) -> str | None:
     """The first limit that a step's metrics exceed, with the fix; None if there is none."""
-    for option, (metric, message, advice) in _LIMITS.items():
+    for option, (metric, message, advice) in LIMITS.items():
         limit, found = getattr(options, option), row.get(metric)
         if limit is None or found is None:
             continue

@@ -4,7 +4,7 @@ import os
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pacs_megatron.config.schema import DatasetOptions
@@ -77,6 +77,7 @@ def test_rows_know_their_lines(tmp_path):
     ]
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # of the host
 @given(rows=st.lists(st.dictionaries(st.text("abc\u2028", max_size=5), json_documents(), max_size=3), min_size=1))
 @pytest.mark.parametrize("indent", [None, 2])
 def test_any_json_array_reads_as_json_does(rows, indent, tmp_path_factory):

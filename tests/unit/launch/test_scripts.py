@@ -17,7 +17,7 @@ SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 
 
 def test_the_scripts_are_there() -> None:
-    assert [path.stem for path in BATCH] == ["convert", "eval", "preflight", "selftest", "train"]
+    assert [path.stem for path in BATCH] == ["certify", "convert", "eval", "preflight", "selftest", "train"]
     listed = (ROOT / "slurm" / "README.md").read_text()
     assert all(f"`{path.name}" in listed for path in BATCH)
 

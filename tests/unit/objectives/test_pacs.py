@@ -195,7 +195,8 @@ def test_null_scores_are_the_closed_form_bit_for_bit(score: str) -> None:
     assert scores.dtype == torch.float64 and (scores == 0.0).all()
     without, given = prepare(objective, batch.facts, None), prepare(objective, batch.facts, scores)
     assert torch.equal(without.per_sample["coefficient"], given.per_sample["coefficient"])
-    assert without.loss == given.loss and without.metrics == given.metrics
+    assert without.loss == given.loss
+    assert without.metrics | {"pacs/psi_mean_square": 0.0} == given.metrics
 
 
 # ---------------------------------------------------------------------------------------------- order and cut
@@ -521,6 +522,7 @@ def test_metrics_and_their_denominators() -> None:
         {
             "pacs/psi_mean_pos": 11.0 / 3,
             "pacs/psi_mean_neg": -16.5 / 3,
+            "pacs/psi_mean_square": float((scores**2).mean()),
             "pacs/residual_mean": np.mean(residuals),
             "pacs/psi_over_8_frac": 3 / 6,
             "pacs/one_class_group_frac": 2 / 3,
