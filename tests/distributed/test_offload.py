@@ -83,7 +83,7 @@ def resumed(model: Path, folder: Path, options: dict[str, Any]) -> Callable[[int
     return on_rank
 
 
-@pytest.mark.parametrize("layout", in_test(LAYOUTS, "bf16-tp2-dp2-distributed", "fp32-dp2-distributed"))
+@pytest.mark.parametrize("layout", in_test(LAYOUTS, "fp32-dp2-distributed"))
 def test_same_bits_and_a_checkpoint_from_host_memory(tmp_path: Path, layout: str) -> None:
     world, options = LAYOUTS[layout]
     model = make_family(tmp_path / "model", "qwen3_moe" if "moe" in layout else "qwen3", dtype="bfloat16")

@@ -85,6 +85,7 @@ def call(
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_a_job_needs_no_network_after_it(hub: Hub, tmp_path: Path, config: Path) -> None:
     code, out = call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url)
     assert code == 0, out

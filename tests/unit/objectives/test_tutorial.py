@@ -17,6 +17,7 @@ from tests.support.tiny_run import write_tiny_run
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.full
 def test_the_file_of_the_tutorial_trains_two_steps(tiny_qwen3: Path, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "objective.md").read_text(encoding="utf-8")
     [code] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)

@@ -279,6 +279,7 @@ def test_host_memory_of_the_samples() -> None:
     assert memory.host_step_bytes(ahead) == 3 * one
 
 
+@pytest.mark.full
 def test_search_over_experts() -> None:
     plans = search_layouts(make_plan(load_config(ROOT / "configs" / "runs" / "pacs-qwen3-30b-a3b-4n8g-ep8.yaml")))
     assert {plan.layout.ep for plan in plans} >= {1, 2, 4, 8}
