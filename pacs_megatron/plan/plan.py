@@ -105,7 +105,7 @@ class Plan:
         """One checkpoint: weights, fp32 master weights, two moments, and the frozen reference, if any."""
         is_bf16 = self.config.precision.dtype == "bf16"
         reference = (2 if is_bf16 else 4) if memory.needs_reference_snapshot(self.config) else 0
-        return memory.megatron_elements(self.spec) * ((14 if is_bf16 else 12) + reference)
+        return memory.megatron_elements(self.spec) * (12 + (2 if is_bf16 else 4) + reference)
 
     @property
     def num_checkpoints(self) -> int:
