@@ -1,7 +1,7 @@
 """A training step beside TRL's GRPOTrainer on the same work, both on two processes, in one run.
 
-    pip install --no-deps --target /tmp/trl trl accelerate
-    python benchmarks/laptop_trl.py --trl /tmp/trl [--rounds 3] [--steps 14]
+    pip install --no-deps --target FOLDER trl accelerate
+    python benchmarks/laptop_trl.py --trl FOLDER [--rounds 3] [--steps 14]
 
 Work of a step: the quickstart's model (random weights), 16 prompts x 8 samples, at most 48 new tokens, a reward function in
 Python, one optimizer update, fp32, one thread a process. TRL runs GRPO without a reference model under torchrun (DDP); this
@@ -92,7 +92,8 @@ def run_ours(folder: Path, tp: int, steps: int, round_number: int) -> list[float
     overrides = (
         f"run.dir={run} run.steps={steps + WARMUP_STEPS} parallel.tp={tp} model.path={folder}/model "
         f"data.train.path={folder}/data/train.json reward.name=custom reward.function={folder}/reward.py:reward "
-        "objective.name=grpo optimizer.lr=1e-6 optimizer.min_lr=0.0 optimizer.warmup_updates=0 batch.updates_per_step=1 "
+        "objective.name=grpo mismatch.score_noise_every=null mismatch.max_score_noise=null "
+        "optimizer.lr=1e-6 optimizer.min_lr=0.0 optimizer.warmup_updates=0 batch.updates_per_step=1 "
         "evaluation.benchmarks=[] evaluation.every=null evaluation.samples_per_prompt=4 evaluation.k=[1] "
         "evaluation.sampling=null checkpoint.every=null"
     ).split()
