@@ -101,7 +101,9 @@ class SafetensorsFile:
             )
         where = f"{self.path}: header"
         header = as_object(parse_json(file.read(length), where, error=CheckpointError), where, error=CheckpointError)
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise CheckpointError(f"{where}: __metadata__ is damaged ({str(metadata)[:100]}); download the file again")
         return header, 8 + length
 
     def _check(self, header: Mapping[str, Any], data_start: int, size: int) -> dict[str, Stored]:

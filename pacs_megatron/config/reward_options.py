@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from pacs_megatron.config.text import Line
 from pacs_megatron.contracts.options import Options
@@ -11,11 +11,11 @@ from pacs_megatron.contracts.options import Options
 class RewardWorkerOptions(Options):
     """Options of all reward functions."""
 
-    workers: PositiveInt = 1
+    workers: int = Field(default=1, ge=1, le=1024)
     """Number of reward worker processes."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Timeout of one judgement, in seconds. The worker is killed and restarted."""
-    memory_limit_gib: float = Field(default=4.0, gt=0)
+    memory_limit_gib: float = Field(default=4.0, gt=0, le=2**20)
     """Memory limit of a worker, in GiB. A response that needs more is not judged."""
     label_threshold: float | None = None
     """`label = 1 if reward >= label_threshold`. If null, a reward outside {0, 1} is an error."""

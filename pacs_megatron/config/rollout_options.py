@@ -19,7 +19,7 @@ class SamplingOptions(Options):
     """Number of most likely tokens to sample from; 0 disables it."""
     max_response_tokens: PositiveInt
     """Maximum response length, in tokens. A longer response is truncated."""
-    stop: tuple[str, ...] = Field(default=(), strict=False)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), strict=False)
     """Strings that end a response."""
 
 
@@ -137,7 +137,7 @@ class SglangServers(Options):
     python: tuple[Line, ...] = Field(strict=False, min_length=1)
     """Interpreter of an environment with SGLang, as a list of words: `[.venv-sglang/bin/python]`, or a container command
     followed by its Python."""
-    count: PositiveInt = 1
+    count: int = Field(default=1, ge=1, le=4096)
     """Number of servers."""
     device: Literal["cpu", "cuda"] = "cuda"
     """Device of the servers."""
@@ -247,7 +247,7 @@ class SglangRollout(RolloutEngineOptions):
     """Number of consecutive failed requests after which a server is marked DEAD, even if its probes succeed."""
     all_down_after_s: float = Field(default=900.0, gt=0)
     """Seconds without a usable server after which the run saves and stops."""
-    decode_workers: PositiveInt = 1
+    decode_workers: int = Field(default=1, ge=1, le=1024)
     """Number of processes that decode long responses."""
     max_staleness: int = Field(default=0, ge=0)
     """Maximum off-policy lag, in steps; 0 is synchronous. With the weights after s steps, step t may be sampled if

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from pacs_megatron.config.reward_options import RewardOptions
 from pacs_megatron.config.rollout_options import RolloutOptions, SamplingOptions
@@ -185,6 +185,21 @@ class DataOptions(Options):
     """Shuffle the prompts in each epoch, seeded by run.seed."""
     shuffle_labels: bool = False
     """Permute the labels of each step at random. A control experiment: the policy must not improve."""
+
+    @field_validator("chat_template_args")
+    @classmethod
+    def _refuse_reserved(cls, given: dict[str, str | bool | int]) -> dict[str, str | bool | int]:
+        if reserved := sorted(_APPLY_CHAT_TEMPLATE & given.keys()):
+            raise ValueError(f"{reserved[0]} is set by this program; remove it")
+        return given
+
+
+_APPLY_CHAT_TEMPLATE = {
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
+"""Arguments of transformers' function, and variables of the template that it sets."""
 
 
 class BatchOptions(Options):

@@ -16,10 +16,9 @@ from pacs_megatron.config.schema import DataOptions, DatasetOptions
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.data.presets import Problem, columns_of, problem_of
 from pacs_megatron.data.sources import read_rows
-from pacs_megatron.errors import ConfigError, DataError
+from pacs_megatron.errors import DataError
 from pacs_megatron.runtime.processes import run_limited
 
-_RESERVED = frozenset({"conversation", "tokenize", "add_generation_prompt", "chat_template", "return_tensors"})
 _BATCH = 1024
 _BREAK = "\ue000"
 """Private-use character that marks where the text of a problem is cut before it is encoded."""
@@ -50,7 +49,7 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
     Raises DataError for malformed rows, for a tokenizer without chat template or with one that fails, and if no prompt
     is short enough.
     """
-    _check_template(data, tokenizer)
+    _check_template(tokenizer)
     columns = columns_of(dataset)
     name = dataset_name(dataset)
     rows = [(row.index, problem_of(row, columns)) for row in read_rows(dataset)]
@@ -98,6 +97,7 @@ def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[s
             add_generation_prompt=True,
             **data.chat_template_args,
         )
+        text.encode()  # raises for a lone surrogate
         if len(text) > len(content) + _MAX_TEMPLATE_CHARS:
             raise ValueError(f"{len(text)} characters for a problem of {len(content)}")
         return text
@@ -143,15 +143,12 @@ def tokenize(texts: Sequence[str], tokenizer: Any) -> list[np.ndarray]:
     return [np.array([token for _ in parts for token in next(ids)], dtype=np.int32) for parts in pieces]
 
 
-def _check_template(data: DataOptions, tokenizer: Any) -> None:
+def _check_template(tokenizer: Any) -> None:
     if tokenizer.chat_template is None:
         raise DataError(
             f"tokenizer {tokenizer.name_or_path}: has no chat template; add chat_template.jinja to the model folder (an "
             "instruction-tuned model of the family has one) or use such a model"
         )
-    reserved = sorted(_RESERVED & data.chat_template_args.keys())
-    if reserved:
-        raise ConfigError(f"data.chat_template_args: {reserved[0]} is set by this program; remove it")
 
 
 def _prompt(prompt_id: str, source: str, problem: Problem, text: str, ids: np.ndarray) -> Prompt:

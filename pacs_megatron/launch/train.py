@@ -27,7 +27,8 @@ from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.runtime.environment import find_rank, rank_environment
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, read_exit_code, run_folder
-from pacs_megatron.runtime.run_lock import refuse_if_locked
+from pacs_megatron.runtime.run_lock import LOCK_FILE, refuse_if_locked
+from pacs_megatron.runtime.waiting import report_wait
 
 TRAINING_MODULE = "pacs_megatron.training.main"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -70,18 +71,19 @@ def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
     config = loaded.config
     problems = layout_problems(config, world_size)
     folder = Path(config.model.path).expanduser()
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file() and (folder / "hf").is_dir():
         folder = folder / "hf"  # a converted checkpoint
-    if (folder / "config.json").is_file():
+    if folder.is_dir():
         problems += shape_problems(config, load_spec(folder), folder.name)
     if problems:
         raise loaded.fail(problems[0])
 
 
 def check_files_are_here(loaded: LoadedConfig) -> None:
-    """Raises ConfigError or DataError if the model, a data set or the reward function is missing on this host."""
+    """Raises ConfigError or DataError if a file or package that the run names is missing on this host."""
     from pacs_megatron.data.sources import find_source
     from pacs_megatron.models.hub import is_hub_id
+    from pacs_megatron.observability.writers import check_wandb
     from pacs_megatron.rewards.custom import find_file
 
     path = loaded.config.model.path
@@ -94,6 +96,8 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
         find_source(dataset)
     if isinstance(loaded.config.reward, CustomReward):
         find_file(loaded.config.reward.function)
+    if loaded.config.logging.wandb is not None:
+        check_wandb(loaded.config.logging.wandb)
 
 
 def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path, *, lead_s: float = math.inf) -> int:
@@ -103,7 +107,8 @@ def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path, *,
     30 s); processes that SIGSTOP holds continue. The second goes to torchrun too. The third, and the end of `lead_s`, kill
     all.
     """
-    before = _stamp(exit_code_file)
+    before, lock = _stamp(exit_code_file), exit_code_file.with_name(LOCK_FILE)
+    lock_before = _stamp(lock)
     agent = [
         *(sys.executable, "-m", "pacs_megatron.launch.agent"),
         *("--standalone", "--local-addr=127.0.0.1", "--nnodes=1", f"--nproc-per-node={num_ranks}"),
@@ -115,7 +120,8 @@ def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path, *,
         )
         forwarding.watch(process.pid)
         try:
-            code = forwarding.wait(process, num_ranks, lead_s)
+            with report_wait(lambda: "for torchrun to start the ranks" if _stamp(lock) == lock_before else ""):
+                code = forwarding.wait(process, num_ranks, lead_s)
         finally:
             forwarding.kill()
     if _stamp(exit_code_file) not in (None, before):

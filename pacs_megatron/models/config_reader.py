@@ -81,8 +81,12 @@ class ConfigReader:
     def rope(self) -> tuple[float, dict[str, Any] | None]:
         """(theta, scaling); scaling is None or has `rope_type` and that type's numbers."""
         # transformers 5 writes `rope_parameters`; 4 writes `rope_theta` and an optional `rope_scaling`.
-        found = (self.config.get(key) for key in ("rope_parameters", "rope_scaling"))
-        parameters: Any = next((value for value in found if value is not None), {})
+        found = [value for key in ("rope_parameters", "rope_scaling") if (value := self.config.get(key)) is not None]
+        if len(found) == 2 and found[0] != found[1]:  # transformers reads the second
+            raise wrong_value(
+                "rope_scaling", found[1], f"what rope_parameters has ({shown(found[0])}); remove one of them"
+            )
+        parameters: Any = found[0] if found else {}
         if not isinstance(parameters, Mapping):
             raise ConversionError(f"config.json: rope parameters are {shown(parameters)}, expected an object")
         theta = parameters.get("rope_theta", self.config.get("rope_theta"))

@@ -67,6 +67,20 @@ class TensorBoardWriter:
         self._writer.close()
 
 
+def check_wandb(options: WandbOptions) -> None:
+    """Raises ConfigError without the package or its key."""
+    if find_spec("wandb") is None:
+        raise ConfigError(
+            f"logging.wandb.project={options.project}: the package wandb is not installed; "
+            "run `pip install wandb` or remove logging.wandb"
+        )
+    if not os.environ.get("WANDB_API_KEY") and os.environ.get("WANDB_MODE") not in _WANDB_MODES_WITHOUT_KEY:
+        raise ConfigError(
+            f"logging.wandb.project={options.project}: WANDB_API_KEY is not set; "
+            "export it, or set WANDB_MODE=offline, or remove logging.wandb"
+        )
+
+
 class WandbWriter:
     """One W&B run per run folder; a resumed run continues it.
 
@@ -74,16 +88,7 @@ class WandbWriter:
     """
 
     def __init__(self, run_dir: Path, name: str, options: WandbOptions, config: Mapping[str, Any]) -> None:
-        if find_spec("wandb") is None:
-            raise ConfigError(
-                f"logging.wandb.project={options.project}: the package wandb is not installed; "
-                "run `pip install wandb` or remove logging.wandb"
-            )
-        if not os.environ.get("WANDB_API_KEY") and os.environ.get("WANDB_MODE") not in _WANDB_MODES_WITHOUT_KEY:
-            raise ConfigError(
-                f"logging.wandb.project={options.project}: WANDB_API_KEY is not set; "
-                "export it, or set WANDB_MODE=offline, or remove logging.wandb"
-            )
+        check_wandb(options)
         wandb = importlib.import_module("wandb")
         self._run = wandb.init(
             project=options.project,

@@ -3,9 +3,6 @@
 Concurrency: `submit` and `next_finished` may be called from any thread. One thread per worker takes a job, sends it over
 a socket and waits for the verdict. If that exceeds the time limit or the worker dies, the thread kills the worker with
 everything that it started, and starts another one. When the pool ends, every waiting caller returns.
-
-A pool of a library (pebble) would not be shorter: it offers no separate session per worker and no memory limit, it
-waits for pipes that a grandchild may keep open, and it sends objects by pickle.
 """
 
 import contextlib
@@ -40,6 +37,7 @@ _START_LIMIT_S = 120.0
 _POLL_S = 0.1
 """Interval at which a waiting thread checks that its worker is alive: a grandchild may keep the socket of a dead one."""
 _KILL_S = 10.0
+_MEMORY_INTERVAL_S = 1.0
 _LOGGED_CHARS = 200
 _OUTPUT_BYTES = 64 << 10
 _MARK = "PACS_REWARD_WORKER"
@@ -252,9 +250,9 @@ class _Worker:
     def _exchange(self, line: bytes, limit_s: float) -> dict[str, Any]:
         try:
             answer = self._answer_to(line, limit_s)
-        except TimeoutError:
+        except (TimeoutError, MemoryError) as error:
             self.kill()
-            return {"failure": f"no verdict within {limit_s:g} s; the worker was killed"}
+            return {"failure": f"{error}; the worker was killed"}
         except OSError:
             answer = b""
         if not answer.endswith(b"\n"):
@@ -262,16 +260,22 @@ class _Worker:
         return json.loads(answer)  # type: ignore[no-any-return]
 
     def _answer_to(self, line: bytes, limit_s: float) -> bytes:
-        """One line; an incomplete one if the process has ended. Raises TimeoutError."""
+        """One line; an incomplete one if the process has ended. Raises TimeoutError, MemoryError."""
         assert self._process is not None and self._socket is not None
         deadline = time.monotonic() + limit_s
+        check = time.monotonic() + _MEMORY_INTERVAL_S
         self._socket.settimeout(limit_s)
         self._socket.sendall(line)
         answer = bytearray()
         while not answer.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0:
-                raise TimeoutError
+                raise TimeoutError(f"no verdict within {limit_s:g} s")
+            if time.monotonic() > check:  # its own limit does not count what it forks
+                check = time.monotonic() + _MEMORY_INTERVAL_S
+                limit_gib = self._options.memory_limit_gib
+                if _memory_bytes(self._process.pid, self._mark) > limit_gib * 2**30:
+                    raise MemoryError(f"its processes use more than reward.memory_limit_gib={limit_gib:g} together")
             self._socket.settimeout(min(left, _POLL_S))
             try:
                 piece = self._socket.recv(1 << 16)
@@ -311,22 +315,32 @@ def _is_running(pid: int) -> bool:
 
 
 def _kill_tree(pid: int, mark: str) -> None:
-    """Kills the session of a worker, its descendants, and daemons that carry its mark in their environment."""
-    descendants = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        descendants = [process.pid for process in psutil.Process(pid).children(recursive=True)]
+    """Kills the session of a worker and its other processes."""
+    found = set(_tree(pid, mark))
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    for left in [*descendants, *_marked(mark)]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(left, signal.SIGKILL)
+    for process in found.union(_tree(pid, mark)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
-def _marked(mark: str) -> Iterator[int]:
+def _tree(pid: int, mark: str) -> Iterator[psutil.Process]:
+    """The worker, its descendants, and daemons that carry its mark in their environment."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        yield from psutil.Process(pid).children(recursive=True)
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has ended, or belongs to another user
             if mark.encode() in (entry / "environ").read_bytes():
-                yield int(entry.name)
+                yield psutil.Process(int(entry.name))
+
+
+def _memory_bytes(pid: int, mark: str) -> int:
+    """Memory of a worker's processes together; a shared page counts once."""
+    total = 0
+    for process in set(_tree(pid, mark)):
+        with contextlib.suppress(psutil.Error, OSError):
+            total += process.memory_full_info().pss
+    return total
 
 
 def _worker_env() -> dict[str, str]:

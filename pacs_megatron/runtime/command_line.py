@@ -19,7 +19,7 @@ from pacs_megatron import __version__
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError, one_line
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "nemo-run", "sglang", "pydantic", "numpy")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential)")
 
 
@@ -43,7 +43,12 @@ def integer_from(lowest: int) -> Callable[[str], int]:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raises ConfigError for NUL and bytes that are not UTF-8, which no path or value may contain."""
+    """Raises ConfigError for NUL and bytes that are not UTF-8, which no path or value may contain, and for a process
+    without standard output or working directory."""
+    if sys.stdout is None:  # a file that is opened next would get its number and receive the output
+        raise ConfigError("standard output is closed; redirect it to a file or to /dev/null")
+    if _working_directory() is None:
+        raise ConfigError("the working directory was removed; change to another one")
     for word in arguments:
         if "\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word):
             raise ConfigError(f"argument {word[:60]!r} contains NUL or is not UTF-8; correct it")
@@ -67,7 +72,13 @@ def report_error(error: Exception) -> int:
     """Print `error` as one line, with a crash report if it is not of a path or of the disk; returns the exit code."""
     if isinstance(error, PacsError):
         return _fail(type(error).__name__, str(error), error.exit_code)
-    if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL):
+    if isinstance(error, ImportError | MemoryError):
+        what = f"{type(error).__name__}: {_message(error)[:300]}"
+        return _fail(
+            "EnvironmentError", f"{what}; check the installation (`make install`) and `ulimit -v`", ExitCode.FAILED
+        )
+    is_temporary = isinstance(error, OSError) and "temporary directory" in str(error.strerror)  # it lists the places
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL or is_temporary):
         place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         fix = "free some space" if error.errno in _FULL else "correct the path or its permissions"
         return _fail(type(error).__name__, f"{place}{error.strerror}; {fix}", ExitCode.FAILED)
@@ -82,7 +93,7 @@ def write_report(error: BaseException) -> str:
         f"pacs-megatron {__version__}, Python {platform.python_version()}, {platform.platform()}",
         ", ".join(f"{name} {found}" for name, found in packages.items()),
         f"time: {time.strftime('%Y-%m-%dT%H:%M:%S%z')}",
-        f"working directory: {os.getcwd()}",
+        f"working directory: {_working_directory()}",
         "arguments:",
         *(f"  {_without_secret(word)}" for word in sys.argv[1:]),
         "",
@@ -100,6 +111,13 @@ def write_report(error: BaseException) -> str:
 def _fail(kind: str, text: str, code: ExitCode) -> int:
     sys.stderr.write(f"{kind}: {one_line(text)}\n")
     return int(code)
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
 
 
 def _message(error: BaseException) -> str:

@@ -69,7 +69,7 @@ def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
     except ValueError as error:
         raise ConfigError(f"a variable of {launcher} is no integer: {error}; correct the launcher") from None
     inside = 0 <= place.local_rank < place.local_world_size <= place.world_size and 0 <= place.rank < place.world_size
-    if not inside or not 0 < place.master_port < 65536:
+    if not inside or not 0 < place.master_port < 65536 or place.master_addr.split() != [place.master_addr]:
         raise ConfigError(f"the environment of {launcher} is inconsistent: {place}; correct the launcher")
     return place
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pacs_megatron.checkpoint.names import describe_newest
 from pacs_megatron.config import LoadedConfig, load_config
-from pacs_megatron.errors import ConfigError, ExitCode, PacsError, one_line
+from pacs_megatron.errors import ConfigError, ExitCode, PacsError, RewardError, RolloutError, one_line
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.runtime.command_line import report_error
 from pacs_megatron.runtime.files import write_atomically
@@ -65,18 +65,18 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
 def _train(
     loaded: LoadedConfig, run_dir: Path, rank_number: int, lock: RunLock | None = None, *, is_new: bool = False
 ) -> ExitCode:
-    # After the cheap checks: these imports take seconds.
-    from pacs_megatron.parallel import groups
-    from pacs_megatron.training import loop
-    from pacs_megatron.training.watchdog import Watchdog
+    with report_wait("" if rank_number else "for torch and Megatron to load"):  # after the cheap checks
+        from pacs_megatron.parallel import groups
+        from pacs_megatron.training import loop
+        from pacs_megatron.training.watchdog import Watchdog
 
     with ExitStack() as stack:
         try:
             with report_wait("" if rank_number else "for the model, the data, the driver and the other ranks"):
                 run = _build(loaded, run_dir, rank_number, stack, partial(_end_during_start, run_dir, lock))
-        except PacsError:
+        except PacsError as error:
             stack.close()
-            if is_new:
+            if is_new and not isinstance(error, RolloutError | RewardError):  # whose messages name a log in the folder
                 # Nothing was computed: a wrong input leaves no folder behind.
                 shutil.rmtree(run_dir, ignore_errors=True)
                 with suppress(OSError):  # other runs are in it

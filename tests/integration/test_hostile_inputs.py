@@ -7,95 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import socket
-import struct
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from pacs_megatron.cli import main
-from tests.support.tiny_models import make_tiny_qwen3
-from tests.support.tiny_run import write_tiny_run
+from tests.support.hostile import World, check, copy_world, make_world, serve
 
 pytestmark = pytest.mark.campaign
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 240.0
-"""So that a hang ends."""
-SILENCE_S = 10.0
-_ERROR = re.compile(r"^(\w+Error: |fail  )", re.MULTILINE)
-LOG = os.environ.get("PACS_HOSTILE_LOG")
-
-
-# ------------------------------------------------------------------------------------------------------------- a world
-@dataclass(frozen=True)
-class World:
-    """A model, its conversion, a data set and a run that would start."""
-
-    folder: Path
-    server: str = ""
-    """URL of a server that answers garbage"""
-
-    @property
-    def model(self) -> Path:
-        return self.folder / "model"
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.folder / "checkpoint"
-
-    @property
-    def run(self) -> Path:
-        return self.folder / "tiny.yaml"
-
-    def config(self, **changes: Any) -> Path:
-        """The run's file with keys `a__b` replaced; None removes."""
-        tree = yaml.safe_load(self.run.read_text())
-        for key, value in changes.items():
-            *parents, last = key.split("__")
-            node = tree
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            node[last] = value
-        self.run.write_text(yaml.safe_dump(tree))
-        return self.run
-
-    def text(self, name: str, content: str | bytes) -> Path:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
-        return path
-
-    def model_json(self, name: str, **changes: Any) -> None:
-        path = self.model / name
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    def header(self, change: Callable[[dict[str, Any]], Any]) -> None:
-        """The header of the model's weights, changed in place or replaced by the returned value."""
-        path = self.model / "model.safetensors"
-        data = path.read_bytes()
-        (length,) = struct.unpack("<Q", data[:8])
-        header = json.loads(data[8 : 8 + length])
-        header = change(header) or header
-        text = json.dumps(header).encode()
-        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
-
-    def flip(self, name: str) -> None:
-        path = next(self.checkpoint.glob(name))
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 0x40
-        path.write_bytes(bytes(data))
-
-
 Arrange = Callable[[World], list[str | Path | bytes]]
 CASES: dict[str, Arrange] = {}
 
@@ -356,112 +279,12 @@ plain("data of no hub", "data", "preview", "{r}", "data.train.path=some/data")
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> World:
-    import torch
-
-    torch.set_num_threads(1)  # a fork has no OpenMP threads
-    world = World(tmp_path_factory.mktemp("world"))
-    make_tiny_qwen3(world.model)
-    write_tiny_run(world.folder, world.model)
-    found = next(world.folder.glob("*.yaml"))
-    found.rename(world.run)
-    done = _run(["convert", "to-megatron", "--hf", world.model, "--out", world.checkpoint], world.folder, {})
-    assert done.code == 0, done.text
-    return world
+    return make_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture
 def world(original: World, tmp_path: Path) -> World:
-    folder = tmp_path / "world"
-    shutil.copytree(original.folder, folder)
-    run = folder / "tiny.yaml"
-    run.write_text(run.read_text().replace(str(original.folder), str(folder)))
-    return World(folder)
-
-
-@dataclass
-class Outcome:
-    """Of one command."""
-
-    code: int | None
-    """None: it did not end."""
-    text: str
-    silence_s: float
-    cpu_s: float
-    wall_s: float
-
-
-def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, str], output: int) -> int:
-    """The process of a command. Data and conversion run in a fork, which has torch and transformers already."""
-    words = [os.fsdecode(word) for word in command]
-    if words[:1] not in (["data"], ["convert"]) or any("some/" in word for word in words):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pacs_megatron", *command],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)} | environ,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-        process.returncode = 0  # `_run` waits for it
-        return process.pid
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setsid()
-            os.chdir(folder)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-            code: Any = 70
-            try:
-                code = main(words)
-            except SystemExit as ended:
-                code = ended.code
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(int(code or 0))
-    return pid
-
-
-def _run(command: list[str | Path | bytes], folder: Path, environ: dict[str, str]) -> Outcome:
-    begin = time.monotonic()
-    reader, writer = os.pipe()
-    pid = _start(command, folder, environ, writer)
-    os.close(writer)
-    timer = threading.Timer(LIMIT_S, lambda: os.killpg(pid, 9))
-    timer.start()
-    last, silence, parts = begin, 0.0, []
-    while part := os.read(reader, 65536):
-        now = time.monotonic()
-        silence, last = max(silence, now - last), now
-        parts.append(part)
-    os.close(reader)
-    _, status, usage = os.wait4(pid, 0)
-    end = time.monotonic()
-    hung = not timer.is_alive()
-    timer.cancel()
-    text = b"".join(parts).decode(errors="replace")
-    cpu_s = usage.ru_utime + usage.ru_stime
-    return Outcome(
-        None if hung else os.waitstatus_to_exitcode(status), text, max(silence, end - last), cpu_s, end - begin
-    )
-
-
-def _serve(reply: bytes, stop: threading.Event, server: socket.socket) -> None:
-    while not stop.is_set():
-        try:
-            connection, _ = server.accept()
-        except OSError:
-            continue
-        with connection:
-            connection.settimeout(2)
-            try:
-                connection.recv(65536)
-                connection.sendall(reply)
-            except OSError:
-                continue
+    return copy_world(original, tmp_path / "world")
 
 
 @pytest.fixture
@@ -473,7 +296,7 @@ def garbage(request: pytest.FixtureRequest) -> Iterator[str]:
     url = f"http://127.0.0.1:{server.getsockname()[1]}"
     thread = None
     if " replies " in name:
-        thread = threading.Thread(target=_serve, args=(REPLIES[name.partition(" replies ")[2]], stop, server))
+        thread = threading.Thread(target=serve, args=(REPLIES[name.partition(" replies ")[2]], stop, server))
         thread.start()
     else:
         server.close()
@@ -487,34 +310,4 @@ def garbage(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_one_clear_line(name: str, world: World, garbage: str) -> None:
     command = CASES[name](World(world.folder, garbage))
-    before = set(world.folder.rglob("*"))
-    outcome = _run(command, world.folder, {"HF_ENDPOINT": garbage, "HF_HOME": str(world.folder / "hub")})
-    errors = _ERROR.findall(outcome.text)
-    faults = []
-    if outcome.code is None:
-        faults.append("hangs")
-    elif outcome.code == 0:
-        faults.append("accepted")
-    elif outcome.code < 0:
-        faults.append(f"ended by signal {-outcome.code}")
-    if "Traceback" in outcome.text or "InternalError" in outcome.text:
-        faults.append("traceback")
-    if not errors or (len(errors) > 1 and command[0] != "preflight"):
-        faults.append(f"{len(errors)} errors")
-    # A busy host computes longer: only a wait, or computing for that long, counts.
-    if outcome.silence_s > SILENCE_S and (outcome.cpu_s > SILENCE_S or outcome.silence_s > 4 * outcome.cpu_s):
-        faults.append(f"silent for {outcome.silence_s:.0f} s")
-    if (world.folder / "canary").exists() or (world.folder / "o").exists():
-        faults.append("left something behind")
-    half = [path for path in set(world.folder.rglob("*")) - before if ".partial" in path.name]
-    if half:
-        faults.append(f"half-written {half[0].name}")
-    if LOG:
-        line = next((line for line in outcome.text.splitlines() if _ERROR.match(line)), outcome.text[-200:])
-        with Path(LOG).open("a") as file:
-            verdict = ", ".join(faults) or "ok"
-            file.write(
-                f"{verdict} | {name} | code {outcome.code}, {outcome.wall_s:.1f} s, cpu {outcome.cpu_s:.1f} s, longest "
-                f"silence {outcome.silence_s:.1f} s | {line.replace(str(world.folder), '.')[:300]!r}\n"
-            )
-    assert not faults, f"{faults}\n{outcome.text[-3000:]}"
+    check(name, world, command, {"HF_ENDPOINT": garbage, "HF_HOME": str(world.folder / "hub")})

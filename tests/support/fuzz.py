@@ -1,23 +1,76 @@
-"""Fuzz tests: 500 inputs each in `make test-full`; PACS_FUZZ_INPUTS sets another number, for the campaign."""
+"""Fuzz tests: 500 inputs each in `make test-full`; PACS_FUZZ_INPUTS sets another number, for the campaign.
+
+PACS_FUZZ_SEED draws other inputs, so a campaign can run in pieces. PACS_FUZZ_LOG records a line for each test.
+"""
 
 import functools
 import os
+import resource
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 
 NUM_INPUTS = int(os.environ.get("PACS_FUZZ_INPUTS", "500"))
+SEED = os.environ.get("PACS_FUZZ_SEED")
+LOG = os.environ.get("PACS_FUZZ_LOG")
+MAX_CALLS = 2_000_000
+"""Function calls of one input, which take seconds at most. A bound that does not depend on the host's speed."""
+MAX_GROWTH_BYTES = 256 * 2**20
+"""Growth of the process's largest resident size over all inputs."""
 
 
 def fuzz(test: Callable[..., Any], num_inputs: int = NUM_INPUTS) -> Callable[..., Any]:
     """Marks a hypothesis test as a long one and sets its number of inputs; goes above `@given`."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-    configured = settings(max_examples=num_inputs, deadline=None, suppress_health_check=checks, derandomize=True)
+    configured = settings(
+        max_examples=num_inputs, deadline=None, suppress_health_check=checks, derandomize=SEED is None, database=None
+    )
+    handle: Any = test
+    handle.hypothesis.inner_test = _bounded(handle.hypothesis.inner_test)
     marked: Callable[..., Any] = pytest.mark.full(configured(test))
-    return marked
+    return marked if SEED is None else seed(int(SEED))(marked)
+
+
+def _bounded(test: Callable[..., Any]) -> Callable[..., Any]:
+    """`test`, which fails for an input that needs too many calls or too much memory."""
+    inputs, most, largest_at_first = 0, 0, 0
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal inputs, most, largest_at_first
+        calls = 0
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > MAX_CALLS:
+                sys.setprofile(None)
+                raise AssertionError(f"more than {MAX_CALLS} calls for one input")
+
+        largest_at_first = largest_at_first or _largest_bytes()
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            return test(*args, **kwargs)
+        finally:
+            sys.setprofile(before)
+            inputs, most = inputs + 1, max(most, calls)
+            growth = _largest_bytes() - largest_at_first
+            assert growth < MAX_GROWTH_BYTES, f"{growth} bytes of memory"
+            if LOG and inputs % 100 == 0:
+                text = f"{inputs} inputs, most calls {most}, growth of memory {growth / 2**20:.0f} MiB"
+                Path(LOG).write_text(f"{test.__module__}::{test.__name__}: {text}\n")
+
+    return run
+
+
+def _largest_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @functools.cache

@@ -1,6 +1,8 @@
 """The command line: parsing, errors in one line, and speed."""
 
 import contextlib
+import errno
+import importlib
 import io
 import json
 import subprocess
@@ -185,11 +187,67 @@ def test_a_bug_is_one_line_with_a_report(
     assert report.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_process_without_output_or_folder_is_one_line(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as changed:
+        changed.setattr(sys, "stdout", None)
+        assert main(["config", "show", config]) == 2
+    assert capsys.readouterr().err == (
+        "ConfigError: standard output is closed; redirect it to a file or to /dev/null\n"
+    )
+    folder = Path("gone").absolute()
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert main(["config", "show", config]) == 2
+    assert capsys.readouterr().err == "ConfigError: the working directory was removed; change to another one\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ImportError("numpy is\nbroken"), "EnvironmentError: ImportError: numpy is broken; check the installation"),
+        (MemoryError(), "EnvironmentError: MemoryError: ; check the installation (`make install`) and `ulimit -v`"),
+        (OSError(errno.EFBIG, "File too large"), "OSError: File too large; free some space"),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            "FileNotFoundError: No usable temporary directory found in ['/tmp']; correct the path",
+        ),
+    ],
+)
+def test_faults_of_the_host_are_one_line(
+    config: str, error: Exception, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def show(_loaded: object) -> str:
+        raise error
+
+    monkeypatch.setattr("pacs_megatron.config.explain.show", show)
+    assert main(["config", "show", config]) == 1
+    found = capsys.readouterr().err
+    assert found.startswith(line) and found.count("\n") == 1
+
+
 VERBS = ("config show", "config explain", "data preview", "status", "logs", "plan", "export", "cancel", "convert to-hf")
 OPTIONS = ("--ranks", "--rows", "--json", "--lines", "--attempt", "--step", "--out", "--checkpoint", "--max-shard-size")
 WORDS = st.sampled_from(
     (*OPTIONS, "run.steps=", "=", "-", "--", "-1", "/", ".", "..", "[", "\udcff", "a\0b", "9" * 5000)
 )
+
+
+@pytest.fixture(scope="module")
+def imported() -> None:
+    """Imports are no work of an input."""
+    for name in (
+        "convert.convert",
+        "convert.logits",
+        "data",
+        "launch.export",
+        "launch.runs",
+        "launch.preview",
+        "plan.plan",
+    ):
+        importlib.import_module(f"pacs_megatron.{name}")
 
 
 @fuzz
@@ -199,7 +257,7 @@ WORDS = st.sampled_from(
         WORDS | st.text(max_size=12) | st.from_regex(r"[a-z]+\.[a-z_]+=.{0,12}", fullmatch=True), max_size=5
     ),
 )
-def test_any_words_are_a_command_or_one_line(verb: str, words: list[str]) -> None:
+def test_any_words_are_a_command_or_one_line(imported: None, verb: str, words: list[str]) -> None:
     """Without a run folder or a configuration in the working directory, so nothing is started or written."""
     error = io.StringIO()
     with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):

@@ -64,6 +64,12 @@ def test_hostile_files(base: Path, text: str, expected: str) -> None:
         "run.name=\udcff",
         "run.name=a\0b",
         "x" * 100_000,
+        "parallel.control_timeout_s=1e300",
+        "parallel.hang_timeout_s=1e9",
+        "reward.workers=1000000",
+        "reward.memory_limit_gib=1e300",
+        "rollout.sampling.stop=['']",
+        "data.chat_template_args={tools: 3}",
         "run.steps=" + "1" * 24,
     ],
 )

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from transformers import AddedToken
 
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.data import load_prompts, prompts
-from pacs_megatron.errors import ConfigError, DataError
+from pacs_megatron.errors import DataError
 from tests.support.fuzz import fuzz
 from tests.support.tiny_models import save_tokenizer
 from tests.unit.data.conftest import SUFFIX
@@ -147,5 +148,6 @@ def test_template_arguments_and_failures(dataset, data_options, tmp_path):
     assert load_prompts(dataset(["x"]), data, tokenizer).prompts[0].text == "x|<think></think>"
     with pytest.raises(DataError, match="no system prompt here"):
         load_prompts(dataset(["x"]), data_options(system_prompt="s"), tokenizer)
-    with pytest.raises(ConfigError, match="tokenize is set by this program"):
-        load_prompts(dataset(["x"]), data_options(chat_template_args={"tokenize": True}), tokenizer)
+    for name in ("tokenize", "messages", "tools"):
+        with pytest.raises(ValidationError, match=f"{name} is set by this program"):
+            data_options(chat_template_args={name: True})

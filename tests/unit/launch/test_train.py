@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.train import run_train, start_ranks
+from pacs_megatron.runtime import waiting
 from pacs_megatron.runtime.environment import RankPlace, find_rank, job_port
 from tests.unit.config.test_load import BASE
 
@@ -46,6 +48,35 @@ def test_ranks_end_well(tmp_path: Path) -> None:
     assert words[1:3] == ["2", "127.0.0.1"]
     assert int(words[3]) >= 1
     assert_gone(tmp_path)
+
+
+def test_the_wait_for_the_ranks_is_reported_until_they_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a program in place of torchrun that waits for the report, then takes the run's lock."""
+    monkeypatch.setattr(waiting, "NOTICE_S", 0.05)
+    monkeypatch.setattr(waiting, "MAX_INTERVAL_S", 0.05)
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!/bin/sh\ncd {tmp_path}\nuntil [ -e seen ]; do sleep 0.1; done\ntouch run.lock\nuntil [ -e end ]; do sleep 0.1; done\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    ended = threading.Thread(target=start_ranks, args=(["x"], 2, tmp_path / "exit_code"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # for the main thread only
+    ended.start()
+    while not caplog.records:
+        time.sleep(0.01)
+    assert caplog.records[0].getMessage().startswith("waiting for torchrun to start the ranks: ")
+    (tmp_path / "seen").touch()
+    while not (tmp_path / "run.lock").exists():
+        time.sleep(0.01)
+    time.sleep(0.2)  # a report that was on its way
+    before = len(caplog.records)
+    time.sleep(0.5)
+    assert len(caplog.records) == before
+    (tmp_path / "end").touch()
+    ended.join()
 
 
 def test_a_run_on_one_host_listens_on_loopback_only(tmp_path: Path) -> None:

@@ -336,6 +336,15 @@ def test_folder_errors_name_the_file(tmp_path: Path) -> None:
             load_spec(tmp_path)
 
 
+def test_two_scalings_that_differ_are_refused() -> None:
+    """transformers takes `rope_scaling`, which a user adds for a longer context, over `rope_parameters`."""
+    config = PUBLISHED["Qwen3-30B-A3B"][0]
+    linear = {"rope_type": "linear", "factor": 4.0}
+    with pytest.raises(ConversionError, match="rope_scaling=.*remove one of them"):
+        read_spec(config | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": linear})
+    assert read_spec(config | {"rope_parameters": linear, "rope_scaling": linear}).rope_scaling is not None
+
+
 @fuzz
 @given(document=json_documents(), key=st.sampled_from(sorted(PUBLISHED["Qwen3-30B-A3B"][0])), data=st.data())
 def test_any_value_in_config_json_gives_a_spec_or_the_named_error(document: Any, key: str, data: st.DataObject) -> None:

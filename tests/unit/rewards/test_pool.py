@@ -32,6 +32,10 @@ def judge(prompt, response):
         case "raise": raise ValueError("no")
         case "nan": return float("nan")
         case "hog": return float(len(bytearray(8 << 30)))
+        case "family":
+            if all(os.fork() for _ in range(4)): time.sleep(3600)
+            block = bytearray(os.urandom(1)) * (120 << 20)
+            time.sleep(3600)
         case "fork" | "session" | "stopped":
             child = subprocess.Popen(["sleep", "3600"], start_new_session=response == "session", close_fds=False)
             if response == "stopped": os.kill(child.pid, 19)
@@ -194,6 +198,16 @@ def test_broken_verifiers_fail_their_sample_only(custom, make_prompt, caplog, re
     (record,) = caplog.records
     for part in ("train/7", "3:train/7#1", repr(response)):
         assert part in record.getMessage()
+
+
+def test_the_limit_of_memory_counts_what_the_function_forks(custom, make_prompt):
+    """Each of the five processes is within the limit."""
+    with RewardPool(custom(timeout_s=3600.0, memory_limit_gib=0.4)) as pool:
+        pool.submit("a", make_prompt("5"), "family")
+        pool.submit("b", make_prompt("5"), "fine")
+        failed, whole = pool.results()
+    assert failed.failure == ("its processes use more than reward.memory_limit_gib=0.4 together; the worker was killed")
+    assert whole == ("b", 1.0, None) and workers() == []
 
 
 def test_a_hung_worker_holds_up_no_other(custom, make_prompt):
