@@ -340,7 +340,7 @@ def test_two_scalings_that_differ_are_refused() -> None:
     """transformers takes `rope_scaling`, which a user adds for a longer context, over `rope_parameters`."""
     config = PUBLISHED["Qwen3-30B-A3B"][0]
     linear = {"rope_type": "linear", "factor": 4.0}
-    with pytest.raises(ConversionError, match="rope_scaling=.*remove one of them"):
+    with pytest.raises(ConversionError, match=r"rope_scaling=.*remove one of them"):
         read_spec(config | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": linear})
     assert read_spec(config | {"rope_parameters": linear, "rope_scaling": linear}).rope_scaling is not None
 
