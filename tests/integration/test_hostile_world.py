@@ -128,7 +128,7 @@ for _variables in (
 for _name, _script in {
     "standard output is a full disk": "$P config show {r} > /dev/full",
     "standard output is closed": "$P config show {r} >&-",
-    "working directory is gone": "mkdir gone && cd gone && rmdir ../gone && $P train run.yaml",
+    "working directory was removed": "mkdir gone && cd gone && rmdir ../gone && $P train run.yaml",
     "sixteen open files": "ulimit -n 16; $P config show {r} run.steps=0",
     "little memory": "ulimit -v 60000; $P train {r}",
     "no file may grow": "ulimit -f 0; $P convert to-megatron --hf {m} --out {w}/o",
