@@ -88,9 +88,23 @@ def _add_evaluation(verbs: _SubParsers) -> None:
     from pacs_megatron.convert.commands import NO_VERIFY_HELP
 
     parser = _add_config_verb(verbs, "eval", "pass@k of a model on the configured benchmarks", _eval)
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder to evaluate instead of model.path")
+    parser.add_argument(
+        "--model", nargs="+", default=[], help="Hugging Face folders, runs or checkpoints, instead of model.path"
+    )
     parser.add_argument("--out", type=Path, help="folder for the results; default: <run folder>/eval")
+    parser.add_argument("--rejudge", action="store_true", help="judge the existing samples again, without sampling")
     parser.add_argument("--no-verify", action="store_true", help="do not compare the weights with their certificate")
+    parser = _add_verb(verbs, "compare", "compare runs that differ in configuration and seed", _compare)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
+    parser.add_argument("--out", type=Path, default=Path("compare.html"), help="the page (default: compare.html)")
+    for form in ("json", "csv", "latex"):
+        parser.add_argument(f"--{form}", type=Path, metavar="FILE", help=f"also write the figures as {form}")
+    parser = _add_verb(verbs, "diversity", "diversity of the correct responses of evaluations", _diversity)
+    parser.add_argument("paths", type=Path, nargs="+", metavar="RUN|RESULTS", help="runs, or folders of `eval`")
+    parser.add_argument(
+        "--embedder", default="Qwen/Qwen3-Embedding-0.6B", help="an embedding model, or `hashed` (for tests)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("diversity.html"), help="the page (default: diversity.html)")
     parser = _add_verb(verbs, "export", "write the weights of a run as a Hugging Face checkpoint", _export)
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--step", type=integer_from(0), help="the checkpoint to export; default: the newest")
@@ -177,7 +191,39 @@ def _train(args: argparse.Namespace) -> int:
 def _eval(args: argparse.Namespace) -> int:
     from pacs_megatron.training.eval_main import run_eval
 
-    print(run_eval(args.config, args.overrides, model=args.model, out=args.out, verify=not args.no_verify))
+    # Overrides may follow the list of models.
+    models = [word for word in args.model if "=" not in word or Path(word).exists()]
+    overrides = [*args.overrides, *(word for word in args.model if word not in models)]
+    options = {"verify": not args.no_verify, "rejudge": args.rejudge}
+    print(run_eval(args.config, overrides, models=models, out=args.out, **options))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from pacs_megatron.evaluation import compare_page
+    from pacs_megatron.evaluation.compare import compare
+    from pacs_megatron.runtime.files import write_atomically
+
+    found = compare(args.runs)
+    write_atomically(args.out, [compare_page.compare_html(found).encode()])
+    for path, write in (
+        (args.json, compare_page.compare_json),
+        (args.csv, compare_page.compare_csv),
+        (args.latex, compare_page.compare_latex),
+    ):
+        if path is not None:
+            write_atomically(path, [write(found).encode()])
+    print("\n".join([*found.sentences(), str(args.out)]))
+    return 0
+
+
+def _diversity(args: argparse.Namespace) -> int:
+    from pacs_megatron.evaluation.diversity import diversity
+    from pacs_megatron.runtime.files import write_atomically
+
+    lines, text = diversity(args.paths, args.embedder)
+    write_atomically(args.out, [text.encode()])
+    print("\n".join([*lines, str(args.out)]))
     return 0
 
 

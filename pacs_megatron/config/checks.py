@@ -5,6 +5,7 @@ are in `models/shape.py`.
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.rollout_options import MAX_SGLANG_STOPS, SglangRollout, SglangServers
@@ -335,8 +336,9 @@ def _datasets(config: RunConfig) -> Iterator[str]:
     for index, dataset in enumerate(config.evaluation.benchmarks):
         key = f"evaluation.benchmarks.{index}"
         yield from _dataset(key, dataset)
-        if dataset.name is not None and names.setdefault(dataset.name, index) != index:
-            yield (f"{key}.name={dataset.name} is also the name of benchmark {names[dataset.name]}; rename it")
+        name = dataset.name or dataset.preset or Path(dataset.path).stem
+        if names.setdefault(name, index) != index:
+            yield (f"{key}.name={name} is also the name of benchmark {names[name]}; rename it")
 
 
 def _dataset(key: str, dataset: DatasetOptions) -> Iterator[str]:
@@ -366,12 +368,18 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
             yield ("`evaluation.sampling` is missing; benchmarks require it: add max_response_tokens")
         if config.reward is None:
             yield ("`reward` is missing; benchmarks require a verifier: add reward.name, such as math")
-        for k in evaluation.k:
-            if not 1 <= k <= evaluation.samples_per_prompt:
-                yield (
-                    f"evaluation.k={k}: pass@k requires 1 <= k <= evaluation.samples_per_prompt="
-                    f"{evaluation.samples_per_prompt}; lower k or raise evaluation.samples_per_prompt"
-                )
+        bad: dict[tuple[int, int], str] = {}
+        for index, benchmark in enumerate(evaluation.benchmarks):
+            num_samples, ks = evaluation.draws_of(benchmark)
+            of_k = "" if benchmark.k is None else f"benchmarks.{index}."
+            of_n = "" if benchmark.samples_per_prompt is None else f"benchmarks.{index}."
+            for k in ks:
+                if not 1 <= k <= num_samples:
+                    bad[k, num_samples] = (
+                        f"evaluation.{of_k}k={k}: pass@k requires 1 <= k <= evaluation.{of_n}samples_per_prompt="
+                        f"{num_samples}; lower k or raise evaluation.{of_n}samples_per_prompt"
+                    )
+        yield from bad.values()
         return
     for name in changed(evaluation):
         yield (f"`evaluation.{name}` is not used without evaluation.benchmarks; add a benchmark or remove the key")

@@ -237,8 +237,17 @@ class OptimizerOptions(Options):
     """Adam's epsilon."""
 
 
+class BenchmarkOptions(DatasetOptions):
+    """A data set to evaluate on."""
+
+    samples_per_prompt: PositiveInt | None = None
+    """Number of responses per problem of this benchmark; null uses evaluation.samples_per_prompt."""
+    k: tuple[int, ...] | None = Field(default=None, strict=False)
+    """Values of k of this benchmark; null uses evaluation.k."""
+
+
 class EvaluationOptions(Options):
-    benchmarks: tuple[DatasetOptions, ...] = Field(default=(), strict=False)
+    benchmarks: tuple[BenchmarkOptions, ...] = Field(default=(), strict=False)
     """Data sets to evaluate on."""
     every: PositiveInt | None = None
     """Evaluation interval, in steps. The start and the end are always evaluated; null evaluates only there."""
@@ -248,6 +257,10 @@ class EvaluationOptions(Options):
     """Values of k to report pass@k for."""
     sampling: SamplingOptions | None = None
     """Sampling of evaluation responses; required with `benchmarks`."""
+
+    def draws_of(self, benchmark: BenchmarkOptions) -> tuple[int, tuple[int, ...]]:
+        """(responses per problem, values of k) of one of `benchmarks`."""
+        return benchmark.samples_per_prompt or self.samples_per_prompt, self.k if benchmark.k is None else benchmark.k
 
 
 class CheckpointOptions(Options):

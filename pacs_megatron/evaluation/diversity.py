@@ -1,46 +1,42 @@
-"""Diversity of the correct responses to one problem (arXiv:2509.02522, analysis of diversity)."""
+"""Diversity of the correct responses to one problem (arXiv:2509.02522, equations 12 to 15).
 
-import math
+`pacs-megatron diversity` reads the samples of evaluations. A score depends on the embedding model, so every output names it.
+"""
+
+import itertools
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from pacs_megatron.errors import DataError
+from pacs_megatron.errors import ConfigError, DataError
+from pacs_megatron.evaluation.sample_file import read_samples
+from pacs_megatron.evaluation.statistics import bootstrap_mean
+from pacs_megatron.observability.page import page, safe_text
+from pacs_megatron.runtime.json_reader import read_object
 
 Embedder = Callable[[Sequence[str]], np.ndarray]
-"""Texts -> float [texts, dimension]. The caller chooses the embedding model and reports it beside the figure."""
+"""Texts -> float [texts, dimension]."""
+
+HASHED = "hashed"
+_DIMENSIONS, _NGRAM = 1024, 4
+_BATCH, _MAX_TOKENS = 8, 8192
+_CELLS, _SIZE = 48, 380
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diversity:
-    """Mean pairwise cosine distance, in [0, 2]: 0 if all correct responses have the same direction."""
+def distances(correct_responses: Mapping[str, Sequence[str]], embed: Embedder) -> dict[str, float]:
+    """Question id -> mean of 1 - cos over all pairs of that question's correct responses, in [0, 2].
 
-    mean: float | None
-    """over `num_questions`; None if there are none"""
-    num_questions: int
-    """questions with at least two correct responses"""
-    num_excluded: int
-    """questions with fewer correct responses"""
-
-
-def diversity(correct_responses: Mapping[str, Sequence[str]], embed: Embedder) -> Diversity:
-    """Average over questions of the mean of 1 - cos over all pairs of that question's correct responses.
-
-    `correct_responses` by question id; an empty sequence counts as an excluded question. Raises DataError if an embedding
-    has the wrong shape, is not finite or is zero.
+    Questions with fewer than two correct responses are left out. Raises DataError if an embedding has the wrong shape, is
+    not finite or is zero.
     """
-    distances: list[float] = []
-    for question_id in sorted(correct_responses):
-        texts = correct_responses[question_id]
-        if len(texts) >= 2:
-            distances.append(_mean_pairwise_distance(_checked(embed(texts), len(texts), question_id)))
-    count = len(distances)
-    return Diversity(
-        mean=math.fsum(distances) / count if count else None,
-        num_questions=count,
-        num_excluded=len(correct_responses) - count,
-    )
+    return {
+        question: _mean_pairwise_distance(_checked(embed(texts), len(texts), question))
+        for question, texts in sorted(correct_responses.items())
+        if len(texts) >= 2
+    }
 
 
 def _mean_pairwise_distance(vectors: np.ndarray) -> float:
@@ -63,3 +59,109 @@ def _checked(vectors: np.ndarray, num_texts: int, question_id: str) -> np.ndarra
             "fix the embedding function"
         )
     return vectors
+
+
+# ----------------------------------------------------------------------------------------------------------- embedders
+def load_embedder(name: str) -> tuple[str, Embedder]:
+    """(description for outputs, embedder): `hashed`, or a Hugging Face folder or hub id of an embedding model."""
+    if name == HASHED:
+        return f"hashed {_NGRAM}-grams of characters: for tests, no semantic model", _hashed
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        model = AutoModel.from_pretrained(name).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--embedder {name}: {reason}; give the folder of an embedding model, or {HASHED}") from None
+
+    def embed(texts: Sequence[str]) -> np.ndarray:
+        found = []
+        for start in range(0, len(texts), _BATCH):
+            batch = list(texts[start : start + _BATCH])
+            ids = tokenizer(batch, padding=True, truncation=True, max_length=_MAX_TOKENS, return_tensors="pt")
+            with torch.inference_mode():  # the last token's state, as Qwen3-Embedding's model card says
+                found.append(model(**ids.to(model.device)).last_hidden_state[:, -1].float().cpu().numpy())
+        return np.concatenate(found)
+
+    return name, embed
+
+
+def _hashed(texts: Sequence[str]) -> np.ndarray:
+    vectors = np.zeros((len(texts), _DIMENSIONS))
+    for row, text in enumerate(texts):
+        padded = text.ljust(_NGRAM)
+        for start in range(len(padded) - _NGRAM + 1):
+            vectors[row, zlib.crc32(padded[start : start + _NGRAM].encode("utf-8", "replace")) % _DIMENSIONS] += 1
+    return vectors
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+def diversity(paths: Sequence[Path], embedder: str) -> tuple[list[str], str]:
+    """(lines to print, the page) for runs or folders of results. Raises DataError for a path without an evaluation."""
+    described, embed = load_embedder(embedder)
+    lines, points = [f"embedder: {described}"], {}
+    for path in paths:
+        for benchmark, correct in sorted(_correct_responses(path).items()):
+            vectors: list[np.ndarray] = []
+
+            def keep(texts: Sequence[str], kept: list[np.ndarray] = vectors) -> np.ndarray:
+                kept.append(embed(texts))
+                return kept[-1]
+
+            found = distances(correct, keep)
+            score = bootstrap_mean(list(found.values()))
+            text = "no question with two correct responses"
+            if score is not None:
+                text = f"{score.value:.4f} [{score.low:.4f}, {score.high:.4f}] over {len(found)} questions"
+                points[f"{path} {benchmark}"] = np.concatenate(vectors)
+            lines.append(
+                f"{path} {benchmark}: {text}, {len(correct) - len(found)} with fewer than two correct responses"
+            )
+    body = "".join(f"<p>{safe_text(line)}</p>" for line in lines)
+    figures = _pictures(points) if points else ""
+    return lines, page("Diversity", f'<main><h1>Diversity</h1><div class="card">{body}</div>{figures}</main>')
+
+
+def _correct_responses(path: Path) -> dict[str, dict[str, list[str]]]:
+    """Benchmark -> question -> its correct responses."""
+    folder = path if (path / "results.json").is_file() else path / "eval"
+    if not (folder / "results.json").is_file():
+        raise DataError(f"{path}: no results.json; run `pacs-megatron eval` first, and give its folder or the run's")
+    results = read_object(folder / "results.json")
+    found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for _, record in itertools.islice(read_samples(folder / str(results["samples"])), 1, None):
+        correct = found[record["source"]][record["prompt_id"]]
+        if record["label"] == 1:
+            correct.append(record["response"])
+    return found
+
+
+def _pictures(points: Mapping[str, np.ndarray]) -> str:
+    """One density per model and benchmark, over the first two principal components of all embeddings together."""
+    unit = {name: v / np.linalg.norm(v, axis=1, keepdims=True) for name, v in points.items()}
+    every = np.concatenate(list(unit.values()))
+    centre = every.mean(axis=0)
+    axes = np.linalg.svd(every - centre, full_matrices=False)[2][:2]
+    flat = {name: (v - centre) @ axes.T for name, v in unit.items()}
+    low = np.min([xy.min(axis=0) for xy in flat.values()], axis=0)
+    span = np.maximum(np.max([xy.max(axis=0) for xy in flat.values()], axis=0) - low, 1e-9)
+    figures = []
+    for number, (name, xy) in enumerate(flat.items()):
+        density, _, _ = np.histogram2d(*((xy - low) / span).T, bins=_CELLS, range=[[-0.05, 1.05]] * 2)
+        kernel = np.exp(-0.5 * (np.arange(-4, 5) / 1.5) ** 2)
+        for axis in (0, 1):
+            density = np.apply_along_axis(np.convolve, axis, density, kernel, mode="same")
+        cell = _SIZE / _CELLS
+        cells = "".join(
+            f'<rect class="f{number % 8}" x="{i * cell:.1f}" y="{_SIZE - (j + 1) * cell:.1f}" width="{cell:.1f}" '
+            f'height="{cell:.1f}" opacity="{share:.2f}"/>'
+            for (i, j), share in np.ndenumerate(density / density.max())
+            if share > 0.01
+        )
+        figures.append(
+            f"<figure><figcaption><span>{safe_text(name)} <small>PCA, {len(xy)} correct responses</small></span></figcaption>"
+            f'<svg viewBox="0 0 {_SIZE} {_SIZE}" role="img" aria-label="density">{cells}</svg></figure>'
+        )
+    return f'<h2>Density over the first two principal components</h2><div class="charts">{"".join(figures)}</div>'

@@ -39,11 +39,12 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Curves over the step, under one title. `note` is the unit or the denominator."""
+    """Curves over the step, or over `x`, under one title. `note` is the unit or the denominator."""
 
     title: str
     series: Sequence[Series]
     note: str = ""
+    x: str = "step"
     may_be_log: bool = False
     """True: the axis is logarithmic if the values span more than a factor of 50."""
 
@@ -66,6 +67,7 @@ def line_chart(chart: Chart) -> str:
     for number, series in enumerate(chart.series):
         body.append(_curve(series, _colour(number), x_axis, y_axis))
     hover = {
+        "x": chart.x,
         "left": round(x_axis.position(min(steps)), 1),
         "right": round(x_axis.position(max(steps)), 1),
         "first": min(steps),
@@ -112,6 +114,7 @@ def stacked_bars(title: str, note: str, steps: Sequence[int], stacks: Sequence[t
     whole = sum(sum(values) for _, values in stacks)
     legend = [(_colour(i), name, _percent(sum(values), whole)) for i, (name, values) in enumerate(stacks)]
     hover = {
+        "x": "step",
         "left": LEFT,
         "right": WIDTH - RIGHT,
         "first": steps[0],
@@ -174,8 +177,10 @@ def _curve(series: Series, colour: str, x_axis: _Axis, y_axis: _Axis) -> str:
     parts = []
     if series.half_width is not None and len(points) == len(series.points) > 1:
         pairs = list(zip(series.points, series.half_width, strict=True))
-        above = [f"{x_axis.position(s):.1f},{y_axis.position(min(v + w, 1.0)):.1f}" for (s, v), w in pairs]
-        below = [f"{x_axis.position(s):.1f},{y_axis.position(max(v - w, 0.0)):.1f}" for (s, v), w in reversed(pairs)]
+        # A band of shares ends at 0 and 1.
+        low, high = (0.0, 1.0) if all(0 <= v <= 1 for (_, v), _ in pairs) else (-math.inf, math.inf)
+        above = [f"{x_axis.position(s):.1f},{y_axis.position(min(v + w, high)):.1f}" for (s, v), w in pairs]
+        below = [f"{x_axis.position(s):.1f},{y_axis.position(max(v - w, low)):.1f}" for (s, v), w in reversed(pairs)]
         parts.append(f'<polygon class="band {colour}" points="{" ".join(above + below)}"/>')
     if len(places) > 1:
         faint = " faint" if len(series.points) >= MEANS_FROM else ""
@@ -231,6 +236,9 @@ def _step_axis(first: int, last: int) -> _Axis:
 def _value_axis(chart: Chart) -> _Axis:
     values = [value for series in chart.series for _, value in series.points]
     low, high = min(values), max(values)
+    if not 0 <= low <= high <= 1:  # a band may leave the range of the values
+        bands = [(v, w) for s in chart.series if s.half_width for (_, v), w in zip(s.points, s.half_width, strict=True)]
+        low, high = min([low, *(v - w for v, w in bands)]), max([high, *(v + w for v, w in bands)])
     if chart.may_be_log and low > 0 and high / low > _LOG_FROM_RATIO:
         return _log_axis(low, high)
     if low >= 0 and high <= 1 and (high - low > 0.2 or any("@" in series.name for series in chart.series)):

@@ -73,6 +73,10 @@ figure ul b{font-weight:600;font-variant-numeric:tabular-nums}
 summary{cursor:pointer;padding:4px 0}
 summary h2{display:inline-block;margin:28px 0 6px}
 details>.charts{margin-top:10px}
+.wide{overflow-x:auto}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.9rem}
+th,td{text-align:left;padding:3px 16px 3px 0;border-bottom:1px solid var(--line);white-space:nowrap}
+th{color:var(--soft);font-weight:600}
 .sample{margin-bottom:10px}
 .sample summary{display:flex;gap:4px 12px;flex-wrap:wrap;align-items:baseline}
 .sample summary::before{content:"\\25B8";color:var(--soft)}
@@ -109,8 +113,8 @@ for (const figure of document.querySelectorAll("figure.chart")) {
     const step = found.map(p => p[0]).reduce((a, b) => Math.max(a, b));
     const at = span > 0 && data.last > data.first
       ? data.left + span * (step + (data.bar || 0) / 2 - data.first) / (data.last - data.first) : data.left;
-    tip.textContent = "step " + step + data.series.map((s, i) =>
-      "\\n" + s.name + "  " + found[i][1] + (found[i][0] === step ? "" : " (step " + found[i][0] + ")")).join("");
+    tip.textContent = data.x + " " + step + data.series.map((s, i) =>
+      "\\n" + s.name + "  " + found[i][1] + (found[i][0] === step ? "" : " (" + data.x + " " + found[i][0] + ")")).join("");
     tip.hidden = false;
     cursor.setAttribute("x1", at); cursor.setAttribute("x2", at); cursor.style.visibility = "visible";
     const space = figure.clientWidth - tip.offsetWidth - 6;

@@ -32,7 +32,7 @@ from pacs_megatron.rewards.pool import RewardPool
 from pacs_megatron.rollout.buffer import RolloutBuffer
 from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.rollout.open_request import PROGRESS_INTERVAL_S, OpenRequest
-from pacs_megatron.rollout.requests import sample_requests
+from pacs_megatron.rollout.requests import evaluation_requests
 from pacs_megatron.rollout.sample_arrays import Message, samples_from_message
 from pacs_megatron.rollout.step_results import StepResults
 from pacs_megatron.rollout.step_rollouts import StepRollouts
@@ -162,16 +162,8 @@ class Driver:
     def evaluate(self, number: int, step: int) -> None:
         """Opens the request for the counts of every benchmark's problems."""
         config = self._config
-        assert config.evaluation.sampling is not None
         prompts = tuple(prompt for benchmark in self._benchmarks for prompt in benchmark.prompts)
-        requests = sample_requests(
-            prompts,
-            config.evaluation.samples_per_prompt,
-            config.evaluation.sampling,
-            run_seed=config.run.seed,
-            step=step,
-            purpose="eval",
-        )
+        requests = evaluation_requests(config.evaluation, self._benchmarks, run_seed=config.run.seed, step=step)
         rollouts = StepRollouts(step=step, prompts=prompts, requests=tuple(requests), is_train=False)
         if self._engine is not None:
             self._buffer.start(rollouts, urgent=True)

@@ -53,15 +53,17 @@ class Judge:
         self._pool.close()
         self._thread.join()
 
-    def submit(self, sample: Sample, prompt: Prompt, done: Judged) -> None:
-        """Submits `sample` and returns at once; `done` is called later. Raises RewardError if the pool has ended."""
+    def submit(self, sample: Sample, prompt: Prompt, done: Judged, text: str | None = None) -> None:
+        """Submits `sample` and returns at once; `done` is called later. `text` is its response, if it is decoded already.
+
+        Raises RewardError if the pool has ended."""
         with self._lock:
             if self._ended is not None:
                 raise self._ended
             # An evaluation that starts over has the same ids, and workers may still judge the first ones.
             key = sample.id if sample.id not in self._pending else f"{sample.id}/{next(self._repeats)}"
             self._pending[key] = (sample, done)
-        self._pool.submit(key, prompt, self._decode(sample.response_ids))
+        self._pool.submit(key, prompt, self._decode(sample.response_ids) if text is None else text)
 
     @report_wait("for the verifier")
     def judge(self, samples: Iterable[Sample], prompts: Mapping[str, Prompt]) -> list[Sample]:

@@ -8,7 +8,9 @@ from hashlib import blake2b
 from typing import Literal
 
 from pacs_megatron.config.rollout_options import SamplingOptions
+from pacs_megatron.config.schema import EvaluationOptions
 from pacs_megatron.contracts import Prompt, SampleRequest, SamplingParams
+from pacs_megatron.data import PromptSet
 
 Purpose = Literal["train", "eval"]
 
@@ -33,6 +35,25 @@ def sample_requests(
         )
         for prompt in prompts
         for index in range(samples_per_prompt)
+    ]
+
+
+def evaluation_requests(
+    options: EvaluationOptions, benchmarks: Sequence[PromptSet], *, run_seed: int, step: int
+) -> list[SampleRequest]:
+    """The requests of an evaluation; `benchmarks` are the prompts of `options.benchmarks`, in their order."""
+    assert options.sampling is not None  # the config refuses benchmarks without it
+    return [
+        request
+        for benchmark, found in zip(options.benchmarks, benchmarks, strict=True)
+        for request in sample_requests(
+            found.prompts,
+            options.draws_of(benchmark)[0],
+            options.sampling,
+            run_seed=run_seed,
+            step=step,
+            purpose="eval",
+        )
     ]
 
 

@@ -1,119 +1,248 @@
-"""`pacs-megatron eval`: pass@k of a Hugging Face folder by the embedded engine. Starts no Megatron."""
+"""`pacs-megatron eval`: pass@k of Hugging Face folders and checkpoints of runs. Starts no Megatron."""
 
-import json
 import logging
+import queue
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
 from pacs_megatron.checkpoint.hf_folder import HfFolder
-from pacs_megatron.checkpoint.safetensors_file import tensor_bytes
+from pacs_megatron.checkpoint.names import MANIFEST_NAME, newest_step, position_of
 from pacs_megatron.config import LoadedConfig, load_config
-from pacs_megatron.config.rollout_options import EmbeddedRollout
 from pacs_megatron.config.schema import RunConfig
-from pacs_megatron.contracts import Sample, SampleRequest, WeightReceiver
-from pacs_megatron.contracts.digest import WeightDigest
+from pacs_megatron.contracts import Prompt, Sample, SampleRequest
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME
-from pacs_megatron.data import load_prompts, load_tokenizer
-from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
-from pacs_megatron.errors import CheckpointError
-from pacs_megatron.evaluation.benchmarks import Evaluation, evaluate
-from pacs_megatron.evaluation.passk import aggregate
+from pacs_megatron.convert.convert import Options, megatron_to_hf
+from pacs_megatron.convert.source import local_hf_folder
+from pacs_megatron.data import load_prompts, load_tokenizer, stop_token_ids
+from pacs_megatron.errors import CheckpointError, ConfigError, RewardError
+from pacs_megatron.evaluation.results import harness_json, results_json, summarize, table
+from pacs_megatron.evaluation.sample_file import SampleFile
+from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.observability.progress import Progress
-from pacs_megatron.observability.rollout_log import write_rollouts
+from pacs_megatron.rewards.labels import check_failures
 from pacs_megatron.rewards.pool import RewardPool
 from pacs_megatron.rollout.judge import Judge
+from pacs_megatron.rollout.requests import evaluation_requests
 from pacs_megatron.runtime.files import json_line, write_atomically
 from pacs_megatron.runtime.json_reader import read_object
-from pacs_megatron.runtime.run_folder import run_folder
-from pacs_megatron.runtime.run_lock import RunLock, refuse_if_locked
-from pacs_megatron.runtime.waiting import report_wait
+from pacs_megatron.runtime.run_folder import CONFIG_FILE, run_folder
+from pacs_megatron.runtime.run_lock import LOCK_FILE, RunLock, refuse_if_locked
+from pacs_megatron.training.eval_samplers import EmbeddedSampler, ServerSampler, push_folder
 
 logger = logging.getLogger(__name__)
 
 RESULTS_NAME = "results.json"
-SAMPLES_NAME = "samples.jsonl"
+HARNESS_NAME = "lm_eval_results.json"
+MAX_SHARD_BYTES = 5 * 10**9
+Sampler = EmbeddedSampler | ServerSampler
+_WORKER_OPTIONS = {"workers", "timeout_s", "memory_limit_gib", "max_failure_frac"}
+"""Options of a reward that change no verdict"""
 
 
 def run_eval(
-    config_path: Path, overrides: Sequence[str], *, model: Path | None, out: Path | None, verify: bool = True
-) -> str:
-    """Evaluates `model` (default: model.path) on the configured benchmarks and returns a table to print.
+    config_path: Path, overrides: Sequence[str], *, models: Sequence[str] = (), out: Path | None = None,
+    verify: bool = True, rejudge: bool = False,
+) -> str:  # fmt: skip
+    """Evaluates `models` (default: model.path) on the configured benchmarks and returns a table for each of them.
 
-    Writes results.json (the metrics, the counts of every problem, what was evaluated and how) and samples.jsonl to `out`
-    (default: `<run folder>/eval`), at the end: a failed evaluation writes nothing. The draws are those of an evaluation
-    at step 0 of a run with the same run.seed.
+    A model is a Hugging Face folder or hub id, a run folder, or a checkpoint of a run, which is exported first. Writes
+    to `out` (default: `<run folder>/eval`), with several models to a folder each: results.json, lm_eval_results.json
+    and the samples, which are appended while sampling. The same command continues an evaluation that was ended. The
+    draws are those of an evaluation at step 0 of a run with the same run.seed. `rejudge`: judges existing samples again.
 
     Raises PacsError for a mistake that the user can fix.
     """
+    setup_logging(None, 0)
     loaded = load_config(config_path, overrides)
-    config = loaded.config
     _check(loaded)
-    run_dir = run_folder(loaded)
+    config, run_dir = loaded.config, run_folder(loaded)
+    base = run_dir / "eval" if out is None else out
     if out is None:
         refuse_if_locked(run_dir)
-    folder = HfFolder(config.model.path if model is None else model)
-    started = time.perf_counter()
-    tokenizer = load_tokenizer(str(folder.path), config.model.trust_remote_code)
-    benchmarks = [load_prompts(benchmark, config.data, tokenizer) for benchmark in config.evaluation.benchmarks]
-    engine = _engine(folder, config, Vocabulary.from_tokenizer(tokenizer, str(folder.path)))
-    certified = certified_digests(folder) if verify else {}
-    digest = push_folder(folder, engine, version=0, certified=certified)
+    folders = [_folder_of(model) for model in models or [config.model.path]]
+    is_new = not base.exists()
+    try:
+        with RunLock(base, "eval"):
+            return _Evaluation(config, base, verify=verify, rejudge=rejudge).run(folders)
+    finally:
+        if is_new and [path.name for path in base.glob("*")] == [LOCK_FILE]:
+            (base / LOCK_FILE).unlink()
+            base.rmdir()
 
-    def decode(ids: Any) -> str:
-        return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
-    assert config.reward is not None
-    with RewardPool(config.reward) as pool:
-        judge = Judge(
-            pool, decode, threshold=config.reward.label_threshold, max_failure_frac=config.reward.max_failure_frac
+def _check(loaded: LoadedConfig) -> None:
+    if not loaded.config.evaluation.benchmarks:
+        raise loaded.fail("evaluation.benchmarks is empty, add a benchmark")
+    if loaded.config.reward is None:
+        raise loaded.fail("`reward` is missing, but an evaluation needs one; add it")
+
+
+def _folder_of(model: str) -> HfFolder:
+    """The Hugging Face folder of an argument; a checkpoint is exported to the run's hf_exports/ unless it is there."""
+    path = Path(model)
+    if (path / CONFIG_FILE).is_file() and not (path / "config.json").exists():  # a run
+        step = newest_step(path)
+        if (path / "hf").is_dir() or step is None:
+            return HfFolder(path / "hf")
+        path = path / "checkpoints" / f"step_{step:06d}"
+    if position_of(path.name) is not None and (path / MANIFEST_NAME).is_file():
+        target = path.parents[1] / "hf_exports" / path.name
+        if not target.exists():
+            logger.info("exporting %s to %s", path, target)
+            megatron_to_hf(path, Options(out=target), step=None, max_shard_bytes=MAX_SHARD_BYTES)
+        path = target
+    return HfFolder(local_hf_folder(str(path)))
+
+
+def _names(folders: Sequence[HfFolder]) -> list[str]:
+    """A name for each model's results: the end of its path, without parts that all runs share."""
+    names: list[str] = []
+    for folder in folders:
+        parts = [part for part in folder.path.resolve().parts if part not in ("hf", "hf_exports", "snapshots")]
+        name = "-".join(parts[-2:] if position_of(parts[-1]) is not None else parts[-1:])
+        names.append(name if name not in names else f"{name}-{len(names) + 1}")
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """One model with its prompts."""
+
+    folder: HfFolder
+    tokenizer: Any
+    prompts: Mapping[str, Prompt]
+    requests: Sequence[SampleRequest]
+    certified: Mapping[str, str]
+
+    def decode(self, ids: Any) -> str:
+        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+
+class _Evaluation:
+    """Samples, judges and counts one model after the other."""
+
+    def __init__(self, config: RunConfig, base: Path, *, verify: bool, rejudge: bool) -> None:
+        self._config, self._base = config, base
+        self._verify, self._rejudge = verify, rejudge
+
+    def run(self, folders: Sequence[HfFolder]) -> str:
+        config = self._config
+        assert config.reward is not None
+        servers = config.rollout.sglang
+        sampler = (
+            EmbeddedSampler(config) if servers is None else ServerSampler(servers, config.model, self._base / "servers")
         )
-        evaluation = evaluate(
-            benchmarks, _with_progress(engine.stream), judge, config.evaluation, run_seed=config.run.seed, step=0
+        texts = []
+        with RewardPool(config.reward) as pool, sampler:
+            options = {"threshold": config.reward.label_threshold, "max_failure_frac": config.reward.max_failure_frac}
+            judge = Judge(pool, lambda ids: "", **options)  # texts are passed with the samples
+            for folder, name in zip(folders, _names(folders), strict=True):
+                alone = len(folders) == 1
+                text = self._model(folder, self._base if alone else self._base / name, sampler, judge)
+                texts.append(text if alone else f"{name}\n{text}")
+        return "\n\n".join(texts)
+
+    def _model(self, folder: HfFolder, target: Path, sampler: Sampler, judge: Judge) -> str:
+        config, started = self._config, time.perf_counter()
+        assert config.evaluation.sampling is not None and config.reward is not None
+        tokenizer = load_tokenizer(str(folder.path), config.model.trust_remote_code)
+        sets = [load_prompts(benchmark, config.data, tokenizer) for benchmark in config.evaluation.benchmarks]
+        model = _Model(
+            folder,
+            tokenizer,
+            {prompt.id: prompt for found in sets for prompt in found.prompts},
+            evaluation_requests(config.evaluation, sets, run_seed=config.run.seed, step=0),
+            certified_digests(folder) if self._verify else {},
         )
-    target = run_dir / "eval" if out is None else out
-    prompts = {prompt.id: prompt for benchmark in benchmarks for prompt in benchmark.prompts}
-    facts = {
-        "model": str(folder.path),
-        "weights_digest": digest,
-        "verified": bool(certified),
-        "seconds": time.perf_counter() - started,
-    }
-    # A folder elsewhere needs no lock.
-    with RunLock(run_dir, "eval") if out is None else nullcontext():
-        write_rollouts(target / SAMPLES_NAME, evaluation.samples, prompts, decode)
-        write_atomically(target / RESULTS_NAME, [_results_json(evaluation, config, facts)])
-    return f"{table(evaluation, config.evaluation.k)}\n{target / RESULTS_NAME}"
+        weights = push_folder(folder, None, 0, model.certified)
+        produced_by = self._produced_by(model, weights, sampler)
+        judged_by = config.reward.model_dump(mode="json", exclude=_WORKER_OPTIONS)
+        with SampleFile(target, produced_by, judged_by, model.prompts) as samples:
+            self._sample(model, samples, sampler, judge)
+            outcomes = [samples.outcomes[request.id] for request in model.requests]
+        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+        check_failures(failures, len(outcomes), config.reward.max_failure_frac)
+        results = summarize(config.evaluation, sets, model.requests, samples.outcomes)
+        facts = {
+            "model": str(folder.path),
+            "weights_digest": weights,
+            "verified": bool(model.certified),
+            "engine": produced_by["engine"],
+            "seconds": time.perf_counter() - started,
+            "seed": config.run.seed,
+            "samples": samples.path.name,
+            "sampling": produced_by["sampling"],
+            "reward": judged_by,
+        }
+        write_atomically(target / HARNESS_NAME, [harness_json(results, facts)])
+        write_atomically(target / RESULTS_NAME, [results_json(results, facts)])
+        return f"{table(results)}\n{target / RESULTS_NAME}"
 
+    def _produced_by(self, model: _Model, weights: str, sampler: Sampler) -> dict[str, Any]:
+        """All that changes a response, but for the problem and the number of draws."""
+        config = self._config
+        assert config.evaluation.sampling is not None
+        template = {"template": model.tokenizer.chat_template, "args": config.data.chat_template_args}
+        template |= {"system": config.data.system_prompt, "suffix": config.data.prompt_suffix}
+        return {
+            "weights": weights,
+            **sampler.describe(),
+            "seed": config.run.seed,
+            "sampling": config.evaluation.sampling.model_dump(mode="json"),
+            "prompt": xxhash.xxh3_128_hexdigest(json_line(template)),
+            "stop_token_ids": list(stop_token_ids(model.tokenizer, str(model.folder.path))),
+        }
 
-@report_wait("for the weights to load")
-def push_folder(
-    folder: HfFolder, receiver: WeightReceiver, version: int, certified: Mapping[str, str] | None = None
-) -> str:
-    """Sends a folder's weights to `receiver` and returns their digest.
-
-    Raises SyncError; CheckpointError for a tensor that differs from `certified`, its digest by name.
-    """
-    digest = WeightDigest()
-    receiver.begin_update(version)
-    for name in folder.names:
-        tensor = folder.get(name)
-        digest.update(name, tensor)
-        expected = (certified or {}).get(name)
-        if expected is not None and xxhash.xxh3_128_hexdigest(tensor_bytes(tensor)) != expected:
-            raise CheckpointError(
-                f"{folder.path}: {name} was altered since the export (its digest is not that of {CERTIFICATE_NAME}); export "
-                "again, or pass --no-verify"
+    def _sample(self, model: _Model, samples: SampleFile, sampler: Sampler, judge: Judge) -> None:
+        """Samples and judges what the file lacks. Raises RewardError for a reward that is no label."""
+        if self._rejudge and not samples.path.exists():
+            raise ConfigError(
+                f"--rejudge: {samples.path} does not exist: these weights and settings have no samples; run without it"
             )
-        receiver.put(name, tensor)
-    receiver.end_update(digest.hexdigest())
-    return digest.hexdigest()
+        if self._rejudge:
+            samples.rejudge(judge)
+        samples.check_verifier()
+        missing = list(_missing(model.requests, samples.outcomes, sampler.chunk))
+        if not missing:
+            return
+        sampler.load(model.folder, model.tokenizer)
+        seeds = {request.id: request.seed for request in missing}
+        answers: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
+        texts: dict[str, str] = {}
+        started, num_tokens, total = time.perf_counter(), 0, len(model.requests)
+        done = total - sum(sample_id not in samples.outcomes for sample_id in (r.id for r in model.requests))
+
+        def write(*, wait: bool) -> None:
+            nonlocal done
+            while texts and (wait or not answers.empty()):
+                answer = answers.get()
+                if isinstance(answer, RewardError):
+                    raise answer
+                samples.append(answer, seeds[answer.id], texts.pop(answer.id))
+                done += 1
+            progress.advance(done, {"tokens/s": num_tokens / (time.perf_counter() - started)})
+
+        with Progress("eval", total, done=done) as progress:
+            for sample in sampler.stream(missing):
+                num_tokens += sample.response_len
+                if sample.id not in samples.outcomes:
+                    texts[sample.id] = model.decode(sample.response_ids)
+                    judge.submit(sample, model.prompts[sample.prompt_id], answers.put, texts[sample.id])
+                write(wait=False)
+            write(wait=True)
+
+
+def _missing(requests: Sequence[SampleRequest], done: Mapping[str, Any], chunk: int) -> Iterator[SampleRequest]:
+    """The requests without an outcome, and those that the engine decodes in one batch with them."""
+    for start in range(0, len(requests), chunk):
+        batch = requests[start : start + chunk]
+        if any(request.id not in done for request in batch):
+            yield from batch
 
 
 def certified_digests(folder: HfFolder) -> dict[str, str]:
@@ -126,84 +255,3 @@ def certified_digests(folder: HfFolder) -> dict[str, str]:
         return {str(tensor["name"]): tensor["xxh3_128"] for tensor in tensors if tensor["xxh3_128"]}
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({error!r}); export again, or remove it") from None
-
-
-def table(evaluation: Evaluation, ks: Sequence[int]) -> str:
-    """One line a benchmark: problems, samples, pass@k with its standard error, lengths, truncated and unjudged responses."""
-    header = ["benchmark", "problems", "samples", *(f"pass@{k}" for k in ks), "tokens", "cut", "unjudged"]
-    rows = [header]
-    for result in evaluation.results:
-        values = {name.rsplit("/", 1)[1]: value for name, value in result.metrics.items()}
-        estimates = [aggregate(result.problems, k) for k in ks]
-        rows.append(
-            [
-                result.name,
-                f"{values['num_problems']:.0f}",
-                f"{values['num_samples']:.0f}",
-                *(_with_error(estimate.mean, estimate.standard_error) for estimate in estimates),
-                _number(values["len_mean"], ".1f"),
-                _number(values["truncated_frac"], ".1%"),
-                f"{values['num_unjudged']:.0f}",
-            ]
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)
-
-
-def _check(loaded: LoadedConfig) -> None:
-    if not loaded.config.evaluation.benchmarks:
-        raise loaded.fail("evaluation.benchmarks is empty, add a benchmark")
-    if loaded.config.reward is None:
-        raise loaded.fail("`reward` is missing, but an evaluation needs one; add it")
-
-
-@report_wait("for the model to load")
-def _engine(folder: HfFolder, config: RunConfig, vocabulary: Vocabulary) -> EmbeddedEngine:
-    """The embedded engine of the configuration, or one with default options if it names another engine."""
-    options = config.rollout.embedded
-    if options is None:
-        assert config.evaluation.sampling is not None
-        options = EmbeddedRollout(engine="embedded", sampling=config.evaluation.sampling)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return EmbeddedEngine(folder.path, options, vocabulary, device=device)
-
-
-def _with_progress(
-    stream: Callable[[Sequence[SampleRequest]], Iterable[Sample]],
-) -> Callable[[Sequence[SampleRequest]], Iterator[Sample]]:
-    def sample(requests: Sequence[SampleRequest]) -> Iterator[Sample]:
-        started = time.perf_counter()
-        num_tokens = 0
-        with Progress("eval", len(requests)) as progress:
-            for done, sample in enumerate(stream(requests), start=1):
-                num_tokens += sample.response_len
-                progress.advance(done, {"tokens/s": num_tokens / (time.perf_counter() - started)})
-                yield sample
-
-    return sample
-
-
-def _results_json(evaluation: Evaluation, config: RunConfig, facts: dict[str, Any]) -> bytes:
-    sampling = config.evaluation.sampling
-    assert sampling is not None
-    record = {
-        **facts,
-        "seed": config.run.seed,
-        "samples_per_prompt": config.evaluation.samples_per_prompt,
-        "sampling": sampling.model_dump(mode="json"),
-        "reward": config.reward.name if config.reward is not None else None,
-        "metrics": evaluation.metrics,
-        "problems": {result.name: [asdict(problem) for problem in result.problems] for result in evaluation.results},
-    }
-    return json.dumps(json.loads(json_line(record)), indent=1).encode() + b"\n"
-
-
-def _with_error(mean: float | None, error: float | None) -> str:
-    if mean is None:
-        return "-"
-    return f"{mean:.4f}" if error is None else f"{mean:.4f} ± {error:.4f}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)

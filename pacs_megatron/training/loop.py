@@ -140,13 +140,14 @@ def _due(step: int, every: int | None) -> bool:
 
 def evaluate(run: RunContext, step: int) -> dict[str, float | None]:
     """pass@k of every benchmark with the weights after `step`; empty when none is configured. Collective."""
-    if not run.config.evaluation.benchmarks:
+    options = run.config.evaluation
+    if not options.benchmarks:
         return {}
     with run.timer.span("evaluation"):
         benchmarks = run.rollouts.evaluate(step)
     metrics: dict[str, float | None] = {}
-    for name, problems in benchmarks.items():
-        metrics |= benchmark_metrics(name, problems, run.config.evaluation.k)
+    for benchmark, (name, problems) in zip(options.benchmarks, benchmarks.items(), strict=True):
+        metrics |= benchmark_metrics(name, problems, options.draws_of(benchmark)[1])
     return metrics
 
 

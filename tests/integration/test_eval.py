@@ -48,11 +48,16 @@ def config(tmp_path: Path, tiny_qwen3: Path) -> Path:
     return path
 
 
+def read_samples(out: Path) -> list[dict]:
+    [file] = out.glob("samples-*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()[1:]]
+
+
 def test_counts_estimates_and_files(config, tmp_path, tiny_qwen3, capsys):
     assert main(["eval", str(config)]) == 0
     out = tmp_path / "runs" / "test" / "eval"
     results = json.loads((out / "results.json").read_text())
-    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    samples = read_samples(out)
     assert len(samples) == 5 * 6
     assert len({sample["id"] for sample in samples}) == len(samples)
     labels = set()
@@ -82,8 +87,64 @@ def test_the_same_command_gives_the_same_samples_and_another_model_others(config
     assert main(["eval", str(config), "--out", str(first)]) == 0
     assert main(["eval", str(config), "--out", str(again)]) == 0
     assert main(["eval", str(config), "--model", str(tiny_qwen3_tied), "--out", str(other)]) == 0
-    bytes_of = [(folder / "samples.jsonl").read_bytes() for folder in (first, again, other)]
-    assert bytes_of[0] == bytes_of[1] != bytes_of[2]
+    samples_of = [sorted(map(json.dumps, read_samples(folder))) for folder in (first, again, other)]
+    assert samples_of[0] == samples_of[1] != samples_of[2]
+
+
+def test_an_evaluation_that_was_killed_goes_on_with_the_same_samples(config, tmp_path, monkeypatch):
+    """Killed inside a line; then with more draws: samples that exist stay, byte for byte."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert main(["eval", str(config), "--out", str(whole)]) == 0
+    [file] = whole.glob("samples-*.jsonl")
+    lines = file.read_bytes().splitlines(keepends=True)
+    cut.mkdir()
+    target = cut / file.name
+    target.write_bytes(b"".join(lines[:10]) + lines[10][:-20])
+    assert main(["eval", str(config), "--out", str(cut)]) == 0
+    assert target.read_bytes().startswith(b"".join(lines[:10]))
+    assert sorted(target.read_bytes().splitlines(keepends=True)) == sorted(lines)
+    metrics = [json.loads((folder / "results.json").read_text())["metrics"] for folder in (whole, cut)]
+    assert metrics[0] == metrics[1]
+    before = target.read_bytes()
+    assert main(["eval", str(config), "evaluation.samples_per_prompt=8", "--out", str(cut)]) == 0
+    assert target.read_bytes().startswith(before)
+    assert len({sample["id"] for sample in read_samples(cut)}) == len(read_samples(cut)) == 5 * 8
+    # Nothing is missing: nothing is loaded, and fewer draws count the first ones only.
+    monkeypatch.setattr("pacs_megatron.training.eval_samplers.EmbeddedSampler.load", None)
+    assert main(["eval", str(config), "--out", str(cut)]) == 0
+    assert json.loads((cut / "results.json").read_text())["metrics"] == metrics[0]
+
+
+def test_another_verifier_judges_the_samples_again(config, tmp_path, capsys, monkeypatch):
+    assert main(["eval", str(config), "--out", str(tmp_path / "out")]) == 0
+    before = read_samples(tmp_path / "out")
+    (tmp_path / "reward.py").write_text(REWARD + "def short(prompt, response):\n    return float(len(response) < 4)\n")
+    short = f"reward.function={tmp_path / 'reward.py'}:short"
+    monkeypatch.setattr("pacs_megatron.training.eval_samplers.EmbeddedSampler.load", None)
+    assert main(["eval", str(config), short, "--out", str(tmp_path / "out")]) == 2
+    assert "--rejudge" in capsys.readouterr().err
+    assert read_samples(tmp_path / "out") == before
+    assert main(["eval", str(config), short, "--out", str(tmp_path / "out"), "--rejudge"]) == 0
+    after = read_samples(tmp_path / "out")
+    assert [row["response"] for row in after] == [row["response"] for row in before]
+    assert [row["label"] for row in after] == [int(len(r["response"]) < 4 and r["stop"] == "eos") for r in before]
+    assert main(["eval", str(config), "--out", str(tmp_path / "new"), "--rejudge"]) == 2
+    assert "have no samples" in capsys.readouterr().err
+
+
+def test_several_models_and_draws_of_each_benchmark(config, tmp_path, tiny_qwen3, tiny_qwen3_tied, capsys):
+    tree = json.loads(config.read_text())
+    tree["evaluation"]["benchmarks"][1] |= {"samples_per_prompt": 2, "k": [2]}
+    config.write_text(json.dumps(tree))
+    out = tmp_path / "out"
+    assert main(["eval", str(config), "--out", str(out), "--model", str(tiny_qwen3), str(tiny_qwen3_tied)]) == 0
+    for name in (tiny_qwen3.name, tiny_qwen3_tied.name):
+        results = json.loads((out / name / "results.json").read_text())
+        assert len(read_samples(out / name)) == 3 * 6 + 2 * 2
+        assert results["k"] == {"first": [1, 4], "second": [2]}
+        assert "eval/second/pass@1" not in results["metrics"]
+        assert results["metrics"]["eval/first/avg@6"] == pytest.approx(results["metrics"]["eval/first/pass@1"])
+    assert tiny_qwen3_tied.name in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,17 @@
-"""Diversity against a plain double loop, and what is left out of it."""
+"""Diversity against a plain double loop, what is left out of it, and the command on an evaluation's files."""
 
 import itertools
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pacs_megatron.cli import main
 from pacs_megatron.errors import DataError
-from pacs_megatron.evaluation.diversity import diversity
+from pacs_megatron.evaluation.diversity import distances, load_embedder
 
 
 def letters(texts: Sequence[str]) -> np.ndarray:
@@ -23,24 +26,20 @@ def plain(texts: Sequence[str]) -> float:
     return sum(distances) / len(distances)
 
 
-def test_equals_a_plain_double_loop_averaged_over_questions() -> None:
+def test_equals_a_plain_double_loop_for_each_question() -> None:
     one, two = ["aab", "abc", "ccb", "a"], ["b", "bc"]
-    result = diversity({"q1": one, "q2": two}, letters)
-    assert result.mean == pytest.approx((plain(one) + plain(two)) / 2, abs=1e-7)
-    assert (result.num_questions, result.num_excluded) == (2, 0)
+    found = distances({"q1": one, "q2": two}, letters)
+    assert found == {"q1": pytest.approx(plain(one), abs=1e-7), "q2": pytest.approx(plain(two), abs=1e-7)}
 
 
 def test_same_and_orthogonal_and_opposite() -> None:
-    assert diversity({"q": ["ab", "aabb"]}, letters).mean == pytest.approx(0.0, abs=1e-12)
-    assert diversity({"q": ["a", "b"]}, letters).mean == pytest.approx(1.0)
-    assert diversity({"q": ["a", "b"]}, lambda _: np.array([[1.0, 0.0], [-3.0, 0.0]])).mean == pytest.approx(2.0)
+    assert distances({"q": ["ab", "aabb"]}, letters)["q"] == pytest.approx(0.0, abs=1e-12)
+    assert distances({"q": ["a", "b"]}, letters)["q"] == pytest.approx(1.0)
+    assert distances({"q": ["a", "b"]}, lambda _: np.array([[1.0, 0.0], [-3.0, 0.0]]))["q"] == pytest.approx(2.0)
 
 
-def test_questions_with_fewer_than_two_correct_are_counted_not_averaged() -> None:
-    result = diversity({"q1": ["a", "b"], "q2": ["a"], "q3": []}, letters)
-    assert (result.mean, result.num_questions, result.num_excluded) == (pytest.approx(1.0), 1, 2)
-    nothing = diversity({"q": ["a"]}, letters)
-    assert (nothing.mean, nothing.num_questions, nothing.num_excluded) == (None, 0, 1)
+def test_questions_with_fewer_than_two_correct_are_left_out() -> None:
+    assert set(distances({"q1": ["a", "b"], "q2": ["a"], "q3": []}, letters)) == {"q1"}
 
 
 @pytest.mark.parametrize(
@@ -54,4 +53,53 @@ def test_questions_with_fewer_than_two_correct_are_counted_not_averaged() -> Non
 )
 def test_embeddings_that_cannot_be_compared_are_refused(vectors: np.ndarray, complaint: str) -> None:
     with pytest.raises(DataError, match=complaint):
-        diversity({"question 7": ["a", "b"]}, lambda _: vectors)
+        distances({"question 7": ["a", "b"]}, lambda _: vectors)
+
+
+def write_evaluation(folder: Path, responses: dict[str, list[tuple[str, int]]]) -> Path:
+    """Results as `eval` writes them: prompt id -> (response, label)."""
+    records = [
+        {"id": f"eval0:{prompt}#{i}", "prompt_id": prompt, "source": "sums", "response": text, "label": label}
+        for prompt, found in responses.items()
+        for i, (text, label) in enumerate(found)
+    ]
+    folder.mkdir(parents=True)
+    lines = [json.dumps(record) for record in [{"digest": "d"}, *records]]
+    (folder / "samples-d.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "results.json").write_text(json.dumps({"samples": "samples-d.jsonl"}))
+    return folder
+
+
+def test_the_command_on_two_evaluations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    same = write_evaluation(tmp_path / "same", {f"sums/{i}": [("one way", 1)] * 3 + [("wrong", 0)] for i in range(4)})
+    ways = ["by parts", "we add the digits", "note that 3 = 1 + 2", "so the sum is"]
+    varied = {f"sums/{i}": [(way, 1) for way in ways] for i in range(4)} | {"sums/9": [("alone", 1), ("no", 0)]}
+    run = write_evaluation(tmp_path / "run" / "eval", varied).parent
+    out = tmp_path / "page.html"
+    assert main(["diversity", str(same), str(run), "--embedder", "hashed", "--out", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "no semantic model" in lines[0]
+    assert f"{same} sums: 0.0000 [0.0000, 0.0000] over 4 questions, 0 with fewer" in lines[1]
+    expected = distances({"q": ways}, load_embedder("hashed")[1])["q"]
+    assert f"{run} sums: {expected:.4f} " in lines[2]
+    assert "1 with fewer than two correct" in lines[2]
+    page = out.read_text()
+    assert page.count("<svg") == 2 and "no semantic model" in page
+    assert main(["diversity", str(tmp_path), "--embedder", "hashed"]) == 2
+    assert "no results.json" in capsys.readouterr().err
+
+
+def test_an_embedding_model_by_transformers(
+    tmp_path: Path, tiny_qwen3: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The vector of a text is the last token's state, for any padding."""
+    name, embed = load_embedder(str(tiny_qwen3))
+    texts = ["short", "a text that is much longer than the other one"]
+    together = embed(texts)
+    assert name == str(tiny_qwen3) and together.shape[0] == 2
+    for text, vector in zip(texts, together, strict=True):
+        np.testing.assert_allclose(embed([text])[0], vector, rtol=2e-4, atol=2e-5)
+    run = write_evaluation(tmp_path / "run", {"sums/0": [("a", 1), ("b", 1)]})
+    out = ["--out", str(tmp_path / "page.html")]
+    assert main(["diversity", str(run), "--embedder", str(tmp_path / "none"), *out]) == 2
+    assert "--embedder" in capsys.readouterr().err

@@ -1,0 +1,183 @@
+"""`pacs-megatron compare`: statistics of runs that differ in configuration and seed.
+
+Runs whose configurations differ in the seed only are one method. A task is a benchmark; a score is a run's final pass@1
+on it, or its final reward without benchmarks. The aggregates are those of `evaluation/statistics.py`.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pacs_megatron.config.yaml_tree import read_yaml
+from pacs_megatron.errors import DataError
+from pacs_megatron.evaluation.statistics import (
+    Interval,
+    improvement,
+    interquartile_mean,
+    performance_profile,
+    stratified,
+)
+from pacs_megatron.observability.metrics import Row, read_metrics
+from pacs_megatron.runtime.json_reader import read_object
+from pacs_megatron.runtime.run_folder import CONFIG_FILE
+
+THRESHOLDS = tuple(percent / 100 for percent in range(101))
+MIN_SEEDS = 3
+"""Below it a bootstrap over seeds says nothing."""
+_SAME_METHOD = ("run.seed", "run.name", "run.dir", "run.nproc", "resources", "logging")
+_REWARD = "reward/mean"
+_MOST_KEYS = 3
+"""Differing keys that fit into a label"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The parts of a run folder that are compared."""
+
+    name: str
+    seed: int
+    rows: Sequence[Row]
+    config: Mapping[str, Any]
+    """leaf values by dotted key"""
+    results: Mapping[str, Any]
+    """metrics of <run>/eval/results.json; empty without"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """Runs with one configuration."""
+
+    label: str
+    runs: tuple[Run, ...]
+    scores: np.ndarray
+    """float64 [runs, tasks]"""
+    iqm: Interval
+    profile: Sequence[float]
+    """at THRESHOLDS"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The methods in the order of their first runs, and every pair of them."""
+
+    tasks: tuple[str, ...]
+    differences: Mapping[str, Sequence[Any]]
+    """differing key -> value of each method"""
+    methods: tuple[Method, ...]
+    improvements: Mapping[tuple[str, str], Interval] = field(default_factory=dict)
+    """(x, y) -> probability that a run of x has a higher score than a run of y"""
+
+    def sentences(self) -> list[str]:
+        """One plain sentence for each pair, on what the runs show."""
+        found = []
+        num_seeds = {method.label: len(method.runs) for method in self.methods}
+        for (x, y), chance in self.improvements.items():
+            fewest = min(num_seeds[x], num_seeds[y])
+            if fewest < MIN_SEEDS:
+                found.append(
+                    f"{x} and {y}: {fewest} seed(s) are too few to say which is better (at least {MIN_SEEDS})."
+                )
+                continue
+            better, worse, p = (x, y, chance) if chance.value >= 0.5 else (y, x, _reversed(chance))
+            text = f"a run of {better} is better than one of {worse} with probability {p.value:.2f} [{p.low:.2f}, {p.high:.2f}]"
+            verdict = "significant" if p.low > 0.5 else "not significant"
+            found.append(f"{x} and {y}: {text}, so the difference is {verdict} at 95 % with {fewest} seeds.")
+        return found
+
+
+def compare(folders: Sequence[Path]) -> Comparison:
+    """Reads the runs and compares them. Raises DataError for a folder that is no run, or runs without a common score."""
+    runs = [_read(folder) for folder in folders]
+    groups: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[repr(sorted((key, repr(value)) for key, value in run.config.items() if _counts(key)))].append(run)
+    tasks = [key for key in _tasks(runs[0]) if all(_score(run, key) is not None for run in runs)]
+    if not tasks:
+        raise DataError(
+            f"{', '.join(map(str, folders))}: no benchmark and no reward that all runs have; compare finished runs"
+        )
+    members = [tuple(sorted(found, key=lambda run: run.seed)) for found in groups.values()]
+    keys = sorted({key for found in members for key in found[0].config if _counts(key)})
+    values = {key: [found[0].config.get(key) for found in members] for key in keys}
+    differences = {key: given for key, given in values.items() if any(value != given[0] for value in given)}
+    methods = []
+    for number, found in enumerate(members):
+        scores = np.array([[_score(run, task) for task in tasks] for run in found], dtype=np.float64)
+        method = Method(
+            label=_label(found, number, differences),
+            runs=found,
+            scores=scores,
+            iqm=stratified(interquartile_mean, scores),
+            profile=performance_profile(scores, THRESHOLDS),
+        )
+        methods.append(method)
+    pairs = itertools.combinations(methods, 2)
+    return Comparison(
+        tasks=tuple(task.removeprefix("eval/").removesuffix("/pass@1") for task in tasks),
+        differences=differences,
+        methods=tuple(methods),
+        improvements={(x.label, y.label): improvement(x.scores, y.scores) for x, y in pairs},
+    )
+
+
+def _read(folder: Path) -> Run:
+    rows = read_metrics(folder)
+    if not rows or not (folder / CONFIG_FILE).is_file():
+        raise DataError(
+            f"{folder}: no {CONFIG_FILE} with metrics.jsonl; give the folder of a run with at least one step"
+        )
+    config = _leaves(read_yaml(folder / CONFIG_FILE, str(folder / CONFIG_FILE)).plain(), "")
+    results = folder / "eval" / "results.json"
+    return Run(
+        name=folder.resolve().name,
+        seed=int(config.get("run.seed", 0)),
+        rows=rows,
+        config=config,
+        results=read_object(results).get("metrics", {}) if results.is_file() else {},
+    )
+
+
+def _leaves(tree: Any, prefix: str) -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {
+        key: value
+        for name, part in tree.items()
+        for key, value in _leaves(part, f"{prefix}.{name}".lstrip(".")).items()
+    }
+
+
+def _counts(key: str) -> bool:
+    return not any(key == same or key.startswith(f"{same}.") for same in _SAME_METHOD)
+
+
+def _tasks(run: Run) -> list[str]:
+    found = {key for row in run.rows for key in row if key.endswith("/pass@1")} | {
+        key for key in run.results if key.endswith("/pass@1")
+    }
+    return sorted(found) or [_REWARD]
+
+
+def _score(run: Run, key: str) -> float | None:
+    """The evaluation's value where there is one, else the last step's."""
+    values = [row[key] for row in run.rows if row.get(key) is not None]
+    value = run.results.get(key, values[-1] if values else None)
+    return None if value is None else float(value)
+
+
+def _label(runs: Sequence[Run], number: int, differences: Mapping[str, Sequence[Any]]) -> str:
+    names = differences.get("objective.name", [])
+    if names and len(set(names)) == len(names):
+        return str(names[number])
+    if not 0 < len(differences) <= _MOST_KEYS:
+        return runs[0].name
+    return " ".join(f"{key.rpartition('.')[2]}={given[number]}" for key, given in differences.items())
+
+
+def _reversed(chance: Interval) -> Interval:
+    return Interval(1 - chance.value, 1 - chance.high, 1 - chance.low)

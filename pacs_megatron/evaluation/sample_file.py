@@ -1,0 +1,181 @@
+r"""`samples-<digest>.jsonl`: every response of an evaluation, appended as it is judged.
+
+The first line records what produced the responses and what judged them; the name contains the digest of the former. So
+an evaluation that was killed resumes with the samples that are missing, and other weights or settings use another file.
+Token ids are not kept: a verdict needs the text only.
+"""
+
+import itertools
+import os
+import queue
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from pacs_megatron.contracts import Prompt, Sample, Stop
+from pacs_megatron.errors import ConfigError, DataError, RewardError
+from pacs_megatron.observability.rollout_log import rollout_record
+from pacs_megatron.rewards.boxed import last_boxed
+from pacs_megatron.rollout.judge import Judge
+from pacs_megatron.runtime.closing import Closing
+from pacs_megatron.runtime.files import json_line, naming, parse_lines, write_atomically
+
+_BATCH = 512
+"""Responses that `rejudge` has in memory."""
+
+
+class Outcome(NamedTuple):
+    """The part of a sample that statistics need."""
+
+    prompt_id: str
+    label: int | None
+    """None: the verifier gave no verdict"""
+    failure: str | None
+    answer: str | None
+    r"""content of the last `\boxed{}`"""
+    is_truncated: bool
+    num_tokens: int
+
+
+class SampleFile(Closing):
+    """The samples of one model. Opening reads those of an earlier attempt and removes an incomplete last line."""
+
+    def __init__(
+        self, folder: Path, produced_by: Mapping[str, Any], judged_by: Mapping[str, Any], prompts: Mapping[str, Prompt]
+    ) -> None:
+        """Raises DataError if the file is malformed or has samples of other prompts."""
+        self.digest = xxhash.xxh3_128_hexdigest(json_line(produced_by))
+        self.path = folder / f"samples-{self.digest[:12]}.jsonl"
+        self.outcomes: dict[str, Outcome] = {}
+        """by sample id"""
+        self._prompts = prompts
+        self._file: IO[bytes] | None = None
+        self._header = {"digest": self.digest, "produced_by": produced_by, "judged_by": judged_by}
+        self._judged_by: Mapping[str, Any] = judged_by
+        if self.path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        size = 0
+        for number, (line, record) in enumerate(read_samples(self.path)):
+            size += len(line)
+            if number:
+                self._add(record)
+            elif record.get("digest") != self.digest:
+                raise DataError(f"{self.path}:1: no header of these samples; remove the file")
+            else:
+                self._judged_by = record["judged_by"]
+        if size != self.path.stat().st_size:
+            os.truncate(self.path, size)
+
+    def _add(self, record: Mapping[str, Any]) -> None:
+        try:
+            sample_id, prompt = record["id"], self._prompts.get(record["prompt_id"])
+            problem = "is repeated" if sample_id in self.outcomes else ""
+            if prompt is not None and (record["prompt"], record["answer"]) != (prompt.text, prompt.answer):
+                problem = "is of another problem text or reference answer"
+            self.outcomes[sample_id] = outcome_of(record)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{self.path}: a line is not a sample ({error!r}); remove the file") from None
+        if problem:
+            raise DataError(f"{self.path}: sample {sample_id} {problem}; choose another --out, or remove the file")
+
+    def check_verifier(self) -> None:
+        """Raises ConfigError if another verifier judged the samples."""
+        for key in sorted({*self._judged_by, *self._header["judged_by"]}):
+            before, now = (found.get(key) for found in (self._judged_by, self._header["judged_by"]))
+            if before != now:
+                raise ConfigError(
+                    f"{self.path}: judged with reward.{key}={before}, the configuration has {now}; pass --rejudge to judge "
+                    "these samples again"
+                )
+
+    def append(self, sample: Sample, seed: int, text: str) -> None:
+        """Writes a judged sample; it is in the file when this returns, also if the process is killed then."""
+        record = rollout_record(sample, self._prompts[sample.prompt_id], lambda _: text) | {"seed": seed}
+        if self._file is None:
+            is_new = not self.path.exists() or not self.path.stat().st_size
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab")
+            self._write(json_line(self._header) if is_new else b"")
+        self._write(json_line(record))
+        self.outcomes[sample.id] = outcome_of(record)
+
+    def _write(self, line: bytes) -> None:
+        assert self._file is not None
+        with naming(self.path):
+            self._file.write(line)
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            with naming(self.path):
+                os.fsync(self._file.fileno())
+                self._file.close()
+
+    def rejudge(self, judge: Judge) -> None:
+        """Judges every response again and replaces the file when all verdicts are there.
+
+        Raises RewardError as `Judge.judge` does, ConfigError for samples of a benchmark without prompts.
+        """
+        write_atomically(self.path, itertools.chain([json_line(self._header)], self._judged_again(judge)))
+        self._judged_by = self._header["judged_by"]
+
+    def _judged_again(self, judge: Judge) -> Iterator[bytes]:
+        records = (record for _, record in itertools.islice(read_samples(self.path), 1, None))
+        while batch := list(itertools.islice(records, _BATCH)):
+            answers: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
+            for record in batch:
+                prompt = self._prompts.get(record["prompt_id"])
+                if prompt is None:
+                    raise ConfigError(
+                        f"{self.path} has samples of {record['source']}, which evaluation.benchmarks lacks; add it"
+                    )
+                judge.submit(_sample_of(record), prompt, answers.put, record["response"])
+            judged: dict[str, Sample] = {}
+            for _ in batch:
+                answer = answers.get()
+                if isinstance(answer, RewardError):
+                    raise answer
+                judged[answer.id] = answer
+            for record in batch:
+                verdict = judged[record["id"]]
+                record |= {"reward": verdict.reward, "label": verdict.label, "failure": verdict.failure}
+                self.outcomes[verdict.id] = outcome_of(record)
+                yield json_line(record)
+
+
+def read_samples(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """(line, its object) of every whole line, the header first. Raises DataError with the number of a malformed one."""
+    with path.open("rb") as lines:
+        whole = itertools.takewhile(lambda line: line.endswith(b"\n"), lines)
+        for_text, for_size = itertools.tee(whole)
+        yield from zip(for_size, parse_lines(for_text, path), strict=True)
+
+
+def outcome_of(record: Mapping[str, Any]) -> Outcome:
+    """The outcome of one line."""
+    return Outcome(
+        prompt_id=record["prompt_id"],
+        label=record["label"],
+        failure=record["failure"],
+        answer=last_boxed(record["response"]),
+        is_truncated=record["stop"] == Stop.LENGTH,
+        num_tokens=record["response_tokens"],
+    )
+
+
+def _sample_of(record: Mapping[str, Any]) -> Sample:
+    """The sample of a line, with the right lengths and without its tokens."""
+    return Sample(
+        id=record["id"],
+        prompt_id=record["prompt_id"],
+        token_ids=np.zeros(record["prompt_tokens"] + record["response_tokens"], dtype=np.int32),
+        prompt_len=record["prompt_tokens"],
+        sampler_logprobs=np.empty(0, dtype=np.float32),
+        spans=(),
+        stop=Stop(record["stop"]),
+    )

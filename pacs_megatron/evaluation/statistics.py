@@ -1,0 +1,106 @@
+"""Intervals and comparisons by bootstrap.
+
+The aggregates over runs are those of Agarwal et al., "Deep Reinforcement Learning at the Edge of the Statistical
+Precipice", arXiv:2108.13264, which the library rliable implements. Scores are float [runs, tasks]; a stratified bootstrap
+draws runs with replacement within each task, independently for each task.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+RESAMPLES = 2000
+_CONFIDENCE = 0.95
+_DRAWS = 400
+"""Random subsets for maj@k with k < n"""
+Aggregate = Callable[[np.ndarray], float]
+
+
+class Interval(NamedTuple):
+    """A value with its 95 % percentile interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def bootstrap_mean(values: Sequence[float], seed: int = 0) -> Interval | None:
+    """The mean over problems; the bootstrap draws problems. None without values."""
+    if not values:
+        return None
+    array, rng = np.asarray(values, dtype=np.float64), np.random.default_rng(seed)
+    means = [array[rng.integers(len(array), size=len(array))].mean() for _ in range(RESAMPLES)]
+    return Interval(float(array.mean()), *_percentiles(means))
+
+
+def majority_at_k(answers: Sequence[str | None], labels: Sequence[int | None], k: int, seed: int = 0) -> float:
+    """Share of k-subsets of a problem's responses whose most frequent answer is right; random subsets for k < n.
+
+    Responses without an answer do not vote; a tie counts as the mean over the tied answers, no vote as 0. An answer is
+    right by the mean label of its judged responses.
+    """
+    names = sorted({answer for answer in answers if answer is not None})
+    if not names:
+        return 0.0
+    index = np.array([-1 if answer is None else names.index(answer) for answer in answers])
+    known = np.array([label is not None for label in labels])
+    given = np.array([label or 0 for label in labels], dtype=np.float64)
+    right = np.array(
+        [given[(index == i) & known].mean() if ((index == i) & known).any() else 0 for i in range(len(names))]
+    )
+    if k >= len(index):
+        subsets = [np.arange(len(index))]
+    else:
+        rng = np.random.default_rng(seed)
+        subsets = [rng.choice(len(index), size=k, replace=False) for _ in range(_DRAWS)]
+    shares = []
+    for subset in subsets:
+        votes = np.bincount(index[subset][index[subset] >= 0], minlength=len(names))
+        shares.append(right[votes == votes.max()].mean() if votes.max() else 0.0)
+    return float(np.mean(shares))
+
+
+# ------------------------------------------------------------------------------------------------------ runs and tasks
+def interquartile_mean(scores: np.ndarray) -> float:
+    """Mean of the middle half of all scores of all runs and tasks: floor(n / 4) are cut at each end."""
+    ordered = np.sort(scores, axis=None)
+    cut = len(ordered) // 4
+    return float(ordered[cut : len(ordered) - cut].mean())
+
+
+def probability_of_improvement(x: np.ndarray, y: np.ndarray) -> float:
+    """P(a run of `x` is better than a run of `y`), mean over tasks; equal scores count as one half."""
+    differences = x[:, None, :] - y[None, :, :]
+    return float(((differences > 0) + 0.5 * (differences == 0)).mean())
+
+
+def performance_profile(scores: np.ndarray, thresholds: Sequence[float]) -> list[float]:
+    """Share of the scores of all runs and tasks above each threshold."""
+    return [float((scores > threshold).mean()) for threshold in thresholds]
+
+
+def stratified(aggregate: Aggregate, scores: np.ndarray, seed: int = 0) -> Interval:
+    """`aggregate` of the scores with its interval by stratified bootstrap."""
+    rng = np.random.default_rng(seed)
+    found = [aggregate(_resampled(scores, rng)) for _ in range(RESAMPLES)]
+    return Interval(aggregate(scores), *_percentiles(found))
+
+
+def improvement(x: np.ndarray, y: np.ndarray, seed: int = 0) -> Interval:
+    """`probability_of_improvement` with its interval by stratified bootstrap of both sides."""
+    rng = np.random.default_rng(seed)
+    found = [probability_of_improvement(_resampled(x, rng), _resampled(y, rng)) for _ in range(RESAMPLES)]
+    return Interval(probability_of_improvement(x, y), *_percentiles(found))
+
+
+def _resampled(scores: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    runs, tasks = scores.shape
+    drawn: np.ndarray = scores[rng.integers(runs, size=(runs, tasks)), np.arange(tasks)]
+    return drawn
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float, float]:
+    margin = 50 * (1 - _CONFIDENCE)
+    low, high = np.percentile(values, [margin, 100 - margin])
+    return float(low), float(high)

@@ -1,0 +1,90 @@
+"""Intervals against distributions with known answers; rliable's aggregates against their documented formulas."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from pacs_megatron.evaluation.statistics import (
+    bootstrap_mean,
+    improvement,
+    interquartile_mean,
+    majority_at_k,
+    performance_profile,
+    probability_of_improvement,
+    stratified,
+)
+
+
+def test_the_interval_of_a_mean_covers_it_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    hits = 0
+    for trial in range(200):
+        found = bootstrap_mean(list(rng.normal(0.3, 1.0, size=60)), seed=trial)
+        assert found is not None and found.low <= found.value <= found.high
+        hits += found.low <= 0.3 <= found.high
+    assert 0.89 <= hits / 200 <= 0.99
+    assert bootstrap_mean([]) is None
+
+
+def test_the_interval_of_a_mean_has_the_width_of_the_normal_limit() -> None:
+    values = list(np.random.default_rng(1).normal(size=400))
+    found = bootstrap_mean(values)
+    assert found is not None
+    assert (found.high - found.low) / 2 == pytest.approx(1.96 * np.std(values) / math.sqrt(400), rel=0.1)
+
+
+def test_majority_counts_every_subset() -> None:
+    answers, labels = ["7", "7", "3", "3", "3", None], [1, 1, 0, 0, 0, 0]
+    # All six: 3 has the most votes.
+    assert majority_at_k(answers, labels, 6) == 0.0
+    assert majority_at_k(["7", "7", "3"], [1, 1, 0], 3) == 1.0
+    assert majority_at_k(["7", "3"], [1, 0], 2) == 0.5  # a tie
+    assert majority_at_k([None, None], [0, 0], 2) == 0.0
+    exact = []
+    for subset in itertools.combinations(range(6), 3):
+        votes = [sum(answers[i] == name for i in subset) for name in ("7", "3")]
+        best = max(votes)
+        exact.append(
+            0.0 if not best else np.mean([right for right, v in zip((1.0, 0.0), votes, strict=True) if v == best])
+        )
+    assert majority_at_k(answers, labels, 3) == pytest.approx(np.mean(exact), abs=0.08)
+    assert majority_at_k(["7", "7", "3"], [1, None, 0], 3) == 1.0  # an unjudged response votes
+
+
+def test_interquartile_mean_cuts_a_quarter_at_each_end() -> None:
+    scores = np.array([[9.0, 1.0], [2.0, 3.0], [100.0, 4.0], [-50.0, 5.0]])
+    assert interquartile_mean(scores) == pytest.approx((2 + 3 + 4 + 5) / 4)
+    rng = np.random.default_rng(2)
+    for shape in [(3, 2), (5, 7), (10, 1), (1, 1)]:
+        scores = rng.normal(size=shape)
+        ordered, cut = sorted(scores.ravel()), int(0.25 * scores.size)  # scipy.stats.trim_mean(x, 0.25)
+        assert interquartile_mean(scores) == pytest.approx(np.mean(ordered[cut : scores.size - cut]))
+
+
+def test_probability_of_improvement_is_the_mann_whitney_statistic_by_task() -> None:
+    x, y = np.array([[3.0, 1.0], [2.0, 2.0]]), np.array([[1.0, 2.0], [2.0, 3.0], [0.0, 1.0]])
+    direct = []
+    for task in range(2):
+        wins = [1.0 if a > b else 0.5 if a == b else 0.0 for a in x[:, task] for b in y[:, task]]
+        direct.append(sum(wins) / len(wins))
+    assert probability_of_improvement(x, y) == pytest.approx(np.mean(direct))
+    assert probability_of_improvement(y, x) == pytest.approx(1 - np.mean(direct))
+    assert improvement(x + 10, y) == (1.0, 1.0, 1.0)
+
+
+def test_a_profile_is_the_share_of_scores_above() -> None:
+    scores = np.array([[0.1, 0.5], [0.3, 0.9]])
+    assert performance_profile(scores, [0.0, 0.3, 0.6, 1.0]) == [1.0, 0.5, 0.25, 0.0]
+
+
+def test_the_bootstrap_is_stratified_by_task() -> None:
+    """Tasks differ, runs do not: every resample equals the scores. A bootstrap over all scores would spread."""
+    found = stratified(interquartile_mean, np.tile([0.0, 1.0, 5.0, 9.0], (4, 1)))
+    assert found.low == found.value == found.high == pytest.approx(3.0)
+    runs = np.random.default_rng(3).normal(size=(12, 1))
+    found = stratified(lambda scores: float(scores.mean()), runs)
+    assert (found.high - found.low) / 2 == pytest.approx(1.96 * runs.std() / math.sqrt(12), rel=0.2)
