@@ -1,0 +1,65 @@
+"""The paper's configurations have the values of docs/paper.md, and its sweeps expand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pacs_megatron.config import load_config
+from pacs_megatron.config.checks import layout_problems
+from pacs_megatron.config.layout import ranks_to_start
+from pacs_megatron.launch.request import _axis
+
+PAPER = Path(__file__).resolve().parents[3] / "configs" / "paper"
+
+
+@pytest.mark.parametrize(("size", "steps"), [("4b", 120), ("8b", 320)])
+@pytest.mark.parametrize("method", ["pacs", "grpo"])
+def test_the_values_of_the_document(method: str, size: str, steps: int) -> None:
+    config = load_config(PAPER / f"{method}-qwen3-{size}.yaml").config
+    assert (config.model.path, config.run.steps) == (f"Qwen/Qwen3-{size.upper()}", steps)
+    batch, optimizer = config.batch, config.optimizer
+    assert (batch.prompts_per_step, batch.samples_per_prompt, batch.updates_per_step) == (1024, 8, 4)
+    assert (optimizer.lr, optimizer.adam_beta1, optimizer.adam_beta2, optimizer.weight_decay) == (
+        1e-6,
+        0.9,
+        0.999,
+        0.01,
+    )
+    assert (optimizer.schedule, optimizer.warmup_updates) == ("constant", 0)
+    assert config.data.max_prompt_tokens == 1024 and config.data.train.preset == "deepscaler"
+    sampling, evaluation = config.rollout.sampling, config.evaluation.sampling
+    assert (sampling.max_response_tokens, sampling.temperature, sampling.top_p) == (8192, 1.0, 1.0)
+    assert evaluation is not None
+    assert (evaluation.max_response_tokens, evaluation.temperature, evaluation.top_p) == (8192, 0.6, 0.95)
+    assert not layout_problems(config, ranks_to_start(config))
+    objective = config.objective.model_dump()
+    wanted = {"clip_grad": 1.0, "loss_mean": "dr_grpo", "constant_length": 1024, "clip_low": 0.2, "clip_high": 0.2}
+    wanted |= {"kl_coef": 0.0, "entropy_coef": 0.0, "advantage": "grpo"}
+    if method == "pacs":
+        wanted = {"clip_grad": 0.0, "beta": 1.0, "score": "rloo", "weighting": "question", "reference": "step_start"}
+    assert objective == objective | wanted
+
+
+def test_the_evaluation_has_draws_for_every_k() -> None:
+    config = load_config(PAPER / "eval.yaml").config
+    draws = {benchmark.name: config.evaluation.draws_of(benchmark) for benchmark in config.evaluation.benchmarks}
+    assert draws["math500"] == (32, (1, 2, 4, 8, 16, 32))
+    assert {name: (n, max(ks)) for name, (n, ks) in draws.items() if name != "math500"} == dict.fromkeys(
+        ("amc23", "aime24", "aime25", "beyondaime"), (256, 256)
+    )
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in (PAPER.parents[1] / "docs/paper.md").read_text().splitlines() if "--sweep" in line]
+)
+def test_the_ablations_of_the_document_load(line: str) -> None:
+    words = line.partition("--sweep ")[2].partition("  #")[0].strip("' ")
+    values = [load_config(PAPER / "pacs-qwen3-4b.yaml", [text]).config.objective for text in _axis(words)]
+    assert len(values) == len(set(map(repr, values))) > 1
+
+
+def test_bad_draws_of_a_benchmark_name_it(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"evaluation\.benchmarks\.0\.k=64"):
+        load_config(PAPER / "eval.yaml", ["evaluation.benchmarks.0.k=[64]"])
