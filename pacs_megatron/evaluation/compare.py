@@ -28,7 +28,7 @@ from pacs_megatron.runtime.run_folder import CONFIG_FILE
 
 THRESHOLDS = tuple(percent / 100 for percent in range(101))
 MIN_SEEDS = 3
-"""Below it a bootstrap over seeds says nothing."""
+"""Below it an interval over seeds has no meaning."""
 _SAME_METHOD = ("run.seed", "run.name", "run.dir", "run.nproc", "resources", "logging")
 _REWARD = "reward/mean"
 _MOST_KEYS = 3
@@ -80,7 +80,7 @@ class Comparison:
             fewest = min(num_seeds[x], num_seeds[y])
             if fewest < MIN_SEEDS:
                 found.append(
-                    f"{x} and {y}: {fewest} seed(s) are too few to say which is better (at least {MIN_SEEDS})."
+                    f"{x} and {y}: {fewest} seed(s) are too few to order them (at least {MIN_SEEDS})."
                 )
                 continue
             better, worse, p = (x, y, chance) if chance.value >= 0.5 else (y, x, _reversed(chance))

@@ -25,14 +25,14 @@ _LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslas
 
 def compare_html(comparison: Comparison) -> str:
     """The page."""
-    says = "".join(f"<p>{safe_text(sentence)}</p>" for sentence in comparison.sentences())
+    verdicts = "".join(f"<p>{safe_text(sentence)}</p>" for sentence in comparison.sentences())
     names = [method.label for method in comparison.methods]
     differ = _table(["key", *names], [[key, *map(str, given)] for key, given in comparison.differences.items()])
     parts = [
         f"<h1>{safe_text(' · '.join(names))}</h1>",
         f'<p class="soft"><small>Score: final pass@1 of {safe_text(", ".join(comparison.tasks))}. Brackets are 95 % intervals '
         "by stratified bootstrap over seeds; bands are the standard error over seeds.</small></p>",
-        f'<div class="card">{says or "<p>One method: nothing to compare.</p>"}</div>',
+        f'<div class="card">{verdicts or "<p>One method: nothing to compare.</p>"}</div>',
         f"<h2>Scores</h2>{_table(*_scores(comparison))}",
         f"<h2>What differs</h2>{differ}" if comparison.differences else "",
     ]

@@ -81,7 +81,7 @@ def load_embedder(name: str) -> tuple[str, Embedder]:
         for start in range(0, len(texts), _BATCH):
             batch = list(texts[start : start + _BATCH])
             ids = tokenizer(batch, padding=True, truncation=True, max_length=_MAX_TOKENS, return_tensors="pt")
-            with torch.inference_mode():  # the last token's state, as Qwen3-Embedding's model card says
+            with torch.inference_mode():  # the last token's state, as in Qwen3-Embedding's model card
                 found.append(model(**ids.to(model.device)).last_hidden_state[:, -1].float().cpu().numpy())
         return np.concatenate(found)
 

@@ -19,7 +19,7 @@ from pacs_megatron.evaluation.statistics import (
 )
 
 
-def test_the_interval_of_a_mean_covers_it_as_often_as_it_says() -> None:
+def test_the_interval_of_a_mean_covers_it_in_95_percent_of_trials() -> None:
     rng = np.random.default_rng(0)
     hits = 0
     for trial in range(200):
