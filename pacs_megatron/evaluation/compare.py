@@ -79,9 +79,7 @@ class Comparison:
         for (x, y), chance in self.improvements.items():
             fewest = min(num_seeds[x], num_seeds[y])
             if fewest < MIN_SEEDS:
-                found.append(
-                    f"{x} and {y}: {fewest} seed(s) are too few to order them (at least {MIN_SEEDS})."
-                )
+                found.append(f"{x} and {y}: {fewest} seed(s) are too few to order them (at least {MIN_SEEDS}).")
                 continue
             better, worse, p = (x, y, chance) if chance.value >= 0.5 else (y, x, _reversed(chance))
             text = f"a run of {better} is better than one of {worse} with probability {p.value:.2f} [{p.low:.2f}, {p.high:.2f}]"
