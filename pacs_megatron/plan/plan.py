@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 from pacs_megatron.config import LoadedConfig, RunConfig, load_config
@@ -259,41 +260,37 @@ def _with_layout(config: RunConfig, tp: int, pp: int, ep: int, granularity: str)
 
 
 # --------------------------------------------------------------------------------------------------------------- compare
-COMPARED_GPUS = ("h100", "h200")
+_COMPARED = ("rollout", "scores", "updates", "off-load", "sync")
 
 
 def _compare(plan: Plan, response_tokens: float | None) -> str:
-    """The same run on an H100 and an H200, each with and without recomputation: memory and seconds of each phase."""
-    lines = [
-        _headline(plan),
-        "",
-        "  gpu   recompute    train  rollout  fits  " + "  ".join(_COMPARED_PHASES.values()) + "     step s",
-    ]
-    for name in COMPARED_GPUS:
-        for granularity in ("none", "full"):
-            recompute = plan.config.parallel.recompute.model_copy(update={"granularity": granularity, "num_layers": 1})
-            config = plan.config.model_copy(
-                update={
-                    "resources": plan.config.resources.model_copy(update={"gpu": name}),
-                    "parallel": plan.config.parallel.model_copy(update={"recompute": recompute}),
-                }
-            )
-            lines.append(_compared_row(plan_of(config, plan.spec, response_tokens), name, granularity))
+    """The same run on an H100 and an H200, each with and without recomputation and off-loading: memory and seconds of each
+    phase. `head` is the memory of a chunk of logits."""
+    titles = "".join(f"{title:>10}" for title in ("train", "servers", "head", "fits  s:", *_COMPARED, "step"))
+    lines = [_headline(plan), "", f"  gpu   recompute  offload {titles}"]
+    config = plan.config
+    colocated = config.rollout.starts_servers_on_trainer_gpus and config.resources.nodes == 1
+    for gpu, granularity, offload in product(("h100", "h200"), ("none", "full"), ("none", "all")[: 1 + colocated]):
+        recompute = config.parallel.recompute.model_copy(update={"granularity": granularity, "num_layers": 1})
+        changes = {
+            "resources": config.resources.model_copy(update={"gpu": gpu}),
+            "parallel": config.parallel.model_copy(update={"recompute": recompute}),
+            "policy": config.policy.model_copy(update={"offload": offload}),
+        }
+        row = _compared_row(plan_of(config.model_copy(update=changes), plan.spec, response_tokens))
+        lines.append(f"  {gpu:<5} {granularity:<10} {offload:<8}{row}")
     return "\n".join([*lines, "", "Seconds are estimates from assumed efficiencies (`plan --json` lists them)."])
 
 
-_COMPARED_PHASES = {"rollout": "rollout s", "score": "scores s", "updates": "updates s", "weight sync": "sync s"}
-
-
-def _compared_row(plan: Plan, gpu: str, granularity: str) -> str:
-    train = max(stage.total for stage in plan.stages)
+def _compared_row(plan: Plan) -> str:
+    train = _gib(max(stage.total for stage in plan.stages))
     rollout = _gib(plan.rollout.total) if plan.rollout is not None else "-"
-    seconds = "  ".join(
-        f"{sum(phase.seconds for phase in plan.phases if phase.name.startswith(name)):{len(title)}.1f}"
-        for name, title in _COMPARED_PHASES.items()
-    )
-    fits = "yes" if plan.fits else "no"
-    return f"  {gpu:<5} {granularity:<9}{_gib(train):>10}{rollout:>10}  {fits:<4}  {seconds} {plan.step_s:10.1f}"
+    head = _gib(sum(item.num_bytes for item in plan.stages[-1].items if item.name.startswith("output layer")))
+    words = [train, rollout, head, "yes   " if plan.fits else "no   "]
+    for title in _COMPARED:
+        name = {"scores": "score", "sync": "weight sync"}.get(title, title)
+        words.append(f"{sum(phase.seconds for phase in plan.phases if phase.name.startswith(name)):.1f}")
+    return "".join(f"{word:>10}" for word in [*words, f"{plan.step_s:.1f}"])
 
 
 # ---------------------------------------------------------------------------------------------------------------- output

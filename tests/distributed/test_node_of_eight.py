@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 
 from pacs_megatron.config import load_config
 from pacs_megatron.observability.metrics import read_metrics, reproducible_bytes
-from tests.support.node_host import SITE, Fault, Host, digest_of, run_on_gpu, tiny_model
-from tests.support.node_of_eight import NUM_GPUS
+from tests.support.node.host import SITE, Fault, Host, digest_of, run_on_gpu, tiny_model
+from tests.support.node.servers import NUM_GPUS
 from tests.support.ranks import RankError, run_ranks
 from tests.support.tiny_run import REWARD
 
@@ -190,6 +190,7 @@ def test_a_shipped_configuration_trains_two_steps_and_saves(tmp_path: Path, name
     assert {server["held"] for server in servers} == {run.exported()}
     assert len({server["version"] for server in servers}) == 1 and not any(server["paused"] for server in servers)
     assert all(server["answered"] for server in servers)
+    assert 0 < run.hosts[0]["real_peak"] < 20 << 30
 
 
 @pytest.mark.full
@@ -216,24 +217,33 @@ def test_offloaded_state_makes_memory_for_a_larger_cache_and_changes_no_bit(tmp_
 
 COLOCATED, APART = IN_TEST, "grpo-qwen3-14b-2n8g-tp4-ahead"
 PHASES = (
-    (COLOCATED, "/generate", pytest.mark.full),
-    (COLOCATED, "/update_weights_from_tensor", pytest.mark.full),
-    (APART, "/update_weights_from_distributed", pytest.mark.full),
-    (COLOCATED, "/release_memory_occupation", pytest.mark.campaign),
-    (COLOCATED, "/resume_memory_occupation", pytest.mark.campaign),
-    (COLOCATED, "/weights_checker", pytest.mark.campaign),
-    (COLOCATED, "/continue_generation", pytest.mark.campaign),
-    (APART, "/generate", pytest.mark.campaign),
-    (APART, "/init_weights_update_group", pytest.mark.campaign),
-    (APART, "/begin_weight_update", pytest.mark.campaign),
+    (COLOCATED, "ipc", "/generate", pytest.mark.full),
+    (COLOCATED, "ipc", "/update_weights_from_tensor", pytest.mark.full),
+    (COLOCATED, "ipc", "/release_memory_occupation", pytest.mark.campaign),
+    (COLOCATED, "ipc", "/resume_memory_occupation", pytest.mark.campaign),
+    (COLOCATED, "ipc", "/weights_checker", pytest.mark.campaign),
+    (COLOCATED, "ipc", "/continue_generation", pytest.mark.campaign),
+    (APART, "broadcast", "/generate", pytest.mark.campaign),
+    (APART, "broadcast", "/pause_generation", pytest.mark.campaign),
+    (APART, "broadcast", "/init_weights_update_group", pytest.mark.campaign),
+    (APART, "broadcast", "/begin_weight_update", pytest.mark.campaign),
+    (APART, "broadcast", "/update_weights_from_distributed", pytest.mark.full),
+    (APART, "broadcast", "/end_weight_update", pytest.mark.campaign),
+    (APART, "disk", "/generate", pytest.mark.campaign),
+    (APART, "disk", "/update_weights_from_disk", pytest.mark.full),
+    (APART, "disk", "/weights_checker", pytest.mark.campaign),
+    (APART, "disk", "/continue_generation", pytest.mark.campaign),
 )
 _undisturbed: dict[str, str] = {}
 
 
-@pytest.mark.parametrize(("name", "path"), [pytest.param(name, path, marks=mark) for name, path, mark in PHASES])
-def test_a_server_killed_in_any_phase_comes_back_and_seven_work_on(tmp_path: Path, name: str, path: str) -> None:
+@pytest.mark.parametrize(("name", "transport", "path"), [pytest.param(*phase[:3], marks=phase[3]) for phase in PHASES])
+def test_a_server_killed_in_any_phase_comes_back_and_seven_work_on(
+    tmp_path: Path, name: str, transport: str, path: str
+) -> None:
     """SIGKILL of server 5. Its requests restart on the others, so the samples and the weights are those without it."""
-    killed = NodeRun(name, tmp_path / "killed", steps=4, faults=frozenset({(5, path)}))
+    more = (f"rollout.sync.transport={transport}",)
+    killed = NodeRun(name, tmp_path / "killed", steps=4, faults=frozenset({(5, path)}), more=more)
     killed.folder.mkdir()
     killed.run()
     servers = killed.hosts[-1]["servers"]

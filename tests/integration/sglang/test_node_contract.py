@@ -1,4 +1,4 @@
-"""The real server and the modelled node (tests/support/node_of_eight.py) agree where a CPU can show it."""
+"""The real server and the modelled node (tests/support/node/servers.py) agree where a CPU can show it."""
 
 from __future__ import annotations
 

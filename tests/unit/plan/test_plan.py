@@ -18,6 +18,7 @@ from pacs_megatron.models import load_spec, num_parameters
 from pacs_megatron.objectives.grpo import GrpoOptions
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.plan import constants, memory, timing
+from pacs_megatron.plan.constants import GIB
 from pacs_megatron.plan.known_models import KNOWN_MODELS, find_spec, known_name
 from pacs_megatron.plan.plan import make_plan, plan_of, run_plan, search_layouts
 
@@ -141,15 +142,48 @@ def test_the_search_finds_a_token_budget_for_whole_groups() -> None:
     assert {each.config.batch.tokens_per_microbatch for each in search_layouts(grpo)} == {9216}
 
 
-def test_compare_prints_h100_and_h200_side_by_side() -> None:
-    text, fits = run_plan(BIG, [], compare=True)
-    rows = [line.split() for line in text.splitlines() if line.startswith("  h")]
-    assert fits
-    assert [row[:2] for row in rows] == [[gpu, how] for gpu in ("h100", "h200") for how in ("none", "full")]
-    updates = text.splitlines()[2].split().index("updates")
-    assert updates > 0
-    assert float(rows[0][-1]) < float(rows[1][-1])  # recomputation costs time
-    assert float(rows[2][-1]) < float(rows[0][-1])  # an H200 decodes faster
+def compared(path: Path) -> list[dict[str, str]]:
+    """Rows of `plan --compare`, by title; all of them are of other GPUs, recomputation or off-loading."""
+    text, _ = run_plan(path, [], compare=True)
+    lines = [line.replace(" GiB", "").replace(" s:", "").split() for line in text.splitlines()[2:] if line[:2] == "  "]
+    return [dict(zip(lines[0], row, strict=True)) for row in lines[1:]]
+
+
+QUICK = ("pacs-qwen3-8b-1n8g-tp2", "pacs-qwen3-14b-2n8g-tp4")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else (pytest.mark.full,))
+        for path in CLUSTER_RUNS
+    ],
+)
+def test_compare_prints_h100_and_h200_side_by_side(path: Path) -> None:
+    """For each shipped file: its own row is what `plan` prints for it."""
+    rows = compared(path)
+    is_colocated = load_config(path).config.rollout.on_trainer_gpus
+    offloads = ("none", "all") if is_colocated else ("none",)
+    wanted = product(("h100", "h200"), ("none", "full"), offloads)
+    assert [(row["gpu"], row["recompute"], row["offload"]) for row in rows] == list(wanted)
+    plan = make_plan(load_config(path))
+    config = plan.config
+    own = (config.resources.gpu, config.parallel.recompute.granularity, config.policy.offload)
+    [mine] = [row for row in rows if (row["gpu"], row["recompute"], row["offload"]) == own]
+    assert plan.rollout is not None
+    assert mine["train"] == f"{max(stage.total for stage in plan.stages) / GIB:.1f}"
+    assert mine["servers"] == f"{plan.rollout.total / GIB:.1f}"
+    assert mine["step"] == f"{plan.step_s:.1f}" and mine["fits"] == ("yes" if plan.fits else "no")
+    assert float(mine["sync"]) == pytest.approx(
+        next(phase.seconds for phase in plan.phases if "sync" in phase.name), abs=0.06
+    )
+    by = {(row["gpu"], row["recompute"], row["offload"]): row for row in rows}
+    for gpu in ("h100", "h200"):
+        assert float(by[gpu, "none", "none"]["step"]) < float(by[gpu, "full", "none"]["step"])
+        assert float(by[gpu, "none", "none"]["train"]) > float(by[gpu, "full", "none"]["train"])
+        if is_colocated:  # off-loading makes memory for the servers
+            assert float(by[gpu, "none", "all"]["servers"]) < float(by[gpu, "none", "none"]["servers"])
+    assert float(by["h200", "none", "none"]["servers"]) > float(by["h100", "none", "none"]["servers"])
 
 
 def test_every_model_has_both_objectives_and_precisions() -> None:

@@ -21,7 +21,7 @@ from pacs_megatron.sglang.weights.checksums import ModelDims
 from pacs_megatron.sglang.weights.server_sync import ServerSync, SyncSettings
 from pacs_megatron.sglang.weights.transports import BroadcastTransport, IpcTransport
 from pacs_megatron.training import sync as training_sync
-from tests.support.node_of_eight import NUM_GPUS, GpuServer, Node, SharedRanks, ThreadChannel, ipc_payload, mismatch
+from tests.support.node.servers import NUM_GPUS, GpuServer, Node, SharedRanks, ThreadChannel, ipc_payload, mismatch
 
 WEIGHTS = {f"model.layers.{i}.norm.weight": torch.full((64,), float(i), dtype=torch.bfloat16) for i in range(20)}
 

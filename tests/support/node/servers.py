@@ -14,6 +14,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -143,14 +144,16 @@ class GpuServer(WeightServer):
 
     def _size_cache(self, mem_fraction: float) -> int:
         before = min(self.node.free(gpu) for gpu in self.gpus)
-        for gpu in self.gpus:
-            self.node.set(gpu, f"{self.owner} weights", self.weight_bytes)
+        self._occupy("weights", self.weight_bytes)
         cache = int(min(self.node.free(gpu) for gpu in self.gpus) - before * (1 - mem_fraction))
         if cache <= 0:
             raise ValueError("Loaded weights leave no GPU memory for the KV cache")
-        for gpu in self.gpus:
-            self.node.set(gpu, f"{self.owner} kv_cache", cache)
+        self._occupy("kv_cache", cache)
         return cache
+
+    def _occupy(self, tag: str, num_bytes: int) -> None:
+        for gpu in self.gpus:
+            self.node.set(gpu, f"{self.owner} {tag}", num_bytes)
 
     def _routes(self, app: web.Application) -> None:
         super()._routes(app)
@@ -245,12 +248,11 @@ class GpuServer(WeightServer):
         return await self._set_memory(request, {"weights": self.weight_bytes, "kv_cache": self.kv_bytes})
 
     async def _set_memory(self, request: web.Request, sizes: Mapping[str, int]) -> web.Response:
-        for tag in (await request.json())["tags"]:
-            for gpu in self.gpus:
-                try:
-                    self.node.set(gpu, f"{self.owner} {tag}", sizes[tag])
-                except OutOfMemoryError as error:
-                    return self._end_scheduler(str(error))
+        try:
+            for tag in (await request.json())["tags"]:
+                self._occupy(tag, sizes[tag])
+        except OutOfMemoryError as error:
+            return self._end_scheduler(str(error))
         return web.Response()
 
 
@@ -295,21 +297,6 @@ class SharedRanks:
         return found
 
     def run(self, action: Callable[[int], T]) -> list[T]:
-        """`action(rank)` in a thread per rank. Raises the first error."""
-        results: list[Any] = [None] * len(self._slots)
-        errors: list[BaseException] = []
-
-        def on_rank(rank: int) -> None:
-            try:
-                results[rank] = action(rank)
-            except BaseException as error:  # noqa: BLE001  # the caller raises it
-                errors.append(error)
-
-        threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(len(self._slots))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return results
+        """`action(rank)` in a thread per rank. Raises the error of the lowest one."""
+        with ThreadPoolExecutor(len(self._slots)) as pool:
+            return list(pool.map(action, range(len(self._slots))))

@@ -1,4 +1,4 @@
-"""Hosts of the modelled node (node_of_eight.py) for real runs: a process per host has the stand-in servers, and each rank
+"""Hosts of the modelled node (servers.py) for real runs: a process per host has the stand-in servers, and each rank
 reports its memory to it. Bytes on the modelled GPUs are those of a tiny model, scaled to the real one."""
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from safetensors.torch import load_file
 
@@ -21,11 +24,11 @@ from pacs_megatron.models import load_spec, read_spec
 from pacs_megatron.plan.known_models import KNOWN_MODELS
 from pacs_megatron.plan.memory import num_parameters
 from pacs_megatron.sglang.weights.checksums import ModelDims
-from tests.support.node_of_eight import GpuServer, Node, OutOfMemoryError, ipc_payload
+from tests.support.node.servers import GpuServer, Node, OutOfMemoryError, ipc_payload
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import save_tokenizer
 
-SITE = Path(__file__).with_name("node_site")
+SITE = Path(__file__).with_name("site")
 WORKING_BYTES = 16 << 30
 """Activations, logits and the caching allocator of a training step, which `_empty_caches` returns."""
 Fault = tuple[int, str]
@@ -76,8 +79,10 @@ class _HostProcess:
         self._servers: dict[int, GpuServer] = {}
         self._starts: list[int] = []
         self._ended: list[str] = []
+        self._real_peak = 0
 
     def run(self) -> None:
+        threading.Thread(target=self._measure, args=(psutil.Process().parent(),), daemon=True).start()
         while True:
             link, _ = self._listener.accept()
             threading.Thread(target=self._handle, args=(link,), daemon=True).start()
@@ -87,6 +92,16 @@ class _HostProcess:
             request = json.loads(file.readline())
             answer = getattr(self, f"_{request.pop('op')}")(link, **request)
             link.sendall(json.dumps(answer).encode() + b"\n")
+
+    def _measure(self, test: psutil.Process) -> None:
+        """The largest sum of the test's processes; a page that n of them share counts 1/n in each."""
+        while True:
+            total = 0
+            for process in [test, *test.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    total += process.memory_full_info().pss
+            self._real_peak = max(self._real_peak, total)
+            time.sleep(0.5)
 
     def _memory(self, _link: socket.socket, gpu: int) -> dict[str, int]:
         return {"total": self._node.gpu_bytes, "free": self._node.free(gpu)}
@@ -111,7 +126,8 @@ class _HostProcess:
             }
             for _, server in sorted(self._servers.items())
         ]
-        return {"servers": servers, "starts": self._starts, "ended": self._ended, "peak": self._node.peak}
+        peaks = {"peak": self._node.peak, "real_peak": self._real_peak}
+        return {"servers": servers, "starts": self._starts, "ended": self._ended, **peaks}
 
     def _serve(self, link: socket.socket, args: list[str], visible: str, pid: int) -> dict[str, Any]:
         parser = argparse.ArgumentParser()
@@ -221,22 +237,10 @@ def run_on_gpu(rank: int, config_path: Path, overrides: tuple[str, ...], host: H
 
 def live_bytes(policy: Any) -> int:
     """Bytes of the storages of weights, gradients and optimizer state on the device."""
-    storages: dict[int, int] = {}
-
-    def add(tensor: Any) -> None:
-        if torch.is_tensor(tensor):
-            storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-
-    for chunk in policy.chunks:
-        for parameter in chunk.parameters():
-            for tensor in (parameter.data, parameter.grad, getattr(parameter, "main_grad", None)):
-                add(tensor)
+    parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
+    tensors = [tensor for one in parameters for tensor in (one.data, one.grad, getattr(one, "main_grad", None))]
     for part in policy.optimizer.optimizers():
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                add(parameter.data)
-        for state in part.optimizer.state.values():
-            for tensor in state.values():
-                add(tensor)
-    return sum(storages.values())
+        tensors += [one.data for group in part.optimizer.param_groups for one in group["params"]]
+        tensors += [tensor for state in part.optimizer.state.values() for tensor in state.values()]
+    storages = [tensor.untyped_storage() for tensor in tensors if torch.is_tensor(tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,1 @@
+"""Replaces SGLang in the stand-in servers' interpreter (tests/support/node/servers.py)."""

@@ -1,1 +1,0 @@
-"""Replaces SGLang in the stand-in servers' interpreter (tests/support/node_of_eight.py)."""
