@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
 
+from pacs_megatron.config import load_config
 from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.errors import SyncError
+from pacs_megatron.rollout import driver_client
 from pacs_megatron.sglang.api import SglangApi
-from pacs_megatron.sglang.build import _feeder, devices_of, trainer_rank_of
+from pacs_megatron.sglang.build import _feeder, devices_of, server_specs, trainer_rank_of
 from pacs_megatron.sglang.weights import transports
 from pacs_megatron.sglang.weights.checksums import ModelDims
 from pacs_megatron.sglang.weights.server_sync import ServerSync, SyncSettings
 from pacs_megatron.sglang.weights.transports import BroadcastTransport, IpcTransport
+from pacs_megatron.training import context as training_context
 from pacs_megatron.training import sync as training_sync
 from tests.support.node.servers import NUM_GPUS, GpuServer, Node, SharedRanks, ThreadChannel, ipc_payload, mismatch
 
+ROOT = Path(__file__).parents[3]
 WEIGHTS = {f"model.layers.{i}.norm.weight": torch.full((64,), float(i), dtype=torch.bfloat16) for i in range(20)}
 
 
@@ -209,3 +216,44 @@ def test_the_first_meeting_of_two_nccl_versions_names_both_and_the_fallback(
     [message] = set(run.on_all_ranks(failed))
     assert "the trainer has NCCL 2.29.7 (torch " in message and "the server has NCCL 2.30.7;" in message
     assert message.endswith("or rollout.sync.transport=disk")
+
+
+@pytest.mark.parametrize(("visible", "expected"), [("4,5,6,7", ["4,5", "6,7"]), (None, ["0,1", "2,3"])])
+def test_servers_use_the_trainers_gpus_although_their_driver_sees_none(
+    visible: str | None, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(driver_client.subprocess, "Popen", lambda *_, env, **__: environment.update(env))
+    driver_client.DriverClient(tmp_path, tmp_path, timeout_s=1.0, heartbeat_interval_s=1.0)
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    servers = SglangServers(python=("python",), count=2, tp=2, colocated=True)
+    sampling, sync = SamplingOptions(max_response_tokens=8), SglangSync(transport="ipc")
+    options = SglangRollout(engine="sglang", sampling=sampling, sync=sync, servers=servers)
+    specs = server_specs(options, servers, ModelOptions(path="model"), tmp_path)
+    assert [spec.visible_devices for spec in specs] == expected
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "disk"])
+def test_a_trainer_that_broadcasts_has_sglangs_setting_of_nccl(
+    transport: Literal["broadcast", "disk"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang sets it to 0 (entrypoints/engine.py:1905), and the members of a group need one value."""
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+
+    def initialize(*_: Any, **__: Any) -> None:
+        raise ConnectionError(os.environ.get("NCCL_CUMEM_ENABLE"))
+
+    monkeypatch.setattr(training_context.groups, "initialize", initialize)
+    config = load_config(ROOT / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml").config
+    assert config.rollout.sglang is not None
+    rollout = config.rollout.sglang.model_copy(update={"sync": SglangSync(transport=transport)})
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ConnectionError, match="0" if transport == "broadcast" else "None"):
+        training_context.join(config.model_copy(update={"rollout": rollout}))
+    os.environ.pop("NCCL_CUMEM_ENABLE", None)
