@@ -3,8 +3,9 @@
     python benchmarks/weight_sync.py [--hidden 768] [--layers 8] [--repeats 5] [--bucket-mib 64]
 
 Starts one server on CPU from .venv-sglang. Every push is timed from begin_update to end_update: pausing, sending,
-loading by the server, flushing its cache. `verify=full` is timed too (SHA-256 on both sides on CPU). Prints one JSON
-object. GB = 10^9 bytes of bf16 weights.
+loading by the server, flushing its cache. `verify=full` is timed too (SHA-256 on both sides on CPU). `trainer` is the
+trainer's own work without any server: the digest and packing buckets. Prints one JSON object. GB = 10^9 bytes of bf16
+weights.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout,
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.models import load_spec
 from pacs_megatron.sglang.build import server_apis, server_specs, start_servers
+from pacs_megatron.sglang.weights.bucket import Bucket
 from pacs_megatron.sglang.weights.build import server_sync
 from pacs_megatron.training.push import push
 
@@ -41,6 +43,24 @@ def plain_copy(weights: dict[str, torch.Tensor], repeats: int) -> float:
             into[name].copy_(tensor)
         rates.append(num_bytes / (time.perf_counter() - began) / 1e9)
     return statistics.median(rates)
+
+
+class Packing:
+    """A receiver that packs buckets and sends them to nobody."""
+
+    def __init__(self, capacity: int) -> None:
+        self._bucket = Bucket(capacity)
+
+    def begin_update(self, version: int) -> None:
+        """Nothing."""
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        if not self._bucket.fits(tensor):
+            self._bucket.clear()
+        self._bucket.add(name, tensor)
+
+    def end_update(self, digest: str) -> None:
+        """Nothing: the memory stays for the next update."""
 
 
 def main() -> int:
@@ -79,6 +99,10 @@ def main() -> int:
             "threads": torch.get_num_threads(),
         }
         result["plain_copy_gb_per_s"] = round(plain_copy(weights, args.repeats), 2)
+        packing = Packing(args.bucket_mib << 20)
+        own = [push(number, weights.items(), [packing]).seconds for number in range(args.repeats + 1)][1:]
+        seconds_s = statistics.median(own)
+        result["trainer"] = {"seconds": round(seconds_s, 3), "gb_per_s": round(num_bytes / seconds_s / 1e9, 3)}
         version = 0
         for transport in ("disk", "broadcast", "ipc"):
             for verify in ("off", "full"):

@@ -100,6 +100,9 @@ for name in "$@"; do
     fi
     echo "$below" >"$stamp"
 done
+if [ "$venv" = .venv-te ]; then # guards of servers ignore PYTHONPATH
+    echo "$PWD" >"$("$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/checkout.pth"
+fi
 if [ "$venv" = .venv-te ] && ! "$py" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("transformer_engine") is None)'; then
     site=$("$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     pack=${PACS_TE_PACK:?names a folder with transformer_engine-*.tar.xz and libtransformer_engine-*.so.xz for torch 2.11, Python 3.12}

@@ -122,7 +122,6 @@ class _HostProcess:
                 "paused": server.paused,
                 "answered": server.answered,
                 "held": digest_of(server.held),
-                "calls": server.calls,
             }
             for _, server in sorted(self._servers.items())
         ]
@@ -174,21 +173,24 @@ class _HostProcess:
         server._end_scheduler(server.ended)
 
 
-def tiny_model(folder: Path, hub_id: str) -> tuple[Path, float]:
-    """A model of the same family, with the key-value heads and ties of the original, and the ratio of their parameters."""
+def tiny_model(folder: Path, hub_id: str, head_dim: int) -> tuple[Path, float]:
+    """A model of the same family, with the key-value heads and ties of the original, and the ratio of their parameters.
+    FP8 needs a multiple of 16 as `head_dim`: every width is a multiple of it, on eight ranks too."""
     real = KNOWN_MODELS[hub_id]
     family = real["model_type"]
     shape = {
-        "hidden_size": 64,
+        "hidden_size": 8 * head_dim,
+        "intermediate_size": 8 * head_dim,
         "num_attention_heads": 8,
         "num_key_value_heads": real["num_key_value_heads"],
         "tie_word_embeddings": real["tie_word_embeddings"],
         "vocab_size": 272,
         "num_hidden_layers": 2,
         "max_position_embeddings": 1024,
-        **({} if family == "qwen2" else {"head_dim": 8}),
-        **({"num_experts": 16, "num_experts_per_tok": 2} if family == "qwen3_moe" else {}),
+        **({} if family == "qwen2" else {"head_dim": head_dim}),
     }
+    if family == "qwen3_moe":
+        shape |= {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 2 * head_dim}
     make_family(folder, family, dtype="bfloat16", **shape)
     save_tokenizer(folder)
     return folder, num_parameters(read_spec(real)) / num_parameters(load_spec(folder))
