@@ -35,8 +35,8 @@ install-slurm: ## Slurm and munge from Debian, when root and missing
 quickstart: install ## tiny model -> warm start -> PACS -> Hugging Face checkpoint, on two CPU cores
 	@$(PY) -m examples.quickstart.run
 
-CURRENT_TESTS := tests/unit tests/distributed/test_policy_models.py tests/distributed/test_family_logits.py \
-	tests/distributed/test_checkpoint_conversion.py tests/distributed/test_plan_exact.py
+CURRENT_TESTS := tests/unit tests/distributed/policy/test_policy_models.py tests/distributed/policy/test_family_logits.py \
+	tests/distributed/test_checkpoint_conversion.py tests/distributed/policy/test_plan_exact.py
 TEST_TOOLS := install-dev install-sglang install-slurm
 
 test: $(TEST_TOOLS) ## what a change needs: about 12 minutes on two idle cores

@@ -64,7 +64,7 @@ def train(folder: Path, table: np.ndarray, updates: int) -> float:
 def logprobs(folder: Path, tokens: np.ndarray, budget: int, **options: Any) -> np.ndarray:
     """float64 [sequences, length - 1] of all tokens but the first, by a policy of one rank."""
     from pacs_megatron.contracts import SampleFacts, TokenBuffers
-    from tests.support.policy_cases import make_part, make_policy
+    from tests.support.policies.policy_cases import make_part, make_policy
     from tests.support.ranks import run_ranks
 
     count, length = tokens.shape

@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument("--ratio", type=float, default=1.0)
     args = parser.parse_args()
 
-    from tests.support.replay_sglang import ReplaySglang
+    from tests.support.servers.replay_sglang import ReplaySglang
     from tests.support.tiny_models import make_tiny_qwen3
     from tests.support.tiny_run import write_tiny_run
 

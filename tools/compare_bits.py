@@ -240,7 +240,7 @@ def conversion(checkout: Checkout) -> Facts:
 
 
 def sglang(checkout: Checkout) -> Facts:
-    from tests.support.recorded_sglang import RecordedSglang
+    from tests.support.servers.recorded_sglang import RecordedSglang
 
     work = checkout.work
     (work / "reward.py").write_text(REWARD)

@@ -67,7 +67,7 @@ case $stage in
         ;;
     4)
         if [ -n "$dry" ]; then
-            part plan-exact 260 "$python" -m pytest tests/distributed/test_plan_exact.py -q -k "one or tp2-tied"
+            part plan-exact 260 "$python" -m pytest tests/distributed/policy/test_plan_exact.py -q -k "one or tp2-tied"
         else
             for case in qwen3-none qwen3-full qwen3_moe-none qwen3_moe-full; do
                 part "plan-$case" 130 "$python" -m pytest "tests/gpu/test_plan_memory.py::test_one_stage_is_as_planned[$case]" -q

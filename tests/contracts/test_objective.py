@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from pacs_megatron.contracts import Objective, Prepared
 from pacs_megatron.objectives.registry import REGISTRY, ObjectiveOptions, build_objective
-from tests.support.objective_reference import Batch, objective_gradient, objective_scores, random_batch
+from tests.support.policies.objective_reference import Batch, objective_gradient, objective_scores, random_batch
 
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "pacs": (1, {"name": "pacs"}),

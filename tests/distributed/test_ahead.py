@@ -13,8 +13,8 @@ from pacs_megatron.contracts import SampleFacts, TokenBuffers
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.observability.metrics import read_metrics, reproducible_bytes
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
-from tests.support.plain_trainer import PlainTrainer, pacs_loss
-from tests.support.policy_cases import OPTIMIZER
+from tests.support.policies.plain_trainer import PlainTrainer, pacs_loss
+from tests.support.policies.policy_cases import OPTIMIZER
 from tests.support.ranks import run_ranks
 from tests.support.rollout import fill
 from tests.support.tiny_models import make_tiny_qwen3

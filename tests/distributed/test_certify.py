@@ -14,8 +14,8 @@ from pacs_megatron.certify.run import certify, make_case
 from pacs_megatron.config import load_config
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.shipped import run_file
-from tests.support.certify_runs import random_run, write_run
-from tests.support.planted import PLANTED
+from tests.support.policies.certify_runs import random_run, write_run
+from tests.support.policies.planted import PLANTED
 from tests.support.tiers import in_test
 
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "runs").glob("*.yaml"))

@@ -19,7 +19,7 @@ from pacs_megatron.errors import CheckpointError
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.parallel.control import ControlChannel
-from tests.support.policy_cases import make_policy, random_step, train
+from tests.support.policies.policy_cases import make_policy, random_step, train
 from tests.support.ranks import RankError, run_ranks
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3

@@ -13,7 +13,7 @@ from pacs_megatron.checkpoint.megatron_weights import MegatronWeights
 from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from tests.support.policy_cases import make_policy, random_step, train
+from tests.support.policies.policy_cases import make_policy, random_step, train
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test
 from tests.support.tiny_families import make_family

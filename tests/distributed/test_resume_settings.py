@@ -14,8 +14,8 @@ from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from tests.distributed.test_checkpoint import FROZEN, STEPS, continued, load, save
-from tests.support.plain_trainer import PlainTrainer, pacs_loss
-from tests.support.policy_cases import OPTIMIZER, make_policy, train
+from tests.support.policies.plain_trainer import PlainTrainer, pacs_loss
+from tests.support.policies.policy_cases import OPTIMIZER, make_policy, train
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3

@@ -11,7 +11,7 @@ import torch
 
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from tests.support.objective_reference import Batch, make_facts, objective_gradient, objective_scores
+from tests.support.policies.objective_reference import Batch, make_facts, objective_gradient, objective_scores
 
 OWN_FILE = Path(__file__).parent / "pacs_golden.json"
 NUM_OWN_CASES = 35

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from pacs_megatron.contracts import TokenRecord
 from pacs_megatron.objectives.registry import ObjectiveOptions, build_objective
-from tests.support.objective_reference import make_facts
+from tests.support.policies.objective_reference import make_facts
 
 GOLDEN = json.loads(Path(__file__).with_name("trl_golden.json").read_text(encoding="utf-8"))
 TRUNCATE = {"importance": "truncate", "importance_cap": GOLDEN["cap"]}

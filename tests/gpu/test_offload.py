@@ -15,7 +15,7 @@ import torch
 from pacs_megatron.contracts.digest import WeightDigest
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from tests.support.policy_cases import make_policy, random_step, train
+from tests.support.policies.policy_cases import make_policy, random_step, train
 from tests.support.ranks import free_port
 from tests.support.tiny_families import make_family
 

@@ -20,8 +20,8 @@ from pacs_megatron.models import load_spec
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.plan import memory
-from tests.distributed.test_plan_exact import run_config
-from tests.support.policy_cases import make_policy, random_step, train
+from tests.distributed.policy.test_plan_exact import run_config
+from tests.support.policies.policy_cases import make_policy, random_step, train
 from tests.support.ranks import free_port
 from tests.support.tiny_families import make_family
 

@@ -22,7 +22,7 @@ import pytest
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
-from tests.support.replay_sglang import ReplaySglang
+from tests.support.servers.replay_sglang import ReplaySglang
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from tests.support.policy_cases import make_part, make_policy, random_step, train
+from tests.support.policies.policy_cases import make_part, make_policy, random_step, train
 from tests.support.tiny_families import make_family
 
 TOKENS = 200

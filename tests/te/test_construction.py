@@ -43,7 +43,7 @@ def test_names_shapes_and_checkpoint_keys(
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 
         from pacs_megatron.policy import state, weights
-        from tests.support.policy_cases import make_policy
+        from tests.support.policies.policy_cases import make_policy
 
         policy = make_policy(
             folder, world, dtype="bf16", distributed_optimizer=distributed_optimizer, **fp8_options(recipe)

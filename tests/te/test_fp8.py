@@ -46,7 +46,7 @@ def test_a_score_pass_changes_no_fp8_state_and_scores_are_zero(recipe: str, fold
     def on_rank(_rank: int, world: int) -> tuple[float, bool]:
         from pacs_megatron.objectives.pacs import PacsOptions
         from pacs_megatron.objectives.registry import build_objective
-        from tests.support.policy_cases import make_part, make_policy, train
+        from tests.support.policies.policy_cases import make_part, make_policy, train
 
         policy = make_policy(model, world, tokens_per_microbatch=TOKENS, dtype="bf16", **fp8_options(recipe))
         objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
@@ -88,7 +88,7 @@ def test_weights_round_trip_through_an_export(folder: Path) -> None:
     model = model_of(CASES["qwen3"], folder)
 
     def on_rank(_rank: int, world: int) -> bool:
-        from tests.support.policy_cases import make_policy
+        from tests.support.policies.policy_cases import make_policy
 
         policy = make_policy(model, world, dtype="bf16", **fp8_options("tensorwise"))
         first = {name: tensor.clone() for name, tensor in policy.export_weights()}

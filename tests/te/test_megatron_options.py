@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pacs_megatron.errors import ConfigError
-from tests.support.policy_cases import make_policy
+from tests.support.policies.policy_cases import make_policy
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
 

@@ -29,7 +29,7 @@ from pacs_megatron.sglang.client import SglangEngine
 from pacs_megatron.sglang.weights.build import server_sync
 from pacs_megatron.sglang.weights.server_sync import ServerSync
 from pacs_megatron.training.push import PushResult, push
-from tests.support.fleet_run import FleetRun
+from tests.support.servers.fleet_run import FleetRun
 from tests.support.tiny_models import make_tiny_qwen3
 
 ROOT = Path(__file__).parents[3]

@@ -20,8 +20,8 @@ from pacs_megatron.sglang import guard as sglang_guard
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.fleet import Health
 from tests.integration.sglang.conftest import START_S, Lab, num_running, own_options, sample_requests, server_pids
-from tests.support.fake_sglang import FakeSglang
-from tests.support.fleet_run import FleetRun
+from tests.support.servers.fake_sglang import FakeSglang
+from tests.support.servers.fleet_run import FleetRun
 
 pytestmark = [pytest.mark.sglang]
 

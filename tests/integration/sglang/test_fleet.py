@@ -22,8 +22,8 @@ from pacs_megatron.sglang import guard as sglang_guard
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.server import ManagedServer
 from tests.integration.sglang.conftest import PYTHON, START_S, num_running, own_options
-from tests.support.fault_proxy import FaultProxy
-from tests.support.fleet_run import FleetRun
+from tests.support.servers.fault_proxy import FaultProxy
+from tests.support.servers.fleet_run import FleetRun
 from tests.support.tiny_models import make_tiny_qwen3
 
 pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.timeout(1800)]

@@ -20,8 +20,8 @@ from pacs_megatron.errors import RolloutError
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.fleet import Health
 from tests.integration.sglang.conftest import Lab, num_running, sample_requests, server_pids
-from tests.support.fake_sglang import FakeSglang
-from tests.support.fault_proxy import FaultProxy, Spoil
+from tests.support.servers.fake_sglang import FakeSglang
+from tests.support.servers.fault_proxy import FaultProxy, Spoil
 
 pytestmark = [pytest.mark.sglang]
 BF16_NATS = 0.15

@@ -18,7 +18,7 @@ from pacs_megatron.errors import ExitCode
 from pacs_megatron.sglang import guard as sglang_guard
 from pacs_megatron.sglang.api import ServerRefusedError, SglangApi
 from tests.integration.sglang.conftest import PYTHON, START_S
-from tests.support.fleet_run import FleetRun
+from tests.support.servers.fleet_run import FleetRun
 from tests.support.tiny_models import make_tiny_qwen3
 
 pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.timeout(3000)]

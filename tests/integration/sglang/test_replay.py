@@ -19,7 +19,7 @@ from pacs_megatron.contracts import Sample
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.observability.metrics import read_metrics
 from tests.integration.sglang.conftest import Lab
-from tests.support.recorded_sglang import RecordedSglang
+from tests.support.servers.recorded_sglang import RecordedSglang
 from tests.support.tiny_run import write_tiny_run
 
 pytestmark = pytest.mark.sglang

@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from pacs_megatron.errors import PacsError
 from pacs_megatron.sglang.weights.checksums import ExpectedChecksums, ModelDims, sha_hash
-from tests.support.weight_server import WeightServer
+from tests.support.servers.weight_server import WeightServer
 
 T = TypeVar("T")
 NUM_GPUS = 8

@@ -20,7 +20,7 @@ from pacs_megatron.config import load_config
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.models import read_spec
 from pacs_megatron.runtime.shipped import run_file
-from tests.support.certify_runs import write_run
+from tests.support.policies.certify_runs import write_run
 from tests.unit.test_layers import imports
 
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[3] / "configs" / "runs").glob("*.yaml"))

@@ -11,7 +11,7 @@ from pacs_megatron.contracts import Objective, SampleFacts
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.objectives.grpo import GrpoOptions
 from pacs_megatron.objectives.registry import build_objective
-from tests.support.objective_reference import Batch, make_facts, objective_gradient, random_batch
+from tests.support.policies.objective_reference import Batch, make_facts, objective_gradient, random_batch
 
 MEANS: tuple[dict[str, Any], ...] = (
     {"loss_mean": "token"},

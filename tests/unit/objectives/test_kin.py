@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 
 from pacs_megatron.contracts import Objective, Prepared
 from pacs_megatron.objectives.registry import REGISTRY, ObjectiveOptions, build_objective
-from tests.support.kin_reference import KIN, kin_loss
-from tests.support.objective_reference import Batch, make_facts, objective_scores, random_batch
+from tests.support.policies.kin_reference import KIN, kin_loss
+from tests.support.policies.objective_reference import Batch, make_facts, objective_scores, random_batch
 
 METRICS = set(
     re.findall(

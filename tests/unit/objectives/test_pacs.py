@@ -12,7 +12,7 @@ from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.objectives.pacs import Pacs, PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.shared.groups import build_table
-from tests.support.objective_reference import (
+from tests.support.policies.objective_reference import (
     Batch,
     make_facts,
     objective_gradient,

@@ -9,7 +9,7 @@ import torch
 from pacs_megatron.contracts import Objective
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.sft import SftOptions
-from tests.support.objective_reference import make_facts, objective_gradient, random_batch
+from tests.support.policies.objective_reference import make_facts, objective_gradient, random_batch
 
 
 @pytest.mark.parametrize("loss_mean", ["token", "sequence"])

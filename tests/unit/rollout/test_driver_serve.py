@@ -20,7 +20,7 @@ from pacs_megatron.rollout.driver import Driver
 from pacs_megatron.rollout.step_rollouts import StepRollouts
 from pacs_megatron.rollout.wire import Connection
 from pacs_megatron.sglang.api import WeightVersion
-from tests.support.replay_sglang import ReplaySglang
+from tests.support.servers.replay_sglang import ReplaySglang
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 

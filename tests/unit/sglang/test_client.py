@@ -23,7 +23,7 @@ from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.client import SglangEngine
 from pacs_megatron.sglang.decode import BadResponseError, decode
 from pacs_megatron.sglang.fleet import Health, Server
-from tests.support.fake_sglang import FakeSglang, Fault
+from tests.support.servers.fake_sglang import FakeSglang, Fault
 
 VERSION = "1:aa"
 VOCAB = 272

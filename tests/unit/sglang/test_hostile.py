@@ -27,7 +27,7 @@ from pacs_megatron.sglang.api import (
 )
 from pacs_megatron.sglang.decode import BadResponseError, decode
 from pacs_megatron.sglang.fleet import Health
-from tests.support.fake_sglang import FakeSglang
+from tests.support.servers.fake_sglang import FakeSglang
 from tests.unit.sglang.test_client import answer, check_all_there, engine, requests, until
 
 VERSION = "1:aa"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-import tests.support.dummy_server as dummy
+import tests.support.servers.dummy_server as dummy
 from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.errors import ConfigError, RolloutError

@@ -25,7 +25,7 @@ from pacs_megatron.sglang.weights.checksums import ModelDims
 from pacs_megatron.sglang.weights.server_sync import ServerSync, SyncSettings
 from pacs_megatron.sglang.weights.transports import BroadcastTransport, DiskTransport, IpcTransport, Transport
 from pacs_megatron.training.push import push
-from tests.support.weight_server import InMemory, WeightServer
+from tests.support.servers.weight_server import InMemory, WeightServer
 
 
 def weights(seed: int, num: int = 12) -> dict[str, torch.Tensor]:

@@ -16,8 +16,8 @@ from pacs_megatron.objectives.grpo import GrpoOptions
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.sft import SftOptions
-from tests.support.plain_trainer import PlainTrainer, grpo_loss, pacs_loss, sft_loss
-from tests.support.policy_cases import make_part, make_policy, random_step, train, with_passes
+from tests.support.policies.plain_trainer import PlainTrainer, grpo_loss, pacs_loss, sft_loss
+from tests.support.policies.policy_cases import make_part, make_policy, random_step, train, with_passes
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test
 

@@ -11,7 +11,7 @@ import torch
 
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from tests.support.policy_cases import make_part, make_policy, random_step, with_passes
+from tests.support.policies.policy_cases import make_part, make_policy, random_step, with_passes
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
 

@@ -13,7 +13,7 @@ from pacs_megatron.checkpoint import run_checkpoint
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from tests.distributed.test_checkpoint import load, save
-from tests.support.policy_cases import make_policy, random_step, train
+from tests.support.policies.policy_cases import make_policy, random_step, train
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test
 from tests.support.tiny_families import make_family

@@ -16,7 +16,7 @@ from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.sft import SftOptions
 from tests.distributed.test_checkpoint import load, save
-from tests.support.policy_cases import make_part, make_policy, random_step, train, with_passes
+from tests.support.policies.policy_cases import make_part, make_policy, random_step, train, with_passes
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_tiny_qwen3
 

@@ -11,7 +11,7 @@ import torch
 
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from tests.support.policy_cases import (
+from tests.support.policies.policy_cases import (
     ReferenceTrainer,
     make_part,
     make_policy,

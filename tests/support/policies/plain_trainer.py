@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pacs_megatron.contracts import SampleFacts, TokenBuffers
-from tests.support.policy_cases import OPTIMIZER, reference_pacs_loss
+from tests.support.policies.policy_cases import OPTIMIZER, reference_pacs_loss
 
 Logps = list[torch.Tensor]
 """Per sample, [response], nats"""

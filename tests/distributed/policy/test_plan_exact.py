@@ -15,7 +15,7 @@ from pacs_megatron.models import load_spec, num_parameters
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.plan import memory
 from pacs_megatron.plan.plan import plan_of
-from tests.support.policy_cases import make_part, make_policy, random_step
+from tests.support.policies.policy_cases import make_part, make_policy, random_step
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
 

@@ -10,7 +10,7 @@ import pytest
 
 from pacs_megatron.objectives.registry import build_objective
 from tests.distributed.test_checkpoint import FROZEN, STEPS, continued, load, save
-from tests.support.policy_cases import make_policy, train
+from tests.support.policies.policy_cases import make_policy, train
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
 

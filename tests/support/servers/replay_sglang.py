@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from tests.support.fake_sglang import FakeSglang
+from tests.support.servers.fake_sglang import FakeSglang
 
 FIRST, LAST = ord("a"), ord("z")
 """The bytes of responses; token ids of a tiny model are bytes."""

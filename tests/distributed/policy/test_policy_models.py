@@ -11,8 +11,8 @@ import pytest
 
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from tests.support.plain_trainer import PlainTrainer, pacs_loss
-from tests.support.policy_cases import make_part, make_policy, random_step, train
+from tests.support.policies.plain_trainer import PlainTrainer, pacs_loss
+from tests.support.policies.policy_cases import make_part, make_policy, random_step, train
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test
 from tests.support.tiny_families import make_family

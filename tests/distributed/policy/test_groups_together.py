@@ -14,9 +14,9 @@ from pacs_megatron.contracts import SampleFacts, TokenBuffers
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from tests.support.objective_reference import reference_scores, reference_weights
-from tests.support.plain_trainer import PlainTrainer
-from tests.support.policy_cases import make_part, make_policy, random_step, with_passes
+from tests.support.policies.objective_reference import reference_scores, reference_weights
+from tests.support.policies.plain_trainer import PlainTrainer
+from tests.support.policies.policy_cases import make_part, make_policy, random_step, with_passes
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
 

@@ -13,9 +13,9 @@ from pydantic import TypeAdapter
 
 from pacs_megatron.contracts import TokenBuffers
 from pacs_megatron.objectives.registry import ObjectiveOptions, build_objective
-from tests.support.kin_reference import KIN, Logps, kin_loss
-from tests.support.plain_trainer import PlainTrainer
-from tests.support.policy_cases import make_part, make_policy, random_step, with_passes
+from tests.support.policies.kin_reference import KIN, Logps, kin_loss
+from tests.support.policies.plain_trainer import PlainTrainer
+from tests.support.policies.policy_cases import make_part, make_policy, random_step, with_passes
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.weights.bucket import Bucket
 from pacs_megatron.sglang.weights.checksums import sha_hash
-from tests.support.fake_sglang import FakeSglang
+from tests.support.servers.fake_sglang import FakeSglang
 
 
 class WeightServer(FakeSglang):
