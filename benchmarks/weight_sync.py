@@ -46,7 +46,7 @@ def plain_copy(weights: dict[str, torch.Tensor], repeats: int) -> float:
 
 
 class Packing:
-    """A receiver that packs buckets and sends them to nobody."""
+    """A receiver that packs buckets and sends nothing."""
 
     def __init__(self, capacity: int) -> None:
         self._bucket = Bucket(capacity)
