@@ -36,7 +36,8 @@ quickstart: install ## tiny model -> warm start -> PACS -> Hugging Face checkpoi
 	@$(PY) -m examples.quickstart.run
 
 CURRENT_TESTS := tests/unit tests/distributed/policy/test_policy_models.py tests/distributed/policy/test_family_logits.py \
-	tests/distributed/test_checkpoint_conversion.py tests/distributed/policy/test_plan_exact.py
+	tests/distributed/test_checkpoint_conversion.py tests/distributed/policy/test_plan_exact.py \
+	tests/distributed/test_checkpoint.py tests/integration/test_quickstart.py
 TEST_TOOLS := install-dev install-sglang install-slurm
 
 test: $(TEST_TOOLS) ## what a change needs: about 12 minutes on two idle cores
@@ -53,7 +54,7 @@ test-te: ## tests/te: real Transformer Engine modules without a GPU; PACS_TE_PAC
 	@tools/install.sh te
 	@.venv-te/bin/python -m pytest tests/te -m "not campaign" $(PYTEST_ARGS)
 
-test-current: ## layouts, families, checkpoints and conversion on today's Megatron-Core (Python 3.12)
+test-current: ## layouts, families, checkpoints, conversion, quickstart on today's Megatron-Core (Python 3.12)
 	@tools/install.sh current
 	@.venv-current/bin/python -m pytest -m "not gpu and not campaign and not sglang and not slurm" $(CURRENT_TESTS) $(PYTEST_ARGS)
 

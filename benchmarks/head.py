@@ -5,15 +5,20 @@
 Cases: `plain` (all logits, log_softmax, autograd), `backward` (the head, logits computed again in the backward pass),
 `forward` (the head, gradients in the forward pass) and `fp32` (`forward` with `precision.head: fp32`). `tensor GB` are
 the bytes of all tensors that torch's operators read and write, which bounds the memory traffic of code without fused
-kernels. One thread; seconds are CPU time on a CPU. Ratios are to `plain` in the same run. Each case runs in its own process.
+kernels. Peak and bytes: each case in its own process. Seconds: all cases in one process, one after the other in every
+round, one thread, CPU time on a CPU; medians over the rounds, and the median of each round's ratio to its own `plain`.
 """
 
 import argparse
+import json
 import multiprocessing
+import os
 import resource
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,37 +65,53 @@ def loss_of(case: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return (logprobs * coefficient).sum()
 
 
-def measure(case: str, sizes: tuple[int, int, int], port: int, repeats: int, results: Any) -> None:
-    """Puts (seconds, peak bytes above the inputs, tensor bytes) of one case."""
+def _inputs(sizes: tuple[int, int, int], port: int) -> dict[str, torch.Tensor]:
+    """Of the one rank of this process."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     torch.set_num_threads(1)
     tokens, hidden_size, vocab = sizes
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    inputs = {
+    return {
         "hidden": torch.randn(tokens, hidden_size, device=device).to(dtype).requires_grad_(True),
         "weight": (torch.randn(vocab, hidden_size, device=device) / hidden_size**0.5).to(dtype).requires_grad_(True),
         "targets": torch.randint(vocab, (tokens,), device=device),
         "coefficient": torch.randn(tokens, device=device),
     }
 
-    def once() -> None:
-        loss_of(case, inputs).backward()  # type: ignore[no-untyped-call]
-        inputs["hidden"].grad = inputs["weight"].grad = None
 
+def _once(case: str, inputs: dict[str, torch.Tensor]) -> None:
+    loss_of(case, inputs).backward()  # type: ignore[no-untyped-call]
+    inputs["hidden"].grad = inputs["weight"].grad = None
+
+
+def measure(case: str, sizes: tuple[int, int, int], port: int, results: Any) -> None:
+    """Puts (peak bytes above the inputs, tensor bytes) of one case."""
+    inputs = _inputs(sizes, port)
+    is_cuda = inputs["hidden"].is_cuda
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if device.type == "cuda":
-        once()
+    if is_cuda:
+        _once(case, inputs)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-    seconds = [_timed(once, device) for _ in range(repeats)]
+    _once(case, inputs)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if device.type == "cuda":
+    if is_cuda:
         peak = torch.cuda.max_memory_allocated()
     with TensorBytes() as counter:
-        once()
-    results.put((statistics.median(seconds), peak - before, counter.total))
+        _once(case, inputs)
+    results.put((peak - before, counter.total))
+
+
+def paired(sizes: tuple[int, int, int], port: int, rounds: int, results: Any) -> None:
+    """Puts case -> seconds of every round, after one round to warm up."""
+    inputs = _inputs(sizes, port)
+    seconds: dict[str, list[float]] = {case: [] for case in CASES}
+    for _ in range(rounds + 1):
+        for case in CASES:
+            seconds[case].append(_timed(partial(_once, case, inputs), inputs["hidden"].device))
+    results.put({case: found[1:] for case, found in seconds.items()})
 
 
 def _timed(call: Callable[[], None], device: torch.device) -> float:
@@ -103,36 +124,45 @@ def _timed(call: Callable[[], None], device: torch.device) -> float:
     return clock() - start
 
 
+def _in_process(target: Callable[..., None], *args: Any) -> Any:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=target, args=(*args, results))
+    process.start()
+    process.join()
+    if process.exitcode != 0:
+        raise SystemExit(f"{args}: the process ended with {process.exitcode}")
+    return results.get()
+
+
 def main() -> None:
-    """Prints one row a case."""
+    """Prints one row a case, and writes a JSON with every round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cuda = torch.version.cuda is not None
     parser.add_argument("--tokens", type=int, default=16384 if cuda else 1024)
     parser.add_argument("--hidden", type=int, default=4096 if cuda else 1024)
-    parser.add_argument("--vocab", type=int, default=151936 if cuda else 98304)
-    parser.add_argument("--repeats", type=int, default=10 if cuda else 2)
+    parser.add_argument("--vocab", type=int, default=151936 if cuda else 49152)
+    parser.add_argument("--repeats", type=int, default=10 if cuda else 5, help="rounds of the timing")
+    parser.add_argument("--out", type=Path, help="a JSON file")
     args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
+    sizes = (args.tokens, args.hidden, args.vocab)
     print(f"{args.tokens} tokens, hidden {args.hidden}, vocabulary {args.vocab}, torch {torch.__version__}")
-    print("case        seconds  ratio   peak GiB  ratio  tensor GB  ratio")
-    first: tuple[float, float, float] | None = None
-    for number, case in enumerate(CASES):
-        results = context.Queue()
-        sizes = (args.tokens, args.hidden, args.vocab)
-        process = context.Process(target=measure, args=(case, sizes, 29517 + number, args.repeats, results))
-        process.start()
-        process.join()
-        if process.exitcode != 0:
-            raise SystemExit(f"{case}: the process ended with {process.exitcode}")
-        found = results.get()
-        first = first or found
-        seconds, peak, moved = found
-        ratios = [a / b for a, b in zip(found, first, strict=True)]
+    print(f"load of the host before: {', '.join(f'{load:.1f}' for load in os.getloadavg())}")
+    seconds = _in_process(paired, sizes, 29517, args.repeats)
+    print(f"load of the host after: {', '.join(f'{load:.1f}' for load in os.getloadavg())}")
+    moved = {case: _in_process(measure, case, sizes, 29518 + number) for number, case in enumerate(CASES)}
+    print("case        seconds  ratio (lowest, highest)   peak GiB  ratio  tensor GB  ratio")
+    for case in CASES:
+        ratios = [own / plain for own, plain in zip(seconds[case], seconds["plain"], strict=True)]
+        (peak, total), (plain_peak, plain_total) = moved[case], moved["plain"]
         print(
-            f"{case:<9} {seconds:9.3f} {ratios[0]:6.2f} {peak / 2**30:10.2f} {ratios[1]:6.2f} "
-            f"{moved / 1e9:10.1f} {ratios[2]:6.2f}",
+            f"{case:<9} {statistics.median(seconds[case]):9.3f} {statistics.median(ratios):6.2f} "
+            f"({min(ratios):.2f}, {max(ratios):.2f})      {peak / 2**30:10.2f} {peak / plain_peak:6.2f} "
+            f"{total / 1e9:10.1f} {total / plain_total:6.2f}",
             flush=True,
         )
+    if args.out is not None:
+        args.out.write_text(json.dumps({"sizes": sizes, "seconds": seconds, "peak_and_tensor_bytes": moved}, indent=1))
 
 
 if __name__ == "__main__":

@@ -57,8 +57,11 @@ PRESETS = {
     "qwen3-1.7b": ("Qwen/Qwen3-1.7B", 28),
     "qwen3-4b": ("Qwen/Qwen3-4B", 16),
     "qwen3-8b": ("Qwen/Qwen3-8B", 6),
+    "qwen3-30b-a3b": ("Qwen/Qwen3-30B-A3B", 4),
     "tiny": (None, 2),
+    "tiny-moe": (None, 2),
 }
+TINY = {"tiny": "Qwen/Qwen3-0.6B", "tiny-moe": "Qwen/Qwen3-30B-A3B"}
 CASE_TIMEOUT_S = 900
 
 
@@ -77,6 +80,7 @@ class Setup:
     tokens_per_microbatch: int
     steps: int
     cpu: bool
+    recompute: str = "none"
     reference: str | None = None
     """check: the CPU path's file, for the comparison"""
 
@@ -88,18 +92,11 @@ def spec_of(setup: Setup) -> Any:
     from pacs_megatron.plan.known_models import need_spec
 
     hub_id = PRESETS[setup.preset][0]
+    spec = need_spec(hub_id or TINY[setup.preset], "benchmark")
     if hub_id is None:
-        spec = replace(
-            need_spec("Qwen/Qwen3-0.6B", "benchmark"),
-            hidden_size=64,
-            ffn_size=128,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            vocab_size=1000,
-        )
-    else:
-        spec = need_spec(hub_id, "benchmark")
+        small = {"hidden_size": 64, "ffn_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+        moe = spec.moe and replace(spec.moe, num_experts=4, top_k=2, expert_ffn_size=32)
+        spec = replace(spec, **small, vocab_size=1000, moe=moe)
     assert isinstance(spec, ModelSpec)
     if setup.kind == "check":
         spec = replace(spec, vocab_size=min(spec.vocab_size, 8192))
@@ -133,7 +130,7 @@ def this_rank() -> Any:
 
 def build_policy(setup: Setup) -> Any:
     """(policy, its resources) on one rank."""
-    from pacs_megatron.config.schema import OptimizerOptions, ParallelOptions, PrecisionOptions
+    from pacs_megatron.config.schema import OptimizerOptions, ParallelOptions, PrecisionOptions, RecomputeOptions
     from pacs_megatron.policy import precision
     from pacs_megatron.policy.engine import MegatronPolicy
 
@@ -141,7 +138,7 @@ def build_policy(setup: Setup) -> Any:
     policy = MegatronPolicy(
         spec_of(setup),
         this_rank(),
-        parallel=ParallelOptions(),
+        parallel=ParallelOptions(recompute=RecomputeOptions(granularity=setup.recompute)),
         precision_options=options,
         optimizer=OptimizerOptions(lr=1e-6),
         clip_grad=1.0,
@@ -419,6 +416,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--response", type=int, default=3840)
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--recompute", choices=("none", "full"), default="none", help="of the timed model")
     parser.add_argument("--only-check", action="store_true", help="only the correctness figures")
     parser.add_argument("--dry-run-cpu", action="store_true", help="tiny shapes on the CPU: tests the script")
     parser.add_argument("--out", type=Path, required=True, help="folder for result.json and raw.log")
@@ -429,7 +427,9 @@ def arguments() -> argparse.Namespace:
 def setups(options: argparse.Namespace) -> tuple[Setup, Setup]:
     """(timed, checked) settings; the check is a small cut of the same model."""
     cpu = options.dry_run_cpu
-    preset = "tiny" if cpu else options.preset
+    preset = options.preset
+    if cpu:
+        preset = "tiny-moe" if "a3b" in preset else "tiny"
     timed_setup = Setup(
         kind="speed",
         case="",
@@ -441,6 +441,7 @@ def setups(options: argparse.Namespace) -> tuple[Setup, Setup]:
         tokens_per_microbatch=64 if cpu else options.tokens_per_microbatch,
         steps=2 if cpu else options.steps,
         cpu=cpu,
+        recompute=options.recompute,
     )
     small = {} if cpu else {"samples": 8, "prompt": 32, "response": 96, "tokens_per_microbatch": 512}
     check = replace(timed_setup, kind="check", layers=2 if cpu else 4, **small)

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # One stage of the GPU measurements, at most 9 minutes; the same command continues a stage that was cut off.
 #   tools/gpu_session.sh STAGE RESULTS [--dry-run-cpu]
-#   1 correctness: modules, FP8 recipes and fp32 against the CPU path    2 speed: 0.6B and 1.7B
-#   3 speed: 4B, the head at a vocabulary of 151,936                     4 `plan` against measured memory
+#   1 correctness: Transformer Engine's modules, FP8 recipes and fp32 against the CPU path    2 speed: 0.6B and 1.7B
+#   3 speed: 4B, MoE, recomputation, the head      4 `plan` against measured memory, its constants against stages 2 and 3
 # PYTHON names the interpreter (default: .venv/bin/python if it exists, else python3). Each part has a limit below the
-# stage's; a part with a result is skipped. RESULTS/stageN gets a log and a JSON of every part and one table.txt.
+# stage's; a part with a result is skipped. RESULTS/stageN gets a log of every part, its JSON, and at the end table.txt and
+# result.json of the stage.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 stage=${1:?stage 1 to 4}
@@ -21,7 +22,7 @@ part() { # name, seconds at most, command...
     local name=$1 seconds=$2 start=$SECONDS status=0
     shift 2
     if [ -e "$out/$name.done" ]; then
-        echo "== $name: has a result" | tee -a "$out/table.txt"
+        echo "== $name: has a result"
         return
     fi
     local left=$((limit_s - SECONDS))
@@ -32,8 +33,9 @@ part() { # name, seconds at most, command...
         return
     fi
     timeout --kill-after=5 "$seconds" "$@" >"$out/$name.log" 2>&1 || status=$?
-    echo "== $name: exit code $status after $((SECONDS - start)) s of at most $seconds s" | tee -a "$out/table.txt"
-    [ -e "$out/$name/table.txt" ] && tee -a "$out/table.txt" <"$out/$name/table.txt"
+    echo "$status $((SECONDS - start)) $seconds" >"$out/$name.status"
+    echo "== $name: exit code $status after $((SECONDS - start)) s of at most $seconds s"
+    [ -e "$out/$name/table.txt" ] && cat "$out/$name/table.txt"
     if [ $status -eq 0 ]; then touch "$out/$name.done"; else tail -n 5 "$out/$name.log" && failed=1; fi
 }
 
@@ -41,6 +43,24 @@ steps() { # name, seconds, arguments of the benchmark
     local name=$1 seconds=$2
     shift 2
     part "$name" "$seconds" "$python" benchmarks/train_step.py ${dry:+--dry-run-cpu} --out "$out/$name" "$@"
+}
+
+summary() { # table.txt and result.json of the stage from the parts that ran
+    "$python" - "$out" <<'END'
+import json, pathlib, sys
+
+out = pathlib.Path(sys.argv[1])
+parts, lines = {}, []
+for file in sorted(out.glob("*.status"), key=lambda path: path.stat().st_mtime):
+    code, seconds, limit = map(int, file.read_text().split())
+    result, table = out / file.stem / "result.json", out / file.stem / "table.txt"
+    parts[file.stem] = {"exit_code": code, "seconds": seconds, "limit_s": limit}
+    parts[file.stem]["result"] = json.loads(result.read_text()) if result.exists() else None
+    lines.append(f"== {file.stem}: {'passed' if code == 0 else f'exit code {code}'}, {seconds} s of at most {limit} s")
+    lines += table.read_text().splitlines() if table.exists() else []
+(out / "result.json").write_text(json.dumps({"commit": (out / "environment.log").read_text().split()[0], "parts": parts}))
+(out / "table.txt").write_text("\n".join(lines) + "\n")
+END
 }
 
 {
@@ -51,8 +71,9 @@ steps() { # name, seconds, arguments of the benchmark
 case $stage in
     1)
         part import 60 "$python" -c "import torch, megatron.core; print(torch.__version__, megatron.core.__version__)"
+        part modules 60 "$python" benchmarks/te_modules.py ${dry:+--dry-run-cpu} --out "$out/modules"
         [ -n "$dry" ] || part head 60 "$python" -m pytest tests/gpu/test_head.py -q
-        for case in fp32 bf16 fp8-tensorwise fp8-blockwise fp8-delayed; do steps "check-$case" 150 --only-check --cases "$case"; done
+        for case in fp32 bf16 fp8-tensorwise fp8-blockwise fp8-delayed; do steps "check-$case" 130 --only-check --cases "$case"; done
         ;;
     2)
         for case in bf16 fp8-tensorwise fp8-blockwise fp8-delayed; do steps "0.6b-$case" 110 --preset qwen3-0.6b --cases "$case"; done
@@ -60,24 +81,29 @@ case $stage in
         steps 1.7b-fp8-blockwise 110 --preset qwen3-1.7b --cases fp8-blockwise
         ;;
     3)
-        steps 4b-bf16 200 --preset qwen3-4b --cases bf16
-        part head 150 "$python" benchmarks/head.py ${dry:+--tokens 256 --hidden 64 --vocab 8192 --repeats 1}
-        steps 4b-fp8-tensorwise 150 --preset qwen3-4b --cases fp8-tensorwise
-        steps 4b-fp8-blockwise 150 --preset qwen3-4b --cases fp8-blockwise
+        steps 4b-bf16 150 --preset qwen3-4b --cases bf16
+        steps 4b-bf16-recompute 110 --preset qwen3-4b --cases bf16 --recompute full
+        steps moe-bf16 130 --preset qwen3-30b-a3b --cases bf16
+        steps moe-fp8-blockwise 110 --preset qwen3-30b-a3b --cases fp8-blockwise
+        mkdir -p "$out/head"
+        part head 120 "$python" benchmarks/head.py --out "$out/head/result.json" ${dry:+--tokens 256 --hidden 64 --vocab 8192 --repeats 1}
+        steps 4b-fp8-blockwise 110 --preset qwen3-4b --cases fp8-blockwise
         ;;
     4)
         if [ -n "$dry" ]; then
             part plan-exact 260 "$python" -m pytest tests/distributed/policy/test_plan_exact.py -q -k "one or tp2-tied"
         else
             for case in qwen3-none qwen3-full qwen3_moe-none qwen3_moe-full; do
-                part "plan-$case" 130 "$python" -m pytest "tests/gpu/test_plan_memory.py::test_one_stage_is_as_planned[$case]" -q
+                part "plan-$case" 110 "$python" -m pytest "tests/gpu/test_plan_memory.py::test_one_stage_is_as_planned[$case]" -q
             done
         fi
+        part constants 60 "$python" benchmarks/fit_constants.py "${out%/*}" "$out/constants"
         ;;
     *)
         echo "gpu_session: stage $stage is not 1, 2, 3 or 4" >&2
         exit 2
         ;;
 esac
+summary
 echo "results: $out"
 exit $failed

@@ -28,6 +28,7 @@ from pacs_megatron.training import loop
 from pacs_megatron.training.context import RunContext, build_policy, join
 from pacs_megatron.training.export import MAX_SHARD_BYTES, export_hf
 from pacs_megatron.training.progress import RunProgress
+from pacs_megatron.training.saving import Saver
 from pacs_megatron.training.signals import StopFlag
 from pacs_megatron.training.step import train_step
 
@@ -173,6 +174,7 @@ def attempt(case: Case, folder: Path, number: int) -> None:
         engine=None,
         server_sync=None,
         timer=Timer(),
+        saver=Saver(config, rank),
         stop=stop,
     )
     progress = loop.resume(run) or RunProgress(row={})

@@ -4,13 +4,16 @@ Megatron's own writer starts a manager process and a pool at the first save, whi
 killed rank and needs an importable `__main__`. This module uses Megatron's planner and format with torch's plain writer.
 """
 
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     distribute_main_replicas_with_precomputed_distribution,
 )
@@ -27,15 +30,19 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from pacs_megatron.checkpoint.dist_metadata import COMMON_NAME
 from pacs_megatron.errors import CheckpointError
 
+Copy = Callable[[torch.Tensor], torch.Tensor]
+
 
 class PlainTorchDistSave(TorchDistSaveShardedStrategy):
-    """Every rank writes its shards in this process, one file each, flushed to disk.
+    """`save` divides the tensors among the ranks, `write` writes them in this process, one file a rank, flushed to disk.
 
     Derived from Megatron's own strategy: from 0.17 on `dist_checkpointing.save` silently replaces any other class.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copy: Copy) -> None:
         super().__init__("torch_dist", 1)
+        self._copy = copy
+        self._state: dict[str, Any] = {}
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -48,17 +55,37 @@ class PlainTorchDistSave(TorchDistSaveShardedStrategy):
             distribution = determine_main_replica_uniform_distribution(sharded_state_dict, group)
             distribute_main_replicas_with_precomputed_distribution(sharded_state_dict, group, distribution)
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        for shard in (shard for shards in renamed.values() for shard in shards):
+            if isinstance(shard, ShardedTensor) and shard.data is not None:
+                shard.data = self._copy(shard.data)
+        self._state = mcore_to_pyt_state_dict(renamed, False)
+
+    @torch.no_grad()
+    def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+        """Collective over `group`, gloo over all ranks; None: the default group."""
         save(
-            mcore_to_pyt_state_dict(renamed, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True, thread_count=1),
+            self._state,
+            storage_writer=FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=group,
         )
+        self._state = {}
+
+
+def prepare_sharded(state: dict[str, Any], folder: Path, copy: Copy = lambda data: data) -> PlainTorchDistSave:
+    """Writes the common part of `state` to the existing, empty `folder`; `write` of the result writes the rest. Collective.
+
+    `copy` returns the values of a tensor that this rank writes, which may not change before `write` has returned.
+    """
+    strategy = PlainTorchDistSave(copy)
+    with torch.no_grad():
+        dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
+    return strategy
 
 
 def save_sharded(state: dict[str, Any], folder: Path) -> None:
     """Writes `state` to the existing, empty `folder`. Collective."""
-    with torch.no_grad():
-        dist_checkpointing.save(state, str(folder), sharded_strategy=PlainTorchDistSave())
+    prepare_sharded(state, folder).write(folder)
 
 
 def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:

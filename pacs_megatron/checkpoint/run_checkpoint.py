@@ -6,13 +6,14 @@ trained yet, if any), `open_step.*` (only inside a step: updates done, their met
 (run, position, size and xxh3-128 of every file). A folder without manifest is not a checkpoint.
 """
 
+import contextlib
 import json
 import logging
 import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from pacs_megatron.checkpoint.dist_files import load_sharded, save_sharded
+from pacs_megatron.checkpoint.dist_files import Copy, load_sharded, prepare_sharded
 from pacs_megatron.checkpoint.hf_folder import copy_hf_metadata
 from pacs_megatron.checkpoint.manifest import (
     DIST_FOLDER,
@@ -119,11 +120,20 @@ def save_checkpoint(run_dir: Path, position: Position, rank: Rank, contents: Con
 
     Raises CheckpointError on all ranks if one of them cannot write; older checkpoints are whole then.
     """
+    return start_checkpoint(run_dir, position, rank, contents, keep_last=keep_last)(rank)
+
+
+def start_checkpoint(
+    run_dir: Path, position: Position, rank: Rank, contents: Contents, *, keep_last: int, copy: Copy = lambda data: data
+) -> Callable[[Rank], Path]:
+    """Writes the small files and takes the tensors, by `copy` of `prepare_sharded`; the returned function writes the rest.
+
+    Both are collective over `control` of their rank, and raise as `save_checkpoint`.
+    """
     from safetensors.torch import save_file
 
     final = checkpoint_folder(run_dir, position)
     partial = final.with_name(final.name + _PARTIAL)
-    channel = ControlChannel(rank)
 
     def prepare() -> None:
         for leftover in final.parent.glob(f"*{_PARTIAL}"):
@@ -137,34 +147,48 @@ def save_checkpoint(run_dir: Path, position: Position, rank: Rank, contents: Con
             if record is not None:
                 _write_record(partial, name, record)
 
-    def complete() -> None:
-        identity = _run_identity(run_dir)
-        write_manifest(partial, Manifest(run=identity, step=position.step, updates=position.updates, files=files))
-        _replace(final, partial)
-        _prune(run_dir, keep_last)
+    def finish(rank: Rank) -> Path:
+        def complete() -> None:
+            identity = _run_identity(run_dir)
+            write_manifest(partial, Manifest(run=identity, step=position.step, updates=position.updates, files=files))
+            _replace(final, partial)
+            _prune(run_dir, keep_last)
 
-    def writing(action: Callable[[], object], *, only: int | None = None) -> None:
-        channel.run_together(lambda: _named(final, action), only=only)
+        with _writing(final, partial, rank) as writing:
+            writing(lambda: tensors.write(partial / DIST_FOLDER, rank.control))
+            files = _digest_all(partial, rank)
+            writing(complete, only=0)
+        return final
 
-    try:
+    with _writing(final, partial, rank) as writing:
         writing(prepare, only=0)
         writing(lambda: save_file(dict(contents.rng), partial / "rng" / f"rank_{rank.rank:05d}.safetensors"))
-        writing(lambda: save_sharded(contents.sharded, partial / DIST_FOLDER))
-        files = _digest_all(partial, rank)
-        writing(complete, only=0)
+        tensors = writing(lambda: prepare_sharded(contents.sharded, partial / DIST_FOLDER, copy))
+    return finish
+
+
+@contextlib.contextmanager
+def _writing(final: Path, partial: Path, rank: Rank) -> Iterator[Callable[..., Any]]:
+    """Runs actions on every rank, or on rank `only`; after an error the unfinished folder is removed."""
+    channel = ControlChannel(rank)
+
+    def run(action: Callable[[], object], *, only: int | None = None) -> Any:
+        return channel.run_together(lambda: _named(final, action), only=only)
+
+    try:
+        yield run
     except CheckpointError:
         if rank.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # its space is needed
         raise
-    return final
 
 
-def _named(final: Path, action: Callable[[], object]) -> None:
+def _named(final: Path, action: Callable[[], object]) -> object:
     """Runs `action`. Errors of the file system become CheckpointError, also where torch or safetensors wrap them."""
     from safetensors import SafetensorError
 
     try:
-        action()
+        return action()
     except (OSError, SafetensorError, CheckpointException, RuntimeError) as error:
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         found = cause if isinstance(cause, OSError) else _disk_error(final.parent)

@@ -238,10 +238,20 @@ _NEEDS_GPU = (
     "moe_router_fusion",
     "use_precision_aware_optimizer",
     "gradient_accumulation_fusion",
+    "tp_comm_overlap",
 )
 _WITH = {
     "overlap_param_gather": "overlap_grad_reduce",
     "moe_flex_dispatcher_backend": "moe_token_dispatcher_type",
+    "exp_avg_dtype": "use_precision_aware_optimizer",
+    "exp_avg_sq_dtype": "use_precision_aware_optimizer",
+    "optimizer_cpu_offload": "use_precision_aware_optimizer",
+    "optimizer_offload_fraction": "optimizer_cpu_offload",
+}
+_WITH_PARALLEL = {
+    "overlap_param_gather": "distributed_optimizer",
+    "use_precision_aware_optimizer": "distributed_optimizer",
+    "tp_comm_overlap": "sequence_parallel",
 }
 """Option of `parallel.megatron` -> the option without which Megatron ignores or refuses it."""
 
@@ -256,12 +266,23 @@ def _megatron(config: RunConfig) -> Iterator[str]:
             yield f"{where} requires parallel.megatron.{other}; set it or remove {name}"
         if name in _NEEDS_GPU and not config.resources.gpus_per_node:
             yield f"{where} requires GPUs, got resources.gpus_per_node=0; remove it"
-        if name == "overlap_param_gather" and not parallel.distributed_optimizer:
-            yield f"{where} requires parallel.distributed_optimizer=true; set it or remove {name}"
+        other = _WITH_PARALLEL.get(name)
+        if other is not None and not getattr(parallel, other):
+            yield f"{where} requires parallel.{other}=true; set it or remove {name}"
         if name in _NEEDS_GPU and config.precision.dtype == "fp32":
             yield f"{where} requires precision.dtype=bf16, got fp32; remove it"
     if options.moe_token_dispatcher_type == "flex" and parallel.tp * parallel.ep == 1:  # noqa: S105
         yield "parallel.megatron.moe_token_dispatcher_type=flex requires parallel.ep or parallel.tp > 1; remove it"
+    fp8 = config.precision.fp8
+    if options.tp_comm_overlap and fp8 is not None and fp8.recipe == "blockwise":
+        yield "parallel.megatron.tp_comm_overlap does not combine with precision.fp8.recipe=blockwise; use tensorwise"
+    if options.optimizer_cpu_offload and "bf16" in (options.exp_avg_dtype, options.exp_avg_sq_dtype):
+        yield "parallel.megatron.optimizer_cpu_offload keeps fp32 moments; remove exp_avg_dtype and exp_avg_sq_dtype"
+    if options.optimizer_cpu_offload and config.policy.offload != "none":
+        yield (
+            f"parallel.megatron.optimizer_cpu_offload does not combine with policy.offload={config.policy.offload}, which "
+            "moves the same state; use one of them"
+        )
 
 
 def _batch(config: RunConfig) -> Iterator[str]:

@@ -72,6 +72,19 @@ class MegatronOptions(Options):
     """Exchange of tokens between expert-parallel ranks; `flex` requires the package of its backend."""
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = "deepep"
     """Kernels of `moe_token_dispatcher_type: flex`."""
+    tp_comm_overlap: bool = False
+    """Overlap of tensor-parallel communication and products. Its buffers have one shape, so every micro-batch is padded to
+    `batch.tokens_per_microbatch`."""
+    use_precision_aware_optimizer: bool = False
+    """The optimizer itself keeps the fp32 weights, and its moments may be bf16."""
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Adam's first moment, in GPU memory; a checkpoint has fp32."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Adam's second moment, likewise."""
+    optimizer_cpu_offload: bool = False
+    """fp32 weights and moments stay in host memory, and the CPU computes their update."""
+    optimizer_offload_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Share of the weights with `optimizer_cpu_offload`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -83,11 +96,8 @@ class MegatronOptions(Options):
 
 
 _MEGATRON_REFUSED = {
-    "tp_comm_overlap": "its communication buffers have one fixed shape, packed micro-batches differ in length",
-    "cuda_graph_impl": "a CUDA graph replays one fixed shape without packed sequences, micro-batches differ in length",
+    "cuda_graph_impl": "Megatron's graphed layers take no packed sequences (transformer_layer.py, _should_call_cuda_graph)",
     "fp8_param": "weight sync, the frozen reference and checkpoints read the weights in bf16",
-    "use_precision_aware_optimizer": "Megatron 0.16 to 0.19 cannot create its state with Transformer Engine 2.11",
-    "optimizer_cpu_offload": "it needs use_precision_aware_optimizer; policy.offload moves the optimizer to the host",
 }
 
 
@@ -268,6 +278,9 @@ class CheckpointOptions(Options):
     """Save interval, in steps. The end and a stop request always save; null saves only there."""
     keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep."""
+    async_save: bool | None = None
+    """Write the files while the next step runs; the last checkpoint and one after a stop request are written at once. null:
+    on with CUDA. Needs host memory for a copy of this rank's share of the weights."""
 
 
 class MismatchOptions(Options):

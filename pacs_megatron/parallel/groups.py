@@ -2,7 +2,7 @@
 
 import datetime
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -128,6 +128,11 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
         model_parallel_ranks=replicas[dp_rank],
         heads=tuple(ranks[0] for ranks in replicas),
     )
+
+
+def with_own_control(rank: Rank, timeout_s: float) -> Rank:
+    """`rank` with another control group, for a thread: collectives of two threads need two groups. Collective."""
+    return replace(rank, control=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)))
 
 
 def _replicas(dp_rank: int, control: dist.ProcessGroup) -> list[tuple[int, ...]]:

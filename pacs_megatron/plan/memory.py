@@ -190,14 +190,37 @@ def state_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) 
     items = [
         Item(f"weights ({config.precision.dtype})", held * (2 if is_bf16 else 4), "exact"),
         Item("gradients (fp32)", (dense + experts) * 4, "exact"),
-        Item("Adam moments (fp32)", owned * 8, "exact"),
     ]
+    options = config.parallel.megatron
+    kept = owned * (1 - options.optimizer_offload_fraction * options.optimizer_cpu_offload)
+    moments = [options.exp_avg_dtype, options.exp_avg_sq_dtype]
+    items.append(
+        Item(f"Adam moments ({', '.join(sorted({*moments}))})", kept * sum(_WIDTH[kind] for kind in moments), "exact")
+    )
     if is_bf16:
-        items.append(Item("master weights (fp32)", owned * 4, "exact"))
+        items.append(Item("master weights (fp32)", kept * 4, "exact"))
+    if options.tp_comm_overlap:
+        tokens = config.batch.tokens_per_microbatch / layout.cp
+        items.append(Item("buffers of tp_comm_overlap", 12 * 2 * tokens * spec.hidden_size, "exact"))
     if config.precision.fp8 is not None:
         copies = constants.FP8_WEIGHT_COPIES_BYTES
         items.append(_assumed("FP8 copies of the weights", copies, parameters.total))
     return items
+
+
+_WIDTH = {"bf16": 2, "fp32": 4}
+"""bytes"""
+
+
+def cpu_adam_bytes(config: RunConfig, spec: ModelSpec, layout: Layout) -> float:
+    """Host memory of one rank for `optimizer_cpu_offload`: weights, gradients and moments, all in fp32."""
+    options = config.parallel.megatron
+    if not options.optimizer_cpu_offload:
+        return 0.0
+    parameters = (rank_parameters(spec, layout, stage) for stage in range(layout.pp))
+    elements = (buffer_elements(stage, layout, distributed_optimizer=True) for stage in parameters)
+    owned = max(dense // (layout.dp * layout.cp) + experts // expert_replicas(layout) for dense, experts in elements)
+    return 16 * owned * options.optimizer_offload_fraction
 
 
 _OFFLOADED = {"none": (), "optimizer": ("Adam", "master"), "all": ("Adam", "master", "weights")}

@@ -124,6 +124,7 @@ class Plan:
     def host_bytes_per_rank(self) -> float:
         """Host memory of the reference snapshot and of the off-loaded state on the fullest rank."""
         offloaded = memory.most_offloaded_bytes(self.config, self.spec, self.layout)
+        offloaded += memory.cpu_adam_bytes(self.config, self.spec, self.layout)
         if not memory.needs_reference_snapshot(self.config):
             return offloaded
         width = 2 if self.config.precision.dtype == "bf16" else 4

@@ -77,6 +77,9 @@ class MegatronPolicy:
         self._tokens_per_microbatch = tokens_per_microbatch
         sequence_multiple = parallel.tp if parallel.sequence_parallel else 1
         self._multiple = math.lcm(sequence_multiple, precision.token_multiple(precision_options) * sequence_multiple)
+        if parallel.megatron.tp_comm_overlap:
+            self._multiple = -(-tokens_per_microbatch // (parallel.cp * self._multiple)) * self._multiple
+            precision.start_userbuffers(self.config, self._multiple)
         fp32_head = precision_options.head == "fp32"
         chunks = build_chunks(spec, self.table.padded_vocab, self.config, machine, rank, fp32_head=fp32_head)
         self.chunks = wrap_for_training(chunks, self.config, parallel, machine)
@@ -107,7 +110,7 @@ class MegatronPolicy:
     def load_weights(self, read: Callable[[str], Tensor]) -> None:
         """Fills the model from Hugging Face tensors (`read(name)`), and the optimizer's master weights from the model."""
         weights.load(self.models, self.table, read)
-        self.optimizer.megatron.reload_model_params()
+        self.optimizer.reload_weights()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) in the table's order, on every rank. Every rank must iterate to the end."""

@@ -40,7 +40,7 @@ class Offload:
         self._chunks = chunks
         self._optimizer = optimizer
         self._device = device
-        self._host = torch.empty(0, dtype=torch.uint8)
+        self.host = torch.empty(0, dtype=torch.uint8)
         self._moved: dict[int, _Moved] = {}
         self._freed: list[tuple[UntypedStorage, int]] = []
         self._shown: list[tuple[Tensor, Tensor]] = []
@@ -96,17 +96,17 @@ class Offload:
             return tensor
         start = item.offset // tensor.element_size() + tensor.storage_offset()
         view = torch.empty(0, dtype=tensor.dtype)
-        return view.set_(self._host.untyped_storage(), start, tensor.size(), tensor.stride())
+        return view.set_(self.host.untyped_storage(), start, tensor.size(), tensor.stride())
 
     def _reserve(self, num_bytes: int) -> None:
-        if self._host.numel() >= num_bytes:
+        if self.host.numel() >= num_bytes:
             return
-        self._host = torch.empty(num_bytes, dtype=torch.uint8)
+        self.host = torch.empty(num_bytes, dtype=torch.uint8)
         if self._device.type == "cuda":
-            pin(self._host, f"policy.offload={self._kind}")
+            pin(self.host, f"policy.offload={self._kind}")
 
     def _place(self, item: _Moved) -> Tensor:
-        return self._host[item.offset : item.offset + item.num_bytes]
+        return self.host[item.offset : item.offset + item.num_bytes]
 
     def _bytes(self, storage: UntypedStorage) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -41,6 +42,8 @@ class Optimizer:
             clip_grad=clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
+            # Checkpoints have fp32 weights: every optimizer reads those of every other.
+            store_param_remainders=False,
             **megatron_options,
         )
         with cpu_redirects.cuda_type_names():
@@ -79,13 +82,18 @@ class Optimizer:
         """Megatron's optimizers; a model with experts has several."""
         yield from getattr(self.megatron, "chained_optimizers", [self.megatron])
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Master weights and Adam's state of this rank; in fp32 the master weights are the model's own parameters."""
-        for group in self._groups():
-            yield from group["params"]
+    def adams(self) -> Iterator[Any]:
+        """The optimizers inside them; one that is partly off-loaded to the CPU has several."""
         for part in self.optimizers():
             if part.optimizer is not None:
-                yield from (v for state in part.optimizer.state.values() for v in state.values() if torch.is_tensor(v))
+                yield from getattr(part.optimizer, "sub_optimizers", [part.optimizer])
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Master weights and Adam's state of this rank; in fp32 the master weights are the model's own parameters."""
+        for adam in self.adams():
+            for group in adam.param_groups:
+                yield from group["params"]
+            yield from (value for state in adam.state.values() for value in state.values() if torch.is_tensor(value))
 
     def advance_schedule(self, position: int) -> None:
         """Moves the schedule to `position`, in planned updates: a step with fewer groups than updates skips some."""
@@ -96,47 +104,60 @@ class Optimizer:
         """Adam's updates since its moments were 0, for the bias correction."""
         steps = [
             int(entry["step"])
-            for part in self.optimizers()
-            if part.optimizer is not None
-            for entry in (*part.optimizer.state.values(), *part.optimizer.param_groups)
+            for adam in self.adams()
+            for entry in (*adam.state.values(), *adam.param_groups)
             if "step" in entry
         ]
         return max(steps, default=0)
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [
-            group for part in self.optimizers() if part.optimizer is not None for group in part.optimizer.param_groups
-        ]
-
     def set_adam_step(self, step: int) -> None:
         """Inverse of `adam_step`. torch's AdamW counts per parameter, a fused Adam per parameter group."""
-        for part in self.optimizers():
-            for group in [] if part.optimizer is None else part.optimizer.param_groups:
-                if "fused" not in group:
+        for adam in self.adams():
+            for group in adam.param_groups:
+                if not isinstance(adam, torch.optim.AdamW):
                     group["step"] = step
                     continue
                 for parameter in group["params"]:
-                    part.optimizer.state[parameter]["step"] = torch.tensor(float(step))
+                    adam.state[parameter]["step"] = torch.tensor(float(step))
 
     def _create_state(self) -> None:
         """Creates the moments, so a checkpoint of step 0 has the same tensors as any other."""
-        for part in self.optimizers():
-            if part.optimizer is None:
-                continue
-            for group in part.optimizer.param_groups:
-                for parameter in group["params"]:
-                    state = part.optimizer.state[parameter]
-                    if not state:
-                        state["exp_avg"] = torch.zeros_like(parameter.data)
-                        state["exp_avg_sq"] = torch.zeros_like(parameter.data)
+        for adam in self.adams():
+            for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+                state = adam.state[parameter]
+                if not state and getattr(adam, "master_weights", False):
+                    adam.initialize_state(parameter, store_param_remainders=False)
+                elif not state:
+                    state["exp_avg"] = torch.zeros_like(parameter.data)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter.data)
         self.set_adam_step(0)
+        self._share_state()
+
+    def _share_state(self) -> None:
+        """The optimizer with a part on the CPU has a second record of the state, which checkpoints read."""
+        for part in self.optimizers():
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                part.optimizer._sync_sub_optimizers_state_to_hdo()
+
+    def take_loaded_state(self) -> None:
+        """Call after Megatron filled the state from a checkpoint."""
+        for part in self.optimizers():
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                part.optimizer._sync_hdo_state_to_sub_optimizers()
+        self._share_state()
+
+    def reload_weights(self) -> None:
+        """Sets the master weights to the model's weights."""
+        self.megatron.reload_model_params()
+        for adam in self.adams():
+            for parameter, state in adam.state.items():
+                if "master_param" in state and state["master_param"] is not parameter:
+                    state["master_param"].copy_(parameter.detach())  # Megatron leaves those of FusedAdam
 
     def reset_moments(self) -> None:
         """Adam's moments and step to 0 (after a reference reset); master weights and schedule stay."""
-        for part in self.optimizers():
-            if part.optimizer is None:
-                continue
-            for state in part.optimizer.state.values():
+        for adam in self.adams():
+            for state in adam.state.values():
                 state["exp_avg"].zero_()
                 state["exp_avg_sq"].zero_()
         self.set_adam_step(0)
@@ -172,6 +193,8 @@ class Optimizer:
 
     def _scale_gradients(self, factor: float) -> None:
         for part in self.optimizers():
-            gradients = [p.grad for p in part.get_parameters() if p.grad is not None]
+            # The precision-aware optimizer's gradient has another type than its weight.
+            name = "decoupled_grad" if part.config.use_precision_aware_optimizer else "grad"
+            gradients = [g for p in part.get_parameters() if (g := getattr(p, name, None)) is not None]
             if gradients:
                 torch._foreach_mul_(gradients, factor)

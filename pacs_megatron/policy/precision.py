@@ -4,12 +4,15 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pacs_megatron.config.schema import MegatronOptions, PrecisionOptions
 from pacs_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _TE_RANGES = {(0, 16): ((2, 9), (2, 12)), (0, 19): ((2, 14), (2, 21))}
 """megatron-core -> Transformer Engine from, below: what each one requires (its pyproject and its imports)."""
@@ -176,11 +179,27 @@ def token_multiple(options: PrecisionOptions) -> int:
     return 128 if options.fp8.recipe == "blockwise" else 16
 
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
 def megatron_options(target: type, options: MegatronOptions, machine: Machine, dtype: torch.dtype) -> dict[str, Any]:
     """The fields of Megatron's dataclass `target` that `parallel.megatron` names, with this machine's defaults."""
     given = {name: value for name, value in options.model_dump().items() if value is not None}
+    given |= {name: _DTYPES[given[name]] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
     overlap = given.setdefault("overlap_grad_reduce", machine.cuda)
     given.setdefault("overlap_param_gather", overlap)
     given.setdefault("gradient_accumulation_fusion", uses_transformer_engine(dtype, machine))
     names = {field.name for field in dataclasses.fields(target)}
     return {name: value for name, value in given.items() if name in names}
+
+
+def start_userbuffers(config: "TransformerConfig", tokens: int) -> None:
+    """Transformer Engine's buffers of `tp_comm_overlap`, for `tokens` of every micro-batch. Collective, once a process."""
+    from transformer_engine.pytorch.module import base
+
+    modes, has_fp8 = base.UserBufferQuantizationMode, config.fp8 is not None
+    base.initialize_ub(
+        [tokens, config.hidden_size],
+        config.tensor_model_parallel_size,
+        quantization_modes=[modes.FP8] * has_fp8 + [modes.NONE] * (not has_fp8 or config.first_last_layers_bf16),
+    )

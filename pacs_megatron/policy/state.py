@@ -106,6 +106,18 @@ def _tensors_of(part: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"param": master, **{name: part.optimizer.state[master][name] for name in ("exp_avg", "exp_avg_sq")}}
 
 
+def own_copy(policy: MegatronPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a tensor's values in host memory that no later update changes; copies only where it is necessary."""
+    weights = (t for model in policy.models for t in (*model.parameters(), *model.buffers()))
+    live = {t.untyped_storage()._cdata for t in (*weights, *policy.optimizer.tensors(), policy.offload.host)}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        is_live = tensor.is_cuda or tensor.untyped_storage()._cdata in live
+        return tensor.detach().to("cpu", copy=True) if is_live else tensor
+
+    return copied
+
+
 def _with_data(chunk: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     def replace(value: Any) -> Any:
         if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.data is not None:
@@ -131,6 +143,7 @@ def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
                 for index, master in enumerate(part.get_parameters()):
                     for name, tensor in _tensors_of(part, master).items():
                         tensor.copy_(tensors[index][name])
+    policy.optimizer.take_loaded_state()
     policy.optimizer.set_adam_step(state[OPTIMIZER]["step"])
     if f"{REFERENCE}0" in state:
         policy.take_reference(reset_optimizer=False)

@@ -30,6 +30,7 @@ from pacs_megatron.rollout.collect import Rollouts
 from pacs_megatron.rollout.driver_client import DriverClient
 from pacs_megatron.sglang.weights.build import server_sync as build_server_sync
 from pacs_megatron.sglang.weights.server_sync import ServerSync
+from pacs_megatron.training.saving import Saver
 from pacs_megatron.training.signals import StopFlag
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class RunContext:
     server_sync: ServerSync | None
     """with SGLang: on every rank, with `sync.transport: disk` on rank 0"""
     timer: Timer
+    saver: Saver
     stop: StopFlag
     digest: str = ""
     """of the weights in the rollout engine"""
@@ -177,6 +179,7 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) 
         engine=engine,
         server_sync=server_sync,
         timer=Timer(),
+        saver=Saver(config, rank),
         stop=joined.stop,
     )
 

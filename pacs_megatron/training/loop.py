@@ -83,6 +83,7 @@ def train(run: RunContext) -> ExitCode:
         progress = resume(run) or RunProgress(row={})
     written = progress.step if progress.row is None else progress.step - 1
     with ExitStack() as stack:
+        stack.callback(run.saver.close)
         out = Outputs(run, written, stack)
         run.rollouts.send_weights = partial(sync, run)
         if (
@@ -117,6 +118,7 @@ def _finish_step(run: RunContext, progress: RunProgress, out: Outputs) -> None:
     """Evaluates if due, writes the row, saves if due. Step 0 is the evaluation before training."""
     step, last = progress.step, progress.step == run.config.run.steps
     assert progress.row is not None
+    run.saver.finish()
     row = dict(progress.row)
     if step == 0 or last or _due(step, run.config.evaluation.every):
         row |= evaluate(run, step)
@@ -169,6 +171,7 @@ def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None
     """Saves the position of the run, with all finished samples of later steps. Collective. `final`: the run ends."""
     has_reference = run.policy.reference is not None
     with run.timer.span("checkpoint"):
+        run.saver.finish()
         driver = run.rollouts.state(progress.step, final=final, at_boundary=not progress.open_step.updates)
         contents = run_checkpoint.Contents(
             sharded=policy_state.sharded_state(run.policy, is_loading=False, with_reference=has_reference),
@@ -187,11 +190,16 @@ def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None
             buffer=driver.buffer,
             open_step=progress.open_step.to_record(run.rank, _settings(run)) if progress.open_step.updates else None,
         )
-        folder = run_checkpoint.save_checkpoint(
-            run.run_dir, progress.position, run.rank, contents, keep_last=run.config.checkpoint.keep_last
+        in_background = run.saver.in_background and not final and progress.step < run.config.run.steps
+        write = run_checkpoint.start_checkpoint(
+            run.run_dir,
+            progress.position,
+            run.rank,
+            contents,
+            keep_last=run.config.checkpoint.keep_last,
+            copy=policy_state.own_copy(run.policy) if in_background else lambda data: data,
         )
-    if run.rank.rank == 0:
-        logger.info("saved %s", folder)
+        run.saver.write(write, in_background=in_background)
 
 
 def resume(run: RunContext) -> RunProgress | None:

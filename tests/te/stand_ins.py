@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import itertools
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,14 +173,15 @@ def _multi_tensor_adam(
     weight_decay: float,
     *_rest: Any,
 ) -> None:
-    for grad, param, mean, variance in zip(*lists[:4], strict=True):
-        g = grad.float()
+    for grad, param, mean, variance, *masters in zip(*lists, strict=True):
+        g, master = grad.float(), (masters or [param.float()])[0]
         mean.mul_(beta1).add_(g, alpha=1 - beta1)
         variance.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         correct1 = 1 - beta1**step if bias_correction else 1.0
         correct2 = 1 - beta2**step if bias_correction else 1.0
-        update = (mean / correct1) / ((variance / correct2).sqrt() + eps) + weight_decay * param.float()
-        param.copy_((param.float() - lr * update).to(param.dtype))
+        update = (mean / correct1) / ((variance / correct2).sqrt() + eps) + weight_decay * master
+        master.copy_(master - lr * update)
+        param.copy_(master.to(param.dtype))
 
 
 def _replace_forwards() -> None:
@@ -236,6 +239,31 @@ def _patch_megatron() -> None:
     rope_utils.fused_apply_rotary_pos_emb_thd = fused_rope
 
 
+def _off_load_to_the_cpu() -> None:
+    """Every tensor is on the CPU here; Megatron's choice of the tensors to move goes by their device."""
+    from megatron.core.optimizer.cpu_offloading import hybrid_optimizer
+
+    hybrid = hybrid_optimizer.HybridDeviceOptimizer
+    source = textwrap.dedent(inspect.getsource(hybrid._get_sub_optimizer_param_groups))
+    changes = {
+        "if param.is_cuda:\n            ": "if not cpu_copy:\n            ",
+        "param.is_cuda": "True",
+        ".pin_memory()": "",
+    }
+    for old, new in changes.items():
+        assert old in source, old
+        source = source.replace(old, new)
+    exec(source, hybrid_optimizer.__dict__)  # noqa: S102  (Megatron's own text)
+    hybrid._get_sub_optimizer_param_groups = hybrid_optimizer.__dict__["_get_sub_optimizer_param_groups"]
+    start = hybrid._init_sub_optimizers
+
+    def without_pinned_memory(self: Any) -> None:
+        self.pin_cpu_grads = False
+        start(self)
+
+    hybrid._init_sub_optimizers = without_pinned_memory
+
+
 def install() -> None:
     """Once a process, before Megatron is imported."""
     assert "megatron.core" not in sys.modules, "import tests.te.stand_ins before megatron"
@@ -247,6 +275,7 @@ def install() -> None:
     cpu_redirects.install()
     importlib.import_module("pacs_megatron.policy.model")
     _patch_megatron()
+    _off_load_to_the_cpu()
 
 
 install()

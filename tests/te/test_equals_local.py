@@ -12,7 +12,7 @@ import pytest
 from tests.te.cases import CASES, run
 from tests.te.stand_ins import CALLS
 
-PAIRWISE = ["qwen3", "qwen3-tp2-sp-distopt", "qwen3-tied-pp2", "qwen2-tp2-sp", "moe-ep2-distopt"]
+PAIRWISE = ["qwen3-one", "qwen3-tp2-sp-distopt", "qwen3-tied-pp2", "qwen2-tp2-sp", "moe-ep2-distopt"]
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,13 @@ from pacs_megatron.config.checks import find_problems
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.plan.known_models import find_spec
+from pacs_megatron.plan.memory import state_items
+from pacs_megatron.plan.plan import make_plan
 
 DENSE = Path(__file__).parents[3] / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml"
+
+
+CPU_ADAM = ["megatron.use_precision_aware_optimizer=true", "megatron.optimizer_cpu_offload=true"]
 
 
 def problems(*overrides: str) -> list[str]:
@@ -32,6 +37,15 @@ def problems(*overrides: str) -> list[str]:
         (["megatron.overlap_param_gather=true", "distributed_optimizer=false"], "requires parallel.distributed_optimi"),
         (["megatron.moe_flex_dispatcher_backend=hybridep"], "requires parallel.megatron.moe_token_dispatcher_type"),
         (["megatron.moe_router_fusion=true"], "moe_router_fusion is for a model with experts, Qwen3-8B has none"),
+        (["megatron.tp_comm_overlap=true", "sequence_parallel=false"], "requires parallel.sequence_parallel=true"),
+        (["megatron.exp_avg_dtype=bf16"], "requires parallel.megatron.use_precision_aware_optimizer"),
+        (
+            ["megatron.use_precision_aware_optimizer=true", "distributed_optimizer=false"],
+            "requires parallel.distributed",
+        ),
+        (["megatron.optimizer_cpu_offload=true"], "requires parallel.megatron.use_precision_aware_optimizer"),
+        ([*CPU_ADAM, "megatron.exp_avg_dtype=bf16"], "keeps fp32 moments; remove exp_avg_dtype"),
+        (["megatron.optimizer_offload_fraction=0.5"], "requires parallel.megatron.optimizer_cpu_offload"),
         (["recompute.granularity=full", "recompute.modules=[mlp]"], "modules is used by granularity=selective only"),
         (["recompute.granularity=selective", "recompute.modules=[moe]"], "has moe, which Qwen3-8B does not contain"),
     ],
@@ -51,8 +65,40 @@ def test_fused_options_need_gpus_and_bf16() -> None:
         problems("parallel.megatron.gradient_accumulation_fusion=true", "precision.dtype=fp32")
 
 
+def test_one_off_load_of_the_optimizer() -> None:
+    options = [f"parallel.{option}" for option in CPU_ADAM]
+    with pytest.raises(ConfigError, match=r"does not combine with policy.offload=optimizer"):
+        problems(*options, "policy.offload=optimizer")
+
+
+def test_plan_counts_the_optimizers_and_the_buffers() -> None:
+    """By hand: moments of 4 or 8 bytes, none on the GPU with all of Adam on the CPU; twelve bf16 buffers."""
+
+    def planned(*options: str) -> tuple[dict[str, float], float]:
+        plan = make_plan(load_config(DENSE, [f"parallel.megatron.{option}" for option in options]))
+        items = state_items(plan.config, plan.spec, plan.layout, 0)
+        return {item.name.split(" (")[0]: item.num_bytes for item in items}, plan.host_bytes_per_rank
+
+    plain, plain_host = planned()
+    small, _ = planned("use_precision_aware_optimizer=true", "exp_avg_dtype=bf16", "exp_avg_sq_dtype=bf16")
+    assert small["Adam moments"] * 2 == plain["Adam moments"] and small["master weights"] == plain["master weights"]
+    moved, host = planned("use_precision_aware_optimizer=true", "optimizer_cpu_offload=true")
+    assert moved["Adam moments"] == moved["master weights"] == 0
+    assert host - plain_host == 2 * plain["Adam moments"]  # and fp32 weights and gradients
+    tokens = load_config(DENSE, []).config.batch.tokens_per_microbatch
+    assert planned("tp_comm_overlap=true")[0]["buffers of tp_comm_overlap"] == 12 * tokens * 4096 * 2
+
+
+def test_communication_buffers_have_no_blockwise_form() -> None:
+    """transformer_engine/pytorch/module/base.py, fill_userbuffers_buffer_for_all_gather: "Unsupported quantizer"."""
+    overlap = "parallel.megatron.tp_comm_overlap=true"
+    assert not problems(overlap, "precision.fp8={recipe: tensorwise}")
+    with pytest.raises(ConfigError, match=r"does not combine with precision.fp8.recipe=blockwise; use tensorwise"):
+        problems(overlap, "precision.fp8={recipe: blockwise, format: e4m3}")
+
+
 def test_a_refused_option_names_its_reason_and_an_unknown_one_its_name() -> None:
-    with pytest.raises(ConfigError, match=r"tp_comm_overlap does not combine with this project: .*one fixed shape"):
-        load_config(DENSE, ["parallel.megatron.tp_comm_overlap=true"])
+    with pytest.raises(ConfigError, match=r"fp8_param does not combine with this project: .*read the weights in bf16"):
+        load_config(DENSE, ["parallel.megatron.fp8_param=true"])
     with pytest.raises(ConfigError, match=r"parallel.megatron.overlap_grad_reduction"):
         load_config(DENSE, ["parallel.megatron.overlap_grad_reduction=true"])

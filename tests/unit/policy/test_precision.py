@@ -37,6 +37,12 @@ ALL = MegatronOptions(
     moe_router_fusion=True,
     moe_token_dispatcher_type="flex",
     moe_flex_dispatcher_backend="hybridep",
+    tp_comm_overlap=True,
+    use_precision_aware_optimizer=True,
+    exp_avg_dtype="bf16",
+    exp_avg_sq_dtype="bf16",
+    optimizer_cpu_offload=True,
+    optimizer_offload_fraction=0.5,
 )
 
 
