@@ -156,7 +156,8 @@ def test_a_kill_during_the_write_leaves_the_earlier_checkpoint(
 @pytest.mark.full
 def test_a_stop_request_waits_for_the_files(tmp_path: Path, model: Path, synchronous: Callable[[str], Path]) -> None:
     def stopped(hooks: Hooks) -> None:
-        after_the_next_update(hooks)
+        if hooks.writes < 3:  # after the stop request there may be no update
+            after_the_next_update(hooks)
         if hooks.writes == 2:
             hooks.waits.clear()
             os.kill(os.getpid(), signal.SIGTERM)
