@@ -15,7 +15,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 export PYTHON PIP_ARGS
 
-.PHONY: help install install-dev install-sglang install-slurm quickstart test test-full campaign test-te test-current test-fresh lint docs format clean
+.PHONY: help install install-dev install-sglang install-slurm install-sandbox quickstart test test-full campaign test-te test-current test-fresh lint docs format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -32,13 +32,16 @@ install-sglang: ## .venv-sglang with a real SGLang (its pins clash with Megatron
 install-slurm: ## Slurm and munge from Debian, when root and missing
 	@tools/install_slurm.sh
 
+install-sandbox: ## bubblewrap from Debian, when root and missing
+	@tools/install_sandbox.sh
+
 quickstart: install ## tiny model -> warm start -> PACS -> Hugging Face checkpoint, on two CPU cores
 	@$(PY) -m examples.quickstart.run
 
 CURRENT_TESTS := tests/unit tests/distributed/policy/test_policy_models.py tests/distributed/policy/test_family_logits.py \
 	tests/distributed/test_checkpoint_conversion.py tests/distributed/policy/test_plan_exact.py \
 	tests/distributed/test_checkpoint.py tests/integration/test_quickstart.py
-TEST_TOOLS := install-dev install-sglang install-slurm
+TEST_TOOLS := install-dev install-sglang install-slurm install-sandbox
 
 test: $(TEST_TOOLS) ## what a change needs: about 12 minutes on two idle cores
 	@$(PY) -m pytest -m "not gpu and not full and not campaign" $(PYTEST_ARGS)

@@ -22,7 +22,7 @@ part() { # name, command...
     [ $status -eq 0 ] || failed=1
 }
 part "make quickstart, installation included" quickstart
-part "installation for make test" install-dev install-sglang install-slurm
+part "installation for make test" install-dev install-sglang install-slurm install-sandbox
 part "make test" test
 du -sch "$folder/checkout/.venv" "$folder/checkout/.venv-sglang" | tail -n 1 | sed 's/^/test-fresh: both environments: /'
 exit $failed

@@ -1,10 +1,12 @@
 """The options of each reward function: a part of the schema (config/schema.py)."""
 
+from __future__ import annotations
+
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt, model_validator
 
-from pacs_megatron.config.text import Line
+from pacs_megatron.config.text import EnvironmentName, Line, Url
 from pacs_megatron.contracts.options import Options
 
 
@@ -22,37 +24,180 @@ class RewardWorkerOptions(Options):
     max_failure_frac: float = Field(default=0.05, ge=0, le=1)
     """Maximum fraction of a step's samples that fail to be judged. Above it the run stops."""
 
+    @property
+    def num_per_call(self) -> int:
+        """Maximum number of samples that a worker judges with one call."""
+        return 1
+
+    @property
+    def call_limit_s(self) -> float:
+        """Seconds of one call after which the worker is killed."""
+        return self.timeout_s
+
+    @property
+    def waits_for(self) -> str:
+        """A progress message of a long judgement; empty for verifiers on this host."""
+        return ""
+
+
+class _OwnLimit(RewardWorkerOptions):
+    """A reward that ends at `timeout_s` by itself; the worker is killed if it does not."""
+
+    @property
+    def call_limit_s(self) -> float:
+        return self.timeout_s + 10.0
+
 
 class MathReward(RewardWorkerOptions):
     """Compares the final answer with the reference by math-verify."""
 
     name: Literal["math"]
-    """Reward function: `math`, `arithmetic`, `format` or `custom`."""
+    """Reward function: `math`, `arithmetic`, `format`, `code`, `http`, `custom`, or `weighted` for several of them."""
+    label_rule: Literal["last_box", "authors"] = "last_box"
+    r"""Answer of a response. `last_box`: its last `\\boxed{}`. `authors`: math-verify's final expression anywhere in the text, as
+    in the PACS authors' code; `admission.truncated: judge` belongs to it (docs/rewards.md#label-rules)."""
 
 
 class ArithmeticReward(RewardWorkerOptions):
     """Compares numbers exactly."""
 
     name: Literal["arithmetic"]
-    """Reward function: `math`, `arithmetic`, `format` or `custom`."""
+    """Reward function: see `math`."""
 
 
 class FormatReward(RewardWorkerOptions):
     """Matches the response with a regular expression."""
 
     name: Literal["format"]
-    """Reward function: `math`, `arithmetic`, `format` or `custom`."""
+    """Reward function: see `math`."""
     pattern: str
     """Regular expression that must match the whole response (re.DOTALL)."""
+
+
+class CodeReward(_OwnLimit):
+    """Runs the program of a response on the tests of the data set's answer (schema of APPS or LiveCodeBench)."""
+
+    name: Literal["code"]
+    """Reward function: see `math`."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Time limit of a program on all its tests, in seconds. A program that needs more has reward 0."""
+    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
+    """`bubblewrap`: no network, no files but Python's own, limits (docs/rewards.md#sandbox). `none`: limits only; a program
+    reads your files, uses the network and may end your processes."""
+    test_timeout_s: float = Field(default=6.0, gt=0)
+    """Limit of wall-clock and CPU time of one test, in seconds. The default is LiveCodeBench's."""
+    test_memory_gib: float = Field(default=1.0, gt=0, le=2**20)
+    """Memory limit of a program with all its processes, in GiB."""
+
+    @model_validator(mode="after")
+    def _check_memory(self) -> CodeReward:
+        if self.test_memory_gib >= self.memory_limit_gib:
+            raise ValueError(
+                f"reward.test_memory_gib={self.test_memory_gib:g} must be below reward.memory_limit_gib="
+                f"{self.memory_limit_gib:g}, which counts the program too; raise the latter"
+            )
+        return self
+
+
+class HttpReward(_OwnLimit):
+    """Sends responses to a server of your own and takes its rewards (docs/rewards.md#http)."""
+
+    name: Literal["http"]
+    """Reward function: see `math`."""
+    url: Url
+    """Address of the server's POST endpoint."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Time limit of a request with all its attempts, in seconds. One attempt takes at most its equal share."""
+    attempts: PositiveInt = 3
+    """Attempts of a request, with increasing pauses, on errors of the connection, timeouts, and status 429 and 5xx."""
+    batch_size: PositiveInt = 16
+    """Maximum number of samples in a request."""
+    api_key_env: EnvironmentName | None = None
+    """Environment variable with the key for `Authorization: Bearer`; null sends none."""
+
+    @property
+    def num_per_call(self) -> int:
+        return self.batch_size
+
+    @property
+    def waits_for(self) -> str:
+        return f"for the reward server {self.url}"
 
 
 class CustomReward(RewardWorkerOptions):
     """Calls a Python function."""
 
     name: Literal["custom"]
-    """Reward function: `math`, `arithmetic`, `format` or `custom`."""
+    """Reward function: see `math`."""
     function: Line
     """`module:function` or `path/to/file.py:function`, called as f(prompt, response) -> float."""
 
 
-RewardOptions = Annotated[MathReward | ArithmeticReward | FormatReward | CustomReward, Field(discriminator="name")]
+SingleReward = MathReward | ArithmeticReward | FormatReward | CodeReward | HttpReward | CustomReward
+_UNIT = ("math", "arithmetic", "format", "code")
+"""Rewards of 0 or 1"""
+
+
+class RewardComponent(Options):
+    """One reward of several."""
+
+    weight: float
+    """Factor of its value in the sum."""
+    reward: Annotated[SingleReward, Field(discriminator="name")]
+    """Reward function. Options of all rewards belong to the weighted one (`timeout_s` of `code` and `http` does not)."""
+
+
+class WeightedReward(RewardWorkerOptions):
+    """Sums several rewards; the label compares the sum with `label_threshold`, the objective may use the sum itself."""
+
+    name: Literal["weighted"]
+    """Reward function: see `math`."""
+    components: tuple[RewardComponent, ...] = Field(strict=False, min_length=2)
+    """Rewards and their weights."""
+
+    @property
+    def num_per_call(self) -> int:
+        return max(part.reward.num_per_call for part in self.components)
+
+    @property
+    def call_limit_s(self) -> float:
+        own = [part.reward for part in self.components if isinstance(part.reward, _OwnLimit)]
+        # Only `http` judges the samples of a call together.
+        return self.timeout_s + sum(
+            reward.call_limit_s * (self.num_per_call if reward.name == "code" else 1) for reward in own
+        )
+
+    @property
+    def waits_for(self) -> str:
+        return "; ".join(part.reward.waits_for for part in self.components if part.reward.waits_for)
+
+    @model_validator(mode="after")
+    def _check_components(self) -> WeightedReward:
+        for number, part in enumerate(self.components):
+            where = f"reward.components.{number}"
+            if part.weight == 0:
+                raise ValueError(f"{where}.weight=0 has no effect; remove the component")
+            fields = type(part.reward).model_fields
+            shared = RewardWorkerOptions.model_fields.keys() - (
+                {"timeout_s"} if isinstance(part.reward, _OwnLimit) else ()
+            )
+            own = [name for name in sorted(shared) if getattr(part.reward, name) != fields[name].default]
+            if own:
+                raise ValueError(f"{where}.reward.{own[0]} is not used by a component; set reward.{own[0]}")
+        if self.label_threshold is None:
+            raise ValueError(
+                "reward.name=weighted needs reward.label_threshold: the sum of a sample with label 1; set it"
+            )
+        if all(part.reward.name in _UNIT for part in self.components):
+            weights = [part.weight for part in self.components]
+            low, high = sum(w for w in weights if w < 0), sum(w for w in weights if w > 0)
+            if not low < self.label_threshold <= high:
+                raise ValueError(
+                    f"reward.label_threshold={self.label_threshold:g} gives every sample the same label: the sum of "
+                    f"these components lies between {low:g} and {high:g}; choose a value in between"
+                )
+        return self
+
+
+AnyReward = SingleReward | WeightedReward
+RewardOptions = Annotated[AnyReward, Field(discriminator="name")]

@@ -138,9 +138,13 @@ class ParallelOptions(Options):
     """Interval of the heartbeat from rank 0 to the other ranks, in seconds."""
 
 
+Truncated = Literal["label0", "judge", "drop"]
+
+
 class AdmissionOptions(Options):
-    truncated: Literal["label0", "drop"] = "label0"
-    """Handling of truncated responses: `label0` keeps them with label 0, `drop` removes them."""
+    truncated: Truncated = "label0"
+    """Handling of truncated responses: `label0` keeps them with label 0, `judge` with the verifier's label as the authors'
+    code does, `drop` removes them. Evaluation counts them as wrong, with `judge` by the verifier's label."""
     drop_one_class_groups: bool = False
     """Drop groups whose labels are all equal (dynamic sampling)."""
     oversample: float = Field(default=1.0, ge=1)

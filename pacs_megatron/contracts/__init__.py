@@ -14,7 +14,7 @@ from pacs_megatron.contracts.protocols import (
     UpdateReport,
     WeightReceiver,
 )
-from pacs_megatron.contracts.samples import Group, Prompt, Sample, SampleRequest, SamplingParams, Span, Stop
+from pacs_megatron.contracts.samples import Group, Judgement, Prompt, Sample, SampleRequest, SamplingParams, Span, Stop
 from pacs_megatron.contracts.step_data import MicroBatchPlan, MiniBatch, SampleFacts, TokenBuffers
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "DecisionKind",
     "Group",
     "Interrupted",
+    "Judgement",
     "Layout",
     "MicroBatchPlan",
     "Objective",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from pacs_megatron.contracts.samples import Prompt, Sample, SampleRequest
+from pacs_megatron.contracts.samples import Judgement, Prompt, Sample, SampleRequest
 from pacs_megatron.contracts.step_data import MiniBatch, SampleFacts
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class RolloutEngine(Protocol):
 class RewardFn(Protocol):
     """Judges one answer. Raises RewardError when it cannot; never a silent 0.0."""
 
-    def __call__(self, prompt: Prompt, response: str) -> float: ...
+    def __call__(self, prompt: Prompt, response: str) -> float | Judgement: ...
 
 
 @runtime_checkable

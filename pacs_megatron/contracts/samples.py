@@ -1,7 +1,9 @@
 """Prompts, requests, samples and groups."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +33,13 @@ class Prompt:
     """A demonstration (used by `sft`)."""
     source: str = ""
     """Data set name, for metrics by source."""
+
+
+class Judgement(NamedTuple):
+    """A reward and the verifier's record of it (JSON values), which the rollout file shows."""
+
+    reward: float
+    details: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +93,8 @@ class Sample:
     stop: Stop
     reward: float | None = None
     label: int | None = None
+    reward_details: Mapping[str, Any] | None = None
+    """The verifier's own record as JSON values, such as components and server."""
     failure: str | None = None
     """Error of the verifier; the sample is dropped and counted."""
 

@@ -9,6 +9,7 @@ import numpy as np
 from pacs_megatron.config.schema import DataOptions, DatasetOptions
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.data.prompts import load_prompts
+from pacs_megatron.rewards.code import NO_PROGRAM
 from pacs_megatron.rewards.pool import RewardPool
 from pacs_megatron.rewards.registry import AnyReward
 
@@ -100,5 +101,6 @@ def _check_gold(prompts: Sequence[Prompt], reward: AnyReward) -> tuple[Unverifie
             failed=verdict.failure is not None,
         )
         for prompt in prompts
-        if (verdict := verdicts[prompt.id]).reward != 1.0
+        # The answers of `code` are tests: valid ones lack a program only.
+        if (verdict := verdicts[prompt.id]).reward != 1.0 and (verdict.details or {}).get("reason") != NO_PROGRAM
     )

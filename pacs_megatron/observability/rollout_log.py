@@ -53,6 +53,7 @@ def rollout_record(sample: Sample, prompt: Prompt, decode: Callable[[np.ndarray]
         "reward": sample.reward,
         "label": sample.label,
         "failure": sample.failure,
+        **({} if sample.reward_details is None else {"reward_details": sample.reward_details}),
         "stop": str(sample.stop),
         "prompt_tokens": sample.prompt_len,
         "response_tokens": sample.response_len,

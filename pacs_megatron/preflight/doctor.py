@@ -52,7 +52,7 @@ def installed(package: str) -> str | None:
 def findings() -> list[Finding]:
     """All findings in the order of the report."""
     checks: tuple[Callable[[], list[Finding]], ...] = (
-        _python, _limits, _packages, _cuda, _transformer_engine, _apex, _sglang, _slurm, _nemo_run, _containers
+        _python, _limits, _packages, _cuda, _transformer_engine, _apex, _sglang, _sandbox, _slurm, _nemo_run, _containers
     )  # fmt: skip
     return [finding for check in checks for finding in check()]
 
@@ -205,6 +205,17 @@ def _sglang() -> list[Finding]:
             return [Finding("SGLang", "ok", f"{found}, in {SGLANG_PYTHON.parent.parent}")]
         return [Finding("SGLang", "bad", f"{SGLANG_PYTHON} has no sglang", "make install-sglang")]
     return [Finding("SGLang", "none", "not installed", "make install-sglang (its pins clash with Megatron's)")]
+
+
+def _sandbox() -> list[Finding]:
+    from pacs_megatron.rewards.sandbox import find_problem
+
+    problem = find_problem()
+    if problem is not None:
+        return [
+            Finding("sandbox", "none", problem, "make install-sandbox (Debian, root); only reward.name=code needs it")
+        ]
+    return [Finding("sandbox", "ok", "bubblewrap isolates the programs of reward.name=code")]
 
 
 def _slurm() -> list[Finding]:

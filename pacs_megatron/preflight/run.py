@@ -301,7 +301,7 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
         with _quiet("pacs_megatron.rewards"):
             report = preview(some, config.data, tokenizer, reward, num_examples=0)
         failed = [bad for bad in report.unverified if bad.failed]
-        if failed and reward.name == "custom":
+        if failed and reward.name not in ("math", "arithmetic"):
             raise PacsError(
                 f"reward.name={reward.name} fails on {len(failed)} of {report.num_checked} gold answers, such as "
                 f"{failed[0].answer!r}: {failed[0].reason}; correct it: such samples are not counted"
@@ -312,6 +312,9 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
                 f"reward.name={reward.name} accepts none of {report.num_checked} gold answers, such as {worst.answer!r} "
                 f"({worst.reason}); correct data.train.preset or columns"
             )
+        if reward.name == "code":
+            unsafe = "" if reward.sandbox != "none" else ", which isolates neither files nor network nor processes"
+            return f"{report.num_verified} of {report.num_checked} rows have tests; sandbox: {reward.sandbox}{unsafe}"
         return f"{reward.name} accepts {report.num_verified} of {report.num_checked} gold answers"
 
     check = attempt("reward", judges)

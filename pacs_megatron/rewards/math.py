@@ -9,7 +9,8 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from math_verify import LatexExtractionConfig, parse, verify
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify.metric import math_metric
 
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import RewardError
@@ -52,6 +53,30 @@ class Math:
             raise RewardError(
                 f"reward.name=math: comparing {boxed[:200]!r} with gold {prompt.answer!r} of prompt {prompt.id} "
                 f"raised {type(error).__name__}"
+            ) from error
+
+
+class AuthorsMath:
+    r"""The label rule of the PACS authors' code: math-verify's metric on the whole response.
+
+    The final expression counts wherever it stands, in a `\boxed{}` or not: LaTeX or plain numbers, with math-verify's own
+    priorities and time limits. Source: ritzz-ai/PACS, src/reward_function.py (bbe1dc6). One difference: what fails is 0
+    there and raises here, such as a gold answer without LaTeX. math-verify evaluates plain expressions as Python; its
+    grammar lets only digits, operators and parentheses through.
+    """
+
+    def __init__(self) -> None:
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+        self._metric = math_metric((LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig()))
+
+    def __call__(self, prompt: Prompt, response: str) -> float:
+        """Raises RewardError if the gold answer cannot be parsed or the comparison fails."""
+        try:
+            return float(self._metric([f"\\boxed{{{prompt.answer}}}"], [response])[0])
+        except Exception as error:  # math-verify and sympy raise many types
+            raise RewardError(
+                f"reward.name=math: judging with gold answer {prompt.answer!r} of prompt {prompt.id} raised "
+                f"{type(error).__name__}; correct or remove the row if it is not LaTeX"
             ) from error
 
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ import psutil  # type: ignore[import-untyped]
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards.registry import AnyReward
-from pacs_megatron.rewards.worker import encode_job
+from pacs_megatron.rewards.worker import encode_jobs
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.waiting import report_wait
 
@@ -50,6 +50,8 @@ class Verdict(NamedTuple):
     key: str
     reward: float | None
     failure: str | None
+    details: dict[str, Any] | None = None
+    """the verifier's record, see `Judgement`"""
 
 
 class _Job(NamedTuple):
@@ -74,6 +76,7 @@ class RewardPool(Closing):
         self._lock = threading.Lock()
         self._error: Exception | None = None
         """why the pool has ended"""
+        self._options = options
         self._workers = [_Worker(options) for _ in range(options.workers)]
         ready: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._threads = [
@@ -152,12 +155,14 @@ class RewardPool(Closing):
         try:
             worker.start()
             ready.put(None)
-            while (job := self._jobs.get()) is not None:
-                verdict = worker.judge(job)
+            while jobs := self._take():
+                with report_wait(self._options.waits_for):
+                    verdicts = worker.judge(jobs)
                 if self._error is not None:
                     return  # `end` killed this worker: the failure is not the verifier's
-                _log_failure(job, verdict)
-                self._verdicts.put(verdict)
+                for job, verdict in zip(jobs, verdicts, strict=True):
+                    _log_failure(job, verdict)
+                    self._verdicts.put(verdict)
                 if not worker.alive:
                     worker.start()
         except Exception as error:  # noqa: BLE001  # carried to the callers, who would not return otherwise
@@ -165,6 +170,19 @@ class RewardPool(Closing):
             ready.put(error)
         finally:
             worker.kill()
+
+    def _take(self) -> list[_Job]:
+        """At least one job, and what else waits, up to the reward's batch; empty: the pool has ended."""
+        jobs, job = [], self._jobs.get()
+        while job is not None:
+            jobs.append(job)
+            if len(jobs) == self._options.num_per_call:
+                return jobs
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                return jobs
+        return []
 
 
 def _log_failure(job: _Job, verdict: Verdict) -> None:
@@ -242,10 +260,15 @@ class _Worker:
                     with contextlib.suppress(OSError):  # a full disk
                         os.write(2, data[:allowed] + cut)
 
-    def judge(self, job: _Job) -> Verdict:
+    def judge(self, jobs: Sequence[_Job]) -> list[Verdict]:
         self._output_left = _OUTPUT_BYTES
-        answer = self._exchange(encode_job(job.prompt, job.response), self._options.timeout_s)
-        return Verdict(job.key, answer.get("reward"), answer.get("failure"))
+        line = encode_jobs([(job.prompt, job.response) for job in jobs])
+        answer = self._exchange(line, self._options.call_limit_s)
+        answers = answer["answers"] if "answers" in answer else [answer] * len(jobs)
+        return [
+            Verdict(job.key, found.get("reward"), found.get("failure"), found.get("details"))
+            for job, found in zip(jobs, answers, strict=True)
+        ]
 
     def _exchange(self, line: bytes, limit_s: float) -> dict[str, Any]:
         try:

@@ -1,7 +1,8 @@
 """One reward worker process: `main()` with the pool's process id and a socket's descriptor as arguments.
 
 JSON lines in both directions; nothing is unpickled. First `{"options", "sys_path", ...}`, answered by `{"ready": true}` or
-`{"error"}`; then one job per line, answered by one `{"reward"}` or `{"failure"}`. The process ends when the socket closes.
+`{"error"}`; then a list of jobs per line, answered by `{"answers": [...]}` of `judge_all`. The process ends when the socket
+closes.
 """
 
 import json
@@ -9,47 +10,38 @@ import os
 import resource
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 import numpy as np
 from pydantic import TypeAdapter
 
 from pacs_megatron.config.reward_options import RewardOptions
-from pacs_megatron.contracts import Prompt, RewardFn
-from pacs_megatron.errors import ConfigError, RewardError
-from pacs_megatron.rewards.custom import describe
-from pacs_megatron.rewards.labels import as_reward
+from pacs_megatron.contracts import Prompt
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.rewards.judging import Job, judge_all
 from pacs_megatron.rewards.registry import build_reward
 from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals
 
-_MAX_FAILURE_CHARS = 500
+
+def encode_jobs(jobs: Sequence[Job]) -> bytes:
+    """The jobs of one call as a JSON line."""
+    rows = []
+    for prompt, response in jobs:
+        fields: dict[str, Any] = {name: getattr(prompt, name) for name in ("id", "text", "answer", "problem")}
+        fields |= {"solution": prompt.solution, "source": prompt.source, "token_ids": prompt.token_ids.tolist()}
+        rows.append({"prompt": fields, "response": response})
+    return json.dumps(rows).encode() + b"\n"
 
 
-def encode_job(prompt: Prompt, response: str) -> bytes:
-    """One job as a JSON line."""
-    fields: dict[str, Any] = {name: getattr(prompt, name) for name in ("id", "text", "answer", "problem")}
-    fields |= {"solution": prompt.solution, "source": prompt.source, "token_ids": prompt.token_ids.tolist()}
-    return json.dumps({"prompt": fields, "response": response}).encode() + b"\n"
-
-
-def decode_job(line: str) -> tuple[Prompt, str]:
-    """The inverse of `encode_job`."""
-    job = json.loads(line)
-    fields = job["prompt"]
-    fields["token_ids"] = np.asarray(fields["token_ids"], dtype=np.int32)
-    return Prompt(**fields), job["response"]
-
-
-def judge(reward: RewardFn, prompt: Prompt, response: str) -> dict[str, Any]:
-    """`{"reward": float}`, or `{"failure": reason}` if the verifier gives no verdict."""
-    try:
-        return {"reward": as_reward(reward(prompt, response))}
-    except RewardError as error:
-        return {"failure": describe(error, named=False)[:_MAX_FAILURE_CHARS]}
-    except MemoryError:
-        return {"failure": "the verifier ran out of memory (reward.memory_limit_gib)"}
-    except Exception as error:  # noqa: BLE001  # only this sample fails
-        return {"failure": f"the verifier raised {describe(error)}"[:_MAX_FAILURE_CHARS]}
+def decode_jobs(line: str) -> list[Job]:
+    """The inverse of `encode_jobs`."""
+    jobs = []
+    for row in json.loads(line):
+        fields = row["prompt"]
+        fields["token_ids"] = np.asarray(fields["token_ids"], dtype=np.int32)
+        jobs.append((Prompt(**fields), row["response"]))
+    return jobs
 
 
 def main() -> None:
@@ -71,7 +63,7 @@ def main() -> None:
         return
     _send(verdicts, {"ready": True})
     for line in jobs:
-        _send(verdicts, judge(reward, *decode_job(line)))
+        _send(verdicts, {"answers": judge_all(reward, decode_jobs(line))})
 
 
 def _limit_memory(limit_bytes: int) -> None:

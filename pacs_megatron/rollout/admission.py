@@ -1,7 +1,8 @@
 """Judged samples: selection of those to train (dropped ones are counted), and counts per problem of a benchmark."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +18,17 @@ class Admitted:
     counts: dict[str, int]
 
 
-def label_sample(sample: Sample, reward: float, label: int) -> Sample:
-    """`sample` with its verdict. A truncated response has label 0 for any reward."""
-    return replace(sample, reward=reward, label=0 if sample.stop is Stop.LENGTH else label)
+def label_sample(
+    sample: Sample,
+    reward: float,
+    label: int,
+    *,
+    judge_truncated: bool = False,
+    details: Mapping[str, Any] | None = None,
+) -> Sample:
+    """`sample` with its verdict. A truncated response has label 0 for any reward, unless `judge_truncated`."""
+    label = 0 if sample.stop is Stop.LENGTH and not judge_truncated else label
+    return replace(sample, reward=reward, label=label, reward_details=details)
 
 
 def admit(
@@ -89,7 +98,7 @@ class ProblemCounts:
 
 
 def count_problem(problem_id: str, samples: Sequence[Sample]) -> ProblemCounts:
-    """Counts of the judged `samples` of one problem. A truncated response is wrong: the judge labelled it 0."""
+    """Counts of the judged `samples` of one problem. The judge labels a truncated response by `admission.truncated`."""
     judged = [sample for sample in samples if sample.failure is None]
     return ProblemCounts(
         problem_id=problem_id,

@@ -77,8 +77,8 @@ class Driver:
             self._judge = Judge(
                 self._pool,
                 self._decode,
-                threshold=config.reward.label_threshold,
-                max_failure_frac=config.reward.max_failure_frac,
+                options=config.reward,
+                truncated=config.admission.truncated,
             )
         if config.rollout.sglang is not None:
             if config.rollout.starts_servers_on_trainer_gpus:

@@ -13,10 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from pacs_megatron.config.schema import Truncated
 from pacs_megatron.contracts import Prompt, Sample
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.labels import check_failures, label_of
 from pacs_megatron.rewards.pool import RewardPool, Verdict
+from pacs_megatron.rewards.registry import AnyReward
 from pacs_megatron.rollout.admission import label_sample
 from pacs_megatron.runtime.waiting import report_wait
 
@@ -34,13 +36,13 @@ class Judge:
         pool: RewardPool,
         decode: Callable[[np.ndarray], str],
         *,
-        threshold: float | None,
-        max_failure_frac: float,
+        options: AnyReward,
+        truncated: Truncated,
     ) -> None:
         self._pool = pool
         self._decode = decode
-        self._threshold = threshold
-        self._max_failure_frac = max_failure_frac
+        self._options = options
+        self._truncated = truncated
         self._pending: dict[str, tuple[Sample, Judged]] = {}
         self._repeats = itertools.count(1)
         self._lock = threading.Lock()
@@ -88,7 +90,7 @@ class Judge:
     def check(self, judged: list[Sample]) -> None:
         """Raises RewardError if more than the configured share of these samples could not be judged."""
         failures = [s.failure for s in judged if s.failure is not None]
-        check_failures(failures, len(judged), self._max_failure_frac)
+        check_failures(failures, len(judged), self._options.max_failure_frac)
 
     # ------------------------------------------------------------------------------------- in the background thread
     def _collect(self) -> None:
@@ -115,7 +117,9 @@ class Judge:
         if verdict.reward is None:
             return replace(sample, failure=verdict.failure)
         try:
-            label = label_of(verdict.reward, self._threshold)
+            label = label_of(verdict.reward, self._options.label_threshold)
         except RewardError as error:
             return RewardError(f"sample {sample.id}: {error}")
-        return label_sample(sample, verdict.reward, label)
+        return label_sample(
+            sample, verdict.reward, label, judge_truncated=self._truncated == "judge", details=verdict.details
+        )

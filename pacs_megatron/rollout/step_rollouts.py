@@ -120,6 +120,9 @@ def rollouts_to_message(steps: Sequence[StepRollouts]) -> Message:
         }
         for rollouts in steps
     ]
+    details = {s.id: s.reward_details for s in samples if s.reward_details is not None}
+    if details:
+        header["reward_details"] = details
     arrays["rewards"] = np.array([math.nan if s.reward is None else s.reward for s in samples], dtype=np.float64)
     arrays["labels"] = np.array([-1 if s.label is None else s.label for s in samples], dtype=np.int8)
     return header, arrays
@@ -136,6 +139,7 @@ def rollouts_from_message(
     Raises CheckpointError for a prompt that the data no longer has.
     """
     samples = samples_from_message(header, arrays)
+    details = header.get("reward_details", {})  # older checkpoints have none
     verdicts = list(zip(samples, arrays["rewards"].tolist(), arrays["labels"].tolist(), strict=True))
     steps, start = [], 0
     for saved in header["steps"] if "steps" in header else header["works"]:  # the key of older checkpoints
@@ -159,7 +163,9 @@ def rollouts_from_message(
             if label >= 0:
                 rollouts.judged.add(sample.id)
                 known = None if math.isnan(reward) else reward  # a demonstration has a label and no reward
-                rollouts.sampled[sample.id] = replace(sample, reward=known, label=label)
+                rollouts.sampled[sample.id] = replace(
+                    sample, reward=known, label=label, reward_details=details.get(sample.id)
+                )
             else:
                 rollouts.sampled[sample.id] = sample
         start += saved["samples"]

@@ -139,8 +139,8 @@ class _Evaluation:
         )
         texts = []
         with RewardPool(config.reward) as pool, sampler:
-            options = {"threshold": config.reward.label_threshold, "max_failure_frac": config.reward.max_failure_frac}
-            judge = Judge(pool, lambda ids: "", **options)  # texts are passed with the samples
+            # Texts are passed with the samples.
+            judge = Judge(pool, lambda ids: "", options=config.reward, truncated=config.admission.truncated)
             for folder, name in zip(folders, _names(folders), strict=True):
                 alone = len(folders) == 1
                 text = self._model(folder, self._base if alone else self._base / name, sampler, judge)
@@ -162,6 +162,8 @@ class _Evaluation:
         weights = push_folder(folder, None, 0, model.certified)
         produced_by = self._produced_by(model, weights, sampler)
         judged_by = config.reward.model_dump(mode="json", exclude=_WORKER_OPTIONS)
+        if config.admission.truncated == "judge":
+            judged_by["truncated"] = "judge"
         with SampleFile(target, produced_by, judged_by, model.prompts) as samples:
             self._sample(model, samples, sampler, judge)
             outcomes = [samples.outcomes[request.id] for request in model.requests]

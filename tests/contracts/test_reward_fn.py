@@ -62,4 +62,4 @@ def test_unreadable_gold_raises_and_the_pool_reports_it(options):
         verdicts = {verdict.key: verdict for verdict in pool.results()}
     assert verdicts["a"].reward is None
     assert verdicts["a"].failure
-    assert verdicts["b"] == ("b", 1.0, None)
+    assert verdicts["b"] == ("b", 1.0, None, None)

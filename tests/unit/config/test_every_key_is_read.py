@@ -56,14 +56,19 @@ def unions() -> dict[str, set[str]]:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 members = {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
                 found[node.targets[0].id] = members
-    return found
+    return {
+        name: set().union(members, *(found.get(member, ()) for member in members)) for name, members in found.items()
+    }
 
 
 def read_by_properties(files: list[Reads]) -> set[tuple[str, str]]:
-    """(class, key) of every key that a property of the rollout options reads, if a file reads the property."""
+    """(class, key) of every key that a property of the rollout or reward options reads, if a file reads the property."""
     found = set()
     used = {name for reads in files for name in reads.attributes}
-    for node in ast.walk(ast.parse((PACKAGE / "config" / "rollout_options.py").read_text(encoding="utf-8"))):
+    sources = [
+        (PACKAGE / "config" / f"{name}_options.py").read_text(encoding="utf-8") for name in ("rollout", "reward")
+    ]
+    for node in (node for source in sources for node in ast.walk(ast.parse(source))):
         for function in node.body if isinstance(node, ast.ClassDef) else ():
             if isinstance(function, ast.FunctionDef) and function.decorator_list and function.name in used:
                 found |= {(node.name, read.attr) for read in ast.walk(function) if isinstance(read, ast.Attribute)}
@@ -85,7 +90,7 @@ def test_every_key_is_read() -> None:
             continue  # read by name; tests/unit/policy/test_precision.py compares the names with Megatron's
         if key.startswith("mismatch.") and key.removeprefix("mismatch.") in breaker.LIMITS:
             continue  # read by name
-        if (owner.__name__, key.rsplit(".", 1)[-1]) in read_elsewhere:
+        if any((base.__name__, key.rsplit(".", 1)[-1]) in read_elsewhere for base in owner.__mro__):
             continue
         *_, section, field = ["", *key.split(".")]
         owners = [base.__name__ for base in owner.__mro__ if field in getattr(base, "__annotations__", {})]

@@ -153,7 +153,7 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
         (["optimizer.lr=.nan"], "optimizer.lr=nan: expected a finite number (override)"),
         (
             ["reward.name=maths"],
-            "reward.name='maths': expected one of math, arithmetic, format, custom; did you mean math? (override)",
+            "reward.name='maths': expected one of math, arithmetic, format, code, http, custom, weighted; did you mean math? (override)",
         ),
         (["objective.reward_proxy=sum_log"], "sum_log_ratio, mean_log_prob; did you mean sum_log_ratio? (override)"),
         (["precision.dtype=bf61"], "precision.dtype='bf61': expected one of fp32, bf16; did you mean bf16? (override)"),
@@ -181,7 +181,7 @@ def test_wrong_overrides(base: Path, overrides: list[str], expected: str) -> Non
         (
             "  name: math\n",
             "  workers: 2\n",
-            "`reward.name` is missing; set it to one of math, arithmetic, format, custom (bad.yaml:17)",
+            "`reward.name` is missing; set it to one of math, arithmetic, format, code, http, custom, weighted (bad.yaml:17)",
         ),
         (
             "  beta: 2\n",

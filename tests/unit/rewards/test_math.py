@@ -1,7 +1,7 @@
 import pytest
 
 from pacs_megatron.errors import RewardError
-from pacs_megatron.rewards.math import Math
+from pacs_megatron.rewards.math import AuthorsMath, Math
 
 EQUAL = [
     ("142", "142.0"),
@@ -75,3 +75,26 @@ def test_model_text_is_never_evaluated_as_python(make_prompt, tmp_path):
     code = f"__import__('pathlib').Path('{victim}').touch()"
     assert Math()(make_prompt("5"), f"\\boxed{{{code}}}") == 0.0
     assert not victim.exists()
+
+
+@pytest.mark.parametrize(
+    ("gold", "response", "authors", "ours"),
+    [
+        ("5", r"so \boxed{5}.", 1, 1),
+        ("5", "the answer is 5", 1, 0),
+        ("5", "so $x = 5$", 1, 0),
+        ("5", "The final answer is 5. I hope", 1, 0),
+        (r"\frac{1}{2}", "0.5", 1, 0),
+        ("5", r"\boxed{6}, so 5", 0, 0),
+        ("5", r"\boxed{5}, then \boxed{6}", 0, 0),
+        ("6", r"\boxed{5}, then \boxed{6}", 0, 1),
+        ("5", r"\boxed{5} and 6", 1, 1),
+        ("5", r"The final answer is $6$. \boxed{5}", 1, 1),
+        ("5", "", 0, 0),
+        ("5", "no number", 0, 0),
+    ],
+)
+def test_label_rules_differ_where_the_authors_do(make_prompt, gold, response, authors, ours) -> None:
+    """The authors' column is what their own compute_score returned (ritzz-ai/PACS, bbe1dc6, math-verify 0.9.0)."""
+    assert AuthorsMath()(make_prompt(gold), response) == authors
+    assert Math()(make_prompt(gold), response) == ours

@@ -158,9 +158,10 @@ def test_cancelled_requests_stay_cancelled_in_a_checkpoint() -> None:
 def judge(tmp_path: Path) -> Iterator[Judge]:
     file = tmp_path / "reward.py"
     file.write_text("def reward(prompt, response):\n    return float(response)\n")
-    with RewardPool(CustomReward(name="custom", function=f"{file}:reward", workers=2)) as pool:
+    options = CustomReward(name="custom", function=f"{file}:reward", workers=2, max_failure_frac=0.5)
+    with RewardPool(options) as pool:
         texts = {4: "1", 5: "0", 6: "0.5", 7: "no number"}
-        yield Judge(pool, lambda ids: texts[len(ids) + 3], threshold=None, max_failure_frac=0.5)
+        yield Judge(pool, lambda ids: texts[len(ids) + 3], options=options, truncated="label0")
 
 
 def test_concurrent_streams_receive_their_own_verdicts(judge: Judge) -> None:
@@ -198,8 +199,8 @@ def test_a_closed_judge_has_delivered_every_verdict_and_starts_no_other(tmp_path
         "def reward(prompt, response):\n    with calls.open('a') as file:\n        file.write('x')\n"
         "    time.sleep(3600 if calls.stat().st_size == 4 else 0)\n    return 1.0\n"
     )
-    options = CustomReward(name="custom", function=f"{file}:reward", workers=1, timeout_s=3600)
-    judge = Judge(RewardPool(options), lambda _ids: "", threshold=None, max_failure_frac=0.5)
+    options = CustomReward(name="custom", function=f"{file}:reward", workers=1, timeout_s=3600, max_failure_frac=0.5)
+    judge = Judge(RewardPool(options), lambda _ids: "", options=options, truncated="label0")
     answers: list[Sample | RewardError] = []
     for request in requests_of([prompt(k) for k in range(4)], 1):
         judge.submit(sample(request, "a"), prompt(0), answers.append)

@@ -127,6 +127,8 @@ def test_admission_drops_and_counts() -> None:
 def test_a_truncated_response_has_label_0_for_every_verdict() -> None:
     assert label_sample(sample(0, stop=Stop.LENGTH), 1.0, 1).label == 0
     assert label_sample(sample(0), 1.0, 1).label == 1
+    judged = [label_sample(sample(0, stop=Stop.LENGTH), float(y), y, judge_truncated=True).label for y in (0, 1)]
+    assert judged == [0, 1]
 
 
 def test_shuffled_labels_keep_their_number_and_change_with_the_step() -> None:

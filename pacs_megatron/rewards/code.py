@@ -1,0 +1,124 @@
+"""Programs, judged by the tests of the data set: standard input and output, or calls of a function.
+
+The answer of a row is `{"inputs": [...], "outputs": [...], "fn_name": null or name}` (APPS' `input_output`, and the form in
+which LiveCodeBench hands its tests to its judge). The program is the last fenced block of the response. The judge
+compares outside of the sandbox; the sandbox never sees an expected output.
+"""
+
+import json
+import re
+import time
+from decimal import Decimal, InvalidOperation
+from typing import Any, NamedTuple
+
+from pacs_megatron.config.reward_options import CodeReward
+from pacs_megatron.contracts import Judgement, Prompt
+from pacs_megatron.errors import RewardError
+from pacs_megatron.rewards import sandbox
+
+NO_PROGRAM = "no program"
+_BLOCK = re.compile(r"^```[^\n`]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+
+
+class Tests(NamedTuple):
+    """Inputs and expected outputs; with `function` lists of arguments and allowed results."""
+
+    function: str | None
+    inputs: list[Any]
+    expected: list[Any]
+
+
+class Code:
+    """1.0 if the program passes every test, else 0.0, also without a program. The details name the first failed test."""
+
+    def __init__(self, options: CodeReward) -> None:
+        """Raises ConfigError if the sandbox does not work here."""
+        sandbox.check(options.sandbox)
+        self._options = options
+
+    def __call__(self, prompt: Prompt, response: str) -> Judgement:
+        """Raises RewardError if the tests are malformed or the sandbox does not start."""
+        tests = read_tests(prompt)
+        program = last_block(response)
+        total = len(tests.inputs)
+        if program is None:
+            return Judgement(0.0, {"passed": 0, "tests": total, "reason": NO_PROGRAM})
+        answers = sandbox.run_tests(
+            sandbox.Program(program, tests.inputs, tests.function),
+            sandbox.Limits(
+                time.monotonic() + self._options.timeout_s, self._options.test_timeout_s, self._options.test_memory_gib
+            ),
+            self._options.sandbox,
+        )
+        for number, (answer, expected) in enumerate(zip(answers, tests.expected, strict=True)):
+            reason = answer.get("error")
+            if reason is None and not _is_right(answer.get("output"), expected, tests.function is not None):
+                reason = "wrong output"
+            if reason is not None:
+                answers.close()  # type: ignore[attr-defined]
+                return Judgement(0.0, {"passed": number, "tests": total, "reason": str(reason)[:200]})
+        return Judgement(1.0, {"passed": total, "tests": total})
+
+
+def last_block(response: str) -> str | None:
+    """The content of the last closed block of three backticks."""
+    blocks: list[str] = _BLOCK.findall(response)
+    return blocks[-1] if blocks else None
+
+
+def read_tests(prompt: Prompt) -> Tests:
+    """Raises RewardError for an answer that is not in the schema."""
+    try:
+        found = json.loads(prompt.answer)
+        inputs, outputs, function = found["inputs"], found["outputs"], found.get("fn_name")
+        read = _call if function is not None else _text_pair
+        pairs = [read(*pair) for pair in zip(inputs, outputs, strict=True)]
+        if pairs and isinstance(inputs, list) and (function is None or function.isidentifier()):
+            return Tests(function, [given for given, _ in pairs], [expected for _, expected in pairs])
+        reason = "no tests, or fn_name is no name"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    raise RewardError(
+        f"reward.name=code: the tests (answer) of prompt {prompt.id} are malformed ({reason}); expected a JSON object with "
+        "inputs, outputs and fn_name, as APPS' input_output; correct or remove the row"
+    )
+
+
+def _text_pair(given: Any, output: Any) -> tuple[str, str]:
+    """Standard input and output. APPS writes some of them as lists of lines."""
+    texts = ["\n".join(text) if isinstance(text, list) else text for text in (given, output)]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a test of standard input and output is not text")
+    return texts[0], texts[1]
+
+
+def _call(arguments: Any, output: Any) -> tuple[list[Any], list[Any]]:
+    """Arguments and allowed results. LiveCodeBench has JSON text, an argument a line; APPS values, results in a list."""
+    if isinstance(arguments, str):
+        return [json.loads(line) for line in arguments.split("\n")], [json.loads(output)]
+    if not isinstance(arguments, list):
+        raise TypeError(f"arguments are {type(arguments).__name__}, expected a list")
+    return arguments, [output, output[0]] if isinstance(output, list) and output else [output]
+
+
+def _is_right(output: Any, expected: Any, is_call: bool) -> bool:
+    if not isinstance(output, str):
+        return False
+    if is_call:
+        try:
+            result = json.loads(output)
+        except (ValueError, RecursionError):
+            return False
+        return any(result == allowed for allowed in expected)
+    left, right = (text.strip().split("\n") for text in (output, expected))
+    return len(left) == len(right) and all(map(_same_line, left, right))
+
+
+def _same_line(left: str, right: str) -> bool:
+    """Equal text without outer space, or equal decimal numbers: the comparison of LiveCodeBench."""
+    if left.strip() == right.strip():
+        return True
+    try:
+        return [Decimal(word) for word in left.split()] == [Decimal(word) for word in right.split()]
+    except InvalidOperation:
+        return False

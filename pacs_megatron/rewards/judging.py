@@ -1,0 +1,71 @@
+"""Calls rewards, one or several: a verifier that fails loses its own samples only."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from pacs_megatron.contracts import Judgement, Prompt, RewardFn
+from pacs_megatron.errors import RewardError
+from pacs_megatron.rewards.custom import describe
+from pacs_megatron.rewards.labels import as_reward
+
+Job = tuple[Prompt, str]
+"""Prompt and response"""
+_MAX_FAILURE_CHARS = 500
+
+
+@runtime_checkable
+class BatchRewardFn(Protocol):
+    """A reward that judges several samples with one call."""
+
+    def judge_batch(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+        """One answer of `judge_all` for each job. A RewardError fails all of them."""
+        ...
+
+
+def judge_all(reward: RewardFn | BatchRewardFn, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """For each job `{"reward": float}`, with `details` where the verifier has a record, or `{"failure": reason}`."""
+    if not isinstance(reward, BatchRewardFn):
+        return [_judge(reward, *job) for job in jobs]
+    try:
+        return reward.judge_batch(jobs)
+    except Exception as error:  # noqa: BLE001  # only these samples fail
+        return [_failure(error)] * len(jobs)
+
+
+def _judge(reward: RewardFn, prompt: Prompt, response: str) -> dict[str, Any]:
+    try:
+        found = reward(prompt, response)
+        if isinstance(found, Judgement):
+            return {"reward": as_reward(found.reward), "details": dict(found.details)}
+        return {"reward": as_reward(found)}
+    except Exception as error:  # noqa: BLE001  # only this sample fails
+        return _failure(error)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    if isinstance(error, MemoryError):
+        return {"failure": "the verifier ran out of memory (reward.memory_limit_gib)"}
+    text = describe(error, named=False) if isinstance(error, RewardError) else f"the verifier raised {describe(error)}"
+    return {"failure": text[:_MAX_FAILURE_CHARS]}
+
+
+class Weighted:
+    """sum_k weight_k reward_k. A sample that one of them cannot judge is not judged. The details have every component."""
+
+    def __init__(self, parts: Sequence[tuple[str, float, RewardFn | BatchRewardFn]]) -> None:
+        """`parts`: name, weight and reward of each component."""
+        self._parts = parts
+
+    def judge_batch(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+        """As `judge_all`."""
+        columns = [judge_all(reward, jobs) for _, _, reward in self._parts]
+        return [self._sum(row) for row in zip(*columns, strict=True)]
+
+    def _sum(self, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        total, components = 0.0, []
+        for (name, weight, _), answer in zip(self._parts, answers, strict=True):
+            if "failure" in answer:
+                return {"failure": f"component {name}: {answer['failure']}"}
+            total += weight * answer["reward"]
+            components.append({"name": name, "weight": weight, **answer})
+        return {"reward": as_reward(total), "details": {"components": components}}

@@ -1,0 +1,324 @@
+"""A sandbox of bubblewrap for programs of the policy.
+
+Namespaces of their own for processes, network, IPC and host name; a root of nothing but Python, its libraries and numpy,
+read-only; a /tmp in memory; a user of its own; a filter of system calls; limits of CPU, memory, processes, files, output
+and wall clock. The kernel kills everything in it when the sandbox or this process ends.
+"""
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import platform
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil  # type: ignore[import-untyped]
+
+from pacs_megatron.errors import ConfigError, RewardError
+
+RUNNER = Path(__file__).with_name("sandbox_runner.py")
+logger = logging.getLogger(__name__)
+_NOT_ISOLATED = "read and write your files, use the network, and end your processes"
+_START_LIMIT_S = 20.0
+_GRACE_S = 1.0
+"""For the runner's own work in a test"""
+_MEMORY_POLL_S = 0.2
+_FRAME_BYTES = 50 << 20
+"""The runner's limit of output, escaped as JSON"""
+_TMP_BYTES = 64 << 20
+_NO_ACCESS = 0x00050000 | 1
+"""SECCOMP_RET_ERRNO with EPERM"""
+_NOT_THERE = 0x00050000 | 38
+"""With ENOSYS: the C library then calls clone, whose flags a filter can read."""
+_NAMESPACES = 0x7E020080
+"""The clone flags CLONE_NEW*"""
+# System calls that a program of a test does not need: memory outside the limits (memfd, System V, io_uring), other
+# processes' memory, namespaces, mounts, keys, kernel interfaces.
+_DENIED = {
+    "x86_64": (
+        0xC000003E,
+        {
+            319,
+            29,
+            30,
+            31,
+            64,
+            68,
+            240,
+            425,
+            101,
+            310,
+            311,
+            438,
+            272,
+            308,
+            165,
+            166,
+            155,
+            428,
+            429,
+            430,
+            431,
+            432,
+            442,
+            248,
+        }
+        | {249, 250, 321, 298, 323, 246, 320, 175, 313, 304, 447},
+        435,
+        56,
+    ),
+    "aarch64": (
+        0xC00000B7,
+        {
+            279,
+            194,
+            195,
+            196,
+            190,
+            186,
+            180,
+            425,
+            117,
+            270,
+            271,
+            438,
+            97,
+            268,
+            40,
+            39,
+            41,
+            428,
+            429,
+            430,
+            431,
+            432,
+            442,
+            217,
+        }
+        | {218, 219, 280, 241, 282, 104, 294, 105, 273, 265, 447},
+        435,
+        220,
+    ),
+}
+
+
+def find_problem() -> str | None:
+    """The reason why bubblewrap does not isolate programs on this host, or None: it runs a program to find out."""
+    if shutil.which("bwrap") is None:
+        return "bwrap is not installed (Debian, Ubuntu: apt-get install bubblewrap)"
+    if platform.machine() not in _DENIED:
+        return f"no filter of system calls for {platform.machine()}; expected {' or '.join(_DENIED)}"
+    try:
+        limits = Limits(time.monotonic() + _START_LIMIT_S, 5.0, 1.0)
+        answers = list(run_tests(Program("print(input())", ["ok"], None), limits, "bubblewrap"))
+    except RewardError as error:
+        return str(error)
+    return None if answers == [{"output": "ok\n"}] else f"a program that prints `ok` gave {answers}"
+
+
+def check(sandbox: str) -> None:
+    """Raises ConfigError where `sandbox` does not work; there is no silent fallback."""
+    if sandbox == "none":
+        logger.warning("reward.sandbox=none: programs of the policy can %s", _NOT_ISOLATED)
+        return
+    problem = find_problem()
+    if problem is not None:
+        raise ConfigError(
+            f"reward.sandbox={sandbox} does not work on this host: {problem}; install it or allow user namespaces, or set "
+            f"reward.sandbox=none, with which programs of the policy can {_NOT_ISOLATED}"
+        )
+
+
+class Program(NamedTuple):
+    """A program and its tests: `inputs` are standard input as text, or with `function` lists of its arguments."""
+
+    code: str
+    inputs: Sequence[Any]
+    function: str | None
+
+
+class Limits(NamedTuple):
+    """`deadline`: monotonic time at which the program ends. `test_s`: wall-clock and CPU time of one test. `memory_gib`:
+    of all processes of the program."""
+
+    deadline: float
+    test_s: float
+    memory_gib: float
+
+
+def run_tests(program: Program, limits: Limits, sandbox: str) -> Iterator[dict[str, Any]]:
+    """One answer for each input, `{"output": text}` or `{"error": reason}`; ends with the first error.
+
+    Raises RewardError if the sandbox does not start.
+    """
+    isolated = sandbox != "none"
+    # A user of its own for every worker: the kernel counts processes by user. Root only; others have a user namespace.
+    uid = 60_000 + os.getpid() % 5_000 if isolated and os.geteuid() == 0 else None
+    memory_bytes = int(limits.memory_gib * 2**30)
+    job = {
+        **program._asdict(),
+        "uid": uid,
+        "isolated": isolated,
+        "seconds": limits.test_s,
+        "memory_bytes": memory_bytes,
+    }
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors, contextlib.ExitStack() as stack:
+        given.write(json.dumps(job).encode())
+        given.seek(0)
+        python = [sys.executable, "-I", "-S", "-B"]
+        if isolated:
+            rules = stack.enter_context(tempfile.TemporaryFile())
+            rules.write(_filter())
+            rules.seek(0)
+            python[0] = _interpreter()
+            command, folder = [*_bubblewrap(rules.fileno()), *python, "/runner.py"], "/"
+            fds: tuple[int, ...] = (rules.fileno(),)
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pacs-code-"))
+            command, fds = [*python, str(RUNNER)], ()
+        env = {name: os.environ[name] for name in ("PATH", "PACS_REWARD_WORKER") if name in os.environ}
+        process = subprocess.Popen(
+            command, stdin=given, stdout=subprocess.PIPE, stderr=errors, pass_fds=fds, cwd=folder, env=env,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            frames = _frames(process, memory_bytes)
+            next(frames)
+            first = frames.send(min(limits.deadline, time.monotonic() + _START_LIMIT_S))
+            if first != {"ready": True}:
+                errors.seek(0)
+                reason = " ".join(errors.read(2000).decode("utf-8", "replace").split()) or first.get("error")
+                raise RewardError(f"the sandbox ({sandbox}) does not start: {reason}")
+            for _ in program.inputs:
+                answer = frames.send(min(limits.deadline, time.monotonic() + limits.test_s + _GRACE_S))
+                yield answer
+                if "output" not in answer:
+                    return
+        finally:
+            _end(process)
+
+
+def _frames(process: "subprocess.Popen[bytes]", memory_bytes: int) -> Any:
+    """A generator: receives a deadline, yields the next line of the runner as a dict, or `{"error": reason}`."""
+    assert process.stdout is not None
+    source = process.stdout.fileno()
+    os.set_blocking(source, False)
+    buffer = bytearray()
+    deadline: float = yield {}
+    while True:
+        line, found, rest = buffer.partition(b"\n")
+        if found:
+            buffer = rest
+            deadline = yield _parse(bytes(line))
+            continue
+        left = deadline - time.monotonic()
+        reason = None
+        if left <= 0:
+            reason = "time limit"
+        elif not select.select([source], [], [], min(left, _MEMORY_POLL_S))[0]:
+            reason = "memory limit" if _memory(process.pid) > memory_bytes else None
+        else:
+            piece = os.read(source, 1 << 20)
+            buffer += piece
+            reason = "the program ended the sandbox" if not piece else None
+            reason = "output limit" if len(buffer) > _FRAME_BYTES else reason
+        if reason is not None:
+            deadline = yield {"error": reason}
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(line)
+        if isinstance(found, dict):
+            return found
+    return {"error": "no valid answer of the sandbox"}
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+    return found
+
+
+def _memory(pid: int) -> int:
+    """Resident bytes of all descendants."""
+    total = 0
+    for child in _descendants(pid):
+        with contextlib.suppress(psutil.Error):
+            total += child.memory_info().rss
+    return total
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Bubblewrap ends, and with it everything inside; without a sandbox: all descendants."""
+    for child in [*_descendants(process.pid), process]:
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+    assert process.stdout is not None
+    process.stdout.close()
+    process.wait()
+
+
+def _interpreter() -> str:
+    return str(Path(getattr(sys, "_base_executable", sys.executable)).resolve())
+
+
+def _bubblewrap(rules: int) -> list[str]:
+    command = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    if os.geteuid() == 0:  # the runner takes its user itself: root's processes are not counted
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    python = _interpreter()
+    folder = str(Path(sys.base_prefix).resolve())
+    source = python if folder == "/usr" else folder
+    for parent in ["/usr", "/packages", "/dev", *map(str, reversed(Path(source).parents[:-1]))]:
+        command += ["--perms", "0755", "--dir", parent]  # bubblewrap's default is readable by root only
+    for name in ("/usr/lib", "/usr/lib64", "/lib", "/lib64"):
+        path = Path(name)
+        if path.is_symlink():
+            command += ["--symlink", os.readlink(path), name]
+        elif path.is_dir():
+            command += ["--ro-bind", name, name]
+    command += ["--ro-bind", source, source]
+    numpy = importlib.util.find_spec("numpy")
+    for package in () if numpy is None or numpy.origin is None else ("numpy", "numpy.libs"):
+        path = Path(numpy.origin).parents[1] / package  # type: ignore[union-attr,arg-type]
+        if path.is_dir():
+            command += ["--ro-bind", str(path), f"/packages/{package}"]
+    for device in ("null", "zero", "urandom"):
+        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    command += ["--ro-bind", str(RUNNER), "/runner.py", "--perms", "1777", "--size", str(_TMP_BYTES), "--tmpfs", "/tmp"]  # noqa: S108
+    command += ["--remount-ro", "/", "--chdir", "/tmp", "--clearenv", "--setenv", "OPENBLAS_NUM_THREADS", "1"]  # noqa: S108
+    return [*command, "--die-with-parent", "--new-session", "--seccomp", str(rules)]
+
+
+def _filter() -> bytes:
+    """The seccomp program (classic BPF): EPERM for the denied calls and for namespaces, other architectures are killed."""
+    arch, denied, clone3, clone = _DENIED[platform.machine()]
+
+    def load(offset: int) -> tuple[int, int, int, int]:
+        return 0x20, 0, 0, offset
+
+    def give(value: int) -> tuple[int, int, int, int]:
+        return 0x06, 0, 0, value
+
+    code = [load(4), (0x15, 1, 0, arch), give(0x80000000), load(0)]
+    code += [(0x35, 0, 1, 0x40000000), give(_NO_ACCESS)]  # the x32 numbers
+    for number in sorted(denied):
+        code += [(0x15, 0, 1, number), give(_NO_ACCESS)]
+    code += [(0x15, 0, 1, clone3), give(_NOT_THERE)]
+    code += [(0x15, 0, 3, clone), load(16), (0x45, 0, 1, _NAMESPACES), give(_NO_ACCESS), give(0x7FFF0000)]
+    return b"".join(struct.pack("=HBBI", *row) for row in code)

@@ -1,0 +1,187 @@
+"""Runs one program on its tests, inside the sandbox: a script of the standard library, never imported by the package.
+
+It knows the inputs of the tests and not the expected outputs: a program that takes over this process gains nothing.
+Standard input: the job as JSON. Standard output: a line `{"ready": true}`, then one line for each test.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+import types
+from typing import Any
+
+OUTPUT_BYTES = 8 << 20
+FILE_BYTES = 16 << 20
+NUM_PROCESSES = 32
+NUM_FILES = 64
+# LiveCodeBench and APPS import these before a program (lcb_runner/evaluation/testing_util.py, eval/testing_util.py).
+STAR = (
+    *(
+        "string",
+        "re",
+        "datetime",
+        "collections",
+        "heapq",
+        "bisect",
+        "copy",
+        "math",
+        "random",
+        "statistics",
+        "itertools",
+    ),
+    *("functools", "operator", "io", "sys", "json", "typing", "builtins"),
+)
+PLAIN = [name for name in STAR if name not in ("typing", "builtins")] + ["time", "fractions"]
+
+
+def main() -> None:
+    """Answers every test of the job; a fork that has run a program does not return."""
+    job = json.loads(_read_all(0))
+    frames = os.dup(1)
+    if job["uid"] is not None:
+        os.setgroups([])
+        os.setresgid(job["uid"], job["uid"], job["uid"])
+        os.setresuid(job["uid"], job["uid"], job["uid"])
+    if os.path.isdir("/packages"):
+        sys.path.append("/packages")
+    names: dict[str, Any] = {}
+    for name in STAR:
+        exec(f"from {name} import *", names)  # noqa: S102
+    for name in PLAIN:
+        names[name] = __import__(name)
+    _send(frames, {"ready": True})
+    for test in job["inputs"]:
+        _send(frames, _run(job, names, test, frames))
+
+
+def _read_all(descriptor: int) -> bytes:
+    pieces = []
+    while piece := os.read(descriptor, 1 << 20):
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _send(frames: int, message: dict[str, Any]) -> None:
+    line = memoryview(json.dumps(message).encode() + b"\n")
+    while line:
+        line = line[os.write(frames, line) :]
+
+
+def _run(job: dict[str, Any], names: dict[str, Any], test: Any, frames: int) -> dict[str, Any]:
+    """`{"output": text}`, or `{"error": reason}`."""
+    source, target = os.pipe()
+    deadline = time.monotonic() + job["seconds"]
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(source)
+            os.close(frames)
+            status = _child(job, names, test, target)
+        finally:
+            os._exit(status)
+    os.close(target)
+    try:
+        return _collect(pid, source, deadline)
+    finally:
+        os.close(source)
+        # In a namespace of its own: every process but this one. Without: the program's session.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL) if job["isolated"] else os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _collect(pid: int, source: int, deadline: float) -> dict[str, Any]:
+    output = bytearray()
+    end = os.pidfd_open(pid)
+    try:
+        os.set_blocking(source, False)
+        while True:
+            ready, _, _ = select.select([source, end], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return {"error": "time limit"}
+            has_ended = end in ready
+            closed = False
+            with contextlib.suppress(BlockingIOError):
+                while not closed:
+                    piece = os.read(source, 1 << 16)
+                    output += piece
+                    closed = not piece
+                    if len(output) > OUTPUT_BYTES:
+                        return {"error": "output limit"}
+            if has_ended:
+                break
+            if closed:
+                select.select([end], [], [], max(0.0, deadline - time.monotonic()))
+    finally:
+        os.close(end)
+    state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if state is None:
+        return {"error": "time limit"}
+    if state.si_status != 0 or state.si_code != os.CLD_EXITED:
+        kind = "exit code" if state.si_code == os.CLD_EXITED else "signal"
+        return {"error": f"{kind} {state.si_status}"}
+    return {"output": output.decode("utf-8", "replace")}
+
+
+def _child(job: dict[str, Any], names: dict[str, Any], test: Any, target: int) -> int:
+    """In the fork: limits, standard streams, the program. Returns the exit code."""
+    os.setsid()
+    text = test if job["function"] is None else ""
+    if text:
+        with open(".input", "w+b") as file:
+            os.unlink(".input")
+            file.write(text.encode("utf-8", "surrogatepass"))
+            file.flush()
+            file.seek(0)
+            os.dup2(file.fileno(), 0)
+    else:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    result = os.dup2(target, 3 if target != 3 else 4)
+    os.dup2(os.open(os.devnull, os.O_WRONLY) if job["function"] is not None else result, 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.closerange(5, 256)
+    _limit(job)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+    sys.setrecursionlimit(50_000)
+    program = sys.modules["__main__"] = types.ModuleType("__main__")
+    own = program.__dict__
+    own.update(names, __name__="__main__" if job["function"] is None else "program")
+    if job["function"] is None:
+        with contextlib.suppress(SystemExit):
+            exec(compile(job["code"], "program", "exec"), own)  # noqa: S102  (it is what the sandbox is for)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        return 0
+    exec(compile(job["code"], "program", "exec"), own)  # noqa: S102  (it is what the sandbox is for)
+    called = own["Solution"]() if "Solution" in own else None
+    function = getattr(called, job["function"]) if called is not None else own[job["function"]]
+    report = json.dumps(function(*test)).encode()
+    while report:
+        report = report[os.write(result, report) :]
+    return 0
+
+
+def _limit(job: dict[str, Any]) -> None:
+    seconds = int(job["seconds"]) + 1
+    memory = int(job["memory_bytes"])
+    limits = {
+        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_FSIZE: FILE_BYTES,
+        resource.RLIMIT_NOFILE: NUM_FILES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NPROC: NUM_PROCESSES,
+    }
+    for kind, limit in limits.items():
+        resource.setrlimit(kind, (limit, limit))
+
+
+main()

@@ -1,0 +1,241 @@
+"""Programs in the real sandbox. The hostile ones are in hostile_programs.py."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pacs_megatron.config.reward_options import CodeReward
+from pacs_megatron.errors import ConfigError, RewardError
+from pacs_megatron.rewards import RewardPool, build_reward, sandbox
+from pacs_megatron.rewards.code import last_block
+from tests.support.hostile_programs import PROGRAMS, QUICK, SECRET, Hostile
+
+needs_sandbox = pytest.mark.usefixtures("bubblewrap")
+SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"], "fn_name": None}
+CALL = {"inputs": [[[1, 2], 1]], "outputs": [[[1, 2, 1]]], "fn_name": "push"}
+LEETCODE = {"inputs": ["[1, 2]\n1", "[]\n0"], "outputs": ["[1, 2, 1]", "[0]"], "fn_name": "push"}
+GOOD_SUM = "a, b = map(int, input().split())\nprint(a + b)"
+GOOD_CALL = "def push(a, b):\n    return (*a, b)"
+GOOD_CLASS = "class Solution:\n    def push(self, a: List[int], b: int) -> List[int]:\n        return a + [b]"
+FLOATS = {"inputs": ["", ""], "outputs": ["1.50 2\n", "a\nb"]}
+
+
+def fenced(code: str) -> str:
+    return f"Some thought.\n```python\n{code}\n```\nDone."
+
+
+def options(**more) -> CodeReward:
+    return CodeReward(name="code", **{"timeout_s": 20.0, "test_timeout_s": 2.0, **more})
+
+
+@pytest.fixture(scope="module")
+def bubblewrap() -> None:
+    """Skips where bubblewrap does not work. Under PACS_CI=1 it fails: a run with the fallback only is no pass."""
+    problem = sandbox.find_problem()
+    if problem is not None and os.environ.get("PACS_CI") == "1":
+        pytest.fail(f"PACS_CI=1, but there is no sandbox: {problem}")
+    if problem is not None:
+        pytest.skip(f"no sandbox on this host: {problem}")
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("tests", "code", "reward", "reason"),
+    [
+        (SUM, GOOD_SUM, 1.0, None),
+        (
+            SUM,
+            "if __name__ == '__main__':\n    import sys\n    print(sum(map(int, sys.stdin.read().split())))",
+            1.0,
+            None,
+        ),
+        (SUM, GOOD_SUM + "\nexit(1)", 1.0, None),  # as LiveCodeBench
+        (SUM, "import atexit\natexit.register(lambda: print(sum(map(int, input().split()))))", 1.0, None),
+        (SUM, "print(3)", 0.0, "wrong output"),
+        (SUM, "print(", 0.0, "exit code 1"),
+        (SUM, GOOD_SUM + "\nraise ValueError", 0.0, "exit code 1"),
+        (CALL, GOOD_CALL, 1.0, None),
+        (LEETCODE, GOOD_CLASS, 1.0, None),
+        (LEETCODE, GOOD_CLASS + "\nprint('noise')", 1.0, None),
+        (LEETCODE, "def push(a, b): return a", 0.0, "wrong output"),
+        (LEETCODE, "def pull(a, b): return a", 0.0, "exit code 1"),
+        (FLOATS, "print('1.5 2.0' if 0 else 'a \\nb')", 0.0, "wrong output"),
+        (FLOATS, "import os\nprint('1.5  2.0 ')", 0.0, "wrong output"),
+        ({"inputs": [""], "outputs": ["1.50 2\n"]}, "print('\\n 1.5  2.0 ')", 1.0, None),
+        (SUM, "import numpy\nprint(int(numpy.array(input().split(), int).sum()))", 1.0, None),
+    ],
+)
+def test_verdicts(make_prompt, tests, code, reward, reason) -> None:
+    judged = build_reward(options())(make_prompt(json.dumps(tests)), fenced(code))
+    assert (judged.reward, judged.details.get("reason")) == (reward, reason)
+    assert judged.details["tests"] == len(tests["inputs"])
+    if reward == 1.0:
+        assert judged.details["passed"] == len(tests["inputs"])
+
+
+@needs_sandbox
+def test_the_first_failed_test_is_recorded_and_no_program_is_wrong(make_prompt) -> None:
+    judge, prompt = build_reward(options()), make_prompt(json.dumps(SUM))
+    assert judge(prompt, fenced("print(3)")).details == {"passed": 1, "tests": 2, "reason": "wrong output"}
+    assert judge(prompt, "a = 1").details == {"passed": 0, "tests": 2, "reason": "no program"}
+
+
+def test_the_program_is_the_last_closed_block() -> None:
+    assert last_block("```\na\n```\ntext\n```python\nb\n```") == "b\n"
+    assert last_block("```python\na\n```\n```python\nb") == "a\n"
+    assert last_block("```python\na") is None
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "answer",
+    ["", "5", "[]", "{}", '{"inputs": ["1"], "outputs": []}', '{"inputs": [], "outputs": []}', "[" * 100_000]
+    + [json.dumps(SUM | {"fn_name": name}) for name in ("a.b", 3, "")]
+    + [json.dumps({"inputs": [5], "outputs": ["5"]}), json.dumps({"inputs": ["x"], "outputs": ["5"], "fn_name": "f"})],
+)
+def test_malformed_tests_are_one_error(make_prompt, answer) -> None:
+    with pytest.raises(RewardError, match=r"the tests \(answer\) of prompt train/7 are malformed"):
+        build_reward(options())(make_prompt(answer), fenced(GOOD_SUM))
+
+
+def test_without_a_sandbox_only_the_named_fallback_runs(make_prompt, monkeypatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(
+        ConfigError, match=r"reward.sandbox=bubblewrap does not work on this host: bwrap is not installed"
+    ):
+        build_reward(options())
+    judge = build_reward(options(sandbox="none"))
+    assert judge(make_prompt(json.dumps(SUM)), fenced(GOOD_SUM)).reward == 1.0
+    assert judge(make_prompt(json.dumps(SUM)), fenced("while True: pass")).details["reason"] == "time limit"
+
+
+@needs_sandbox
+def test_a_slow_program_is_wrong_and_not_unjudged(make_prompt) -> None:
+    tests = {"inputs": ["1"] * 9, "outputs": ["1"] * 9}
+    with RewardPool(options(timeout_s=1.5)) as pool:
+        pool.submit("a", make_prompt(json.dumps(tests)), fenced("import time\ntime.sleep(0.4)\nprint(1)"))
+        (verdict,) = pool.results()
+    assert verdict.reward == 0.0
+    assert verdict.details["reason"] == "time limit"
+    assert 0 < verdict.details["passed"] < 9
+
+
+def survivors(pool: RewardPool) -> list[int]:
+    """The sandboxes of the pool's worker. The kernel ends everything in one with its bwrap processes."""
+    mark, found = pool._workers[0]._mark, []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.name() == "bwrap" and mark in process.environ().values():
+                found.append(process.pid)
+    return found
+
+
+def has_no_survivors(pool: RewardPool) -> bool:
+    deadline = time.monotonic() + 20
+    while found := survivors(pool):
+        if time.monotonic() > deadline:
+            return not found
+        time.sleep(0.05)
+    return True
+
+
+@pytest.fixture(scope="module")
+def bait(tmp_path_factory):
+    """A file that only the host has, and a listening server."""
+    folder = tmp_path_factory.mktemp("bait")
+    (folder / "secret").write_text(SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        yield folder, server
+
+
+def run_hostile(case: Hostile, bait, make_prompt, pool: RewardPool) -> None:
+    folder, server = bait
+    code = case.code.replace("FOLDER", str(folder)).replace("PORT", str(server.getsockname()[1]))
+    code = code.replace("PARENT", str(os.getpid()))
+    started = time.monotonic()
+    pool.submit("hostile", make_prompt(json.dumps(case.tests)), fenced(code))
+    pool.submit("good", make_prompt(json.dumps(SUM)), fenced(GOOD_SUM))
+    verdicts = {verdict.key: verdict for verdict in pool.results()}
+    assert verdicts["good"].reward == 1.0, verdicts["good"]
+    assert verdicts["hostile"].failure is None, verdicts["hostile"]
+    assert verdicts["hostile"].reward == case.reward, verdicts["hostile"].details
+    assert time.monotonic() - started < 60
+    assert (folder / "secret").read_text() == SECRET
+    assert os.listdir(folder) == ["secret"]
+    with pytest.raises(BlockingIOError):
+        server.accept()
+    assert has_no_survivors(pool)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RewardPool(options(test_timeout_s=1.0, test_memory_gib=0.5)) as found:
+        yield found
+
+
+@needs_sandbox
+@pytest.mark.parametrize("name", QUICK)
+def test_hostile_programs_quick(name, bait, make_prompt, pool) -> None:
+    run_hostile(PROGRAMS[name], bait, make_prompt, pool)
+
+
+@needs_sandbox
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - set(QUICK)))
+def test_hostile_programs(name, bait, make_prompt, pool) -> None:
+    run_hostile(PROGRAMS[name], bait, make_prompt, pool)
+
+
+@needs_sandbox
+def test_the_sandbox_ends_with_its_worker(make_prompt) -> None:
+    with RewardPool(options(test_timeout_s=20.0)) as pool:
+        pool.submit("a", make_prompt(json.dumps(SUM)), fenced("import time\ntime.sleep(20)"))
+        deadline = time.monotonic() + 20
+        while not survivors(pool) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert survivors(pool)
+    assert has_no_survivors(pool)
+
+
+@needs_sandbox
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/usr/bin/python3").exists(), reason="needs root and /usr/bin/python3"
+)
+def test_users_other_than_root_have_a_sandbox_by_a_user_namespace(monkeypatch) -> None:
+    """With the distribution's interpreter: another user may not read root's own."""
+    program = "import socket\nsocket.create_connection(('127.0.0.1', PORT), 1)"
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
+        os.chmod(folder, 0o755)  # noqa: S103
+        runner = shutil.copy(sandbox.RUNNER, folder)
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        monkeypatch.setattr(sys, "base_prefix", "/usr")
+        monkeypatch.setattr(sandbox, "RUNNER", Path(runner))
+        monkeypatch.setattr(sandbox, "_interpreter", lambda: str(Path("/usr/bin/python3").resolve()))
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+        job = {
+            "code": program.replace("PORT", str(server.getsockname()[1])),
+            "inputs": [""],
+            "function": None,
+            "uid": None,
+        }
+        job |= {"isolated": True, "seconds": 5.0, "memory_bytes": 2**29}
+        with tempfile.TemporaryFile() as rules:
+            rules.write(sandbox._filter())
+            rules.seek(0)
+            command = [*sandbox._bubblewrap(rules.fileno()), sandbox._interpreter(), "-I", "-S", "-B", "/runner.py"]
+            done = subprocess.run(
+                command, input=json.dumps(job).encode(), capture_output=True, pass_fds=(rules.fileno(),), user=65534,
+                group=65534, extra_groups=[], cwd="/", timeout=60, check=True,
+            )  # fmt: skip
+    assert done.stdout.splitlines() == [b'{"ready": true}', b'{"error": "exit code 1"}'], done
