@@ -127,7 +127,7 @@ def test_a_slow_program_is_wrong_and_not_unjudged(make_prompt) -> None:
         (verdict,) = pool.results()
     assert verdict.reward == 0.0
     assert verdict.details["reason"] == "time limit"
-    assert 0 < verdict.details["passed"] < 9
+    assert verdict.details["passed"] < 9
 
 
 def survivors(pool: RewardPool) -> list[int]:
