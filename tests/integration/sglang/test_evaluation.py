@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
-import yaml
 
 from tests.integration.sglang.conftest import PYTHON, START_S
 from tests.support.tiny_models import make_tiny_qwen3
@@ -41,8 +40,7 @@ class Client:
         ]
         evaluation = {"benchmarks": benchmarks, "samples_per_prompt": DRAWS, "k": [1, 4, DRAWS]}
         evaluation |= {"sampling": {"max_response_tokens": 160, "stop": ["a", "b"]}}
-        flow = {"default_flow_style": True, "width": 10**6}
-        overrides = [f"evaluation={yaml.safe_dump(evaluation, **flow)}", f"rollout={yaml.safe_dump(rollout, **flow)}"]
+        overrides = [f"evaluation={json.dumps(evaluation)}", f"rollout={json.dumps(rollout)}", "parallel.tp=1"]
         command = ["eval", str(config), "rollout=null", *overrides, "--out", str(folder / "out"), *words]
         self.log = folder / f"client{len(list(folder.glob('client*')))}.log"
         with self.log.open("wb") as log:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,29 @@ def test_preflight_as_a_job(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     assert slurm.wait(job)["ExitCode"] == "2:0", out.read_text()
     assert "parallel.tp=3" in out.read_text()
     assert "Traceback" not in out.read_text()
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(2400)
+def test_an_evaluation_on_the_servers_of_two_nodes(
+    require: Callable[[bool, str], None], slurm: Slurm, repo: Path, tmp_path: Path
+) -> None:
+    """slurm/eval.sbatch --nodes=2: one real server a node, one client; both servers end with it."""
+    interpreter = repo / ".venv-sglang" / "bin" / "python"
+    require(interpreter.exists(), "make install-sglang")
+    model = make_tiny_qwen3(tmp_path / "model")
+    servers = f"{{python: [{interpreter}], device: cpu, max_total_tokens: 8192, count: 2, start_timeout_s: 900}}"
+    words = [
+        str(write_tiny_run(tmp_path, model)),
+        *("parallel.tp=1", "rollout=null", "rollout.engine=sglang", "rollout.sync.transport=disk"),
+        *("rollout.sampling={max_response_tokens: 8}", f"rollout.servers={servers}"),
+        *with_benchmark(tmp_path),
+        *("--model", str(model), "--out", str(tmp_path / "out"), "evaluation.samples_per_prompt=6"),
+    ]
+    script, log = str(repo / "slurm" / "eval.sbatch"), tmp_path / "eval.log"
+    job = slurm.submit("--nodes=2", f"--output={log}", script, *words, cwd=tmp_path, env=job_environment(repo))
+    assert slurm.wait(job, 2000.0)["JobState"] == "COMPLETED", log.read_text()
+    assert "eval/sums/pass@1" in json.loads((tmp_path / "out" / "results.json").read_text())["metrics"]
+    [folder] = tmp_path.glob("eval-servers-*")
+    assert len(list(folder.glob("*.urls"))) == 2
+    assert not list(folder.rglob("*.pid"))
