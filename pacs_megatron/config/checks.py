@@ -7,7 +7,7 @@ are in `models/shape.py`.
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pacs_megatron.config.layout import ranks_to_start
+from pacs_megatron.config.layout import draws_of, ranks_to_start
 from pacs_megatron.config.rollout_options import MAX_SGLANG_STOPS, SglangRollout, SglangServers
 from pacs_megatron.config.schema import DatasetOptions, RunConfig
 from pacs_megatron.contracts.options import Options
@@ -391,7 +391,7 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
             yield ("`reward` is missing; benchmarks require a verifier: add reward.name, such as math")
         bad: dict[tuple[int, int], str] = {}
         for index, benchmark in enumerate(evaluation.benchmarks):
-            num_samples, ks = evaluation.draws_of(benchmark)
+            num_samples, ks = draws_of(evaluation, benchmark)
             of_k = "" if benchmark.k is None else f"benchmarks.{index}."
             of_n = "" if benchmark.samples_per_prompt is None else f"benchmarks.{index}."
             for k in ks:

@@ -1,6 +1,6 @@
-"""The parallel layout and the number of ranks of a configuration."""
+"""Values derived from a configuration: the parallel layout, the number of ranks, the draws of a benchmark."""
 
-from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.config.schema import BenchmarkOptions, EvaluationOptions, RunConfig
 from pacs_megatron.contracts.layout import Layout
 
 
@@ -24,3 +24,9 @@ def ranks_to_start(config: RunConfig) -> int:
     if resources.gpus_per_node:
         return resources.nodes * resources.gpus_per_node
     return (config.run.nproc or parallel.tp * parallel.pp * parallel.cp) * resources.nodes
+
+
+def draws_of(evaluation: EvaluationOptions, benchmark: BenchmarkOptions) -> tuple[int, tuple[int, ...]]:
+    """(responses per problem, values of k) of one of `evaluation.benchmarks`."""
+    num_samples = benchmark.samples_per_prompt or evaluation.samples_per_prompt
+    return num_samples, evaluation.k if benchmark.k is None else benchmark.k

@@ -272,10 +272,6 @@ class EvaluationOptions(Options):
     sampling: SamplingOptions | None = None
     """Sampling of evaluation responses; required with `benchmarks`."""
 
-    def draws_of(self, benchmark: BenchmarkOptions) -> tuple[int, tuple[int, ...]]:
-        """(responses per problem, values of k) of one of `benchmarks`."""
-        return benchmark.samples_per_prompt or self.samples_per_prompt, self.k if benchmark.k is None else benchmark.k
-
 
 class CheckpointOptions(Options):
     every: PositiveInt | None = None

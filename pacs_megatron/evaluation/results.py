@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pacs_megatron.config.layout import draws_of
 from pacs_megatron.config.schema import EvaluationOptions
 from pacs_megatron.contracts import SampleRequest
 from pacs_megatron.data import PromptSet
@@ -39,7 +40,7 @@ def summarize(
         by_problem[request.prompt_id].append(outcomes[request.id])
     results = []
     for benchmark, found in zip(options.benchmarks, benchmarks, strict=True):
-        ks = options.draws_of(benchmark)[1]
+        ks = draws_of(options, benchmark)[1]
         groups = [by_problem[prompt.id] for prompt in found.prompts]
         problems = tuple(_counts(group) for group in groups)
         metrics = _intervals(found.name, problems, ks, groups) | benchmark_metrics(found.name, problems, ks)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Literal
 
+from pacs_megatron.config.layout import draws_of
 from pacs_megatron.config.rollout_options import SamplingOptions
 from pacs_megatron.config.schema import EvaluationOptions
 from pacs_megatron.contracts import Prompt, SampleRequest, SamplingParams
@@ -48,7 +49,7 @@ def evaluation_requests(
         for benchmark, found in zip(options.benchmarks, benchmarks, strict=True)
         for request in sample_requests(
             found.prompts,
-            options.draws_of(benchmark)[0],
+            draws_of(options, benchmark)[0],
             options.sampling,
             run_seed=run_seed,
             step=step,

@@ -9,6 +9,7 @@ from typing import Any
 
 from pacs_megatron.checkpoint import run_checkpoint
 from pacs_megatron.checkpoint.names import Position, describe_newest
+from pacs_megatron.config.layout import draws_of
 from pacs_megatron.contracts import Interrupted
 from pacs_megatron.errors import CheckpointError, ExitCode, RewardError, RolloutError, SyncError
 from pacs_megatron.evaluation.passk import benchmark_metrics
@@ -149,7 +150,7 @@ def evaluate(run: RunContext, step: int) -> dict[str, float | None]:
         benchmarks = run.rollouts.evaluate(step)
     metrics: dict[str, float | None] = {}
     for benchmark, (name, problems) in zip(options.benchmarks, benchmarks.items(), strict=True):
-        metrics |= benchmark_metrics(name, problems, options.draws_of(benchmark)[1])
+        metrics |= benchmark_metrics(name, problems, draws_of(options, benchmark)[1])
     return metrics
 
 

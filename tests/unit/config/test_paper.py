@@ -8,7 +8,7 @@ import pytest
 
 from pacs_megatron.config import load_config
 from pacs_megatron.config.checks import layout_problems
-from pacs_megatron.config.layout import ranks_to_start
+from pacs_megatron.config.layout import draws_of, ranks_to_start
 from pacs_megatron.launch.request import _axis
 
 PAPER = Path(__file__).resolve().parents[3] / "configs" / "paper"
@@ -44,7 +44,7 @@ def test_the_values_of_the_document(method: str, size: str, steps: int) -> None:
 
 def test_the_evaluation_has_draws_for_every_k() -> None:
     config = load_config(PAPER / "eval.yaml").config
-    draws = {benchmark.name: config.evaluation.draws_of(benchmark) for benchmark in config.evaluation.benchmarks}
+    draws = {benchmark.name: draws_of(config.evaluation, benchmark) for benchmark in config.evaluation.benchmarks}
     assert draws["math500"] == (32, (1, 2, 4, 8, 16, 32))
     assert {name: (n, max(ks)) for name, (n, ks) in draws.items() if name != "math500"} == dict.fromkeys(
         ("amc23", "aime24", "aime25", "beyondaime"), (256, 256)
