@@ -14,11 +14,6 @@ from pacs_megatron.runtime.command_line import OneLineParser, check_arguments, i
 from pacs_megatron.runtime.shipped import cluster_file, run_file
 
 Verb = Callable[[argparse.Namespace], int]
-REMOVED = {
-    "--wheels": "use `pip download -r requirements/base.lock -d DIR`, then `make install PIP_ARGS='--no-index --find-links DIR'`",
-    "--no-digests": "digests cost no measurable time (docs/measurements/conversion.md)",
-}
-"""Options of earlier releases -> what to do instead."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,9 +35,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse, and accept overrides after options, which argparse does not."""
     parser = build_parser()
     parsed, rest = parser.parse_known_args(arguments)
-    for word in rest:
-        if (instead := REMOVED.get(word.partition("=")[0])) is not None:
-            parser.error(f"{word} was removed; {instead}")
     if rest and hasattr(parsed, "overrides") and all("=" in word and not word.startswith("-") for word in rest):
         parsed.overrides.extend(rest)
     elif rest:

@@ -9,7 +9,7 @@ from pacs_megatron.errors import DataError
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.waiting import hub_wait
 
-_GENERATION_CONFIG = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
@@ -48,11 +48,11 @@ def stop_token_ids(tokenizer: Any, path: str) -> tuple[int, ...]:
     found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     file = _generation_config(path)
     if file is not None:
-        found |= _eos_ids(file)
+        found |= read_eos_ids(file)
     if not found:
         raise DataError(
             f"tokenizer {path}: has no end-of-sequence token; set eos_token in tokenizer_config.json or eos_token_id in "
-            f"{_GENERATION_CONFIG}"
+            f"{GENERATION_CONFIG}"
         )
     return tuple(sorted(found))
 
@@ -60,20 +60,21 @@ def stop_token_ids(tokenizer: Any, path: str) -> tuple[int, ...]:
 def _generation_config(path: str) -> Path | None:
     folder = Path(path).expanduser()
     if folder.is_dir():
-        file = folder / _GENERATION_CONFIG
+        file = folder / GENERATION_CONFIG
         return file if file.is_file() else None
     from transformers.utils import cached_file
 
     cached = cached_file(
         path,
-        _GENERATION_CONFIG,
+        GENERATION_CONFIG,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
     return None if cached is None else Path(cached)
 
 
-def _eos_ids(file: Path) -> set[int]:
+def read_eos_ids(file: Path) -> set[int]:
+    """The ids of generation_config.json. Raises DataError."""
     value = read_object(file).get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**31 for number in ids):

@@ -82,6 +82,7 @@ def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
 def check_files_are_here(loaded: LoadedConfig) -> None:
     """Raises ConfigError or DataError if a file or package that the run names is missing on this host."""
     from pacs_megatron.data.sources import find_source
+    from pacs_megatron.data.tokenizer import GENERATION_CONFIG, read_eos_ids
     from pacs_megatron.models.hub import is_hub_id
     from pacs_megatron.observability.writers import check_wandb
     from pacs_megatron.rewards.custom import find_file
@@ -92,6 +93,8 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
             f"model.path={path}: no such folder; correct the path, or create the folder first "
             f"({loaded.where('model.path')})"
         )
+    if (file := Path(path).expanduser() / GENERATION_CONFIG).is_file():
+        read_eos_ids(file)
     for dataset in (loaded.config.data.train, *loaded.config.evaluation.benchmarks):
         find_source(dataset)
     if isinstance(loaded.config.reward, CustomReward):

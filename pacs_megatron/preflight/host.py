@@ -59,8 +59,6 @@ def check_software(loaded: LoadedConfig) -> Iterator[Check]:
         key = "precision.fp8" if config.precision.fp8 is not None else "transformer-engine"
         message = "Transformer Engine is not installed here: no FP8, and bf16 runs on torch's own kernels"
         yield Check(level, key, message, "pip install --no-build-isolation '.[gpu]', or use slurm/container/Dockerfile")
-    if config.logging.wandb is not None and installed("wandb") is None:
-        yield Check("fail", "logging.wandb", "wandb is not installed", "pip install wandb, or remove logging.wandb")
 
 
 def version_problems(package: str = "pacs-megatron") -> Iterator[Check]:

@@ -19,6 +19,7 @@ from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import seconds_of
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.errors import PacsError
+from pacs_megatron.observability.writers import check_wandb
 from pacs_megatron.plan import constants
 from pacs_megatron.plan.constants import GIB
 from pacs_megatron.plan.known_models import find_spec
@@ -167,10 +168,8 @@ def _network(loaded: LoadedConfig) -> Iterator[Check]:
             "the hub"
         )
         yield Check("warn", "HF_HUB_OFFLINE", message, "export HF_HUB_OFFLINE=1 (submit and slurm/train.sbatch do)")
-    has_key = os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").is_file()
-    if config.logging.wandb is not None and os.environ.get("WANDB_MODE") != "offline" and not has_key:
-        fix = "export WANDB_API_KEY, or WANDB_MODE=offline on nodes without a network"
-        yield Check("warn", "logging.wandb", "no key for Weights & Biases", fix)
+    if (wandb := config.logging.wandb) is not None:
+        yield attempt("logging.wandb", lambda: check_wandb(wandb) or f"project {wandb.project}")
 
 
 def _model(loaded: LoadedConfig) -> Iterator[Check]:

@@ -46,7 +46,13 @@ def _load(function: str) -> Callable[[Prompt, str], Any]:
     if not where or not attribute:
         raise ConfigError(f"reward.function={function!r}: expected module:function or path/to/file.py:function")
     file = find_file(function)
-    module = _load_module(where, function) if file is None else _load_file(file, function)
+    try:
+        module = importlib.import_module(where) if file is None else _load_file(file, function)
+    except (Exception, SystemExit) as error:  # the user's module runs here and may raise anything
+        raise ConfigError(
+            f"reward.function={function!r}: importing {file or where} raised {describe(error)}; the reward workers must be "
+            "able to import it"
+        ) from error
     if not hasattr(module, attribute):
         raise ConfigError(f"reward.function={function!r}: {where} has no {attribute!r}; define it or correct the name")
     found = getattr(module, attribute)
@@ -59,13 +65,6 @@ def _load(function: str) -> Callable[[Prompt, str], Any]:
             f"reward.function={function!r} cannot be called as f(prompt, response): {error}; it takes these two arguments"
         ) from error
     return found  # type: ignore[no-any-return]
-
-
-def _load_module(name: str, function: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # the user's module runs here and may raise anything
-        raise ConfigError(_import_message(function, name, error)) from error
 
 
 def find_file(function: str) -> Path | None:
@@ -90,15 +89,5 @@ def _load_file(file: Path, function: str) -> ModuleType:
         raise ConfigError(f"reward.function={function!r}: {file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # as in _load_module
-        raise ConfigError(_import_message(function, str(file), error)) from error
+    spec.loader.exec_module(module)
     return module
-
-
-def _import_message(function: str, where: str, error: BaseException) -> str:
-    return (
-        f"reward.function={function!r}: importing {where} raised {describe(error)}; the reward workers must be able to "
-        "import it"
-    )

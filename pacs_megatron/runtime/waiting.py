@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 logger = logging.getLogger(__name__)
-NOTICE_S = 10.0
+NOTICE_S = 5.0
 MAX_INTERVAL_S = 60.0
 _open = threading.local()
 
@@ -28,7 +28,7 @@ def hub_wait(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def report_wait(reason: str | Callable[[], str]) -> Iterator[None]:
-    """Logs `reason` after 10 s in the block, then after 20, 40, ... s, at least every minute; nothing while it is empty.
+    """Logs `reason` after 5 s in the block, then after 10, 20, 40, ... s, at least every minute; nothing while it is empty.
 
     Only the innermost block of a thread reports: its reason is the most precise.
     """

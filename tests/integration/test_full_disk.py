@@ -38,7 +38,7 @@ class World:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **self.disk.environ},
+            env={**os.environ, **self.disk.environ, "HF_HOME": str(folder / "hub")},
         )
 
     def train(self) -> tuple[int, str]:
@@ -186,6 +186,26 @@ def test_model_and_data_may_be_read_only(world: World) -> None:
         world.disk.fail(1, error=errno.EROFS, folder=world.folder / part)
         code, error = world.train()
         assert (code, world.disk.calls()) == (0, []), error
+
+
+@pytest.mark.full
+def test_the_folder_of_the_hub_may_be_read_only(world: World) -> None:
+    world.clear()
+    world.disk.fail(1, error=errno.EROFS, folder=world.folder / "hub")
+    code, error = world.train()
+    assert (code, world.disk.calls()) == (0, []), error
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["export", "convert to-megatron", "eval"])
+def test_a_read_only_target_is_one_line(world: World, name: str) -> None:
+    whole_run(world)
+    words, out = commands_of(world)[name]
+    shutil.rmtree(out, ignore_errors=True)
+    world.disk.fail(1, error=errno.EROFS, folder=out)
+    code, error = world.command("cli", *words)
+    assert code != 0 and not faults_of(code, error, "Read-only file system"), error
+    assert not out.exists()
 
 
 @pytest.mark.full

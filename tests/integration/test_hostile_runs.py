@@ -69,11 +69,11 @@ for _name, _arrange in {
 
 # ------------------------------------------------------------------------------------------- layouts and combinations
 for _words in (
-    *(("parallel.tp=0",), ("parallel.tp=1", "parallel.pp=3"), ("parallel.vpp=2",), ("parallel.ep=2",), ("parallel.cp=2",)),
+    *(("parallel.tp=0",), ("parallel.tp=1", "parallel.pp=3"), ("parallel.vpp=2",), ("parallel.ep=2",), ("parallel.cp=3",)),
     *(("parallel.tp=1", "parallel.sequence_parallel=true"), ("parallel.recompute.modules=[moe]",), ("parallel.recompute.modules=[]",)),
     *(("parallel.megatron.nosuch=1",), ("parallel.megatron.tp_comm_overlap=true",), ("parallel.megatron=[]",), ("parallel=2",)),
     *(("precision.fp8={{recipe: delayed}}",), ("precision.dtype=fp16",), ("precision.dtype=32",), ("policy.offload=all",)),
-    *(("batch.prompts_per_step=3",), ("batch.updates_per_step=3",), ("batch.samples_per_prompt=1",), ("batch.groups=alone",)),
+    *(("batch.prompts_per_step=0",), ("batch.updates_per_step=0",), ("batch.samples_per_prompt=1",), ("batch.groups=alone",)),
     *(("objective.beta=-1",), ("objective.nosuch=1",), ("objective={{name: grpo, beta: 2}}",), ("objective.clip_grad=-1",)),
     *(("objective={{name: PACS}}",), ("rollout={{engine: demonstrations, max_response_tokens: 8}}",), ("admission.oversample=0.5",)),
     *(("admission.oversample=2",), ("admission.truncated=maybe",), ("mismatch.max_score_noise=0.1",), ("mismatch.threshold=0",)),
@@ -126,9 +126,13 @@ case(
 case("eval: checkpoint as model", "eval", "{r}", *BENCHMARK, "--model", "{c}")
 case("eval: out below a file", "eval", "{r}", *BENCHMARK, "--out", "{r}/x")
 case("eval: two benchmarks of one name", "eval", "{r}", BENCHMARK[0].replace("[{{", "[{{name: a, ").replace("}}]", "}}, {{name: a, path: '{w}/train.jsonl', columns: {{problem: problem, answer: answer}}}}]"), BENCHMARK[1])  # fmt: skip
-case("train: weights of nan", "train", "{r}", arrange=_nan_weights)
+case("train: weights of nan", "train", "{r}", "parallel.tp=1", arrange=_nan_weights)
 case(
-    "train: a model of another vocabulary", "train", "{r}", arrange=lambda w: w.model_json("config.json", vocab_size=64)
+    "train: a model of another vocabulary",
+    "train",
+    "{r}",
+    "parallel.tp=1",
+    arrange=lambda w: w.model_json("config.json", vocab_size=64),
 )
 
 # ---------------------------------------------------------------------------------------------------------- paths
@@ -194,7 +198,7 @@ for _name, _file, _content in (
     ("configuration is binary", "config.yaml", bytes(range(256))),
     ("configuration of another model", "config.yaml", "run: {name: tiny}\nmodel: {path: other}\n"),
 ):
-    case(f"run folder: {_name}", "train", "{r}", arrange=text(f"runs/tiny/{_file}", _content))
+    case(f"run folder: {_name}", "train", "{r}", "parallel.tp=1", arrange=text(f"runs/tiny/{_file}", _content))
 case("status: configuration is binary", "status", "{w}/runs/tiny", arrange=text("runs/tiny/config.yaml", b"\xff\xfe"))
 case(
     "logs: an attempt of letters",

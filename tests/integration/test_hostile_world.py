@@ -315,8 +315,9 @@ for _name, _content in {
     "kills its parent's group": "import os, signal\n\n\ndef reward(prompt, response):\n    os.killpg(0, signal.SIGKILL)\n",
     "closes everything": "import os\n\n\ndef reward(prompt, response):\n    os.closerange(0, 100)\n    return 1.0\n",
     "writes into the channel": "import os\n\n\ndef reward(prompt, response):\n    [os.write(fd, b'x\\n') for fd in range(3, 9)]\n    return 1.0\n",
-}.items():  # fmt: skip
-    case(f"reward: {_name}", "train", "{r}", arrange=lambda w, c=_content: w.text("reward.py", c))  # type: ignore[misc]
+}.items():
+    _words = PREVIEW if "def reward(prompt, response):" not in _content else ("train", "{r}", "parallel.tp=1")
+    case(f"reward: {_name}", *_words, arrange=lambda w, c=_content: w.text("reward.py", c))  # type: ignore[misc]
 
 # ------------------------------------------------------------------------------------------------------------- cluster
 CLUSTER = {"name": "c", "python": ["python"]}
@@ -386,7 +387,7 @@ for _name, _file, _content in (
     ("newest checkpoint is empty", "checkpoints/step_000009/manifest.json", ""),
     ("newest checkpoint is a page", "checkpoints/step_000009/manifest.json", PAGE),
 ):
-    case(f"run folder: {_name}", "train", "{r}", arrange=_run_folder(_file, _content))
+    case(f"run folder: {_name}", "train", "{r}", "parallel.tp=1", arrange=_run_folder(_file, _content))
 case("run folder: it is a file", "train", "{r}", arrange=lambda w: w.text("runs/tiny", "x"))
 case("run folder: status of damage", "status", "{w}/runs/tiny", arrange=_run_folder("metrics.jsonl", b"\xff" * 99))
 

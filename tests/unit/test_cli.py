@@ -268,25 +268,3 @@ def test_any_words_are_a_command_or_one_line(imported: None, verb: str, words: l
     if code:
         text = error.getvalue()
         assert text.count("\n") == 1 and "InternalError" not in text and "Error: " in text, text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "instead"),
-    [
-        (
-            ["fetch", "run.yaml", "--wheels", "wheels"],
-            "--wheels was removed; use `pip download -r requirements/base.lock",
-        ),
-        (
-            ["convert", "to-hf", "--checkpoint", "a", "--out", "b", "--no-digests"],
-            "--no-digests was removed; digests cost",
-        ),
-    ],
-)
-def test_a_removed_option_names_what_to_do(
-    arguments: list[str], instead: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert instead in capsys.readouterr().err

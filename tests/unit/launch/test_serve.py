@@ -15,6 +15,7 @@ import pytest
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.launch import serve
 from pacs_megatron.launch.serve import Ending, main, wait_for_urls
+from pacs_megatron.sglang.api import SglangApi
 
 PROBE = """
 import sys, time
@@ -148,3 +149,31 @@ except RolloutError as error:
     out, _ = started.communicate(timeout=600)
     assert out == "stop request while the rollout servers were starting\n"
     assert list(tmp_path.glob("*.pid")) == []
+
+
+def test_servers_continue_while_it_is_stopped_and_end_with_it(tmp_path: Path) -> None:
+    """docs/security.md#faults-of-processes-and-of-the-disk"""
+    script = """
+import sys
+from pathlib import Path
+from pacs_megatron.launch.serve import Ending, _watch
+from pacs_megatron.sglang.build import start_servers
+from tests.unit.sglang.test_server import spec
+folder = Path(sys.argv[1])
+ending = Ending(folder, folder)
+ending.install()
+[server] = start_servers([spec(folder)], 600.0, ending.is_due)
+print(server.url, flush=True)
+_watch([server], 0, ending)
+server.close()
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        api = SglangApi(url=started.stdout.readline().strip())
+        started.send_signal(signal.SIGSTOP)
+        started.send_signal(signal.SIGINT)  # takes effect when it continues
+        assert api.ready(60.0) and api.ready(60.0)
+        started.send_signal(signal.SIGCONT)
+        assert started.wait(600) == 0
+    assert not api.ready(60.0) and list(tmp_path.glob("*.pid")) == []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +23,27 @@ def test_a_long_wait_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         while not caplog.records and time.monotonic() < deadline:
             time.sleep(0.01)
     assert caplog.records[0].getMessage().startswith("waiting for 4 ranks: ")
+
+
+def test_the_times_of_the_reports(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """With a clock that only the reports' own waits move."""
+    now, finished = [0.0], threading.Event()
+
+    class Event(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            now[0] += timeout
+            if now[0] > 200:
+                finished.set()
+            return now[0] > 200
+
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(waiting, "threading", SimpleNamespace(Event=Event, Thread=threading.Thread))
+    with report_wait("for 4 ranks"):
+        assert finished.wait(600)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"waiting for 4 ranks: {seconds} s" for seconds in (5, 10, 20, 40, 80, 140, 200)
+    ]
 
 
 def test_a_short_wait_is_not(caplog: pytest.LogCaptureFixture) -> None:
