@@ -1,18 +1,22 @@
 """One training step beside a plain PyTorch + transformers loop on the same model, in one run.
 
-    python benchmarks/laptop.py [--steps 10]
+    python benchmarks/laptop.py [--steps 10] [--updates 4]
 
 Both: the quickstart's model (random weights), 16 prompts x 8 samples, 48 new tokens at most, fp32, one thread, PACS with
 `reference: step_start`. The plain loop is a simple script: `model.generate` on the left-padded batch,
 one padded forward over all samples, PACS's loss by autograd through BCE, clip, AdamW. Half of the plain loop's
 steps run before and half after this package's steps, so that a slow change of the load affects both. On a busy machine the
 CPU seconds (of the main process) are a better comparison than the wall clock.
+
+`--updates 4` instead compares steps of four updates without generation: PACS with a score pass (`batch.groups: apart`), PACS
+with whole groups (`together`) and GRPO, in turn, each in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -106,15 +110,55 @@ class PlainLoop:
         }
 
 
+VARIANTS = {
+    "PACS, groups apart": ("batch.groups=apart",),
+    "PACS, groups together": ("batch.groups=together",),
+    "GRPO": ("objective={name: grpo, clip_grad: 0.0}",),
+}
+ROUNDS = 3
+SAME_REWARD = """def reward(prompt, response):
+    return float(len(response) < 48 and sum(response.encode()) % 2)
+"""
+NOT_MEASURED = ("mismatch.score_noise_every=null", "mismatch.max_score_noise=null")
+
+
+def compare_updates(folder: Path, steps: int, updates: int) -> None:
+    """Prints CPU seconds of a step without generation, and their ratio to GRPO's, by round."""
+    context = multiprocessing.get_context("spawn")
+    # A truncated response has label 0 for any reward: with equal rewards both objectives leave the same groups out.
+    (folder / "reward.py").write_text(SAME_REWARD)
+    print(
+        f"CPU seconds a step without generation, median of {steps}, {updates} updates; the ratio to GRPO in its round"
+    )
+    for number in range(ROUNDS):
+        found = {}
+        for name, overrides in VARIANTS.items():
+            batch = (f"batch.updates_per_step={updates}", f"batch.prompts_per_step={PROMPTS}", *NOT_MEASURED)
+            with context.Pool(1) as pool:
+                rows = pool.apply(run_one, (folder / f"{number} {name}", folder, steps, (*batch, *overrides)))
+            found[name] = statistics.median(row["cpu"] - row["generation_cpu"] for row in rows)
+        ratios = "  ".join(f"{name}: {value:.3f} s ({value / found['GRPO']:.2f})" for name, value in found.items())
+        print(f"round {number + 1}:  {ratios}", flush=True)
+
+
+def run_one(run_dir: Path, folder: Path, steps: int, overrides: tuple[str, ...]) -> list[dict[str, float]]:
+    torch.set_num_threads(1)
+    return run_loop(folder, steps, *overrides, f"run.dir={run_dir}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--updates", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_inputs(folder)
+        if options.updates > 1:
+            compare_updates(folder, options.steps, options.updates)
+            return 0
         plain = PlainLoop(folder)
         plain.step()
         before = [plain.step() for _ in range(options.steps // 2)]

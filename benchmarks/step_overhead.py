@@ -42,10 +42,11 @@ class Stopwatch:
     def timed(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(work)
         def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.process_time()
             try:
                 return work(*args, **kwargs)
             finally:
+                self.seconds[f"{name}_cpu"] = self.seconds.get(f"{name}_cpu", 0.0) + time.process_time() - start_cpu
                 self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
         return call
@@ -76,6 +77,7 @@ def instrumented(watch: Stopwatch, rows: list[dict[str, float]]) -> Any:
                 "cpu": time.process_time() - start_cpu,
                 "model": model,
                 "generation": seconds["generation"],
+                "generation_cpu": seconds["generation_cpu"],
             }
         )
         return result

@@ -90,7 +90,7 @@ def _import(case: Case, place: RankPlace | None) -> None:
     import transformers  # noqa: F401
 
     import pacs_megatron.certify.ranks  # noqa: F401
-    from pacs_megatron.certify.reference import OBJECTIVES
+    from pacs_megatron.certify.formulas import OBJECTIVES
 
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
     if case.config.objective.name not in OBJECTIVES:
@@ -98,7 +98,7 @@ def _import(case: Case, place: RankPlace | None) -> None:
 
 
 def _run(case: Case, work: Path, place: RankPlace | None, seed: int) -> None:
-    """All phases. The reference trains beside the ranks."""
+    """All phases. The reference trains beside the conversion, after the ranks, whose log-probs it needs."""
     from pacs_megatron.certify import ranks, reference
 
     write_samples(case, work, seed)
@@ -108,13 +108,13 @@ def _run(case: Case, work: Path, place: RankPlace | None, seed: int) -> None:
         reference.Reference(work).prepare()
 
     _Processes(work, "preparation", prepare).wait()
+    if place is not None:
+        _attempts_of_rank(case, work, place)
+    for number in (0, 1) if place is None else ():
+        world = case.layouts[number].world_size
+        _Processes(work, f"attempt {number + 1}", partial(ranks.attempt, case, work, number), world).wait()
     trainer = _Processes(work, "reference", lambda: reference.Reference(work).train())
     try:
-        if place is not None:
-            _attempts_of_rank(case, work, place)
-        for number in (0, 1) if place is None else ():
-            world = case.layouts[number].world_size
-            _Processes(work, f"attempt {number + 1}", partial(ranks.attempt, case, work, number), world).wait()
         _Processes(work, "conversion", partial(ranks.convert, work)).wait()
         trainer.wait()
     finally:

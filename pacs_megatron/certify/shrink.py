@@ -158,6 +158,7 @@ def _changes(config: RunConfig, updates: int, steps: int, tiny: Mapping[str, Any
             "lr": 1e-3,
             "min_lr": optimizer.min_lr / optimizer.lr * 1e-3,
             "adam_eps": 1e-3,
+            "weight_decay": 10 * optimizer.weight_decay,  # else one update's decay is below the tolerance of a weight
             "warmup_updates": min(optimizer.warmup_updates, 3),
         },
         "parallel": {},

@@ -235,7 +235,6 @@ def _parallel(config: RunConfig) -> Iterator[str]:
 
 _NEEDS_GPU = (
     "moe_permute_fusion",
-    "moe_router_fusion",
     "use_precision_aware_optimizer",
     "gradient_accumulation_fusion",
     "tp_comm_overlap",

@@ -66,8 +66,6 @@ class MegatronOptions(Options):
     """A product adds a weight's gradient to the fp32 buffer itself. null: on with Transformer Engine."""
     moe_permute_fusion: bool = False
     """Transformer Engine's fused permutation of tokens."""
-    moe_router_fusion: bool = False
-    """Transformer Engine's fused top-k of the router."""
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"  # noqa: S105  (no password)
     """Exchange of tokens between expert-parallel ranks; `flex` requires the package of its backend."""
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = "deepep"
@@ -98,6 +96,7 @@ class MegatronOptions(Options):
 _MEGATRON_REFUSED = {
     "cuda_graph_impl": "Megatron's graphed layers take no packed sequences (transformer_layer.py, _should_call_cuda_graph)",
     "fp8_param": "weight sync, the frozen reference and checkpoints read the weights in bf16",
+    "moe_router_fusion": "the fused top-k ignores routing replay, so passes of a step could use other experts",
 }
 
 

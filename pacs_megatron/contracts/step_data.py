@@ -115,3 +115,5 @@ class MiniBatch:
     """log pi of the policy at the start of this step, from the trainer"""
     reference_logprobs: dict[int, np.ndarray] | None = None
     """log pi of the frozen reference snapshot, from the trainer"""
+    routes: dict[int, np.ndarray] | None = None
+    """experts of this rank's samples that score pass and update use, see policy/routing.py; None: those of their own weights"""

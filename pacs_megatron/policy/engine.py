@@ -31,6 +31,7 @@ from pacs_megatron.policy.microbatch import MicroBatch, build_microbatch, build_
 from pacs_megatron.policy.model import PolicyModel, build_chunks, transformer_config, unwrap, wrap_for_training
 from pacs_megatron.policy.offload import Offload
 from pacs_megatron.policy.optimizer import Optimizer
+from pacs_megatron.policy.routing import Routes, Routing
 from pacs_megatron.policy.stoppable import StoppablePass, StopTest
 from pacs_megatron.policy.update_loss import MAX_LOG_RATIO, SampleStatistics, UpdateLoss
 
@@ -74,6 +75,8 @@ class MegatronPolicy:
         """nats, for `mismatch/over_frac`"""
         self.num_passes: Counter[str] = Counter()
         """forward-only passes over a mini-batch so far, by kind: `step_start`, `reference`, `score`"""
+        self.routes: Routes | None = None
+        """experts that the last `step_start` pass chose, of this rank's samples; None for a model without experts"""
         self._tokens_per_microbatch = tokens_per_microbatch
         sequence_multiple = parallel.tp if parallel.sequence_parallel else 1
         self._multiple = math.lcm(sequence_multiple, precision.token_multiple(precision_options) * sequence_multiple)
@@ -141,11 +144,13 @@ class MegatronPolicy:
             for rows in minibatch.plan.by_dp_rank[self.rank.dp]
         ]
 
-    def _forward(self, minibatch: MiniBatch, should_stop: StopTest | None) -> tuple[list[MicroBatch], list[Tensor]]:
+    def _forward(
+        self, minibatch: MiniBatch, should_stop: StopTest | None, routing: Routing | None = None
+    ) -> tuple[list[MicroBatch], list[Tensor]]:
         """This rank's micro-batches and their log-probs [local] (on the last pipeline stage)."""
         batches = self._batches(minibatch)
         if should_stop is None:
-            return batches, passes.forward(self.chunks, batches)
+            return batches, passes.forward(self.chunks, batches, routing=routing)
         none = np.empty(0, dtype=np.int64)
         stoppable = StoppablePass(
             batches,
@@ -156,7 +161,7 @@ class MegatronPolicy:
             lag=self.rank.layout.pp + 1,
             group=self.rank.control,
         )
-        return batches, passes.forward(self.chunks, batches, stoppable)
+        return batches, passes.forward(self.chunks, batches, stoppable, routing)
 
     def logprobs(
         self, minibatch: MiniBatch, source: LogprobSource, should_stop: StopTest | None = None
@@ -171,8 +176,10 @@ class MegatronPolicy:
             assert self.reference is not None, "take_reference comes first"
             weights.complete(self.chunks)
             swapped = self.reference.swapped_in()
+        routing = None if source == "reference" else self._routing(None)
         with swapped:
-            batches, results = self._forward(minibatch, should_stop)
+            batches, results = self._forward(minibatch, should_stop, routing)
+        self.routes = self.routes if routing is None else routing.recorded()
         found: dict[int, np.ndarray] = {}
         for batch, logprobs in zip(batches, results, strict=False):
             pieces = np.split(batch.gather(logprobs).cpu().numpy(), np.cumsum(batch.response_lens)[:-1])
@@ -187,13 +194,17 @@ class MegatronPolicy:
         statistics = self._score_pass(minibatch, objective, {"score"}, should_stop)
         return self._gathered(statistics, minibatch.facts, np.arange(minibatch.facts.num_samples))["score"]
 
+    def _routing(self, given: Routes | None) -> Routing | None:
+        return None if self.spec.moe is None else Routing(self.spec, self.models, given)
+
     def _score_pass(
         self, minibatch: MiniBatch, objective: Objective, names: Collection[Statistic], should_stop: StopTest | None
     ) -> SampleStatistics:
         self.num_passes["score"] += 1
         statistics = SampleStatistics(names=names)
+        routing = None if minibatch.routes is None else self._routing(minibatch.routes)
         with torch.no_grad():
-            for batch, logprobs in zip(*self._forward(minibatch, should_stop), strict=False):
+            for batch, logprobs in zip(*self._forward(minibatch, should_stop, routing), strict=False):
                 record = build_record(batch, logprobs, None, is_step_start=minibatch.index == 0)
                 statistics.add(batch, record, objective)
         return statistics
@@ -342,7 +353,8 @@ class MegatronPolicy:
         for model in self.models:
             model.want_entropy = True
         batches = self._batches(minibatch, with_tables=bool(loss.statistics.names))
-        reports = passes.forward_backward(self.chunks, batches, loss)
+        routing = None if minibatch.routes is None else self._routing(minibatch.routes)
+        reports = passes.forward_backward(self.chunks, batches, loss, routing)
         for model in self.models:
             model.want_entropy = False
         return reports

@@ -33,6 +33,10 @@ class MicroBatch:
     """int64 [1, t]"""
     labels: Tensor
     """int64 [1, t], the response token that a position predicts, -1 elsewhere"""
+    place: Tensor
+    """int64 [t], number of the token among the samples' input tokens, -1 for padding"""
+    input_lens: np.ndarray
+    """int64 [samples]"""
     packed: PackedSeqParams
     sample_of_token: Tensor
     """int64 [k], row in the mini-batch's SampleFacts"""
@@ -109,12 +113,14 @@ def build_microbatch(
         is_label = inputs[2] >= 0
         local = (is_label.cumsum(0) - 1)[mine][is_label[mine]].to(device)
         inputs = inputs[:, mine]
-    input_ids, position_ids, labels = inputs[:, None].to(device)
+    input_ids, position_ids, labels, place = inputs[:, None].to(device)
     return MicroBatch(
         rows=rows,
         input_ids=input_ids,
         position_ids=position_ids,
         labels=labels,
+        place=place[0],
+        input_lens=facts.prompt_lens[rows] + response_lens - 1,
         packed=packed_params(bounds, device, padded=cp > 1),
         sample_of_token=torch.from_numpy(np.repeat(rows, response_lens)).to(device),
         response_lens=response_lens,
@@ -132,11 +138,12 @@ def build_microbatch(
 def _pack(
     minibatch: MiniBatch, rows: np.ndarray, positions: Sequence[int], *, multiple: int, cp: int
 ) -> tuple[Tensor, Tensor]:
-    """int64 [3, t] input ids, position ids and labels of all ranks; int32 [sequences + 1] bounds, on the CPU."""
+    """int64 [4, t] input ids, position ids, labels and places of all ranks; int32 [sequences + 1] bounds, on the CPU."""
     sequence_multiple = 2 * cp if cp > 1 else 1
     multiple = math.lcm(multiple * cp, sequence_multiple)
     tokens, offsets = minibatch.tokens.token_ids, minibatch.tokens.offsets
     sequences: list[np.ndarray] = []
+    first = 0
     for row, at in zip(rows, positions, strict=True):
         ids = tokens[offsets[at] : offsets[at + 1]].astype(np.int64)
         prompt_len = int(minibatch.facts.prompt_lens[row])
@@ -144,6 +151,8 @@ def _pack(
         sequences.append(_dummy_tokens(length + -length % sequence_multiple))
         sequences[-1][0, :length] = ids[:-1]
         sequences[-1][2, prompt_len - 1 : length] = ids[prompt_len:]
+        sequences[-1][3, :length] = np.arange(first, first + length)
+        first += length
     total = sum(sequence.shape[1] for sequence in sequences)
     padding = -total % multiple if total else multiple
     if padding:
@@ -154,8 +163,9 @@ def _pack(
 
 
 def _dummy_tokens(length: int) -> np.ndarray:
-    """int64 [3, length]: input ids 0, positions, no labels."""
-    return np.stack([np.zeros(length, dtype=np.int64), np.arange(length), np.full(length, -1)])
+    """int64 [4, length]: input ids 0, positions, no labels, no places."""
+    nothing = np.full(length, -1)
+    return np.stack([np.zeros(length, dtype=np.int64), np.arange(length), nothing, nothing])
 
 
 def packed_params(bounds: Tensor, device: torch.device, *, padded: bool = False) -> PackedSeqParams:

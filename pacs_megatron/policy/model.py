@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -112,6 +113,7 @@ def transformer_config(
             "moe_router_topk": spec.moe.top_k,
             "moe_router_pre_softmax": not spec.moe.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
+            "moe_enable_routing_replay": True,
             # fp32 routing scores: rounding differences between two passes could select another expert.
             "moe_router_dtype": "fp32",
             "moe_grouped_gemm": precision.uses_transformer_engine(dtype, machine),
@@ -230,6 +232,7 @@ def build_chunks(
                 vp_stage=vp_stage,
                 **_rope(spec),
             )
+        RouterReplay.clear_global_router_replay_instances()  # `routing.py` has each router's own
         model.spec = spec
         model.model_type = ModelType.encoder_or_decoder
         model.rotary_pos_emb.inv_freq = rope_frequencies(spec).to(rank.device)

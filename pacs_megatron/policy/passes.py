@@ -13,16 +13,22 @@ from torch import Tensor
 from pacs_megatron.models import ModelSpec
 from pacs_megatron.policy.microbatch import MicroBatch, packed_params
 from pacs_megatron.policy.model import unwrap
+from pacs_megatron.policy.routing import Routing
 from pacs_megatron.policy.stoppable import StoppablePass
 from pacs_megatron.policy.update_loss import UpdateLoss
 
 
 def _model_step(
-    after: Callable[..., Any], loss: UpdateLoss | None, iterator: Iterator[MicroBatch], model: torch.nn.Module
+    after: Callable[..., Any],
+    loss: UpdateLoss | None,
+    routing: Routing | None,
+    iterator: Iterator[MicroBatch],
+    model: torch.nn.Module,
 ) -> Any:
     batch = next(iterator)
     unwrap(model).loss_gradient = None if loss is None else loss.gradient(batch)
-    output = model(batch.input_ids, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed)
+    with contextlib.nullcontext() if routing is None else routing.around(unwrap(model), batch):
+        output = model(batch.input_ids, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed)
     return output, partial(after, batch)
 
 
@@ -33,22 +39,30 @@ def _run(
     after: Callable[..., Any],
     *,
     loss: UpdateLoss | None,
+    routing: Routing | None,
 ) -> list[Any]:
-    results: list[Any] = get_forward_backward_func()(
-        forward_step_func=partial(_model_step, after, loss),
-        data_iterator=list(iterators) if len(chunks) > 1 else iterators[0],
-        model=list(chunks),
-        num_microbatches=num_microbatches,
-        # Unused: with variable_seq_lengths the stages exchange the true lengths.
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=loss is None,
-    )
+    try:
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=partial(_model_step, after, loss, routing),
+            data_iterator=list(iterators) if len(chunks) > 1 else iterators[0],
+            model=list(chunks),
+            num_microbatches=num_microbatches,
+            # Unused: with variable_seq_lengths the stages exchange the true lengths.
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=loss is None,
+        )
+    finally:
+        if routing is not None:
+            routing.finish()
     return results
 
 
 def forward(
-    chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], stoppable: StoppablePass | None = None
+    chunks: Sequence[torch.nn.Module],
+    batches: Sequence[MicroBatch],
+    stoppable: StoppablePass | None = None,
+    routing: Routing | None = None,
 ) -> list[Tensor]:
     """Log-probs float32 [local] of every micro-batch, on the last pipeline stage; an empty list elsewhere. No grad.
 
@@ -62,14 +76,17 @@ def forward(
 
     iterators = [iter(batches) for _ in chunks] if stoppable is None else stoppable.iterators(len(chunks))
     with torch.no_grad(), _unchanged_fp8_state(chunks):
-        results = _run(chunks, iterators, len(batches), keep, loss=None)
+        results = _run(chunks, iterators, len(batches), keep, loss=None, routing=routing)
     if stoppable is not None:
         stoppable.finish()
     return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else []
 
 
 def forward_backward(
-    chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], loss_function: UpdateLoss
+    chunks: Sequence[torch.nn.Module],
+    batches: Sequence[MicroBatch],
+    loss_function: UpdateLoss,
+    routing: Routing | None = None,
 ) -> list[Mapping[str, Tensor]]:
     """Gradients of the SUM of the losses over micro-batches and data-parallel ranks, into Megatron's buffers.
 
@@ -81,7 +98,7 @@ def forward_backward(
         # With a count of 0 tokens, finalize_model_grads does not divide the sum.
         return value, torch.zeros((), dtype=torch.int, device=value.device), report
 
-    results = _run(chunks, [iter(batches) for _ in chunks], len(batches), after, loss=loss_function)
+    results = _run(chunks, [iter(batches) for _ in chunks], len(batches), after, loss=loss_function, routing=routing)
     return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else []
 
 

@@ -36,12 +36,20 @@ def logprobs(run: RunContext, minibatch: MiniBatch) -> Logprobs:
     """The trainer's log-probs of this rank's samples that the objective needs. Raises Interrupted."""
     with run.timer.span("logprobs"):
         sources = sorted(run.objective.logprob_passes(minibatch.index), reverse=True)
-        return {source: run.policy.logprobs(minibatch, source, run.stop.is_set) for source in sources}
+        found: Logprobs = {source: run.policy.logprobs(minibatch, source, run.stop.is_set) for source in sources}
+        if "step_start" in found and run.policy.routes is not None:
+            found["routes"] = run.policy.routes
+        return found
 
 
 def with_logprobs(minibatch: MiniBatch, found: Logprobs) -> MiniBatch:
-    """`minibatch` with its log-probs."""
-    return replace(minibatch, step_start_logprobs=found.get("step_start"), reference_logprobs=found.get("reference"))
+    """`minibatch` with its log-probs, and the experts of its `step_start` pass."""
+    return replace(
+        minibatch,
+        step_start_logprobs=found.get("step_start"),
+        reference_logprobs=found.get("reference"),
+        routes=found.get("routes"),
+    )
 
 
 def measure_noise(run: RunContext, minibatch: MiniBatch, step: int) -> dict[str, float]:

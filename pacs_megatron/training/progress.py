@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -15,8 +15,9 @@ from pacs_megatron.observability.metrics import MetricSum, MetricSums
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import gather_arrays
 
-Logprobs = dict[LogprobSource, dict[int, np.ndarray]]
-"""Of one mini-batch, by source: row of its facts -> float32 [response], nats"""
+Source = LogprobSource | Literal["routes"]
+Logprobs = dict[Source, dict[int, np.ndarray]]
+"""Of one mini-batch, by source: row of its facts -> float32 [response], nats; `routes`: experts, see policy/routing.py"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,10 +51,11 @@ class OpenStep:
         own: dict[str, np.ndarray] = {}
         for index, found in enumerate(self.logprobs or []):
             for source, by_row in found.items():
-                rows = sorted(by_row) if is_sender else []
+                rows = sorted(by_row) if is_sender or source == "routes" else []  # each stage has its layers' routes
+                pieces = [np.empty(0, np.float32), *(by_row[row].ravel() for row in rows)]
                 own[f"{index}.{source}.rows"] = np.array(rows, dtype=np.int64)
-                own[f"{index}.{source}.lens"] = np.array([len(by_row[row]) for row in rows], dtype=np.int64)
-                own[f"{index}.{source}.nats"] = np.concatenate([np.empty(0, np.float32), *(by_row[r] for r in rows)])
+                own[f"{index}.{source}.lens"] = np.array([len(piece) for piece in pieces[1:]], dtype=np.int64)
+                own[f"{index}.{source}.nats"] = np.concatenate(pieces)
         shares = gather_arrays(own, group=rank.control)
         if shares is None:
             return None
@@ -86,7 +88,9 @@ class OpenStep:
             if kind == "nats":
                 rows, lens = arrays[f"{index}.{source}.rows"], arrays[f"{index}.{source}.lens"]
                 pieces = np.split(values, np.cumsum(lens)[:-1])
-                logprobs[int(index)][cast("LogprobSource", source)] = dict(zip(rows.tolist(), pieces, strict=True))
+                by_row = logprobs[int(index)].setdefault(cast("Source", source), {})
+                for row, piece in zip(rows.tolist(), pieces, strict=True):
+                    by_row[row] = np.maximum(by_row.get(row, piece), piece)  # of routes several ranks have parts
         sums = MetricSums(
             sums={name: MetricSum(total, count) for name, (total, count) in header["sums"].items()},
             extremes=dict(header["extremes"]),

@@ -35,12 +35,12 @@ def test_overlap_and_gradient_fusion_are_on_by_default(tmp_path: Path) -> None:
     assert _constructed(tmp_path, "qwen2", look, megatron=off) == ([False] * 3, False, False)
 
 
-def test_fused_permutation_and_router(tmp_path: Path) -> None:
+def test_fused_permutation(tmp_path: Path) -> None:
     def look(policy: Any) -> Any:
-        return policy.config.moe_permute_fusion, policy.config.moe_router_fusion
+        return policy.config.moe_permute_fusion
 
-    options = {"moe_permute_fusion": True, "moe_router_fusion": True}
-    assert _constructed(tmp_path, "qwen3_moe", look, megatron=options) == (True, True)
+    options = {"moe_permute_fusion": True}
+    assert _constructed(tmp_path, "qwen3_moe", look, megatron=options) is True
 
 
 def test_flex_dispatcher_without_its_package_is_an_error(tmp_path: Path) -> None:

@@ -15,10 +15,14 @@ import torch
 from pacs_megatron.observability.metrics import MetricSums
 
 OBJECTIVES, BATCHING, POLICY = "pacs_megatron.objectives", "pacs_megatron.batching", "pacs_megatron.policy"
+FINALIZE = "megatron.core.distributed.finalize_model_grads"
 FROZEN = {"objective": {"name": "pacs", "reference": "frozen", "reset_every": 2}}
 GRPO = {"objective": {"name": "grpo", "kl_coef": 0.1, "importance": "truncate", "loss_mean": "sequence"}}
 DECAY = {"optimizer": {"weight_decay": 0.1, "schedule": "linear", "min_lr": 1e-7, "warmup_updates": 2}}
 CLIPPED = {"objective": {"name": "pacs", "clip_grad": 1.0}}
+PIPELINE = {"parallel": {"tp": 1, "pp": 2}}
+SEQUENCE_PARALLEL = {"parallel": {"tp": 2, "sequence_parallel": True}}
+CONTEXT = {"parallel": {"tp": 1, "cp": 2}}
 TEMPERATURE = {"rollout": {"engine": "embedded", "sampling": {"max_response_tokens": 100, "temperature": 0.7}}}
 
 
@@ -161,6 +165,67 @@ def _forget_schedule(run: Any) -> None:
     run.policy.optimizer.schedule.num_steps = 0
 
 
+def _low_scores(original: Any, self: Any, *args: Any) -> Any:
+    """Only the scores have the wrong scale; the derivative keeps its beta."""
+    return 0.99 * original(self, *args)
+
+
+def _masked(batch: Any, record: Any) -> Any:
+    mask = record.mask.clone()
+    if batch.local is None and len(mask) == int(batch.response_lens.sum()):
+        mask[np.cumsum(batch.response_lens) - 1] = 0.0
+    return replace(record, mask=mask)
+
+
+def _with(**options: Any) -> Callable[..., Any]:
+    def planted(original: Any, *args: Any) -> Any:
+        config = original(*args)
+        for name, value in options.items():
+            assert getattr(config, name) != value
+            setattr(config, name, value)
+        return config
+
+    return planted
+
+
+def _own_part(original: Any, self: Any, values: Any) -> Any:
+    if self.local is None:
+        return values
+    full = torch.zeros(len(self.sample_of_token), dtype=values.dtype)
+    full[self.local] = values
+    return full
+
+
+def _wrong_denominator(original: Any, *args: Any) -> Any:
+    metrics, denominators = original(*args)
+    return metrics, denominators | {"policy/entropy": denominators["policy/entropy"] + 1.0}
+
+
+def _without_last_microbatch(original: Any, *args: Any, **kwargs: Any) -> Any:
+    plan = original(*args, **kwargs)
+    return replace(plan, by_dp_rank=tuple((*rank[:-1], ()) for rank in plan.by_dp_rank))
+
+
+def _rounded_logits(original: Any, self: Any, hidden: Any) -> Any:
+    return original(self, hidden).bfloat16().float()
+
+
+def _option(name: str, change: Callable[[Any], Any]) -> Callable[..., Any]:
+    def planted(original: Any, **options: Any) -> Any:
+        return original(**options | {name: change(options[name])})
+
+    return planted
+
+
+def _forget(name: str) -> Callable[[Any], None]:
+    def action(run: Any) -> None:
+        for part in run.policy.optimizer.optimizers():
+            for state in part.optimizer.state.values():
+                state[name].zero_()
+
+    return action
+
+
 PLANTED: dict[str, Planted] = {
     # ---------------------------------------------------------------------------------------------------- objective
     "score without G/(G-1)": Planted(
@@ -292,5 +357,91 @@ PLANTED: dict[str, Planted] = {
         target="pacs_megatron.convert.convert.Entry.to_hf",
         change=lambda original, self, tensor: tuple(part.flip(0) for part in original(self, tensor)),
         family="qwen3_moe",
+    ),
+    # ------------------------------------------------------------------------------------------------- second round
+    "beta of the scores 1 % low": Planted(target=f"{OBJECTIVES}.pacs.Pacs.token_scores", change=_low_scores),
+    "the last token of a response has no loss": Planted(
+        target=f"{POLICY}.update_loss.build_record",
+        change=lambda original, batch, *args, **kwargs: _masked(batch, original(batch, *args, **kwargs)),
+    ),
+    "the reference is never reset": Planted(
+        target=f"{POLICY}.engine.MegatronPolicy.take_reference",
+        change=lambda original, self, **kw: self.optimizer.reset_moments() if self.reference else original(self, **kw),
+        changes=FROZEN,
+    ),
+    "group size of the configuration in the leave-one-out score": Planted(
+        target=f"{OBJECTIVES}.shared.scores._leave_one_out",
+        change=lambda original, groups: torch.full_like(original(groups), 4 / 3),
+    ),
+    "bf16 logits": Planted(target=f"{POLICY}.head._Head.logits", change=_rounded_logits),
+    "query heads of the conversion in the other order": Planted(
+        target="pacs_megatron.models.transforms.Qkv.to_hf",
+        change=lambda original, self, *args: (lambda q, *others: (q.flip(0), *others))(*original(self, *args)),
+    ),
+    "the last micro-batch of a rank is lost": Planted(
+        target=f"{BATCHING}.split.plan_microbatches", change=_without_last_microbatch
+    ),
+    "N of one data-parallel rank": Planted(
+        target=f"{POLICY}.update_loss.UpdateLoss._coupled",
+        change=lambda original, *args: (
+            lambda prepared: replace(prepared, per_sample={k: 2 * v for k, v in prepared.per_sample.items()})
+        )(original(*args)),
+    ),
+    "epsilon of Adam ten times as large": Planted(
+        target=f"{POLICY}.optimizer.OptimizerConfig", change=_option("adam_eps", lambda value: 10 * value)
+    ),
+    "weight decay 10 % low": Planted(
+        target=f"{POLICY}.optimizer.OptimizerConfig",
+        change=_option("weight_decay", lambda value: 0.9 * value),
+        changes=DECAY,
+    ),
+    "gradients of tied embeddings are not summed over the stages": Planted(
+        target=f"{FINALIZE}._allreduce_word_embedding_grads",
+        change=lambda original, *args, **kwargs: None,
+        changes=PIPELINE,
+        family="qwen3-tied-mha-odd-vocabulary",
+    ),
+    "gradients of norms are not summed over sequence-parallel ranks": Planted(
+        target=f"{FINALIZE}._allreduce_non_tensor_model_parallel_grads",
+        change=lambda original, *args, **kwargs: None,
+        changes=SEQUENCE_PARALLEL,
+    ),
+    "gradients of the last update stay": Planted(
+        target=f"{POLICY}.optimizer.Optimizer.zero_grad", change=lambda original, self, chunks: None
+    ),
+    "base of the rotary positions 1 % high": Planted(
+        target=f"{POLICY}.model.rope_frequencies",
+        change=lambda original, spec: original(replace(spec, rope_theta=1.01 * spec.rope_theta)),
+    ),
+    "rotary pairs are interleaved": Planted(
+        target=f"{POLICY}.engine.transformer_config", change=_with(rotary_interleaved=True)
+    ),
+    "epsilon of the norms 1e-5": Planted(
+        target=f"{POLICY}.engine.transformer_config", change=_with(layernorm_epsilon=1e-5)
+    ),
+    "weights of the chosen experts are not normalised": Planted(
+        target=f"{POLICY}.engine.transformer_config", change=_with(moe_router_pre_softmax=True), family="qwen3_moe"
+    ),
+    "scores of one context-parallel rank": Planted(
+        target=f"{POLICY}.microbatch.MicroBatch.gather", change=_own_part, changes=CONTEXT
+    ),
+    "second moments are not restored": Planted(
+        target="pacs_megatron.training.loop.resume", change=_after_resume(_forget("exp_avg_sq"))
+    ),
+    "the bias correction starts again": Planted(
+        target="pacs_megatron.training.loop.resume",
+        change=_after_resume(lambda run: run.policy.optimizer.set_adam_step(0)),
+    ),
+    "ratio against the sampler": Planted(
+        target=f"{OBJECTIVES}.shared.policy_gradient.PolicyGradient._step_start",
+        change=lambda original, self, tokens: tokens.sampler_logprobs,
+        changes=GRPO,
+    ),
+    "derivative of a bf16 log-prob": Planted(
+        target=f"{POLICY}.head._Head.gradient_of_logits",
+        change=lambda original, self, *args: original(self, *args).bfloat16().float(),
+    ),
+    "one metric divides by the wrong count": Planted(
+        target=f"{POLICY}.engine.MegatronPolicy._metrics", change=_wrong_denominator
     ),
 }

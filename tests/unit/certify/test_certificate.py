@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pacs_megatron.certify import reference
+from pacs_megatron.certify import formulas, reference
 from pacs_megatron.certify.certificate import Certificate, certificate_folder, certificate_line, digest_of
 from pacs_megatron.certify.compare import TOLERANCES, Comparison
 from pacs_megatron.certify.run import make_case
@@ -26,12 +26,14 @@ from tests.unit.test_layers import imports
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[3] / "configs" / "runs").glob("*.yaml"))
 
 
-def test_the_reference_imports_nothing_of_the_package() -> None:
-    tree = ast.parse(Path(str(reference.__file__)).read_text(encoding="utf-8"))
-    found = {name.split(".")[0] for name, _, _ in imports(tree, "pacs_megatron.certify.reference")}
-    others = found - set(sys.stdlib_module_names)
-    assert others == {"numpy", "torch", "transformers"}
-    assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
+def test_the_reference_imports_nothing_of_the_package_but_its_formulas() -> None:
+    own, external = "pacs_megatron.certify.formulas", set()
+    for module in (reference, formulas):
+        tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+        found = {name for name, _, _ in imports(tree, module.__name__) if not f"{name}.".startswith(f"{own}.")}
+        external |= {name.split(".")[0] for name in found} - set(sys.stdlib_module_names)
+        assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
+    assert external == {"numpy", "torch", "transformers"}
 
 
 def certificate(folder: Path, comparison: Comparison, **overrides: Any) -> tuple[Any, Certificate]:

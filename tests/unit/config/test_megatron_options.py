@@ -36,7 +36,7 @@ def problems(*overrides: str) -> list[str]:
         ),
         (["megatron.overlap_param_gather=true", "distributed_optimizer=false"], "requires parallel.distributed_optimi"),
         (["megatron.moe_flex_dispatcher_backend=hybridep"], "requires parallel.megatron.moe_token_dispatcher_type"),
-        (["megatron.moe_router_fusion=true"], "moe_router_fusion is for a model with experts, Qwen3-8B has none"),
+        (["megatron.moe_permute_fusion=true"], "moe_permute_fusion is for a model with experts, Qwen3-8B has none"),
         (["megatron.tp_comm_overlap=true", "sequence_parallel=false"], "requires parallel.sequence_parallel=true"),
         (["megatron.exp_avg_dtype=bf16"], "requires parallel.megatron.use_precision_aware_optimizer"),
         (

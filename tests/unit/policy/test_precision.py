@@ -34,7 +34,6 @@ ALL = MegatronOptions(
     overlap_param_gather=True,
     gradient_accumulation_fusion=True,
     moe_permute_fusion=True,
-    moe_router_fusion=True,
     moe_token_dispatcher_type="flex",
     moe_flex_dispatcher_backend="hybridep",
     tp_comm_overlap=True,

@@ -1,0 +1,282 @@
+"""The formulas of docs/objective.md for `certify`'s reference, in float64 by autograd: nothing here is from pacs_megatron.
+
+A new objective is one function and one row of OBJECTIVES.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Logps = list[Tensor]
+"""Per sample, float64 [response], nats"""
+Metrics = dict[str, tuple[float, float]]
+"""name -> (value, denominator); a denominator of 0 means that there is no value"""
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """One mini-batch. `logps` has a graph; the others have none."""
+
+    options: Mapping[str, Any]
+    """the section `objective` of the configuration"""
+    groups: list[list[int]]
+    """rows of each group"""
+    labels: Tensor
+    rewards: Tensor
+    logps: Logps
+    starts: Logps
+    """log-probs of the policy at the start of the step"""
+    frozen: Logps
+    """log-probs of the frozen reference"""
+    sampler: Logps
+    entropies: list[Tensor]
+    """of the whole distributions, float64 [response], with graph"""
+    rows: list[int]
+    """of the step's rollout batch"""
+    step: "Batch | None" = None
+    """the whole rollout batch, with log-probs of the step's start"""
+
+    @property
+    def lens(self) -> Tensor:
+        return torch.tensor([float(len(logp)) for logp in self.logps], dtype=torch.float64)
+
+
+def pacs(batch: Batch) -> tuple[Tensor, Metrics]:
+    """docs/objective.md, PACS: proxy (7), score (6), weight (3.5), loss (2) and (8), actor term (5), stale rollouts."""
+    o, n = batch.options, len(batch.logps)
+    if o["reward_proxy"] == "mean_log_prob":
+        proxy = torch.stack([o["beta"] * logp.mean() for logp in batch.logps])
+    else:
+        against = batch.frozen if o["reference"] == "frozen" else batch.starts
+        pairs = zip(batch.logps, against, strict=True)
+        proxy = torch.stack([o["beta"] * (logp - base).sum() for logp, base in pairs])
+    psi, weight = [proxy.new_zeros(())] * n, torch.ones(n, dtype=torch.float64)
+    for rows in batch.groups:
+        r, labels = proxy[rows], batch.labels[rows]
+        for row, value in zip(rows, _pacs_scores(r, o), strict=True):
+            psi[row] = value
+        for row in rows:
+            same = int((labels == batch.labels[row]).sum())
+            question = 1.0 if same == len(rows) else len(rows) / (2 * same)
+            label = float(batch.labels[row])
+            kinds = {"question": question, "only_positive": label, "only_negative": 1 - label, "none": 1.0}
+            weight[row] = kinds[o["weighting"]]
+    score, metrics = torch.stack(psi), Metrics()
+    if o["importance_cap"] is not None:
+        ratios = [(start - old).mean().exp() for start, old in zip(batch.starts, batch.sampler, strict=True)]
+        factor = torch.stack(ratios).clamp(max=o["importance_cap"])
+        weight = weight * factor
+        metrics["pacs/importance_mean"] = (float(factor.mean()), n)
+        metrics["pacs/importance_capped_frac"] = (float((factor >= o["importance_cap"]).double().mean()), n)
+    loss = weight * torch.nn.functional.binary_cross_entropy_with_logits(score, batch.labels, reduction="none")
+    total = loss.sum() / n
+    if o["actor_term"] > 0:
+        done = loss.detach()
+        for rows in batch.groups:
+            for row in rows:
+                seen = done[rows].sum() if o["actor_scope"] == "group" else done[row]
+                total = total + o["actor_term"] / (n * o["beta"]) * seen * (proxy[row] - proxy[row].detach())
+    found, labels = score.detach(), batch.labels
+    for name, chosen in (("pos", found[labels == 1]), ("neg", found[labels == 0])):
+        metrics[f"pacs/psi_mean_{name}"] = (float(chosen.mean()) if len(chosen) else 0.0, len(chosen))
+    metrics["pacs/residual_mean"] = (float((found.sigmoid() - labels).abs().mean()), n)
+    metrics["pacs/psi_over_8_frac"] = (float((found.abs() > 8).double().mean()), n)
+    one_class = [len(set(labels[rows].tolist())) == 1 for rows in batch.groups]
+    metrics["pacs/one_class_group_frac"] = (sum(one_class) / len(one_class), len(one_class))
+    return total, metrics
+
+
+def _pacs_scores(r: Tensor, o: Mapping[str, Any]) -> Sequence[Tensor]:
+    """psi of one group from its proxies."""
+    if o["score"] == "naive":
+        return list(r)
+    if o["score"] == "rloo":
+        return [value - (r.sum() - value) / (len(r) - 1) for value in r]
+    centred = r - r.mean()
+    if o["score"] == "dr_grpo":
+        return list(centred)
+    is_constant = float(r.detach().std()) <= (o["score_std_floor"] or 0.0)
+    return list(centred / ((torch.tensor(o["score_std_floor"] or 0.0) if is_constant else r.std()) + 1e-6))
+
+
+def _kl(estimator: str, logp: Tensor, reference: Tensor) -> Tensor:
+    q = reference - logp
+    return -q if estimator == "k1" else 0.5 * q * q if estimator == "k2" else torch.expm1(q) - q
+
+
+def _rewards(batch: Batch) -> Tensor:
+    """[n], after the penalties."""
+    o = batch.options
+    rewards = batch.rewards.clone()
+    if o.get("overlong_length") is not None:
+        excess = (batch.lens - o["overlong_length"] + o["overlong_buffer"]) / o["overlong_buffer"]
+        rewards = rewards - o["overlong_penalty"] * excess.clamp(0.0, 1.0)
+    if o["kl_in"] == "reward":
+        pairs = zip(batch.starts, batch.frozen, strict=True)
+        rewards = rewards - o["kl_coef"] * torch.stack([_kl(o["kl_estimator"], *pair).sum() for pair in pairs])
+    return rewards
+
+
+def _scaled_over_the_step(step: Batch) -> Tensor:
+    """REINFORCE++: mean and standard deviation over all tokens of the rollout batch."""
+    shifted, share = _rewards(step), step.lens / step.lens.sum()
+    for rows in step.groups if step.options["baseline"] == "group" else ():
+        shifted[rows] = shifted[rows] - shifted[rows].mean()
+    centred = shifted - (shifted * share).sum()
+    return centred / (centred.square() * share).sum().clamp(min=1e-8).sqrt()
+
+
+def _advantages(batch: Batch) -> Tensor:
+    """[n]"""
+    o, name = batch.options, batch.options["name"]
+    if name == "w_reinforce":
+        correct, wrong = {"both": (o["positive_weight"], -1.0), "positive": (1.0, 0.0), "negative": (0.0, -1.0)}[
+            o["classes"]
+        ]
+        return torch.tensor([wrong, correct], dtype=torch.float64)[batch.labels.long()]
+    if name == "reinforce_pp" and batch.step is not None:
+        return _scaled_over_the_step(batch.step)[batch.rows]
+    rewards = _rewards(batch)
+    kind, advantage = o.get("advantage", name if name in ("dr_grpo", "rloo") else "grpo"), torch.zeros_like(rewards)
+    for rows in batch.groups:
+        own = rewards[rows]
+        if len(set(own.tolist())) > 1:  # else every advantage is 0
+            for row in rows:
+                others = (own.sum() - rewards[row]) / (len(rows) - 1)
+                centre = others if kind == "rloo" else own.mean()
+                scale = own.std() + o.get("advantage_eps", 1e-6) if kind == "grpo" else 1.0
+                advantage[row] = (rewards[row] - centre) / scale
+    return advantage
+
+
+def policy_gradient(batch: Batch) -> tuple[Tensor, Metrics]:
+    """docs/objective.md, policy gradients."""
+    o, n, name = batch.options, len(batch.logps), batch.options["name"]
+    advantage = _advantages(batch)
+    is_counted = advantage != 0 if name == "w_reinforce" else torch.ones(n, dtype=torch.bool)
+    tokens, total = float(batch.lens.sum()), torch.zeros((), dtype=torch.float64)
+    clipped, kl, weights, cut, corrected = 0.0, 0.0, 0.0, 0.0, 0.0
+    for row, (logp, a) in enumerate(zip(batch.logps, advantage.tolist(), strict=True)):
+        # Of a sample's ratio with a weight for each token, each token has the sample's loss with its own derivative.
+        by_token = name in ("gspo", "luspo", "rloo") and o["importance"] != "none"
+        own = logp.detach().requires_grad_() if by_token else logp
+        log_ratio, ones = own - batch.starts[row], torch.ones_like(own)
+        ratio = (
+            ones
+            * {"gspo": log_ratio.mean(), "luspo": log_ratio.mean(), "rloo": log_ratio.sum()}.get(name, log_ratio).exp()
+        )
+        low, high = 1 - o.get("clip_low", 1.0), 1 + o["clip_high"]
+        loss = -torch.minimum(ratio * a, ratio.clamp(low, high) * a)
+        if name == "cispo":
+            loss = -ratio.clamp(max=high).detach() * a * logp
+        is_high, is_low = ratio > high, (ratio < low) & (name != "cispo")
+        clipped += int((is_high | is_low if name == "cispo" else is_high if a > 0 else is_low).sum()) if a else 0
+        if o["importance"] != "none":
+            w = batch.starts[row] - batch.sampler[row]
+            w = ones.detach() * (w.sum() if o["importance_level"] == "sequence" else w).exp()
+            outside = (w > o["importance_cap"]) | (w < (o["importance_floor"] or 0.0))
+            factor = w.clamp(max=o["importance_cap"]) if o["importance"] == "truncate" else w * ~outside
+            if by_token:
+                loss = loss.detach() + torch.autograd.grad(loss.sum(), own)[0] * (logp - logp.detach())
+            loss = loss * factor
+            if a:
+                weights, cut, corrected = weights + float(factor.sum()), cut + int(outside.sum()), corrected + len(w)
+        if o["kl_coef"] > 0:
+            estimate = _kl(o["kl_estimator"], logp, batch.frozen[row])
+            loss, kl = loss + o["kl_coef"] * estimate * (o["kl_in"] == "loss"), kl + float(estimate.detach().sum())
+        if o["entropy_coef"] > 0:
+            loss = loss - o["entropy_coef"] * batch.entropies[row]
+        mean = {"gspo": "sequence", "rloo": "sequence", "luspo": "sum", "dr_grpo": "dr_grpo"}.get(
+            name, o.get("loss_mean", "token")
+        )
+        counted = float(batch.lens[is_counted].sum())
+        divisor = {
+            "token": counted,
+            "sequence": n * len(logp),
+            "sum": n,
+            "dr_grpo": n * (o.get("constant_length") or 1),
+        }
+        total = total + loss.sum() / divisor[mean]
+    metrics: Metrics = {
+        "advantage_abs_mean": (float(advantage.abs().mean()), n),
+        "zero_advantage_frac": (float((advantage == 0).double().mean()), n),
+        "clip_frac": (clipped / tokens, tokens),
+    }
+    if o["kl_coef"] > 0:
+        metrics["kl"] = (kl / tokens, tokens)
+    if o["importance"] != "none":
+        metrics["importance_mean"] = (weights / max(corrected, 1), corrected)
+        metrics["importance_cut_frac"] = (cut / max(corrected, 1), corrected)
+    return total, {f"{name}/{key}": value for key, value in metrics.items()}
+
+
+def real(batch: Batch) -> tuple[Tensor, Metrics]:
+    """docs/objective.md, REAL and its BCE variant."""
+    o, total, counted = batch.options, torch.zeros((), dtype=torch.float64), 0
+    mixed = [rows for rows in batch.groups if 0 < float(batch.labels[rows].mean()) < 1]
+    for rows in mixed:
+        pairs = [(batch.logps[row] - batch.starts[row]).mean() / o["tau"] for row in rows]
+        s, y = torch.stack(pairs), batch.labels[rows]
+        if o["name"] == "real_bce":
+            total = total + torch.nn.functional.binary_cross_entropy_with_logits(s, y, reduction="sum")
+        else:
+            total = total + torch.log1p((-s[y == 1]).exp().sum()) + torch.log1p(s[y == 0].exp().sum())
+        counted += len(rows)
+    total = total + 0.0 * torch.cat(batch.logps).sum()  # a graph, where every group has one class
+    groups = len(batch.groups)
+    metrics: Metrics = {f"{o['name']}/one_class_group_frac": (1 - len(mixed) / groups, groups)}
+    return total / (groups if o["name"] == "real" else max(counted, 1)), metrics
+
+
+def sft(batch: Batch) -> tuple[Tensor, Metrics]:
+    """Mean negative log-likelihood over tokens, or the mean of each response's mean."""
+    if batch.options["loss_mean"] == "token":
+        return -torch.cat(batch.logps).mean(), {}
+    return -torch.stack([logp.mean() for logp in batch.logps]).mean(), {}
+
+
+OBJECTIVES: dict[str, Callable[[Batch], tuple[Tensor, Metrics]]] = {
+    "pacs": pacs,
+    "sft": sft,
+    **dict.fromkeys(
+        ("grpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo", "rloo", "w_reinforce", "reinforce_pp"), policy_gradient
+    ),
+    **dict.fromkeys(("real", "real_bce"), real),
+}
+
+
+def skips_zero_gradient(o: Mapping[str, Any]) -> bool:
+    """Whether a step's first update leaves samples out whose gradient is exactly 0 (docs/metrics.md)."""
+    if o["name"] == "pacs":
+        return bool(o["reference"] == "step_start" and o["importance_cap"] is None)
+    if o["name"] == "sft" or o.get("kl_coef", 0) > 0 or o.get("entropy_coef", 0) > 0:
+        return False
+    return bool(o.get("importance_level") != "sequence")
+
+
+def passes(o: Mapping[str, Any], index: int) -> Metrics:
+    """Forward-only log-prob passes of update `index` (docs/objective.md)."""
+    if o["name"] == "pacs":
+        start, frozen = o["reference"] == "step_start" or o["importance_cap"] is not None, o["reference"] == "frozen"
+    else:
+        start, frozen = o["name"] != "sft", o.get("kl_coef", 0.0) > 0
+    later = index > 0 or o.get("kl_in") == "reward"
+    return {"passes/step_start": (float(start and later), 1.0), "passes/reference": (float(frozen), 1.0)}
+
+
+def token_metrics(logps: Tensor, entropies: Tensor, sampler: Tensor, case: Mapping[str, Any]) -> Metrics:
+    """docs/metrics.md: policy/* and mismatch/* over the tokens of the update's forward pass."""
+    count, q = float(len(logps)), logps - sampler
+    found = {"policy/entropy": entropies.mean(), "policy/logprob_mean": logps.mean()}
+    if case["is_sampled"]:
+        found |= {
+            "mismatch/logprob_abs_mean": q.abs().mean(),
+            "mismatch/logprob_abs_max": q.abs().max(),
+            "mismatch/ratio": q.mean().exp(),
+            "mismatch/kl": (q.exp() - 1 - q).mean(),
+            "mismatch/over_frac": (q.abs() > case["mismatch_threshold"]).double().mean(),
+        }
+    return {name: (float(value), count) for name, value in found.items()}

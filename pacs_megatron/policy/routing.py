@@ -1,0 +1,87 @@
+"""Routing of experts, recorded in one pass over a mini-batch and replayed in the later ones, so that all use the same experts.
+
+Megatron's RouterReplay has one recording and one list for recomputation in each router. Here a pass over several
+micro-batches sets them before each forward: the recording belongs to a sample, a layer and a token, so another packing,
+stage or layout can replay it. A recomputed forward takes the micro-batches of its router in the order of their forwards.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from torch import Tensor
+
+from pacs_megatron.models import ModelSpec
+from pacs_megatron.policy.microbatch import MicroBatch
+from pacs_megatron.policy.model import PolicyModel
+
+Routes = dict[int, np.ndarray]
+"""row -> int16 [input tokens, layers, top k], the experts of each token; -1 where another rank has them. May be flat."""
+
+
+class Routing:
+    """The routing of one pass: replays `given` where it is not None, and else records it. Call `finish` after the pass."""
+
+    def __init__(self, spec: ModelSpec, models: Sequence[PolicyModel], given: Routes | None) -> None:
+        assert spec.moe is not None
+        self._shape = (spec.num_layers, spec.moe.top_k)
+        self._models = models
+        self._given = given
+        self._recorded: list[tuple[MicroBatch, Tensor, dict[int, Tensor]]] = []
+
+    @contextlib.contextmanager
+    def around(self, model: PolicyModel, batch: MicroBatch) -> Iterator[None]:
+        """The forward pass of a micro-batch through a chunk."""
+        routers, place = dict(_routers(model)), batch.place
+        if model.config.sequence_parallel:
+            tp = parallel_state.get_tensor_model_parallel_world_size()
+            place = place.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
+        experts = None if self._given is None else self._at(batch, place, self._given)
+        for layer, router in routers.items():
+            if experts is None:
+                router.set_router_replay_action(RouterReplayAction.RECORD)
+            else:
+                router.set_target_indices(experts[:, layer])  # also for a recomputed forward
+                router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        yield
+        if experts is None:
+            self._recorded.append((batch, place, {k: r.recorded_topk_idx for k, r in routers.items()}))
+        for router in routers.values():
+            router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+
+    def _at(self, batch: MicroBatch, place: Tensor, given: Routes) -> Tensor:
+        """int64 [t, layers, top k]. Padding takes the first experts."""
+        padding = np.broadcast_to(np.arange(self._shape[1], dtype=np.int16), (1, *self._shape))
+        pieces = [given[int(row)].reshape(-1, *self._shape).astype(np.int16) for row in batch.rows]
+        experts = torch.from_numpy(np.concatenate([*pieces, padding])).to(place.device)
+        return experts[place].long()  # a place of -1 is the last entry
+
+    def finish(self) -> None:
+        """The routers choose by themselves again."""
+        for model in self._models:
+            for _, router in _routers(model):
+                router.clear_indices()
+                router.clear_router_replay_action()
+
+    def recorded(self) -> Routes:
+        """What this rank's routers chose: its own layers, and with sequence or context parallelism its own tokens."""
+        found: Routes = {}
+        for batch, place, by_layer in self._recorded:
+            ends, known = np.cumsum(batch.input_lens), (place >= 0).cpu()
+            experts = np.full((int(batch.input_lens.sum()), *self._shape), -1, np.int16)
+            for layer, chosen in by_layer.items():
+                experts[place.cpu()[known].numpy(), layer] = chosen.cpu()[known].numpy()
+            pieces = np.split(experts, ends[:-1]) if len(ends) else []
+            for row, piece in zip(batch.rows, pieces, strict=True):
+                at = int(row)
+                found[at] = np.maximum(found[at], piece) if at in found else piece  # chunks have other layers
+        return found
+
+
+def _routers(model: PolicyModel) -> Iterator[tuple[int, RouterReplay]]:
+    """(0-based layer of the whole model, its replay)"""
+    for layer in model.decoder.layers:
+        yield layer.layer_number - 1, layer.mlp.router.router_replay

@@ -1,0 +1,108 @@
+"""Routing of experts: recorded as transformers chooses, and replayed in every layout, packing and recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pacs_megatron.certify.reference import Adam, Model
+from pacs_megatron.objectives.pacs import PacsOptions
+from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.training.progress import OpenStep
+from tests.support.policy_cases import CLIP_GRAD, OPTIMIZER, make_part, make_policy, random_step, reference_pacs_loss
+from tests.support.ranks import run_ranks
+from tests.support.tiers import in_test
+from tests.support.tiny_families import make_family
+
+STEP = random_step(3)
+FACTS, TOKENS = STEP
+FULL = {"recompute": {"granularity": "full", "num_layers": 1}}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "recompute-full": (1, FULL),
+    "recompute-moe": (1, {"recompute": {"granularity": "selective", "modules": ["moe"]}}),
+    "pp2-recompute": (2, {"pp": 2} | FULL),
+    "vpp2-recompute": (2, {"pp": 2, "vpp": 2} | FULL),
+    "tp2ep2": (2, {"tp": 2, "ep": 2, "sequence_parallel": True}),
+    "cp2ep2": (2, {"cp": 2, "ep": 2}),
+    "pp2ep2-distopt": (4, {"pp": 2, "ep": 2, "distributed_optimizer": True}),
+}
+LAYERS, EXPERTS, TOP_K = 4, 4, 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = {"vocab_size": 272, "num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+    return make_family(tmp_path_factory.mktemp("moe"), "qwen3_moe", **shape)
+
+
+def other_routes() -> dict[int, np.ndarray]:
+    """Random experts of every token: most differ from the model's own choice."""
+    rng = np.random.default_rng(5)
+    return {
+        row: rng.permuted(np.tile(np.arange(EXPERTS), (length - 1, LAYERS, 1)), axis=2)[:, :, :TOP_K].astype(np.int16)
+        for row, length in enumerate(FACTS.lens)
+    }
+
+
+def reference(folder: Path, routes: dict[int, np.ndarray] | None) -> Any:
+    """(routes of each row, log-probs, gradient norm, weights after one update at lr) in float64, one sample a forward."""
+    model = Model(folder, 1.0)
+    chosen, logps = {}, []
+    for row in range(FACTS.num_samples):
+        ids = TOKENS.token_ids[TOKENS.offsets[row] : TOKENS.offsets[row + 1]]
+        given: list[Any] = [None] * LAYERS
+        if routes is not None:  # the last token is no input of the product
+            last = np.tile(np.arange(TOP_K, dtype=np.int16), (1, LAYERS, 1))
+            given = list(torch.from_numpy(np.concatenate([routes[row], last])).long().unbind(1))
+        logps.append(model.sample(ids, int(FACTS.prompt_lens[row]), given)[0])
+        chosen[row] = torch.stack([router.chosen for router in model.routers], 1)[:-1].numpy()
+    starts = [logp.detach() * 0.99 for logp in logps]
+    reference_pacs_loss(logps, starts, FACTS).backward()
+    options = OPTIMIZER | {"weight_decay": 0.0, "warmup_updates": 0, "schedule": "constant"}
+    adam = Adam(model.parameters, options, CLIP_GRAD, 1)
+    norm = adam.norm()
+    adam.step(OPTIMIZER["lr"])
+    weights = {name: value.copy() for name, value in model.named(model.parameters).items()}
+    return chosen, [logp.detach().numpy() for logp in logps], norm, weights
+
+
+@pytest.mark.parametrize("case", in_test(CASES, "pp2-recompute", "tp2ep2"))
+def test_routes_are_recorded_and_replayed(folder: Path, case: str) -> None:
+    world, parallel = CASES[case]
+    own_routes, own_logps, own_norm, _ = reference(folder, None)
+    routes = other_routes()
+    _, logps, norm, weights = reference(folder, routes)
+    assert abs(norm - own_norm) > 0.005 * norm, "the planted routes change the gradient"
+    starts = {row: (0.99 * logp).astype(np.float32) for row, logp in enumerate(logps)}
+
+    def body(rank: int, world_size: int) -> Any:
+        policy = make_policy(folder, world_size, tokens_per_microbatch=64, **parallel)
+        objective = build_objective(PacsOptions(name="pacs"), updates_per_step=2)
+        minibatch = make_part(FACTS, TOKENS, policy, 64, index=1, keep_groups=True)
+        assert len(minibatch.plan.by_dp_rank[policy.rank.dp]) > 1
+        own = policy.logprobs(minibatch, "step_start")
+        step = OpenStep(updates=1, logprobs=[{"step_start": own, "routes": policy.routes}])
+        record = step.to_record(policy.rank, {})
+        report = policy.update(replace(minibatch, step_start_logprobs=starts, routes=routes), objective, None)
+        exported = {name: tensor.float().numpy().copy() for name, tensor in policy.export_weights()}
+        restored = None if record is None else OpenStep.from_record(record, {}).logprobs
+        return own, report, exported, restored
+
+    results = run_ranks(body, world, timeout=120)
+    for own, report, exported, restored in results:
+        for row, found in own.items():
+            np.testing.assert_allclose(found, own_logps[row], atol=2e-5)
+        assert report.grad_norm == pytest.approx(norm, rel=1e-4)
+        for name, value in exported.items():
+            np.testing.assert_allclose(value, weights[name], atol=0.01 * OPTIMIZER["lr"], err_msg=name)
+        if restored is not None:  # the checkpoint of a step in progress has every rank's part
+            assert sorted(restored[0]["routes"]) == list(range(FACTS.num_samples))
+            for row, found in restored[0]["routes"].items():
+                own_sets = np.sort(own_routes[row], axis=-1)
+                np.testing.assert_array_equal(np.sort(found.reshape(own_sets.shape), axis=-1), own_sets)
