@@ -67,7 +67,7 @@ class Routing:
                 router.clear_router_replay_action()
 
     def recorded(self) -> Routes:
-        """What this rank's routers chose: its own layers, and with sequence or context parallelism its own tokens."""
+        """The choice of this rank's routers: of its own layers, and with sequence or context parallelism of its own tokens."""
         found: Routes = {}
         for batch, place, by_layer in self._recorded:
             ends, known = np.cumsum(batch.input_lens), (place >= 0).cpu()
