@@ -101,7 +101,8 @@ def _hashed(texts: Sequence[str]) -> np.ndarray:
 def diversity(paths: Sequence[Path], embedder: str) -> tuple[list[str], str]:
     """(lines to print, the page) for runs or folders of results. Raises DataError for a path without an evaluation."""
     described, embed = load_embedder(embedder)
-    lines, points = [f"embedder: {described}"], {}
+    lines = [f"embedder: {described}"]
+    points: dict[str, np.ndarray] = {}
     for path in paths:
         for benchmark, correct in sorted(_correct_responses(path).items()):
             vectors: list[np.ndarray] = []

@@ -53,7 +53,7 @@ class SampleFile(Closing):
         """by sample id"""
         self._prompts = prompts
         self._file: IO[bytes] | None = None
-        self._header = {"digest": self.digest, "produced_by": produced_by, "judged_by": judged_by}
+        self._header: dict[str, Any] = {"digest": self.digest, "produced_by": produced_by, "judged_by": judged_by}
         self._judged_by: Mapping[str, Any] = judged_by
         if self.path.exists():
             self._read()
@@ -89,7 +89,7 @@ class SampleFile(Closing):
             before, now = (found.get(key) for found in (self._judged_by, self._header["judged_by"]))
             if before != now:
                 raise ConfigError(
-                    f"{self.path}: judged with reward.{key}={before}, the configuration has {now}; pass --rejudge to judge "
+                    f"{self.path}: judged with {key}={before}, the configuration has {now}; pass --rejudge to judge "
                     "these samples again"
                 )
 

@@ -161,7 +161,9 @@ class _Evaluation:
         )
         weights = push_folder(folder, None, 0, model.certified)
         produced_by = self._produced_by(model, weights, sampler)
-        judged_by = config.reward.model_dump(mode="json", exclude=_WORKER_OPTIONS)
+        reward = config.reward.model_dump(mode="json", exclude=_WORKER_OPTIONS)
+        judged_by = {f"reward.{key}": value for key, value in reward.items()}
+        judged_by["admission.truncated"] = config.admission.truncated
         if config.admission.truncated == "judge":
             judged_by["truncated"] = "judge"
         with SampleFile(target, produced_by, judged_by, model.prompts) as samples:

@@ -33,6 +33,8 @@ def test_the_values_of_the_document(method: str, size: str, steps: int) -> None:
     assert (sampling.max_response_tokens, sampling.temperature, sampling.top_p) == (8192, 1.0, 1.0)
     assert evaluation is not None
     assert (evaluation.max_response_tokens, evaluation.temperature, evaluation.top_p) == (8192, 0.6, 0.95)
+    assert config.reward is not None and config.reward.model_dump()["label_rule"] == "authors"
+    assert config.admission.truncated == "judge"
     assert not layout_problems(config, ranks_to_start(config))
     objective = config.objective.model_dump()
     wanted = {"clip_grad": 1.0, "loss_mean": "dr_grpo", "constant_length": 1024, "clip_low": 0.2, "clip_high": 0.2}
