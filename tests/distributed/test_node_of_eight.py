@@ -65,7 +65,7 @@ class NodeRun:
 
     @property
     def num_servers(self) -> int:
-        servers = load_config(self.config_path).config.rollout.managed_servers
+        servers = load_config(self.config_path, self.more).config.rollout.managed_servers
         assert servers is not None
         return servers.count
 
@@ -197,6 +197,13 @@ def check_run(run: NodeRun) -> None:
     assert len({server["version"] for server in servers}) == 1 and not any(server["paused"] for server in servers)
     assert all(server["answered"] for server in servers)
     assert 0 < run.hosts[0]["real_peak"] < 20 << 30
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("count", "tp"), [(4, 2), (1, 8)])
+def test_colocated_servers_with_several_gpus_each(tmp_path: Path, count: int, tp: int) -> None:
+    """Each tensor-parallel rank of a server gets a handle of its own; the trainer has tp=2."""
+    check_run(NodeRun(IN_TEST, tmp_path, more=(f"rollout.servers.count={count}", f"rollout.servers.tp={tp}")))
 
 
 @pytest.mark.full

@@ -21,7 +21,7 @@ from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.fleet import Health
 from tests.integration.sglang.conftest import START_S, Lab, num_running, own_options, sample_requests, server_pids
 from tests.support.servers.fake_sglang import FakeSglang
-from tests.support.servers.fleet_run import FleetRun
+from tests.support.servers.fleet_run import SENT_AGAIN, FleetRun
 
 pytestmark = [pytest.mark.sglang]
 
@@ -81,7 +81,7 @@ def test_a_training_run_sends_its_weights_again_when_its_only_server_has_lost_th
     api.set_weight_version("default")
     code, err = run.finish()
     assert code == ExitCode.OK, err
-    assert "requesting them from the trainer once more" in run.driver_log()
+    assert SENT_AGAIN in run.driver_log()
     run.assert_whole()
 
 

@@ -23,7 +23,7 @@ from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.server import ManagedServer
 from tests.integration.sglang.conftest import PYTHON, START_S, num_running, own_options
 from tests.support.servers.fault_proxy import FaultProxy
-from tests.support.servers.fleet_run import FleetRun
+from tests.support.servers.fleet_run import MOVED, RESTARTED, SENT_AGAIN, FleetRun
 from tests.support.tiny_models import make_tiny_qwen3
 
 pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.timeout(1800)]
@@ -48,10 +48,10 @@ def test_a_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path:
     run.start("run.nproc=2")  # each rank sends the weights to one server
     run.until_step(1, START_S)
     pids = kill_server1(run)
-    run.until(lambda: "restarted, holds the weights of its model path" in run.driver_log(), "restart", START_S)
+    run.until(lambda: RESTARTED in run.driver_log(), "restart", START_S)
     at = run.last_step()
     run.until_step(at + 3)
-    log = run.driver_log().partition("restarted, holds the weights of its model path")[2]
+    log = run.driver_log().partition(RESTARTED)[2]
     assert ": stale -> healthy" in log
     run.process.send_signal(signal.SIGTERM)
     code, err = run.finish()
@@ -76,10 +76,10 @@ def test_a_server_is_killed_while_steps_are_sampled_ahead(model: Path, tmp_path:
     run.start()
     run.until_step(2, START_S)
     pids = kill_server1(run)
-    run.until(lambda: "restarted, holds the weights of its model path" in run.driver_log(), "restart", START_S)
+    run.until(lambda: RESTARTED in run.driver_log(), "restart", START_S)
     at = run.last_step()
     run.until_step(at + 3)
-    assert ": stale -> healthy" in run.driver_log().partition("restarted, holds the weights of its model path")[2]
+    assert ": stale -> healthy" in run.driver_log().partition(RESTARTED)[2]
     run.process.send_signal(signal.SIGTERM)
     code, err = run.finish()
     assert code == ExitCode.PREEMPTED, err
@@ -102,7 +102,7 @@ def kill_server1(run: FleetRun) -> list[int]:
     run.until(lambda: num_running(SglangApi(url=url)) >= 4, "request in work")
     os.kill(record["server"], signal.SIGKILL)
     run.until(lambda: "exited with 137" in run.driver_log(), "notice of its end")
-    assert re.search(r"start over elsewhere|Server disconnected|Connection reset", run.driver_log())
+    assert re.search(f"{MOVED}|Server disconnected|Connection reset", run.driver_log())
     run.until(lambda: not any(sglang_guard.start_ticks(pid) for pid in pids), "end of the killed server's children")
     return [*pids, record["server"]]
 
@@ -123,8 +123,8 @@ def test_the_only_server_of_the_run_is_killed_while_it_generates(model: Path, tm
     os.kill(record["server"], signal.SIGKILL)
     code, err = run.finish(2 * START_S)
     assert code == ExitCode.OK, err
-    assert re.search(r"start over elsewhere|Server disconnected|Connection reset", run.driver_log())
-    assert "send them once more" in run.driver_log()
+    assert re.search(f"{MOVED}|Server disconnected|Connection reset", run.driver_log())
+    assert SENT_AGAIN in run.driver_log()
     run.assert_whole()
 
 
@@ -224,7 +224,7 @@ def test_a_server_is_stopped_and_continued(pair: list[ManagedServer], model: Pat
         code, err = run.finish()
         assert code == ExitCode.OK, err
         run.assert_whole()
-        assert "start over elsewhere" in run.driver_log()
+        assert MOVED in run.driver_log()
         assert proxy.counts["/generate"] > asked
 
 

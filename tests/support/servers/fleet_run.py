@@ -18,6 +18,10 @@ from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
 from tests.support.tiny_run import write_tiny_run
 
 PROMPTS, SAMPLES = 8, 4
+RESTARTED = "restarted with the weights of its model path"
+MOVED = "are retried on other servers"
+SENT_AGAIN = "requesting them from the trainer once more"
+"""The driver's log lines that tests wait for; tests/unit/sglang/test_server.py looks for them in the package."""
 STOP = list("abcdefgh")
 """Ends most responses of a random model early and keeps some long."""
 
@@ -64,7 +68,7 @@ class FleetRun:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def finish(self, timeout_s: float = 300.0) -> tuple[int, str]:
+    def finish(self, timeout_s: float = 600.0) -> tuple[int, str]:
         """Exit code and standard error; kills the run at the timeout."""
         try:
             _, err = self.process.communicate(timeout=timeout_s)
@@ -83,11 +87,11 @@ class FleetRun:
         self.process.communicate(timeout=600)
         return [member.pid for member in family]
 
-    def until_step(self, step: int, timeout_s: float = 300.0) -> None:
+    def until_step(self, step: int, timeout_s: float = 600.0) -> None:
         """Returns when the row of this step is written."""
         self.until(lambda: self.last_step() >= step, f"step {step}", timeout_s)
 
-    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 600.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"the run ended before {what}: {self.process.communicate()[1][-3000:]}"

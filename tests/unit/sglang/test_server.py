@@ -24,6 +24,7 @@ from pacs_megatron.sglang import server as sglang_server
 from pacs_megatron.sglang.client import SglangEngine
 from pacs_megatron.sglang.fleet import Health, Server
 from pacs_megatron.sglang.server import ManagedServer, ServerSpec, reap
+from tests.support.servers.fleet_run import MOVED, RESTARTED, SENT_AGAIN
 
 PYTHON = (sys.executable, dummy.__file__)
 TOOK_S = 600.0
@@ -406,3 +407,10 @@ def test_the_memory_budget_is_a_share_of_the_total_and_waits_until_it_is_free(tm
         assert "waiting for GPU memory: 38.0 GiB needed" in server.stdout.readline()
         free.write_text("60")
         assert started(server) * 60 == pytest.approx(35, abs=0.02)
+
+
+@pytest.mark.parametrize("line", [MOVED, RESTARTED, SENT_AGAIN])
+def test_the_log_lines_that_long_tests_wait_for_exist(line: str) -> None:
+    """A changed line made tests with real servers wait for their limit; they run in `make test-full` only."""
+    package = Path(sglang.__file__).parents[1]
+    assert any(line in path.read_text() for folder in ("sglang", "rollout") for path in package.glob(f"{folder}/*.py"))
