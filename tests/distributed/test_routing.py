@@ -9,12 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.policy_cases import CLIP_GRAD, OPTIMIZER, make_part, make_policy, random_step, reference_pacs_loss
 
 from pacs_megatron.certify.reference import Adam, Model
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.training.progress import OpenStep
+from tests.support.policies.policy_cases import (
+    CLIP_GRAD,
+    OPTIMIZER,
+    make_part,
+    make_policy,
+    random_step,
+    reference_pacs_loss,
+)
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test
 from tests.support.tiny_families import make_family

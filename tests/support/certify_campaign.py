@@ -20,14 +20,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.certify_runs import random_run, write_run
-from tests.support.planted import PLANTED
 
 from pacs_megatron.certify.run import certify, make_case
 from pacs_megatron.config import load_config
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.shipped import run_file
 from tests.distributed.test_certify import RIVALS, SHIPPED
+from tests.support.policies.certify_runs import random_run, write_run
+from tests.support.policies.planted import PLANTED
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "objectives"
 
