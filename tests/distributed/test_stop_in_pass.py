@@ -138,7 +138,7 @@ BATCH = (f"batch.updates_per_step={UPDATES}", "batch.tokens_per_microbatch=140",
 
 @dataclass(frozen=True)
 class Signal:
-    """A SIGTERM in step 2 at the first `phase` after `updates` of its updates: to rank 1 only.
+    """A SIGTERM in step 2 at the first `phase` after `updates` of its updates (`update`: after its score pass): to rank 1.
 
     For `decode`: to each rank, in its chunk number `chunk[rank]`.
     """
@@ -176,7 +176,7 @@ def run_signalled(folder: Path, model: Path, overrides: tuple[str, ...], signal_
             return call
 
         # This process ends with the test.
-        for phase, method in (("scores", "_score_pass"), ("update", "update"), ("logprobs", "logprobs")):
+        for phase, method in (("scores", "_score_pass"), ("update", "_forward_backward"), ("logprobs", "logprobs")):
             setattr(MegatronPolicy, method, signalling(phase, getattr(MegatronPolicy, method)))
         EmbeddedEngine._decode = signalling("decode", EmbeddedEngine._decode)  # type: ignore[method-assign]
         return int(run_rank(config, overrides))
