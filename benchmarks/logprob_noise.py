@@ -1,6 +1,6 @@
 """Rounding noise of log-probs and scores, by precision, head and length, on a deep, narrow, trained model.
 
-    python benchmarks/logprob_noise.py [--fp8]
+    python benchmarks/logprob_noise.py [--fp8] [--layouts] [--length 16384] [--concentration 0.005]
 
 Trains a Qwen3 of 16 layers on a random Markov chain, rounds its weights to bf16, and computes the log-probs of the same
 tokens by the policy in fp32 (the reference) and in bf16 with both heads. `sigma` is the sd of a token's difference to the
@@ -61,8 +61,8 @@ def train(folder: Path, table: np.ndarray, updates: int) -> float:
     return float(loss.detach())
 
 
-def logprobs(folder: Path, tokens: np.ndarray, budget: int, **options: Any) -> np.ndarray:
-    """float64 [sequences, length - 1] of all tokens but the first, by a policy of one rank."""
+def logprobs(folder: Path, tokens: np.ndarray, budget: int, ranks: int = 1, **options: Any) -> np.ndarray:
+    """float64 [sequences, length - 1] of all tokens but the first."""
     from pacs_megatron.contracts import SampleFacts, TokenBuffers
     from tests.support.policies.policy_cases import make_part, make_policy
     from tests.support.ranks import run_ranks
@@ -89,9 +89,9 @@ def logprobs(folder: Path, tokens: np.ndarray, budget: int, **options: Any) -> n
     def on_rank(_rank: int, world: int) -> np.ndarray:
         policy = make_policy(folder, world, tokens_per_microbatch=budget, **options)
         found = policy.logprobs(make_part(facts, buffers, policy, budget), "step_start")
-        return np.stack([found[row] for row in range(count)]).astype(np.float64)
+        return np.stack([found[row] for row in sorted(found)] or [np.zeros(0)]).astype(np.float64)
 
-    return run_ranks(on_rank, 1, timeout=3000)[0]
+    return run_ranks(on_rank, ranks, timeout=3000)[-1]
 
 
 def report(name: str, difference: np.ndarray, lengths: list[int]) -> None:
@@ -114,6 +114,10 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--length", type=int, default=16384)
     parser.add_argument("--updates", type=int, default=150)
+    parser.add_argument(
+        "--concentration", type=float, default=0.05, help="of the transitions: less gives larger logits"
+    )
+    parser.add_argument("--layouts", action="store_true", help="bf16 with itself under tp 2, pp 2 and cp 2 too")
     args = parser.parse_args()
     if args.fp8:
         import tests.te.stand_ins  # noqa: F401  before Megatron
@@ -121,14 +125,14 @@ def main() -> None:
 
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
-    table = np.cumsum(rng.dirichlet(np.full(VOCAB, 0.05), VOCAB), 1)
+    table = np.cumsum(rng.dirichlet(np.full(VOCAB, args.concentration), VOCAB), 1)
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_tiny_qwen3(Path(scratch) / "model", **SHAPE)
         loss = train(folder, table, args.updates)
         tokens = markov_chain(np.random.default_rng(2), SEQUENCES, args.length + 1, table)
         exact = logprobs(folder, tokens, args.length + 1)
         print(f"loss after {args.updates} updates: {loss:.3f} nats a token (uniform {np.log(VOCAB):.3f})")
-        lengths = [length for length in (256, 1024, 2048, 4096, 16384) if length <= args.length]
+        lengths = [length for length in (256, 1024, 2048, 4096, 8192, 16384) if length <= args.length]
         found: dict[str, np.ndarray] = {}
         cases: dict[str, dict[str, Any]] = {
             "bf16": {"dtype": "bf16"},
@@ -141,6 +145,9 @@ def main() -> None:
         for name, options in cases.items():
             found[name] = logprobs(folder, tokens, args.length + 1, **options)
             report(name, found[name] - exact, lengths)
+        for layout in ("tp", "pp", "cp") if args.layouts else ():
+            other = logprobs(folder, tokens, args.length + 1, 2, dtype="bf16", **{layout: 2})
+            report(f"bf16, {layout} 2 and 1", other - found["bf16"], lengths)
         packed = logprobs(folder, tokens, SEQUENCES * (args.length + 1), dtype="bf16")
         report("bf16, packing", packed - found["bf16"], lengths)
 
