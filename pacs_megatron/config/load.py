@@ -142,10 +142,8 @@ class _Includes:
         display = _display(path)
         try:
             resolved = path.resolve()
-        except (OSError, RuntimeError) as error:  # a loop of symbolic links
+        except (OSError, RuntimeError, ValueError) as error:  # a loop of symbolic links, a NUL
             raise ConfigError(f"cannot read the configuration {display}: {error}; give a file") from None
-        except ValueError:  # NUL
-            raise ConfigError(f"{display!r} is not the path of a configuration; correct it") from None
         if resolved in chain:
             cycle = " -> ".join(_display(step) for step in (*chain[chain.index(resolved) :], resolved))
             raise ConfigError(f"include cycle: {cycle}; remove one of these includes")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from pacs_megatron.config.text import Devices, EnvironmentName, HostName, Line, PathText, Url
+from pacs_megatron.config.text import Devices, EnvironmentName, HostName, Line, PathText, ServerUrl
 from pacs_megatron.contracts.options import Options
 
 
@@ -220,7 +220,7 @@ class SglangRollout(RolloutEngineOptions):
     """Sampling of training responses."""
     sync: SglangSync
     """Transfer of updated weights to the servers."""
-    urls: tuple[Url, ...] = Field(default=(), strict=False)
+    urls: tuple[ServerUrl, ...] = Field(default=(), strict=False)
     """URLs of external servers. Set exactly one of `urls` and `servers`."""
     servers: SglangServers | None = None
     """Servers that the run starts and stops."""
@@ -273,6 +273,10 @@ class SglangRollout(RolloutEngineOptions):
     def _check_servers(self) -> SglangRollout:
         if bool(self.urls) == (self.servers is not None):
             raise ValueError("rollout.engine=sglang requires exactly one of `urls` and `servers`")
+        if twice := {
+            url for url in self.urls if self.urls.count(url) > 1
+        }:  # it would get two concurrent weight updates
+            raise ValueError(f"rollout.urls: {min(twice)} is named twice; name each server once")
         if self.shares_gpus and self.servers is not None:
             raise ValueError("shares_gpus applies to external servers (`urls`); use servers.colocated=true instead")
         if self.sync.folder is not None and self.sync.transport != "disk":

@@ -71,9 +71,18 @@ def _check_url(text: str) -> str:
     host = parts.hostname or ""
     if parts.scheme not in ("http", "https") or not re.fullmatch(r"[A-Za-z0-9_.:-]+", host) or port == 0:
         raise ValueError(f"{expected}, got {text!r}; correct it")
-    if parts.query or parts.fragment or "@" in parts.netloc or not re.fullmatch(r"[\w./~-]*", parts.path, re.ASCII):
-        raise ValueError(f"{expected} without user, query or fragment, got {text!r}; correct it")
+    if "@" in parts.netloc:  # not printed: it contains a secret
+        raise ValueError(f"{expected} without user or password; name the key by an environment variable")
+    if parts.query or parts.fragment or not re.fullmatch(r"[\w./~-]*", parts.path, re.ASCII):
+        raise ValueError(f"{expected} without query or fragment, got {text!r}; correct it")
     return text
+
+
+def _check_server(text: str) -> str:
+    parts = urlsplit(_check_url(text))
+    if parts.scheme != "http" or parts.port is None or parts.path not in ("", "/"):
+        raise ValueError(f"expected http://<host>:<port>, got {text!r}; correct it")
+    return f"http://{parts.netloc.lower()}"
 
 
 Line = Annotated[str, AfterValidator(_check_line)]
@@ -81,6 +90,8 @@ Line = Annotated[str, AfterValidator(_check_line)]
 PathText = Annotated[str, AfterValidator(_check_path)]
 """A path that the file system can contain."""
 Url = Annotated[str, AfterValidator(_check_url)]
+ServerUrl = Annotated[str, AfterValidator(_check_server)]
+"""http://<host>:<port>, in one spelling."""
 Identifier = Annotated[str, _matching(r"[A-Za-z0-9_][\w.:@+-]*", "letters, digits and . : @ + - _")]
 """A name of Slurm: account, partition, qos."""
 RunName = Annotated[

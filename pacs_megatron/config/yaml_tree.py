@@ -106,8 +106,6 @@ def _read_text(path: Path, display: str) -> str:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {display}: {error.strerror}; give an existing file") from None
-    except ValueError:  # NUL
-        raise ConfigError(f"{display!r} is not the path of a configuration; correct it") from None
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{display}: more than {MAX_BYTES} bytes; a configuration is smaller, give another file")
     try:

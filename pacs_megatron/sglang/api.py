@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pacs_megatron.errors import ConfigError, RolloutError
+from pacs_megatron.errors import RolloutError
 
 PauseMode = Literal["abort", "in_place", "retract"]
 """`abort`: running requests return their partial output. `retract`: they pause, and their KV cache is recomputed with
@@ -73,22 +73,6 @@ UPDATING = "updating"
 def updating_version(version: int) -> str:
     """The `weight_version` during an update, when weights are mixed; `WeightVersion.parse` returns None for it."""
     return f"{version}:{UPDATING}"
-
-
-def check_url(url: str) -> str:
-    """`url` without a trailing slash. Raises ConfigError unless it is plain http://host:port."""
-    parts = urlsplit(url)
-    try:
-        has_port = bool(parts.port)
-    except ValueError:  # no number, or beyond 65535
-        has_port = False
-    if "@" in parts.netloc:  # not printed: it contains a secret
-        raise ConfigError("rollout.urls: an address with a user or password; name the key by rollout.api_key_env")
-    if parts.scheme != "http" or not parts.hostname or not has_port or parts.path not in ("", "/"):
-        raise ConfigError(f"rollout.urls: got {url!r}, expected http://<host>:<port>")
-    if parts.query or parts.fragment:
-        raise ConfigError(f"rollout.urls: got {url!r}, expected http://<host>:<port> without query or fragment")
-    return f"http://{parts.netloc.lower()}"
 
 
 def hint(status: int) -> str:

@@ -10,7 +10,7 @@ from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.models import load_spec
 from pacs_megatron.runtime.environment import visible_gpus
-from pacs_megatron.sglang.api import SglangApi, check_url
+from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.client import SglangEngine
 from pacs_megatron.sglang.fleet import Server
 from pacs_megatron.sglang.server import ManagedServer, ServerSpec, reap
@@ -42,14 +42,9 @@ def api_key(options: SglangRollout) -> str | None:
 
 
 def server_apis(options: SglangRollout, urls: tuple[str, ...]) -> tuple[SglangApi, ...]:
-    """Control access to these servers, for the process that pushes weights. Raises ConfigError for an invalid or
-    repeated address: that server would get double load and two concurrent updates."""
+    """Control access to these servers, for the process that pushes weights."""
     key = api_key(options)
-    checked = [check_url(url) for url in urls]
-    if len(set(checked)) < len(checked):
-        twice = next(url for url in checked if checked.count(url) > 1)
-        raise ConfigError(f"rollout.urls: {twice} is named twice; name each server once")
-    return tuple(SglangApi(url=url, api_key=key, timeout_s=options.sync.timeout_s) for url in checked)
+    return tuple(SglangApi(url=url, api_key=key, timeout_s=options.sync.timeout_s) for url in urls)
 
 
 def server_specs(options: SglangRollout, servers: SglangServers, model: ModelOptions, folder: Path) -> list[ServerSpec]:

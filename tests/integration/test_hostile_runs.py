@@ -84,7 +84,7 @@ for _words in (
     *(("data.max_prompt_tokens=0",), ("data.train.preset=gsm8k",), ("data.train.columns=null",), ("data.train.name=a/b",)),
     *(("evaluation.benchmarks=[{{path: x}}]",), ("evaluation.benchmarks.3.path=x",), ("evaluation.benchmarks=x",)),
     *(("resources.time_limit=4h",), ("resources.time_limit='00:00:10'",), ("resources.signal_lead_s=0",), ("resources.max_attempts=0",)),
-    *(("run.name=.",), ("run.name=a/b",), ("run.name=-x",), ("run.dir='  '",), ("run.dir='a\\0b'",), ("run.seed=-1",), ("run.steps=[2]",)),
+    *(("run.name=.",), ("run.name=a/b",), ("run.name=-x",), ("run.dir='  '",), ('run.dir="a\\0b"',), ("run.seed=-1",), ("run.steps=[2]",)),
 ):  # fmt: skip
     case(f"train {' '.join(_words)}", "train", "{r}", *_words)
 for _words in (
@@ -92,7 +92,7 @@ for _words in (
 ):
     case(f"config explain {' '.join(_words)}", "config", "explain", "{r}", *_words)
 for _words in (
-    *(("--compare",), ("model.path=no/such",), ("--response-tokens", "x"), ("--response-tokens", "1e9"), ("--search", "run.steps=0")),
+    *(("model.path=no/such",), ("--response-tokens", "x"), ("--response-tokens", "1e9"), ("--search", "run.steps=0")),
     ("--search", "--compare", "resources.gpus_per_node=8", "resources.gpu=h800"),
 ):  # fmt: skip
     case(f"plan {' '.join(_words)}", "plan", "{r}", *_words)
@@ -170,13 +170,11 @@ for _words in (
     ("submit", "{r}", "--cluster", "{r}", "--dry-run"),
     ("submit", "{r}", "--cluster", "nowhere", "--dry-run"),
     ("submit", "{r}", "--cluster", "local", "--dry-run", "--evaluate"),
-    ("submit", "{r}", "--cluster", "local", "--dry-run", "--convert", "model.path={c}"),
     ("submit", "{r}", "--cluster", "local", "--dry-run", "--sweep", "run.name=a,b", "--sweep", "run.name=c"),
     ("submit", "{r}", "--cluster", "local", "--dry-run", "--sweep", "run.steps"),
     ("submit", "{r}", "--cluster", "local", "--dry-run", "--sweep", "=1,2"),
     ("submit", "{r}", "--cluster", "local", "--dry-run", "--sweep", "run.dir=[a,b"),
     ("submit", "{r}", "--cluster", "local", "--dry-run", "run.name=" + "n" * 199, "--seeds", "3"),
-    ("submit", "{r}", "--cluster", "local", "--dry-run", "model.path={w}/none"),
 ):  # fmt: skip
     case(" ".join(_words)[:80], *_words)
 

@@ -160,6 +160,7 @@ def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, s
             os.chdir(folder)
             os.dup2(output, 1)
             os.dup2(output, 2)
+            sys.stdin = Path(os.devnull).open()
             sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
             code: Any = 70
             try:

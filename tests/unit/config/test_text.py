@@ -11,6 +11,10 @@ from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.errors import ConfigError
 from tests.unit.config.test_load import BASE
 
+NO_SERVERS = (
+    *("http://host:99999", "http://host:port", "http://host:0", "http://host", "https://host:1", "http://host:1/v1"),
+    *("http://host:1?key=x", "http://host:1#x", "host:1", "http://:1"),
+)
 SGLANG = "rollout={engine: sglang, sampling: {max_response_tokens: 8}, sync: {transport: disk}"
 
 
@@ -49,12 +53,21 @@ def refusal(path: Path, override: str) -> str:
         (f"{SGLANG}, urls: ['']}}", "rollout.urls.0: expected text"),
         (f"{SGLANG}, urls: ['http://']}}", "rollout.urls.0: expected http://<host>:<port>"),
         (f"{SGLANG}, urls: ['http://a b:1']}}", "rollout.urls.0: expected http://<host>:<port>"),
-        (f"{SGLANG}, urls: ['http://user:pw@h:1']}}", "rollout.urls.0: expected http://<host>:<port> without user"),
+        (
+            f"{SGLANG}, urls: ['http://user:pw@h:1']}}",
+            "rollout.urls.0: expected http://<host>:<port> without user or password",
+        ),
+        *((f"{SGLANG}, urls: ['{url}']}}", "rollout.urls.0: expected http://<host>:<port>") for url in NO_SERVERS),
+        (f"{SGLANG}, urls: ['http://h:1', 'http://H:1/']}}", "rollout.urls: http://h:1 is named twice"),
         (f"{SGLANG}, urls: ['http://h:1'], api_key_env: 'A=B'}}", "rollout.api_key_env: expected the name of an env"),
     ],
 )
 def test_run_strings(base: Path, override: str, expected: str) -> None:
     assert expected in refusal(base, override)
+
+
+def test_an_address_with_a_password_is_not_printed(base: Path) -> None:
+    assert "hunter2" not in refusal(base, f"{SGLANG}, urls: ['http://me:hunter2@host:1']}}")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +76,7 @@ def test_run_strings(base: Path, override: str, expected: str) -> None:
         "resources.time_limit=99:59:59",
         "resources.time_limit=7-00:00:00",
         "run.dir=/data/My runs",
-        f"{SGLANG}, urls: ['http://n1:30000', 'https://[::1]:8/prefix']}}",
+        f"{SGLANG}, urls: ['http://n1:30000', 'http://[::1]:8/']}}",
     ],
 )
 def test_accepted_run_strings(base: Path, override: str) -> None:
