@@ -160,7 +160,8 @@ def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, s
             os.chdir(folder)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            sys.stdin = Path(os.devnull).open()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            sys.stdin = os.fdopen(0)
             sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
             code: Any = 70
             try:
