@@ -26,7 +26,7 @@ from pacs_megatron.config.reward_options import CustomReward
 from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.runtime.environment import find_rank, rank_environment
-from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, read_exit_code, run_folder
+from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, changed_since, read_exit_code, run_folder
 from pacs_megatron.runtime.run_lock import LOCK_FILE, refuse_if_locked
 from pacs_megatron.runtime.waiting import report_wait
 
@@ -60,6 +60,7 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
         environ = rank_environment(place.local_world_size, single_host=False) | place.variables()
         os.execve(sys.executable, [sys.executable, "-m", *command], environ)  # noqa: S606  this process is the rank
     refuse_if_locked(run_folder(loaded))
+    changed_since(loaded, run_folder(loaded))  # raises for another run's folder
     lead_s = loaded.config.resources.signal_lead_s
     return start_ranks(command, world_size, run_folder(loaded) / EXIT_CODE_FILE, lead_s=lead_s)
 

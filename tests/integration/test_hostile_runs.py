@@ -197,7 +197,7 @@ for _name, _file, _content in (
     ("configuration of another model", "config.yaml", "run: {name: tiny}\nmodel: {path: other}\n"),
 ):
     case(f"run folder: {_name}", "train", "{r}", "parallel.tp=1", arrange=text(f"runs/tiny/{_file}", _content))
-case("status: configuration is binary", "status", "{w}/runs/tiny", arrange=text("runs/tiny/config.yaml", b"\xff\xfe"))
+
 case(
     "logs: an attempt of letters",
     "logs",
