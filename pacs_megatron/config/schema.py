@@ -164,6 +164,11 @@ class ColumnOptions(Options):
     """Column of a worked solution; `rollout.engine: demonstrations` trains on it."""
 
 
+Preset = Literal[
+    "deepscaler", "gsm8k", "math500", "aime", "amc23", "beyondaime", "gpqa", "apps", "livecodebench"
+]  # fmt: skip
+
+
 class DatasetOptions(Options):
     path: PathText
     """Hub id, or a .json, .jsonl or .parquet file."""
@@ -175,8 +180,9 @@ class DatasetOptions(Options):
     """Commit, tag or branch of a hub data set. Pin it to keep the rows fixed."""
     split: Line = "train"
     """Split of a hub data set or a folder; unused for a file."""
-    preset: Literal["deepscaler", "gsm8k", "math500", "aime", "amc23", "beyondaime"] | None = None
-    """Predefined column names of a known data set. Set exactly one of `preset` and `columns`."""
+    preset: Preset | None = None
+    """Predefined column names of a known data set; `apps` and `livecodebench` need `reward.name: code`. Set exactly one of
+    `preset` and `columns`."""
     columns: ColumnOptions | None = None
     """Column names. Set exactly one of `preset` and `columns`."""
     limit: PositiveInt | None = None

@@ -1,12 +1,13 @@
-"""Column names and answer formats of the well-known math data sets."""
+"""Column names and answer formats of the well-known data sets."""
 
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pacs_megatron.config.schema import DatasetOptions
+from pacs_megatron.data.benchmarks import BENCHMARKS
 from pacs_megatron.data.sources import Row
 from pacs_megatron.errors import ConfigError, DataError
 
@@ -35,6 +36,8 @@ class Columns:
     solution: tuple[str, ...] = ()
     extract: Callable[[str], str | None] = str
     demonstrate: Callable[[str], str | None] = str
+    read: Callable[[Row], dict[str, str]] | None = None
+    """Makes the named columns from a row that has others."""
 
 
 def _gsm8k_answer(text: str) -> str | None:
@@ -71,6 +74,7 @@ PRESETS: dict[str, Columns] = {
     "aime": Columns(problem=_PROBLEM, answer=_ANSWER, solution=_SOLUTION, extract=_aime_answer),
     "amc23": Columns(problem=_PROBLEM, answer=_ANSWER),
     "beyondaime": Columns(problem=_PROBLEM, answer=_ANSWER),
+    **{name: Columns(problem=("problem",), answer=("answer",), read=read) for name, read in BENCHMARKS.items()},
 }
 
 
@@ -92,6 +96,8 @@ def columns_of(options: DatasetOptions) -> Columns:
 
 def problem_of(row: Row, columns: Columns) -> Problem:
     """The row's fields. Raises DataError with row and column if a field is missing, empty or of the wrong type."""
+    if columns.read is not None:
+        row = replace(row, values=columns.read(row))
     problem = _column(row, columns.problem)
     text = row.values[problem]
     if not isinstance(text, str) or not text.strip():

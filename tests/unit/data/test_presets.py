@@ -1,4 +1,8 @@
+import base64
 import math
+import os
+import pickle
+import zlib
 
 import pytest
 
@@ -14,6 +18,7 @@ SAMPLE_FILES = {
     "aime": "aime.json",
     "amc23": "amc23.json",
     "beyondaime": "beyondaime.jsonl",
+    **{name: f"{name}.jsonl" for name in ("gpqa", "apps", "livecodebench")},
 }
 ANSWERS = {
     "deepscaler": ["132", "x^2-3x-10", "60^\\circ", "(-\\infty,-3) \\cup (3,\\infty)", "\\frac{1}{2}"],
@@ -22,6 +27,15 @@ ANSWERS = {
     "aime": ["25", "900"],
     "amc23": ["142", "-4", "2.5"],
     "beyondaime": ["5040", "8192"],
+    "gpqa": ["C", "A"],
+    "apps": [
+        '{"inputs": ["1 2\\n", "3 4\\n"], "outputs": ["3\\n", "7\\n"]}',
+        '{"fn_name": "push", "inputs": [[[1, 2], 1]], "outputs": [[[1, 2, 1]]]}',
+    ],
+    "livecodebench": [
+        '{"inputs": ["1 2", "5 4", "-1 -2"], "outputs": ["2", "5", "-1"], "fn_name": null}',
+        '{"inputs": ["[1, 2]\\n1", "[]\\n0"], "outputs": ["[1, 2, 1]", "[0]"], "fn_name": "push"}',
+    ],
 }
 
 
@@ -44,6 +58,32 @@ def test_presets_read_their_schema(samples, preset):
     found = problems(samples, preset)
     assert [problem.answer for problem in found] == ANSWERS[preset]
     assert all(problem.problem.strip() for problem in found)
+
+
+def test_a_choice_is_at_its_letter_and_a_program_has_its_starter(samples):
+    first, second = problems(samples, "gpqa")
+    assert f"\n{first.answer}. Mercury\n" in first.problem
+    assert f"\n{second.answer}. Nitrogen\n" in second.problem
+    assert "reads standard input" in problems(samples, "livecodebench")[0].problem
+    assert "```python\nclass Solution" in problems(samples, "livecodebench")[1].problem
+
+
+@pytest.mark.parametrize(
+    "private",
+    [
+        "x",
+        "[",
+        "[1]",
+        "5",
+        base64.b64encode(zlib.compress(pickle.dumps(os.getcwd))).decode(),
+        base64.b64encode(b"x").decode(),
+    ],
+)
+def test_private_tests_of_another_form_are_refused_and_no_code_of_them_runs(samples, private):
+    row = read_rows(DatasetOptions(path=str(samples / "livecodebench.jsonl"), preset="livecodebench"))[0]
+    row = Row(index=0, where="x.jsonl:1", values={**row.values, "private_test_cases": private})
+    with pytest.raises(DataError, match=r"x.jsonl:1: the test cases are not in LiveCodeBench's schema"):
+        problem_of(row, PRESETS["livecodebench"])
 
 
 def test_solutions(samples):

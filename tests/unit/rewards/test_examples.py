@@ -1,0 +1,43 @@
+"""examples/rewards loads, and its server judges."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pacs_megatron.config import load_config
+from pacs_megatron.config.explain import show
+from pacs_megatron.rewards import RewardPool, build_reward
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "rewards"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_loads_and_resolves_to_itself(path, tmp_path) -> None:
+    loaded = load_config(path)
+    assert loaded.config.reward.name == path.stem
+    assert f'reward.name = "{path.stem}"' in show(loaded)
+    again = type(loaded.config).model_validate_json(loaded.config.model_dump_json())
+    assert again == loaded.config
+
+
+def test_the_server_of_the_example_judges(make_prompt) -> None:
+    command = [sys.executable, str(EXAMPLES / "server.py"), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            url = server.stdout.readline().strip()
+            options = load_config(EXAMPLES / "http.yaml").config.reward.model_copy(update={"url": url})
+            responses = {r"\boxed{5}": 1.0, r"\boxed{6}": 0.0, "x" * 300 + r"\boxed{5}": 0.5}
+            with RewardPool(options) as pool:
+                for response in responses:
+                    pool.submit(response, make_prompt("5"), response)
+                assert {verdict.key: verdict.reward for verdict in pool.results()} == responses
+        finally:
+            server.kill()
+
+
+def test_the_weighted_example_judges(make_prompt) -> None:
+    judge = build_reward(load_config(EXAMPLES / "weighted.yaml").config.reward)
+    (found,) = judge.judge_batch([(make_prompt("5"), r"\boxed{5}")])
+    assert found["reward"] == 1.0
