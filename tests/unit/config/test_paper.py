@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,9 @@ def test_the_values_of_the_document(method: str, size: str, steps: int) -> None:
     assert objective == objective | wanted
 
 
-def test_the_evaluation_has_draws_for_every_k() -> None:
+def test_the_evaluation_has_draws_for_every_k_and_pinned_data() -> None:
     config = load_config(PAPER / "eval.yaml").config
+    assert all(re.fullmatch(r"[0-9a-f]{40}", benchmark.revision or "") for benchmark in config.evaluation.benchmarks)
     draws = {benchmark.name: draws_of(config.evaluation, benchmark) for benchmark in config.evaluation.benchmarks}
     assert draws["math500"] == (32, (1, 2, 4, 8, 16, 32))
     assert {name: (n, max(ks)) for name, (n, ks) in draws.items() if name != "math500"} == dict.fromkeys(
@@ -65,3 +67,14 @@ def test_the_ablations_of_the_document_load(line: str) -> None:
 def test_bad_draws_of_a_benchmark_name_it(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"evaluation\.benchmarks\.0\.k=64"):
         load_config(PAPER / "eval.yaml", ["evaluation.benchmarks.0.k=[64]"])
+
+
+def test_the_benchmarks_out_of_domain() -> None:
+    gpqa = load_config(PAPER / "eval-gpqa.yaml").config
+    assert [(b.preset, b.subset, len(b.revision or "")) for b in gpqa.evaluation.benchmarks] == [
+        ("gpqa", "gpqa_diamond", 40)
+    ]
+    assert gpqa.reward is not None and gpqa.reward.name == "math" and "letter" in gpqa.data.prompt_suffix
+    code = load_config(PAPER / "eval-livecodebench.yaml").config
+    assert [b.preset for b in code.evaluation.benchmarks] == ["livecodebench"]
+    assert code.reward is not None and code.reward.name == "code"
