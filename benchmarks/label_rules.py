@@ -1,0 +1,129 @@
+"""Where `reward.label_rule: last_box` and `authors` differ, on answers as models write them.
+
+    python benchmarks/label_rules.py FOLDER [--authors reward_function.py] [--problems 60]
+
+FOLDER has problems of real data sets as .json or .jsonl (`problem`, `answer`, some with a worked `solution`). Each problem
+is answered in the forms below, rightly and with another problem's answer. Both rules judge them. `--authors` names
+`src/reward_function.py` of ritzz-ai/PACS, whose verdicts have to be those of `authors`. Prints a Markdown table.
+"""
+
+import argparse
+import importlib.util
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from pacs_megatron.contracts import Prompt
+from pacs_megatron.errors import RewardError
+from pacs_megatron.rewards.boxed import last_boxed
+from pacs_megatron.rewards.math import AuthorsMath, Math
+
+# {a}: the answer, {o}: another problem's answer.
+FORMS = {
+    "boxed at the end": r"We simplify. Therefore the answer is $\boxed{{{a}}}$.",
+    "boxed, then prose": r"So $\boxed{{{a}}}$. This matches the condition in the problem.",
+    "boxed, then a check with another number": r"So $\boxed{{{a}}}$. Check: $2 + 2 = 4$, as required.",
+    "boxed without dollars": r"Hence \boxed{{{a}}}",
+    "two boxes, the last is meant": r"First guess: $\boxed{{{o}}}$. This is wrong. The answer is $\boxed{{{a}}}$.",
+    "box cut off at the limit": r"So the answer is $\boxed{{{a}",
+    "inline LaTeX, no box": r"Therefore the answer is ${a}$.",
+    "display LaTeX, no box": "Therefore\n\\[ x = {a} \\]",
+    "final answer, no box": r"The final answer is ${a}$. I hope it is correct.",
+    "plain text, no box": "The answer is {a}.",
+    "bold, no box": "**Answer: {a}**",
+    "in the steps, cut off": r"We obtain ${a}$ for the first part. Now we look at the second part and",
+    "wrong box, right prose": r"So $\boxed{{{o}}}$. The answer is ${a}$.",
+    "right box, wrong prose after": r"So $\boxed{{{a}}}$. The final answer is ${o}$.",
+}
+
+
+def problems(folder: Path, limit: int) -> Iterator[tuple[str, str, str | None]]:
+    """Data set, answer, solution."""
+    for path in sorted(folder.glob("*.json*")):
+        text = path.read_text(encoding="utf-8")
+        rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line]
+        for row in rows[:limit]:
+            row = {key.lower(): value for key, value in row.items()}
+            answer = (
+                str(row["answer"])
+                .rpartition("####")[2]
+                .strip()
+                .replace(",", "" if "####" in str(row["answer"]) else ",")
+            )
+            yield path.stem, answer, row.get("solution") or None
+
+
+def cases(folder: Path, limit: int) -> Iterator[tuple[str, bool, str, str]]:
+    """Form, whether it states the right answer, gold answer, response."""
+    rows = list(problems(folder, limit))
+    for number, (name, gold, solution) in enumerate(rows):
+        other = next(a for _, a, _ in rows[number + 1 :] + rows if a != gold)
+        for form, text in FORMS.items():
+            yield form, True, gold, text.format(a=gold, o=other)
+            yield form, False, gold, text.format(a=other, o=gold)
+        if solution and last_boxed(solution) is not None:
+            yield f"worked solution of {name}", True, gold, solution
+            yield "worked solution, cut before the box", True, gold, solution[: solution.rindex(r"\boxed")]
+            bare = re.sub(r"\\boxed\s*", "", solution)
+            yield "worked solution, box removed", True, gold, bare
+
+
+def verdict(judge, gold: str, response: str) -> str:
+    prompt = Prompt(id="x", text="", token_ids=np.zeros(1, np.int32), answer=gold, problem="")
+    try:
+        return str(int(judge(prompt, response)))
+    except RewardError:
+        return "none"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--authors", type=Path)
+    parser.add_argument("--problems", type=int, default=60, help="of each data set, from the first")
+    args = parser.parse_args()
+    logging.disable(logging.ERROR)
+    ours, authors = Math(), AuthorsMath()
+    theirs = None
+    if args.authors is not None:
+        spec = importlib.util.spec_from_file_location("authors_reward", args.authors)
+        theirs = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(theirs)
+    counts: dict[tuple[str, bool], dict[str, int]] = {}
+    unequal = []
+    for form, right, gold, response in cases(args.folder, args.problems):
+        pair = f"{verdict(ours, gold, response)} {verdict(authors, gold, response)}"
+        count = counts.setdefault((form, right), {})
+        count[pair] = count.get(pair, 0) + 1
+        if theirs is not None:
+            label = str(int(theirs.compute_score("x", response, gold)["score"]))
+            found = pair.split()[1].replace("none", "0")
+            if label != found:
+                unequal.append((gold, response))
+    lines = [
+        "| response | states | responses | 1 by both | 0 by both | 1 by `authors` only | 1 by `last_box` only | no verdict |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for (form, right), count in counts.items():
+        shown = [count.get(pair, 0) for pair in ("1 1", "0 0", "0 1", "1 0")]
+        total = sum(count.values())
+        word = "the right answer" if right else "another answer"
+        lines.append(f"| {form} | {word} | {total} | {' | '.join(map(str, shown))} | {total - sum(shown)} |")
+    print("\n".join(lines))
+    total = sum(sum(count.values()) for count in counts.values())
+    print(
+        f"\n{total} responses, math-verify {version('math-verify')}, {len(unequal)} differ from the authors' file",
+        end="",
+    )
+    print("" if theirs is not None else " (not compared: --authors)")
+    sys.exit(bool(unequal))
+
+
+if __name__ == "__main__":
+    main()
