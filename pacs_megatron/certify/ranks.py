@@ -189,7 +189,7 @@ def attempt(case: Case, folder: Path, number: int) -> None:
     if rank.rank == 0:
         (policy.folder / f"rows_{number}.json").write_text(json.dumps(rows))
     if number:
-        export_hf(run, policy.folder / "hf")
+        export_hf(run, policy, policy.folder / "hf")
         policy.write_moments()
     dist.barrier(group=rank.control)  # a rank that leaves early resets the connections of the others
     groups.shutdown(keep_world=True)

@@ -17,6 +17,7 @@ from pacs_megatron.checkpoint.staging import StagedFolder, write_file
 from pacs_megatron.config.text import MAX_NAME_BYTES
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.models import Entry, load_config
+from pacs_megatron.models.table import CRITIC_CLASS
 from pacs_megatron.runtime.files import naming, sync_path
 from pacs_megatron.runtime.json_reader import read_object
 
@@ -205,7 +206,8 @@ class HfFolderWriter:
                 f"{self._staged.target}: {len(self._missing)} tensors were never written, e.g. {name}; nothing is kept"
             )
         infos = [stored.info for _, stored in self._place.values()]
-        copy_hf_metadata(metadata_from, self._staged.path, dtypes={info.dtype for info in infos})
+        is_critic = "score.weight" in self._place
+        copy_hf_metadata(metadata_from, self._staged.path, dtypes={info.dtype for info in infos}, is_critic=is_critic)
         if len(self._descriptors) > 1:
             total = sum(info.nbytes for info in infos)
             index = {"metadata": {"total_size": total}, "weight_map": self._weight_map}
@@ -265,8 +267,8 @@ def metadata_files(folder: Path) -> list[Path]:
 _OWN_FILES = ("certificate.json", "manifest.json")
 
 
-def copy_hf_metadata(source: Path, target: Path, *, dtypes: set[torch.dtype]) -> None:
-    """Copies `metadata_files`; config.json gets the dtype of the weights if they have a single one."""
+def copy_hf_metadata(source: Path, target: Path, *, dtypes: set[torch.dtype], is_critic: bool = False) -> None:
+    """Copies `metadata_files`; config.json gets the dtype of the weights if they have a single one, and a critic's class."""
     for file in metadata_files(source):
         copy = target / file.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
@@ -274,6 +276,9 @@ def copy_hf_metadata(source: Path, target: Path, *, dtypes: set[torch.dtype]) ->
             shutil.copyfile(file, copy)
             sync_path(copy)
     config = load_config(source)
+    if is_critic:
+        family = "".join(part.capitalize() for part in str(config["model_type"]).split("_"))
+        config |= {"architectures": [family + CRITIC_CLASS], "id2label": {"0": "value"}, "label2id": {"value": 0}}
     if len(dtypes) == 1:
         # transformers 4 reads only `torch_dtype`; 5 reads both and writes `dtype`.
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]

@@ -1,9 +1,10 @@
 """A training checkpoint on disk: written to a `.partial` folder, digested in a manifest, renamed; the newest ones are kept.
 
 `checkpoints/step_000010/`: `dist/` (Megatron's torch_dist: weights, optimizer, reference), `state.json` (counters, data
-position), `rng/` (one file a rank), `hf/` (config and tokenizer, for the export), `buffer.*` (samples of steps that are not
-trained yet, if any), `open_step.*` (only inside a step: updates done, their metrics, log-probs of the step), `manifest.json`
-(run, position, size and xxh3-128 of every file). A folder without manifest is not a checkpoint.
+position), `rng/` (one file a rank), `hf/` (config and tokenizer, for the export), `critic/` (with a critic: its `dist/`, `hf/`
+and manifest, as in a converted checkpoint), `buffer.*` (samples of steps that are not trained yet, if any), `open_step.*`
+(only inside a step: updates done, their metrics, log-probs of the step), `manifest.json` (run, position, size and xxh3-128 of
+every file). A folder without manifest is not a checkpoint.
 """
 
 import contextlib
@@ -14,7 +15,8 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial as partial_call
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ from pacs_megatron.runtime.json_reader import as_object, parse_json, read_object
 from pacs_megatron.runtime.waiting import report_wait
 
 logger = logging.getLogger(__name__)
+CRITIC_DIST = f"critic/{DIST_FOLDER}"
 _PARTIAL = ".partial"
 _BUFFER, _OPEN_STEP = "buffer", "open_step"
 Record = tuple[Mapping[str, Any], Mapping[str, np.ndarray]]
@@ -63,8 +66,8 @@ Record = tuple[Mapping[str, Any], Mapping[str, np.ndarray]]
 class Contents:
     """The content of a checkpoint."""
 
-    sharded: dict[str, Any]
-    """weights, optimizer and reference, for dist_checkpointing"""
+    sharded: Mapping[str, dict[str, Any]]
+    """folder (DIST_FOLDER, CRITIC_DIST) -> weights, optimizer and reference, for dist_checkpointing"""
     state: Mapping[str, Any]
     """counters and data position: plain JSON values"""
     rng: Mapping[str, torch.Tensor]
@@ -138,9 +141,12 @@ def start_checkpoint(
     def prepare() -> None:
         for leftover in final.parent.glob(f"*{_PARTIAL}"):
             shutil.rmtree(leftover)
-        for name in (DIST_FOLDER, HF_FOLDER, "rng"):
+        for name in (*contents.sharded, "rng"):
             (partial / name).mkdir(parents=True)
-        copy_hf_metadata(contents.hf_metadata, partial / HF_FOLDER, dtypes={contents.dtype})
+        for folder in contents.sharded:
+            metadata = (partial / folder).with_name(HF_FOLDER)
+            metadata.mkdir()
+            copy_hf_metadata(contents.hf_metadata, metadata, dtypes={contents.dtype}, is_critic=folder == CRITIC_DIST)
         state = json.dumps({"step": position.step, **contents.state}, indent=1)
         write_atomically(partial / "state.json", [state.encode()])
         for name, record in ((_BUFFER, contents.buffer), (_OPEN_STEP, contents.open_step)):
@@ -149,13 +155,17 @@ def start_checkpoint(
 
     def finish(rank: Rank) -> Path:
         def complete() -> None:
-            identity = _run_identity(run_dir)
-            write_manifest(partial, Manifest(run=identity, step=position.step, updates=position.updates, files=files))
+            manifest = Manifest(run=_run_identity(run_dir), step=position.step, updates=position.updates, files=files)
+            critic = {name.removeprefix("critic/"): own for name, own in files.items() if name.startswith("critic/")}
+            if critic:
+                write_manifest(partial / "critic", replace(manifest, files=critic))
+            write_manifest(partial, manifest)
             _replace(final, partial)
             _prune(run_dir, keep_last)
 
         with _writing(final, partial, rank) as writing:
-            writing(lambda: tensors.write(partial / DIST_FOLDER, rank.control))
+            for folder, prepared in tensors.items():
+                writing(partial_call(prepared.write, partial / folder, rank.control))
             files = _digest_all(partial, rank)
             writing(complete, only=0)
         return final
@@ -163,7 +173,10 @@ def start_checkpoint(
     with _writing(final, partial, rank) as writing:
         writing(prepare, only=0)
         writing(lambda: save_file(dict(contents.rng), partial / "rng" / f"rank_{rank.rank:05d}.safetensors"))
-        tensors = writing(lambda: prepare_sharded(contents.sharded, partial / DIST_FOLDER, copy))
+        tensors = {
+            folder: writing(partial_call(prepare_sharded, state, partial / folder, copy))
+            for folder, state in contents.sharded.items()
+        }
     return finish
 
 
@@ -300,12 +313,12 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def load_checkpoint(
-    folder: Path, rank: Rank, sharded: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, torch.Tensor] | None]:
-    """The filled state dict, and this rank's generators (None if the number of ranks has changed). Collective."""
+    folder: Path, rank: Rank, sharded: Mapping[str, dict[str, Any]]
+) -> tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor] | None]:
+    """The filled state dicts, and this rank's generators (None if the number of ranks has changed). Collective."""
     from safetensors.torch import load_file
 
-    filled = load_sharded(sharded, folder / DIST_FOLDER)
+    filled = {name: load_sharded(state, folder / name) for name, state in sharded.items()}
     own = folder / "rng" / f"rank_{rank.rank:05d}.safetensors"
     saved = len(list((folder / "rng").glob("*.safetensors")))
     if saved != rank.layout.world_size:

@@ -373,11 +373,11 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
         yield (f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}; lower it")
     if optimizer.schedule == "constant" and optimizer.min_lr > 0:
         yield ("optimizer.min_lr is not used by optimizer.schedule=constant; remove it or set a schedule")
-    updates = config.run.steps * config.batch.updates_per_step
+    updates = config.run.steps * config.batch.num_updates
     if optimizer.schedule != "constant" and optimizer.warmup_updates >= updates:
         yield (
             f"optimizer.warmup_updates={optimizer.warmup_updates} leaves no update for the decay: the run has {updates} "
-            f"(run.steps * batch.updates_per_step); use less than {updates}"
+            f"(run.steps * batch.updates_per_step * batch.epochs); use less than {updates}"
         )
 
 

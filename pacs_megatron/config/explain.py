@@ -17,7 +17,7 @@ def derived_values(config: RunConfig, world_size: int) -> list[tuple[str, str, s
     batch, run = config.batch, config.run
     layout = layout_of(config, world_size)
     samples = batch.prompts_per_step * batch.samples_per_prompt
-    updates = run.steps * batch.updates_per_step
+    updates = run.steps * batch.num_updates
     shares = _share(batch.prompts_per_step, batch.updates_per_step)
     per_update = " or ".join(str(groups * batch.samples_per_prompt) for groups in shares)
     response = max_response_tokens(config)
@@ -27,7 +27,7 @@ def derived_values(config: RunConfig, world_size: int) -> list[tuple[str, str, s
         ("data-parallel replicas", str(layout.dp), "ranks / (tp * pp * cp)"),
         ("samples a step", _count(samples), "batch.prompts_per_step * batch.samples_per_prompt"),
         ("samples an update", per_update, "whole groups of a step, shared over batch.updates_per_step"),
-        ("updates in the run", _count(updates), "run.steps * batch.updates_per_step"),
+        ("updates in the run", _count(updates), "run.steps * batch.updates_per_step * batch.epochs"),
         ("samples in the run", _count(samples * run.steps), "samples a step * run.steps"),
         ("longest sample", f"{_count(max_sequence_tokens(config))} tokens", "prompt limit + response limit"),
         (

@@ -227,13 +227,24 @@ class BatchOptions(Options):
     samples_per_prompt: PositiveInt
     """Number of responses per prompt: the group size G."""
     updates_per_step: PositiveInt = 1
-    """Optimizer updates per step. Each uses an equal share of the groups."""
+    """Optimizer updates per step and epoch. Each uses an equal share of the groups."""
+    epochs: PositiveInt = 1
+    """Passes over the samples of a step, in the same order, each of `updates_per_step` updates."""
     tokens_per_microbatch: PositiveInt
     """Token budget of a micro-batch on one data-parallel rank. It must fit the longest sample."""
     groups: Literal["together", "apart", "auto"] = "auto"
     """PACS and REAL need the scores of a whole group before the backward pass. `together`: every group is in one micro-batch, so
     the update's own forward computes them; a group over the token budget is an error. `apart`: a score pass before the
     update. `auto`: together where the budget and the balance of the data-parallel ranks allow, else apart."""
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates of a step."""
+        return self.updates_per_step * self.epochs
+
+    def updates_of(self, minibatch: int) -> range:
+        """The updates of a step that use the same mini-batch, one an epoch."""
+        return range(minibatch, self.num_updates, self.updates_per_step)
 
 
 # ---------------------------------------------------------------------------------------------- optimizer, loop, output
@@ -414,7 +425,7 @@ class RunConfig(Options):
 
     @model_validator(mode="after")
     def _check_objective(self) -> RunConfig:
-        self.objective.refuse_updates_per_step(self.batch.updates_per_step)
+        self.objective.refuse_updates_per_step(self.batch.num_updates)
         if self.objective.name != "pacs" and self.mismatch.score_noise_every is not None:
             raise ValueError(
                 f"mismatch.score_noise_every={self.mismatch.score_noise_every} is used by objective pacs only, got "

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-LogprobSource = Literal["step_start", "reference"]
-"""`step_start`: the policy's own weights at the start of the step. `reference`: the frozen snapshot."""
+LogprobSource = Literal["step_start", "reference", "value"]
+"""`step_start`: the policy's own weights at the start of the step. `reference`: the frozen snapshot. `value`: the critic at
+the start of the step, whose pass has a value in the place of each log-prob."""
 
 Coupling = Literal["token", "sample", "group", "minibatch"]
 """The samples whose log-probs a token's coefficient depends on: none but the token's own, its sample's, its group's, all."""
@@ -46,6 +47,8 @@ class TokenRecord:
     sampler_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     """float32, entropy of the full next-token distribution, with gradient during an update"""
+    estimates: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """`MiniBatch.estimates`, float32"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,8 @@ class Objective(Protocol):
     coupling: Coupling
     kl_in_reward: bool
     """`prepare_step` needs `SampleFacts.kl_to_reference`"""
+    critic: Objective | None
+    """the objective of the critic's updates, whose records have values as `logprobs`. None: no critic, no `estimate`"""
 
     def logprob_passes(self, update_index: int) -> frozenset[LogprobSource]:
         """Log-prob passes that the mini-batch of update `update_index` (0-based in the step) needs before the update.
@@ -131,6 +136,19 @@ class Objective(Protocol):
 
     def sample_kl(self, step_start: np.ndarray, reference: np.ndarray) -> float:
         """With `kl_in_reward`: a sample's estimate of the KL to the reference, from its log-probs, float32 [response]."""
+        ...
+
+    def estimate(
+        self,
+        rewards: Sequence[float],
+        values: Sequence[np.ndarray],
+        step_starts: Sequence[np.ndarray],
+        references: Sequence[np.ndarray],
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """With a critic: (advantages, returns) of samples from its values and, where declared, log-probs; float64 [response].
+
+        The engine whitens the advantages over all tokens of the step.
+        """
         ...
 
     def prepare_step(self, facts: SampleFacts) -> Any:

@@ -1,6 +1,7 @@
 """The samples of one step as flat arrays: facts on every rank, and the tokens of this rank's share."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,6 +28,8 @@ class SampleFacts:
     for an objective that declares `sampler_ratio`"""
     kl_to_reference: np.ndarray | None = None
     """float64 [n], `Objective.sample_kl`, nats; the engine fills it in where the objective subtracts it from the reward"""
+    advantage_abs: np.ndarray | None = None
+    """float64 [n], mean |A| over the response tokens; the engine fills it in for an objective with a critic"""
 
     @property
     def num_samples(self) -> int:
@@ -117,3 +120,5 @@ class MiniBatch:
     """log pi of the frozen reference snapshot, from the trainer"""
     routes: dict[int, np.ndarray] | None = None
     """experts of this rank's samples that score pass and update use, see policy/routing.py; None: those of their own weights"""
+    estimates: Mapping[str, dict[int, np.ndarray]] = field(default_factory=dict)
+    """with a critic: `value` at the step's start, whitened `advantage`, `return`; by row as log-probs"""

@@ -11,7 +11,9 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = True) -> str:
-    """Write the weights of `step` (default: the newest checkpoint) to `out`, and return a line to print.
+    """Write the weights of `step` (default: the newest checkpoint) to `out`, and those of its critic beside it.
+
+    Returns the lines to print.
 
     Raises ConfigError without a checkpoint, or if `out` is None and the run folder is in use, and CheckpointError or
     ConversionError for an unreadable checkpoint.
@@ -33,8 +35,14 @@ def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = 
     setup_logging(None, 0)
     # A folder elsewhere needs no lock: readers of a run are never refused.
     with RunLock(run_dir, "export") if out is None else nullcontext():
-        return str(
-            megatron_to_hf(
-                folder, Options(out=target, verify_source=verify), step=None, max_shard_bytes=MAX_SHARD_BYTES
+        sources = {folder: target}
+        if (folder / "critic" / MANIFEST_NAME).is_file():
+            sources[folder / "critic"] = target.with_name(f"{target.name}_critic")
+        return "\n".join(
+            str(
+                megatron_to_hf(
+                    source, Options(out=to, verify_source=verify), step=None, max_shard_bytes=MAX_SHARD_BYTES
+                )
             )
+            for source, to in sources.items()
         )

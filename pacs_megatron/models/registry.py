@@ -8,7 +8,7 @@ from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from pacs_megatron.models.config_reader import ConfigReader
 from pacs_megatron.models.spec import ModelSpec
-from pacs_megatron.models.table import Family, WeightTable, build_table
+from pacs_megatron.models.table import CRITIC_CLASS, Family, WeightTable, build_table
 from pacs_megatron.runtime.json_reader import read_object
 
 FAMILIES: tuple[Family, ...] = (qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY, mistral.FAMILY)
@@ -31,7 +31,10 @@ def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
             "(see docs/families.md to add a family)"
         )
     family = _BY_MODEL_TYPE[model_type]
-    return family.read(ConfigReader(hf_config, family.name))
+    spec = family.read(ConfigReader(hf_config, family.name))
+    architectures = hf_config.get("architectures")
+    is_critic = isinstance(architectures, list) and bool(architectures) and str(architectures[0]).endswith(CRITIC_CLASS)
+    return spec.critic() if is_critic else spec
 
 
 def load_config(path: str | Path) -> dict[str, Any]:

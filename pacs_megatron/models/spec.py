@@ -1,8 +1,8 @@
 """The architecture of a checkpoint as one plain record, for transformers 4 and 5."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,5 +41,11 @@ class ModelSpec:
     """RMSNorm over head_dim on queries and keys, before the rotation."""
     qkv_bias: bool
     moe: MoeSpec | None
+    head: Literal["tokens", "value"] = "tokens"
+    """Of the last layer: logits of the vocabulary, or a critic's value."""
     dtype: str
     """As the config declares it: `float32`, `bfloat16` or `float16`."""
+
+    def critic(self) -> "ModelSpec":
+        """The architecture of a critic: a value in the place of the output layer."""
+        return replace(self, head="value", tied=False)

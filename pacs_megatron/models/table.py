@@ -223,6 +223,13 @@ class WeightTable:
 _EMBEDDING = Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Vocabulary())
 _FINAL_NORM = Row("decoder.final_layernorm.weight", ("model.norm.weight",), Plain(("hidden",)))
 _OUTPUT = Row("output_layer.weight", ("lm_head.weight",), Vocabulary())
+_VALUE = (
+    Row("output_layer.weight", ("score.weight",), Plain(("value", "hidden"))),
+    Row("output_layer.bias", ("score.bias",), Plain(("value",))),
+)
+CRITIC_CLASS = "ForTokenClassification"
+"""End of transformers' class of a critic's folder: one label, `score`, is the value before the next token. verl has
+critics of this class too."""
 
 
 def build_table(family: Family, spec: ModelSpec, vocab_multiple: int) -> WeightTable:
@@ -238,7 +245,9 @@ def build_table(family: Family, spec: ModelSpec, vocab_multiple: int) -> WeightT
                 for expert in _experts_of(row, spec):
                     yield _entry(row, dims, place="layer", layer=layer, expert=expert)
         yield _entry(_FINAL_NORM, dims, place="final_norm")
-        if not spec.tied:
+        if spec.head == "value":
+            yield from (_entry(row, dims, place="output") for row in _VALUE)
+        elif not spec.tied:
             yield _entry(_OUTPUT, dims, place="output")
 
     return WeightTable(spec, padded_vocab, tuple(entries()))

@@ -36,6 +36,7 @@ class Dims:
             "kv_heads": spec.num_kv_heads * spec.head_dim,
             "vocab": spec.vocab_size,
             "padded_vocab": self.padded_vocab,
+            "value": 1,
         }
         if spec.moe is not None:
             sizes |= {"experts": spec.moe.num_experts, "expert_ffn": spec.moe.expert_ffn_size}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Union
 
 from pydantic import Field
 
 from pacs_megatron import objectives
 from pacs_megatron.contracts import Objective
+from pacs_megatron.contracts.protocols import LogprobSource
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.objectives.shared.base import REGISTRY, CommonOptions
 
@@ -24,6 +26,11 @@ else:
     _members = tuple(objective.options_class for objective in REGISTRY.values())
     ObjectiveOptions = Annotated[Union[_members], Field(discriminator="name")]  # noqa: UP007
     """Options of any objective: a tagged union on `name`."""
+
+
+def passes_of(objective: Objective, updates: Iterable[int]) -> set[LogprobSource]:
+    """The log-prob passes that a mini-batch needs before the first of its `updates`."""
+    return set().union(*(objective.logprob_passes(update) for update in updates))
 
 
 def build_objective(options: CommonOptions, *, updates_per_step: int) -> Objective:

@@ -207,6 +207,8 @@ def _sections(rows: Sequence[Row]) -> Iterable[tuple[str, list[str]]]:
         + draw("shares", shares)
         + [chart for name in sorted(REGISTRY) for chart in all_of(f"{name}/")],
     )
+    values = [f"critic/{name}" for name in ("value_mean", "return_mean")]
+    yield "Critic", draw("values and returns", values, "mean over tokens") + all_of("critic/")
     yield "Time", _phases(rows, left) + draw("tokens/s", ["tokens_per_s"])
     yield _REST, [chart for key in sorted(left) for chart in draw(key, [key])]
 

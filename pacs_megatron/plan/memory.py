@@ -6,7 +6,7 @@ of a live Megatron model). Activations follow the layers' saved tensors. All oth
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pacs_megatron.config.checks import max_sequence_tokens
@@ -15,6 +15,7 @@ from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts.layout import Layout, logits_per_chunk
 from pacs_megatron.models import ModelSpec, weight_table
 from pacs_megatron.models.table import Entry, WeightTable
+from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.plan import constants
 
@@ -177,8 +178,22 @@ def _pad(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+def trained_models(config: RunConfig, spec: ModelSpec) -> dict[str, ModelSpec]:
+    """Suffix of its names -> architecture, of the policy and of the critic, if the objective has one."""
+    return {"": spec} | ({" of the critic": spec.critic()} if isinstance(config.objective, PpoOptions) else {})
+
+
 def state_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) -> list[Item]:
     """Parameters, gradients and optimizer state of one rank, which stay for the whole run."""
+    models = trained_models(config, spec).items()
+    return [
+        replace(item, name=item.name + suffix)
+        for suffix, own in models
+        for item in _state_items(config, own, layout, stage)
+    ]
+
+
+def _state_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) -> list[Item]:
     parameters = rank_parameters(spec, layout, stage)
     distributed = config.parallel.distributed_optimizer
     dense, experts = buffer_elements(parameters, layout, distributed_optimizer=distributed)
@@ -382,7 +397,7 @@ def microbatches_in_flight(layout: Layout, stage: int) -> float:
 # ---------------------------------------------------------------------------------------------------------------- phases
 def needs_reference_snapshot(config: RunConfig) -> bool:
     """Whether a frozen copy of the weights is kept (in host memory)."""
-    objective = build_objective(config.objective, updates_per_step=config.batch.updates_per_step)
+    objective = build_objective(config.objective, updates_per_step=config.batch.num_updates)
     return "reference" in objective.logprob_passes(0)
 
 

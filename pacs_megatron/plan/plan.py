@@ -106,19 +106,19 @@ class Plan:
         """One checkpoint: weights, fp32 master weights, two moments, and the frozen reference, if any."""
         is_bf16 = self.config.precision.dtype == "bf16"
         reference = (2 if is_bf16 else 4) if memory.needs_reference_snapshot(self.config) else 0
-        return memory.megatron_elements(self.spec) * (12 + (2 if is_bf16 else 4) + reference)
+        trained = sum(map(memory.megatron_elements, memory.trained_models(self.config, self.spec).values()))
+        return trained * (12 + (2 if is_bf16 else 4)) + memory.megatron_elements(self.spec) * reference
 
     @property
     def num_checkpoints(self) -> int:
         """Maximum: the kept ones, the one being written, and possibly one in the middle of a step."""
-        return self.config.checkpoint.keep_last + 1 + (self.config.batch.updates_per_step > 1)
+        return self.config.checkpoint.keep_last + 1 + (self.config.batch.num_updates > 1)
 
     @property
     def disk_bytes(self) -> float:
-        """The maximum number of checkpoints and the exported model."""
-        return (
-            self.checkpoint_bytes * self.num_checkpoints + memory.num_parameters(self.spec) * 2
-        ) * constants.FREE_DISK_FACTOR.value
+        """The maximum number of checkpoints and the exported models."""
+        exported = sum(map(memory.num_parameters, memory.trained_models(self.config, self.spec).values()))
+        return (self.checkpoint_bytes * self.num_checkpoints + exported * 2) * constants.FREE_DISK_FACTOR.value
 
     @property
     def host_bytes_per_rank(self) -> float:
@@ -400,7 +400,7 @@ def _group_lines(plan: Plan) -> Iterator[str]:
 
 
 def _disk_lines(plan: Plan) -> list[str]:
-    middle = ", one in the middle of a step" if plan.config.batch.updates_per_step > 1 else ""
+    middle = ", one in the middle of a step" if plan.config.batch.num_updates > 1 else ""
     lines = [
         f"a checkpoint: {_gib(plan.checkpoint_bytes)}; quota for {plan.num_checkpoints} of them (checkpoint.keep_last="
         f"{plan.config.checkpoint.keep_last}, one being written{middle}) and the export: {_gib(plan.disk_bytes)}"

@@ -11,7 +11,8 @@ from pacs_megatron.config.checks import max_response_tokens, max_sequence_tokens
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.models import ModelSpec
-from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.objectives.ppo import PpoOptions
+from pacs_megatron.objectives.registry import build_objective, passes_of
 from pacs_megatron.plan import constants
 from pacs_megatron.plan.constants import Gpu
 from pacs_megatron.plan.memory import (
@@ -96,7 +97,7 @@ def recomputed_flops(
         layers += in_mlp if {"mlp", "moe"} & set(recompute.modules) else 0.0
         layers += whole - head - matrices if "core_attn" in recompute.modules else 0.0
     # Where a token's coefficient depends on this forward, the output layer's gradient waits for the whole forward pass.
-    updates = range(config.batch.updates_per_step)
+    updates = range(config.batch.num_updates)
     objective = build_objective(config.objective, updates_per_step=len(updates))
     is_coupled = objective.coupling == "sample" or (objective.coupling == "group" and groups_together)
     waiting = sum(is_coupled and bool(objective.statistics(update)) for update in updates)
@@ -105,12 +106,11 @@ def recomputed_flops(
 
 def num_forward_passes(config: RunConfig, *, groups_together: bool) -> int:
     """Forward-only passes over a mini-batch (score and log-prob passes), summed over a step's updates."""
-    updates = range(config.batch.updates_per_step)
-    objective = build_objective(config.objective, updates_per_step=len(updates))
+    batch = config.batch
+    objective = build_objective(config.objective, updates_per_step=batch.num_updates)
     has_scores = objective.coupling == "minibatch" or (objective.coupling == "group" and not groups_together)
-    return sum(
-        len(objective.logprob_passes(update)) + bool(has_scores and objective.statistics(update)) for update in updates
-    )
+    before = sum(len(passes_of(objective, batch.updates_of(part))) for part in range(batch.updates_per_step))
+    return before + sum(bool(has_scores and objective.statistics(update)) for update in range(batch.num_updates))
 
 
 def keeps_groups_together(config: RunConfig, lengths: Lengths) -> bool:
@@ -170,15 +170,20 @@ def step_phases(
         seconds = train_seconds(config, layout, gpu, flops, lengths=lengths, forward_only=True)
         note = f"{passes} passes over a mini-batch"
         phases.append(Phase("score and log-prob passes", seconds, flops, note, _inverse(constants.FORWARD_MFU)))
-    flops = 3 * forward
+    of_critic = 0.0
+    if isinstance(config.objective, PpoOptions):
+        of_critic = forward_flops(spec, samples * lengths.total, lengths.total, 0)
     layers, head = recomputed_flops(config, spec, lengths, groups_together=keeps_groups_together(config, lengths))
-    whole = flops + forward * (layers + head)
-    seconds = train_seconds(config, layout, gpu, whole, lengths=lengths, forward_only=False)
+    epoch = 3 * (forward + of_critic)
+    whole = epoch + (forward + of_critic) * layers + forward * head
+    epochs = config.batch.epochs
+    seconds = train_seconds(config, layout, gpu, whole * epochs, lengths=lengths, forward_only=False)
     note = (
-        f"{config.batch.updates_per_step} updates, bubble {bubble(config, layout, lengths):.0%}, of the time "
-        f"{forward * layers / whole:.0%} recomputes layers, {forward * head / whole:.0%} logits"
+        f"{config.batch.num_updates} updates{' of both models' if of_critic else ''}, bubble "
+        f"{bubble(config, layout, lengths):.0%}, of the time {(forward + of_critic) * layers / whole:.0%} recomputes layers, "
+        f"{forward * head / whole:.0%} logits"
     )
-    phases.append(Phase("updates", seconds, flops, note, _inverse(constants.TRAIN_MFU)))
+    phases.append(Phase("updates", seconds, epoch * epochs, note, _inverse(constants.TRAIN_MFU)))
     if config.policy.offload != "none":
         moved = most_offloaded_bytes(config, spec, layout)
         seconds = 2 * moved / (constants.HOST_GB_S.value * 1e9)

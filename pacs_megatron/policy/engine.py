@@ -257,14 +257,22 @@ class MegatronPolicy:
 
     def with_sample_kl(self, facts: SampleFacts, minibatches: Sequence[MiniBatch], objective: Objective) -> SampleFacts:
         """The facts of a step with `Objective.sample_kl` of each sample, the same bits on every rank. Collective."""
-        found: dict[str, float] = {}
+        own: list[dict[int, float]] = []
         for minibatch in minibatches:
             starts, references = minibatch.step_start_logprobs, minibatch.reference_logprobs
             assert starts is not None and references is not None, "the objective declares both passes"
-            own = {row: objective.sample_kl(start, references[row]) for row, start in starts.items()}
-            values = self._gather_by_row(own, minibatch.facts.num_samples)
-            found |= zip(minibatch.facts.ids, values.tolist(), strict=True)
-        return replace(facts, kl_to_reference=np.array([found[sample_id] for sample_id in facts.ids]))
+            own.append({row: objective.sample_kl(start, references[row]) for row, start in starts.items()})
+        return replace(facts, kl_to_reference=self._by_sample(facts, minibatches, own))
+
+    def _by_sample(
+        self, facts: SampleFacts, minibatches: Sequence[MiniBatch], own: Sequence[dict[int, float]]
+    ) -> np.ndarray:
+        """float64 [n], as `facts`, from this rank's rows of each mini-batch. The same bits on every rank. Collective."""
+        found: dict[str, float] = {}
+        for minibatch, values in zip(minibatches, own, strict=True):
+            gathered = self._gather_by_row(values, minibatch.facts.num_samples)
+            found |= zip(minibatch.facts.ids, gathered.tolist(), strict=True)
+        return np.array([found[sample_id] for sample_id in facts.ids])
 
     # -------------------------------------------------------------------------------------------------------- update
     def update(

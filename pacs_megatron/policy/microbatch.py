@@ -52,6 +52,8 @@ class MicroBatch:
     """float32 [k]"""
     reference_logprobs: Tensor | None
     """float32 [k]"""
+    estimates: Mapping[str, Tensor]
+    """float32 [k] each"""
     row_index: Tensor
     """int64 [samples], `rows` on the device"""
     table: SampleTable | None
@@ -129,6 +131,7 @@ def build_microbatch(
         sampler_logprobs=_concat([sampler[at[k] : at[k + 1]] for k in positions]).to(device),
         step_start_logprobs=by_token(minibatch.step_start_logprobs),
         reference_logprobs=by_token(minibatch.reference_logprobs),
+        estimates={name: found for name, v in minibatch.estimates.items() if (found := by_token(v)) is not None},
         row_index=torch.from_numpy(rows).to(device),
         table=build_table(facts, rows, device, whole_groups=False) if with_table else None,
         local=local,
@@ -215,6 +218,7 @@ def build_record(
         reference_logprobs=None if batch.reference_logprobs is None else pick(batch.reference_logprobs),
         sampler_logprobs=pick(batch.sampler_logprobs),
         entropy=entropy,
+        estimates={name: pick(values) for name, values in batch.estimates.items()},
     )
 
 

@@ -38,7 +38,7 @@ class PolicyModel(GPTModel):
     """Megatron's GPTModel whose last stage returns log-probs of given tokens instead of all logits.
 
     `labels` [1, t] has the token id that each position predicts, or -1 for none. Returns (log-probs [k], entropies [k])
-    of the k positions with a label, in order. Without labels it behaves as GPTModel.
+    of the k positions with a label, in order; a critic's are (values, zeros). Without labels it behaves as GPTModel.
     """
 
     spec: ModelSpec
@@ -51,6 +51,8 @@ class PolicyModel(GPTModel):
         labels = kwargs.get("labels")
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states, *args, **kwargs)
+        if self.spec.head == "value":
+            return self._values(hidden_states, labels[0])
         weight = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
@@ -71,6 +73,16 @@ class PolicyModel(GPTModel):
             want_entropy=self.want_entropy,
             loss_gradient=self.loss_gradient,
         )
+
+    def _values(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(values [k], zeros [k]): the value before each token, in fp32."""
+        if self.config.sequence_parallel:
+            # Every tensor-parallel rank computes the whole loss, so each takes its part of the gradient.
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        wanted = hidden[:, 0].index_select(0, (labels >= 0).nonzero()[:, 0])
+        head = self.output_layer
+        values = F.linear(wanted.float(), head.weight.float(), head.bias.float())[:, 0]
+        return values, torch.zeros_like(values)
 
 
 def transformer_config(
@@ -234,6 +246,8 @@ def build_chunks(
             )
         RouterReplay.clear_global_router_replay_instances()  # `routing.py` has each router's own
         model.spec = spec
+        if spec.head == "value" and model.post_process:
+            model.output_layer = torch.nn.Linear(spec.hidden_size, 1, dtype=config.params_dtype)
         model.model_type = ModelType.encoder_or_decoder
         model.rotary_pos_emb.inv_freq = rope_frequencies(spec).to(rank.device)
         for parameter in model.parameters():

@@ -355,7 +355,7 @@ def _resume(loaded: LoadedConfig) -> Iterator[Check]:
 def _signal(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
     """Checks that the signal leaves time to finish an update and to save, by measured or else planned times."""
     lead = loaded.config.resources.signal_lead_s
-    measured = _measured_seconds(run_folder(loaded) / "metrics.jsonl", loaded.config.batch.updates_per_step)
+    measured = _measured_seconds(run_folder(loaded) / "metrics.jsonl", loaded.config.batch.num_updates)
     if measured is not None:
         need, source = measured, "measured in this run"
     elif plan.phases:
@@ -382,13 +382,13 @@ def planned_ending_s(plan: Plan) -> float:
     updates = sum(phase.seconds for phase in plan.phases if phase.name == "updates")
     sync = sum(phase.seconds for phase in plan.phases if phase.name.startswith("weight sync"))
     save = plan.checkpoint_bytes / (constants.DISK_GB_S.value * 1e9)
-    return updates / plan.config.batch.updates_per_step + sync + save
+    return updates / plan.config.batch.num_updates + sync + save
 
 
-def _measured_seconds(path: Path, updates_per_step: int) -> float | None:
+def _measured_seconds(path: Path, num_updates: int) -> float | None:
     rows = read_rows(path, {})
 
     def longest(name: str) -> float:
         return max((float(row[name]) for row in rows if isinstance(row.get(name), int | float)), default=0.0)
 
-    return longest("time/update_s") / updates_per_step + sum(longest(name) for name in ENDING_SPANS) or None
+    return longest("time/update_s") / num_updates + sum(longest(name) for name in ENDING_SPANS) or None

@@ -3,8 +3,9 @@
 import logging
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -12,19 +13,23 @@ from pacs_megatron.checkpoint.manifest import HF_FOLDER
 from pacs_megatron.checkpoint.megatron_weights import is_megatron_checkpoint, open_weights
 from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint, verify_checkpoint
 from pacs_megatron.config.layout import layout_of
-from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.config.schema import OptimizerOptions, RunConfig
 from pacs_megatron.contracts import Objective
+from pacs_megatron.contracts.protocols import LogprobSource
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
-from pacs_megatron.errors import CheckpointError, RolloutError
-from pacs_megatron.models import load_spec
+from pacs_megatron.errors import CheckpointError, ConfigError, RolloutError
+from pacs_megatron.models import ModelSpec, load_spec
 from pacs_megatron.models.hub import snapshot
+from pacs_megatron.models.table import CRITIC_CLASS
+from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.shared.base import ReferenceOptions
 from pacs_megatron.observability.spans import Timer
 from pacs_megatron.parallel import groups
 from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
+from pacs_megatron.policy.critic import Critic, critic_optimizer
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.rollout.collect import Rollouts
 from pacs_megatron.rollout.driver_client import DriverClient
@@ -34,6 +39,7 @@ from pacs_megatron.training.saving import Saver
 from pacs_megatron.training.signals import StopFlag
 
 logger = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=MegatronPolicy)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +62,7 @@ class RunContext:
     timer: Timer
     saver: Saver
     stop: StopFlag
+    critic: Critic | None = None
     digest: str = ""
     """of the weights in the rollout engine"""
 
@@ -64,6 +71,21 @@ class RunContext:
         """Steps between hard resets of the frozen reference."""
         options = self.config.objective
         return options.reset_every if isinstance(options, ReferenceOptions) else None
+
+    @property
+    def models(self) -> list[MegatronPolicy]:
+        """The policy, and the critic if there is one."""
+        return [self.policy] if self.critic is None else [self.policy, self.critic]
+
+    def model_of(self, source: LogprobSource) -> MegatronPolicy:
+        """The model whose pass returns `source`."""
+        return self.models[-1] if source == "value" else self.policy
+
+    @property
+    def warmup_steps(self) -> int:
+        """First steps that update the critic only."""
+        options = self.config.objective
+        return options.critic.warmup_steps if isinstance(options, PpoOptions) else 0
 
     @property
     def has_reference(self) -> bool:
@@ -96,7 +118,8 @@ def build_on_all_ranks(
 
     def build_here() -> RunContext:
         run = build(config, run_dir, model_dir, RankSetup(rank=rank, channel=channel, driver=driver, stop=stop))
-        run.policy.offload.to_host()
+        for model in run.models:
+            model.offload.to_host()
         if rank.device.type == "cuda":
             torch.cuda.empty_cache()
         return run
@@ -127,24 +150,66 @@ def build_policy(
     config: RunConfig, run_dir: Path, model_dir: Path, rank: Rank, kind: type[MegatronPolicy] = MegatronPolicy
 ) -> MegatronPolicy:
     """The policy with the model's weights. If the run has a checkpoint, the weights are arbitrary until `loop.resume`."""
-    policy = kind(
-        load_spec(model_dir),
-        rank,
-        parallel=config.parallel,
-        precision_options=config.precision,
-        optimizer=config.optimizer,
-        clip_grad=config.objective.clip_grad,
-        total_updates=config.run.steps * config.batch.updates_per_step,
-        tokens_per_microbatch=config.batch.tokens_per_microbatch,
-        temperature=config.rollout.sampling.temperature,
-        offload=config.policy.offload,
-    )
+    spec = load_spec(model_dir)
+    if spec.head != "tokens":
+        raise ConfigError(
+            f"model.path={config.model.path} is a critic, got {CRITIC_CLASS}; use a causal language model"
+        )
+    policy = _build_model(config, rank, spec, config.optimizer, kind)
     if latest_checkpoint(run_dir) is None:
         stored = open_weights(weights_dir(model_dir), digests=False)  # all ranks have shared the check
         policy.load_weights(lambda name: stored.get(name).to(policy.config.params_dtype))
     policy.mismatch_threshold = config.mismatch.threshold
     policy.compare_with_sampler = config.rollout.is_sampled
     return policy
+
+
+def build_critic(
+    config: RunConfig, run_dir: Path, model_dir: Path, rank: Rank, kind: type[Critic] = Critic
+) -> Critic | None:
+    """The critic with its first weights, as `build_policy`; None where the objective has none. Raises ConfigError."""
+    objective = config.objective
+    if not isinstance(objective, PpoOptions):
+        return None
+    folder = (
+        model_dir if objective.critic.path is None else resolve_model(objective.critic.path, "objective.critic.path")
+    )
+    spec, stored_spec = load_spec(model_dir).critic(), load_spec(folder).critic()
+    if stored_spec != replace(spec, dtype=stored_spec.dtype):
+        raise ConfigError(
+            f"objective.critic.path={objective.critic.path} has another architecture than model.path={config.model.path}; "
+            "use a critic of the policy's architecture, or remove the key"
+        )
+    critic = _build_model(config, rank, spec, critic_optimizer(config.optimizer, objective.critic.lr), kind)
+    if latest_checkpoint(run_dir) is None:
+        stored = open_weights(weights_dir(folder), digests=False)
+        shapes = {
+            name: shape for e in critic.table.entries for name, shape in zip(e.hf_names, e.hf_shapes, strict=True)
+        }
+
+        def read(name: str) -> torch.Tensor:
+            is_new = name.startswith("score.") and name not in stored.names
+            return (torch.zeros(shapes[name]) if is_new else stored.get(name)).to(critic.config.params_dtype)
+
+        critic.load_weights(read)
+    return critic
+
+
+def _build_model(
+    config: RunConfig, rank: Rank, spec: ModelSpec, optimizer: OptimizerOptions, kind: type[Model]
+) -> Model:
+    return kind(
+        spec,
+        rank,
+        parallel=config.parallel,
+        precision_options=config.precision,
+        optimizer=optimizer,
+        clip_grad=config.objective.clip_grad,
+        total_updates=config.run.steps * config.batch.num_updates,
+        tokens_per_microbatch=config.batch.tokens_per_microbatch,
+        temperature=config.rollout.sampling.temperature,
+        offload=config.policy.offload,
+    )
 
 
 def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) -> RunContext:
@@ -173,7 +238,8 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) 
         rank=rank,
         channel=joined.channel,
         policy=policy,
-        objective=build_objective(config.objective, updates_per_step=config.batch.updates_per_step),
+        critic=build_critic(config, run_dir, model_dir, rank),
+        objective=build_objective(config.objective, updates_per_step=config.batch.num_updates),
         rollouts=Rollouts(rank, joined.channel, joined.driver, engine, should_stop=joined.stop.is_set),
         driver=joined.driver,
         engine=engine,
@@ -189,7 +255,7 @@ def weights_dir(model_dir: Path) -> Path:
     return model_dir.parent if is_megatron_checkpoint(model_dir.parent) and model_dir.name == HF_FOLDER else model_dir
 
 
-def resolve_model(path: str) -> Path:
+def resolve_model(path: str, key: str = "model.path") -> Path:
     """The folder with config and tokenizer: a Hugging Face folder, `hf/` of a converted checkpoint, or the local copy of a
     hub id.
 
@@ -204,6 +270,6 @@ def resolve_model(path: str) -> Path:
         return snapshot(path)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"model.path={path}: no such folder, and the hub has no such model ({type(error).__name__}); correct the "
+            f"{key}={path}: no such folder, and the hub has no such model ({type(error).__name__}); correct the "
             "path, or run `pacs-megatron fetch` on a machine with network"
         ) from error

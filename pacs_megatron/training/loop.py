@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pacs_megatron.checkpoint import run_checkpoint
+from pacs_megatron.checkpoint.manifest import DIST_FOLDER
 from pacs_megatron.checkpoint.names import Position, describe_newest
 from pacs_megatron.config.layout import draws_of
 from pacs_megatron.contracts import Interrupted
@@ -110,7 +111,9 @@ def train(run: RunContext) -> ExitCode:
             if run.rank.rank == 0:
                 logger.info("stopped after %s; %s; the same command continues", progress.position, saved)
             return ExitCode.PREEMPTED
-        export_hf(run, run.run_dir / "hf")
+        export_hf(run, run.policy, run.run_dir / "hf")
+        if run.critic is not None:
+            export_hf(run, run.critic, run.run_dir / "critic_hf")
         out.report()
     return ExitCode.OK
 
@@ -175,10 +178,11 @@ def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None
         run.saver.finish()
         driver = run.rollouts.state(progress.step, final=final, at_boundary=not progress.open_step.updates)
         contents = run_checkpoint.Contents(
-            sharded=policy_state.sharded_state(run.policy, is_loading=False, with_reference=has_reference),
+            sharded=_sharded(run, is_loading=False, with_reference=has_reference),
             state={
                 "policy_version": run.policy.version,
                 "schedule": run.policy.optimizer.schedule.state_dict(),
+                "critic_schedule": None if run.critic is None else run.critic.optimizer.schedule.state_dict(),
                 "driver": driver.order,
                 "row": progress.row,
                 "digest": run.digest,
@@ -224,13 +228,20 @@ def resume(run: RunContext) -> RunProgress | None:
         )
     if saved["has_reference"] and run.policy.reference is None:
         run.policy.take_reference(reset_optimizer=False)
-    state = policy_state.sharded_state(run.policy, is_loading=True, with_reference=saved["has_reference"])
+    if run.critic is not None and saved.get("critic_schedule") is None:
+        raise CheckpointError(
+            f"{folder} has no critic, which objective.name=ppo needs; export the checkpoint and start a new run from its weights"
+        )
+    state = _sharded(run, is_loading=True, with_reference=saved["has_reference"])
     filled, rng = run_checkpoint.load_checkpoint(folder, run.rank, state)
-    policy_state.load_sharded_state(run.policy, filled)
+    for model, own in zip(run.models, filled.values(), strict=True):
+        policy_state.load_sharded_state(model, own)
     if rng is not None:
         policy_state.load_rng_state(rng)
     run.policy.version = saved["policy_version"]
     run.policy.optimizer.schedule.load_state_dict(saved["schedule"])
+    if run.critic is not None:
+        run.critic.optimizer.schedule.load_state_dict(saved["critic_schedule"])
     buffer = run_checkpoint.read_buffer(folder) if run.rank.rank == 0 else None
     run.rollouts.load_state(DriverState(order=saved["driver"], buffer=buffer), saved["step"])
     if run.rank.rank == 0:
@@ -243,10 +254,20 @@ def resume(run: RunContext) -> RunProgress | None:
     )
 
 
+def _sharded(run: RunContext, *, is_loading: bool, with_reference: bool) -> dict[str, dict[str, Any]]:
+    """Folder of a checkpoint -> the state of its model. Collective."""
+    folders = (DIST_FOLDER, run_checkpoint.CRITIC_DIST)
+    return {
+        folder: policy_state.sharded_state(model, is_loading=is_loading, with_reference=with_reference and number == 0)
+        for number, (folder, model) in enumerate(zip(folders, run.models, strict=False))
+    }
+
+
 def _settings(run: RunContext) -> dict[str, Any]:
     """Values that a run may not change inside a step."""
     return {
         "batch.updates_per_step": run.config.batch.updates_per_step,
+        "batch.epochs": run.config.batch.epochs,
         "objective.*": sorted(run.objective.logprob_passes(1)),
     }
 

@@ -9,6 +9,8 @@ import numpy as np
 from pacs_megatron.batching.distribute import cut_step
 from pacs_megatron.contracts import Interrupted, MiniBatch, UpdateReport
 from pacs_megatron.objectives.pacs import Pacs
+from pacs_megatron.objectives.registry import passes_of
+from pacs_megatron.policy.critic import critic_report
 from pacs_megatron.rollout.collect import StepSamples
 from pacs_megatron.training.context import RunContext
 from pacs_megatron.training.progress import Logprobs
@@ -33,22 +35,25 @@ def cut(run: RunContext, samples: StepSamples) -> list[MiniBatch]:
 
 
 def logprobs(run: RunContext, minibatch: MiniBatch) -> Logprobs:
-    """The trainer's log-probs of this rank's samples that the objective needs. Raises Interrupted."""
+    """The log-probs and values of this rank's samples that the objective needs, of all epochs. Raises Interrupted."""
+    sources = sorted(passes_of(run.objective, run.config.batch.updates_of(minibatch.index)), reverse=True)
     with run.timer.span("logprobs"):
-        sources = sorted(run.objective.logprob_passes(minibatch.index), reverse=True)
-        found: Logprobs = {source: run.policy.logprobs(minibatch, source, run.stop.is_set) for source in sources}
+        found: Logprobs = {
+            source: run.model_of(source).logprobs(minibatch, source, run.stop.is_set) for source in sources
+        }
         if "step_start" in found and run.policy.routes is not None:
             found["routes"] = run.policy.routes
         return found
 
 
 def with_logprobs(minibatch: MiniBatch, found: Logprobs) -> MiniBatch:
-    """`minibatch` with its log-probs, and the experts of its `step_start` pass."""
+    """`minibatch` with its log-probs and values, and the experts of its `step_start` pass."""
     return replace(
         minibatch,
         step_start_logprobs=found.get("step_start"),
         reference_logprobs=found.get("reference"),
         routes=found.get("routes"),
+        estimates={"value": found["value"]} if "value" in found else {},
     )
 
 
@@ -63,21 +68,35 @@ def measure_noise(run: RunContext, minibatch: MiniBatch, step: int) -> dict[str,
         return run.policy.score_noise(minibatch, run.objective, rows, run.stop.is_set)
 
 
-def step_inputs(run: RunContext, samples: StepSamples, minibatches: Sequence[MiniBatch]) -> Any:
-    """Inputs of every update of the step from all its samples, such as advantages."""
+def step_inputs(run: RunContext, samples: StepSamples, minibatches: Sequence[MiniBatch]) -> tuple[list[MiniBatch], Any]:
+    """The mini-batches of every epoch, and inputs of every update from all samples of the step, such as advantages."""
     facts = samples.facts
+    if not minibatches:
+        return [], None
     if run.objective.kl_in_reward:
         facts = run.policy.with_sample_kl(facts, minibatches, run.objective)
-    return run.objective.prepare_step(facts)
+    if run.critic is not None:
+        facts, minibatches = run.critic.with_estimates(facts, minibatches, run.objective)
+    size, epochs = len(minibatches), range(run.config.batch.epochs)
+    repeated = [replace(part, index=part.index + size * epoch) for epoch in epochs for part in minibatches]
+    return repeated, run.objective.prepare_step(facts)
 
 
-def update(run: RunContext, minibatch: MiniBatch, step_inputs: Any) -> UpdateReport:
-    """One optimizer update, with a score pass where one is needed.
+def update(run: RunContext, step: int, minibatch: MiniBatch, step_inputs: Any) -> UpdateReport:
+    """One optimizer update of the policy and of the critic, with a score pass where one is needed.
 
-    Raises Interrupted in the score pass and NonFiniteError, both before any weight changes.
+    Raises Interrupted in the score pass and NonFiniteError, both before any weight of the policy changes.
     """
     with run.timer.span("update"):
-        return run.policy.update(minibatch, run.objective, step_inputs, run.stop.is_set)
+        report = None
+        if step > run.warmup_steps:
+            report = run.policy.update(minibatch, run.objective, step_inputs, run.stop.is_set)
+        if run.critic is None:
+            assert report is not None
+            return report
+        assert run.objective.critic is not None
+        own = replace(minibatch, routes=None)  # of the policy's experts
+        return critic_report(report, run.critic.update(own, run.objective.critic, None))
 
 
 def poll(run: RunContext) -> None:

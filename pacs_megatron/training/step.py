@@ -33,11 +33,12 @@ def train_step(run: RunContext, progress: RunProgress) -> dict[str, float | None
     if minibatches and not done.updates:
         done.sums.add_means(measure_noise(run, minibatches[0], step), 1)
     # If every group was filtered out, there is no mini-batch: the step is counted but no weight changes.
-    inputs = step_inputs(run, samples, minibatches) if minibatches else None  # e.g. advantages of the whole step
+    minibatches, inputs = step_inputs(run, samples, minibatches)  # e.g. advantages of the whole step
     for minibatch in minibatches[done.updates :]:
         poll(run)
-        done.add(update(run, minibatch, inputs), minibatch.facts.num_samples)
-    run.policy.optimizer.advance_schedule(step * run.config.batch.updates_per_step)  # also past updates without groups
+        done.add(update(run, step, minibatch, inputs), minibatch.facts.num_samples)
+    for model in run.models:
+        model.optimizer.advance_schedule(step * run.config.batch.num_updates)  # also past updates without groups
     if run.reset_every and step % run.reset_every == 0:
         run.policy.take_reference(reset_optimizer=True)
     return with_signal_to_noise({**samples.metrics, **done.sums.values()})

@@ -50,7 +50,8 @@ def _push(run: RunContext) -> str:
     if run.engine is not None:
         engine = run.engine
         return run.channel.run_together(lambda: push(run.policy.version, run.policy.export_weights(), [engine]).digest)
-    run.policy.offload.to_host()
+    for model in run.models:
+        model.offload.to_host()
     _empty_caches(run)
     receivers = _targets(run)
     pushed = run.channel.run_together(
@@ -73,7 +74,8 @@ def release_memory(run: RunContext) -> None:
         except SyncError as caught:
             error = caught
     _require_a_server(run, bool(receivers), error)
-    run.policy.offload.to_device()
+    for model in run.models:
+        model.offload.to_device()
 
 
 def _targets(run: RunContext, *, is_release: bool = False) -> list[ServerSync]:

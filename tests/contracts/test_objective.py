@@ -28,6 +28,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "reinforce_pp": (2, {"name": "reinforce_pp"}),
     "rloo": (2, {"name": "rloo"}),
     "w_reinforce": (2, {"name": "w_reinforce", "classes": "negative"}),
+    "ppo": (2, {"name": "ppo"}),
     "real": (2, {"name": "real"}),
     "real_bce": (2, {"name": "real_bce"}),
 }
@@ -63,7 +64,7 @@ def test_promises(setting: str) -> None:
     assert isinstance(objective, Objective) and objective.name == SETTINGS[setting][1]["name"]
     for index, prepared in enumerate(prepared_updates(objective, updates, batch)):
         passes = objective.logprob_passes(index)
-        assert passes <= {"step_start", "reference"}
+        assert passes <= {"step_start", "reference", "value"}
         assert prepared.per_sample
         for values in prepared.per_sample.values():
             assert values.dtype == torch.float64 and values.shape == (n,) and not values.requires_grad
@@ -120,6 +121,7 @@ def test_a_token_depends_on_no_other_tokens_logprob(setting: str) -> None:
             for field in fields(record)
             if isinstance(value := getattr(record, field.name), torch.Tensor) and field.name != "response_lens"
         }
+        cut["estimates"] = {name: values[part] for name, values in record.estimates.items()}
         leaf = logprobs.detach()[part].requires_grad_(True)
         alone = objective.token_loss(replace(record, **(cut | {"logprobs": leaf})), prepared)
         torch.testing.assert_close(torch.autograd.grad(alone.sum(), leaf)[0], whole[part], rtol=0, atol=0)

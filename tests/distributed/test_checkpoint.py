@@ -37,7 +37,7 @@ def save(policy: Any, folder: Path, step: int, model: Path, keep_last: int = 2) 
     from pacs_megatron.policy import state
 
     contents = run_checkpoint.Contents(
-        sharded=state.sharded_state(policy, is_loading=False, with_reference=policy.reference is not None),
+        sharded={"dist": state.sharded_state(policy, is_loading=False, with_reference=policy.reference is not None)},
         state={"schedule": policy.optimizer.schedule.state_dict()},
         rng=state.rng_state(),
         hf_metadata=model,
@@ -55,8 +55,8 @@ def load(policy: Any, folder: Path) -> None:
     run_checkpoint.verify_checkpoint(checkpoint, ControlChannel(policy.rank))
     policy.take_reference(reset_optimizer=False)
     sharded = state.sharded_state(policy, is_loading=True, with_reference=True)
-    filled, _ = run_checkpoint.load_checkpoint(checkpoint, policy.rank, sharded)
-    state.load_sharded_state(policy, filled)
+    filled, _ = run_checkpoint.load_checkpoint(checkpoint, policy.rank, {"dist": sharded})
+    state.load_sharded_state(policy, filled["dist"])
     policy.optimizer.schedule.load_state_dict(run_checkpoint.read_state(checkpoint)["schedule"])
 
 

@@ -137,7 +137,7 @@ def test_a_training_checkpoint_exports_what_the_policy_holds(dtype: str, tmp_pat
         objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
         train(policy, objective, [random_step(0), random_step(1)], tokens_per_microbatch=BUDGET)
         contents = Contents(
-            sharded=state.sharded_state(policy, is_loading=False, with_reference=False),
+            sharded={"dist": state.sharded_state(policy, is_loading=False, with_reference=False)},
             state={},
             rng=state.rng_state(),
             hf_metadata=hf,

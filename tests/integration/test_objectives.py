@@ -38,6 +38,7 @@ def test_every_rival_has_an_example_that_loads() -> None:
         ("objective.name=gspo", "objective.importance=mask", "objective.importance_level=sequence"),
         ("objective.name=rloo", "objective.kl_coef=0.1", "objective.kl_in=reward", "objective.kl_estimator=k1"),
         ("objective.name=real", "batch.groups=apart"),
+        ("objective.name=ppo", "objective.lam=0.95", "batch.epochs=2"),
     ],
     ids=lambda options: options[0].partition("=")[2],
 )

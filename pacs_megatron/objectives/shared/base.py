@@ -6,11 +6,12 @@
 read everything else from these classes (docs/objective.md#adding-an-objective).
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, get_args
 
 from pydantic import Field, PositiveInt
 
-from pacs_megatron.contracts import Prepared, SampleFacts, SampleTable, TokenRecord
+from pacs_megatron.contracts import Objective, Prepared, SampleFacts, SampleTable, TokenRecord
 from pacs_megatron.contracts.options import Options
 from pacs_megatron.contracts.protocols import Coupling, LogprobSource, Statistic
 from pacs_megatron.objectives.shared.lazy import Tensor
@@ -60,6 +61,7 @@ class BaseObjective:
     options_class: ClassVar[type[CommonOptions]]
     coupling: Coupling = "token"
     kl_in_reward: bool = False
+    critic: Objective | None = None
 
     def __init_subclass__(cls, *, options: type[CommonOptions] | None = None) -> None:
         if options is not None:
@@ -94,6 +96,12 @@ class BaseObjective:
     def sample_kl(self, step_start: Any, reference: Any) -> float:
         """Raises ValueError: the reward contains no KL."""
         raise ValueError(f"objective: {self.name} has no KL in the reward")
+
+    def estimate(
+        self, rewards: Sequence[float], values: Sequence[Any], step_starts: Sequence[Any], references: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Raises ValueError: there is no critic."""
+        raise ValueError(f"objective: {self.name} has no critic")
 
     def prepare_step(self, facts: SampleFacts) -> Any:
         """Nothing: only the mini-batch is used."""

@@ -141,6 +141,10 @@ class PolicyGradient(BaseObjective):
         assert isinstance(self.options, TokenMeanOptions)
         return mean_weights(facts.response_lens, self.options.loss_mean, self.options.constant_length)
 
+    def token_advantage(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
+        """[t], A of each token: its sample's."""
+        return at_tokens(prepared.per_sample["advantage"], tokens)
+
     def surrogate(self, ratio: Tensor, advantage: Tensor, tokens: TokenRecord) -> Tensor:
         """[t], l(rho, A)."""
         assert isinstance(self.options, ClippedOptions)
@@ -260,7 +264,7 @@ class PolicyGradient(BaseObjective):
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
         """[t]; its masked sum is the true loss."""
         dtype = tokens.logprobs.dtype
-        advantage = at_tokens(prepared.per_sample["advantage"], tokens).to(dtype)
+        advantage = self.token_advantage(tokens, prepared).to(dtype)
         weight = at_tokens(prepared.per_sample["token_weight"], tokens).to(dtype)
         loss = self.surrogate(self._ratio(tokens, prepared), advantage, tokens)
         importance = self._importance(tokens, prepared)
@@ -279,7 +283,7 @@ class PolicyGradient(BaseObjective):
         their mean. With importance: `importance_mean` and `importance_cut_frac`, over the tokens of samples whose
         advantage is not zero: groups with equal rewards are not in it. Each after the objective's name."""
         num_tokens = tokens.response_lens.sum().clamp(min=1)
-        advantage = at_tokens(prepared.per_sample["advantage"], tokens)
+        advantage = self.token_advantage(tokens, prepared)
         ratio = self._ratio(tokens, prepared)
         metrics = self._named(clip_frac=self.is_clipped(ratio, advantage).to(ratio.dtype) / num_tokens)
         importance = self._importance(tokens, prepared)

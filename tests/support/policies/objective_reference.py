@@ -6,7 +6,7 @@ It uses data classes of the package, but none of its arithmetic.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -43,6 +43,11 @@ class Batch:
             step_start_logprobs=(self.reference if self.step_start is None else self.step_start)[rows],
             reference_logprobs=self.reference[rows],
             sampler_logprobs=None if self.sampler is None else self.sampler[rows],
+            # As if from a critic: any numbers that differ from token to token.
+            estimates={
+                name: (self.reference * factor).sin()[rows].to(source.dtype)
+                for name, factor in (("value", 3.0), ("advantage", 5.0), ("return", 7.0))
+            },
         )
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
@@ -93,7 +98,7 @@ def random_batch(seed: int, sizes: Sequence[int] = (2, 3, 4, 5, 6, 7, 8, 4, 3), 
         rewards=(labels + rng.normal(0, 0.1, len(groups))).tolist(),
     )
     return Batch(
-        facts=facts,
+        facts=replace(facts, advantage_abs=rng.exponential(1.0, len(groups))),
         logprobs=torch.from_numpy(logprobs),
         reference=torch.from_numpy(logprobs + rng.normal(0, spread, len(mask))),
         mask=torch.from_numpy(mask),

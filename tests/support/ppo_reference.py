@@ -1,0 +1,124 @@
+"""PPO with a critic as the papers write it: transformers in float64, autograd through whole mini-batches, torch's AdamW.
+
+The critic is transformers' class for token classification with one label. GAE is the double sum of its definition. It uses
+data classes of the package, but none of its arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pacs_megatron.contracts import SampleFacts, TokenBuffers
+from tests.support.policy_cases import OPTIMIZER
+
+PPO: dict[str, Any] = {
+    "name": "ppo",
+    "gamma": 0.97,
+    "lam": 0.9,
+    "clip_low": 0.02,
+    "clip_high": 0.02,
+    "value_clip": 0.03,
+    "kl_coef": 0.1,
+    "kl_estimator": "k1",
+    "kl_in": "reward",
+}
+"""Clips so narrow that they bind within a few updates."""
+
+
+def gae_by_definition(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
+    """A_t = sum over l of (gamma lam)^l delta_{t+l}; no value after the last token."""
+    length = len(values)
+    delta = [rewards[t] + (gamma * values[t + 1] if t + 1 < length else 0.0) - values[t] for t in range(length)]
+    return [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, length)) for t in range(length)]
+
+
+def whitened(advantages: Sequence[Tensor]) -> list[Tensor]:
+    """verl's and TRL's masked_whiten over all tokens: unbiased variance plus 1e-8."""
+    every = torch.cat(list(advantages))
+    return [(a - every.mean()) / (every.var() + 1e-8).sqrt() for a in advantages]
+
+
+class PpoReference:
+    """Policy and critic, each with its AdamW."""
+
+    def __init__(self, folder: Path, critic_folder: Path, options: dict[str, Any], critic_lr: float) -> None:
+        from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+        self.options = options
+        self.policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+        self.frozen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+        self.critic = AutoModelForTokenClassification.from_pretrained(critic_folder, dtype=torch.float64).eval()
+        settings = {"betas": (0.9, 0.95), "eps": OPTIMIZER["adam_eps"], "weight_decay": 0.0}
+        self.optimizers = {
+            id(model): torch.optim.AdamW(model.parameters(), lr=lr, **settings)
+            for model, lr in ((self.policy, OPTIMIZER["lr"]), (self.critic, critic_lr))
+        }
+        self.numbers: dict[str, list[tuple[float, float]]] = {"policy": [], "critic": []}
+
+    def run(self, model: Any, tokens: TokenBuffers, facts: SampleFacts, row: int) -> Tensor:
+        """Log-probs or values of one sample's response tokens."""
+        ids = torch.from_numpy(tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]].astype(np.int64))
+        start = int(facts.prompt_lens[row])
+        logits = model(ids[None]).logits[0, start - 1 : -1]
+        if model is self.critic:
+            return logits[:, 0]
+        return torch.log_softmax(logits, -1).gather(1, ids[start:, None])[:, 0]
+
+    def step(
+        self,
+        facts: SampleFacts,
+        tokens: TokenBuffers,
+        minibatches: Sequence[Sequence[int]],
+        *,
+        epochs: int = 1,
+        is_warmup: bool = False,
+    ) -> None:
+        """All updates of one step."""
+        o, rows = self.options, range(facts.num_samples)
+        with torch.no_grad():
+            starts, frozen, values = (
+                [self.run(model, tokens, facts, row) for row in rows]
+                for model in (self.policy, self.frozen, self.critic)
+            )
+        advantages, returns = [], []
+        for row in rows:
+            rewards = -o.get("kl_coef", 0.0) * (starts[row] - frozen[row])
+            rewards[-1] += facts.rewards[row]
+            found = gae_by_definition(rewards.tolist(), values[row].tolist(), o["gamma"], o["lam"])
+            advantages.append(torch.tensor(found, dtype=torch.float64))
+            returns.append(advantages[-1] + values[row])
+        white = whitened(advantages)
+        for part in [part for _ in range(epochs) for part in minibatches]:
+            count = sum(len(values[row]) for row in part)
+            if not is_warmup:
+                loss = torch.zeros((), dtype=torch.float64)
+                for row in part:
+                    ratio = (self.run(self.policy, tokens, facts, row) - starts[row]).exp()
+                    bounded = ratio.clamp(1 - o["clip_low"], 1 + o["clip_high"])
+                    loss = loss - torch.minimum(ratio * white[row], bounded * white[row]).sum() / count
+                self._update("policy", self.policy, loss)
+            loss = torch.zeros((), dtype=torch.float64)
+            for row in part:
+                value, bound = self.run(self.critic, tokens, facts, row), o["value_clip"]
+                near = values[row] + (value - values[row]).clamp(-bound, bound)
+                worst = torch.maximum((value - returns[row]) ** 2, (near - returns[row]) ** 2)
+                loss = loss + 0.5 * worst.sum() / count
+            self._update("critic", self.critic, loss)
+
+    def _update(self, name: str, model: Any, loss: Tensor) -> None:
+        optimizer = self.optimizers[id(model)]
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        self.numbers[name].append((float(loss.detach()), float(norm)))
+
+    def weights(self, model: Any) -> dict[str, np.ndarray]:
+        """Under the names of a checkpoint (no experts)."""
+        return {name: value.detach().numpy() for name, value in model.state_dict().items()}
