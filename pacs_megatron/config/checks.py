@@ -200,6 +200,11 @@ def _oversample(config: RunConfig) -> Iterator[str]:
             f"admission.oversample={admission.oversample} without admission.drop_one_class_groups=true only biases "
             "training to short responses; set drop_one_class_groups=true or oversample=1"
         )
+    if admission.refill_rounds and not (admission.drop_one_class_groups and config.rollout.is_sampled):
+        yield (
+            f"admission.refill_rounds={admission.refill_rounds} replaces groups that admission.drop_one_class_groups=true "
+            "drops from sampled responses; set it with a rollout engine that samples, or refill_rounds=0"
+        )
 
 
 def _precision(config: RunConfig) -> Iterator[str]:

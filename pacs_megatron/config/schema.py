@@ -150,6 +150,9 @@ class AdmissionOptions(Options):
     """Factor of over-sampling, with `drop_one_class_groups`. A step requests `oversample * batch.prompts_per_step` prompts
     and trains on the first `batch.prompts_per_step` admitted groups. SGLang cancels the other requests; a later step
     samples their prompts first."""
+    refill_rounds: int = Field(default=0, ge=0)
+    """Maximum number of further requests of a step, with `drop_one_class_groups`: while groups are missing, a round requests
+    `oversample` times their number of new prompts (DAPO's dynamic sampling). 0: a step trains on the groups that it has."""
 
 
 # ----------------------------------------------------------------------------------------------------------------- data

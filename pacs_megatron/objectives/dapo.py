@@ -7,8 +7,8 @@ at least -overlong_penalty (as printed; verl's reward_manager/dapo.py has no low
 responses end at overlong_length). The paper has overlong_length = 20480, overlong_buffer = 4096, and rewards of 1 and -1
 with a punishment of up to 1. With this project's rewards of 1 and 0 the same A needs 0.5, the default.
 
-Dynamic sampling, groups of one class dropped before the batch, is `admission.drop_one_class_groups` with
-`admission.oversample`.
+Dynamic sampling, groups of one class replaced before the update, is `admission.drop_one_class_groups` with
+`admission.refill_rounds`.
 """
 
 from typing import Literal, Self

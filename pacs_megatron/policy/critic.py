@@ -40,7 +40,8 @@ class Critic(MegatronPolicy):
         The same bits on every rank and for every layout that gives the same values. Collective. Raises NonFiniteError on
         all ranks.
         """
-        advantages, returns = [], []
+        advantages: list[dict[int, np.ndarray]] = []
+        returns: list[dict[int, np.ndarray]] = []
         for minibatch in minibatches:
             values = minibatch.estimates["value"]
             sources = (minibatch.step_start_logprobs, minibatch.reference_logprobs)

@@ -57,6 +57,11 @@ class RolloutBuffer:
                 self._steps[step] = self._make_rollouts(step)
         return [self._steps[step] for step in range(first, last + 1)]
 
+    def extend(self, rollouts: StepRollouts, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> None:
+        """Adds a round of prompts to a step."""
+        with self._lock:
+            rollouts.extend(prompts, requests)
+
     def forget(self, trained: int) -> None:
         """Removes the steps up to `trained`."""
         for step in [step for step in self._steps if step <= trained]:

@@ -157,7 +157,30 @@ class Driver:
             # The ranks sample all allowed steps before they train: the update replaces these weights.
             for_ranks = [rollouts for rollouts in steps if self._buffer.missing(rollouts)]
         respond = partial(self._results.step, sent=self._buffer.sent)
-        self._request = OpenRequest(number, steps[0], respond, for_ranks)
+        self._request = OpenRequest(number, steps[0], respond, for_ranks, self._refill)
+
+    def _refill(self, rollouts: StepRollouts) -> list[StepRollouts] | None:
+        """Adds prompts to a judged step with too few admitted groups; see `OpenRequest`."""
+        limit, wanted = self._config.admission.refill_rounds, self._config.batch.prompts_per_step
+        admitted = sum(self._results.admits(group) for group in rollouts.groups()) if limit else wanted
+        if admitted >= wanted or rollouts.cancelled or rollouts.is_returned:
+            return None
+        have = f"step {rollouts.step}: {admitted} of {wanted} groups are admitted"
+        prompts = self._data.refill(rollouts, wanted - admitted) if rollouts.refills < limit else ()
+        if not prompts:
+            reason = (
+                f"after admission.refill_rounds={limit}"
+                if rollouts.refills >= limit
+                else "the data has no other prompts"
+            )
+            logger.warning("%s; it trains on them: %s", have, reason)
+            return None
+        self._buffer.extend(rollouts, prompts, self._data.requests(prompts, rollouts.step))
+        logger.info("%s; refill %d of at most %d: %d more prompts", have, rollouts.refills, limit, len(prompts))
+        if self._engine is None:
+            return [rollouts]
+        self._buffer.start(rollouts)
+        return []
 
     def evaluate(self, number: int, step: int) -> None:
         """Opens the request for the counts of every benchmark's problems."""

@@ -26,12 +26,16 @@ class OpenRequest:
         rollouts: StepRollouts,
         respond: Callable[[StepRollouts], Message],
         for_ranks: Sequence[StepRollouts] = (),
+        refill: Callable[[StepRollouts], Sequence[StepRollouts] | None] = lambda _rollouts: None,
     ) -> None:
-        """`respond` makes the response once `rollouts` are judged; the ranks sample `for_ranks` before that."""
+        """`respond` makes the response once `rollouts` are judged; the ranks sample `for_ranks` before that.
+
+        `refill` may add prompts to the judged rollouts. It returns what the ranks sample then, None if it added none.
+        """
         self.number = number
         self.rollouts = rollouts
         self.is_closed = False
-        self._respond = respond
+        self._respond, self._refill = respond, refill
         self._for_ranks = deque(for_ranks)
         self._in_ranks: StepRollouts | None = None
         self._reported = (0, 0, False)
@@ -46,6 +50,10 @@ class OpenRequest:
             header, arrays = requests_to_message(self._in_ranks.prompts, buffer.missing(self._in_ranks))
             return {"kind": "generate", "step": self._in_ranks.step, **header}, arrays
         if buffer.is_done(self.rollouts):
+            more = self._refill(self.rollouts)
+            if more is not None:
+                self._for_ranks.extend(more)
+                return self.advance(buffer)
             self.is_closed = True
             return self._respond(self.rollouts)
         return self._progress(buffer)

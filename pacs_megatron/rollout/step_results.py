@@ -77,6 +77,8 @@ class StepResults:
         arrays = {f"facts.{name}": value for name, value in facts_to_arrays(facts).items()}
         arrays |= {f"tokens.{name}": value for name, value in tokens_to_arrays(tokens).items()}
         metrics = rollout_metrics(judged, admitted.counts) | {"data/epoch": float(rollouts.epoch)}
+        if config.admission.refill_rounds:
+            metrics["admission/refills"] = float(rollouts.refills)
         if max_staleness:
             trained = [sample for group in kept for sample in group.samples]
             metrics |= staleness_metrics(trained, [staleness[sample.id] for sample in trained])

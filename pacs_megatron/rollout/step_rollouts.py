@@ -32,6 +32,8 @@ class StepRollouts:
     """requests that over-sampling does not need, because enough groups are admitted"""
     enough: int | None = None
     """number of admitted groups that the step needs; None: all groups"""
+    refills: int = 0
+    """rounds of further prompts, because too few groups were admitted"""
     is_returned: bool = False
     """the prompts of unfinished groups are back in the data's order"""
     num_admitted: int = 0
@@ -49,6 +51,12 @@ class StepRollouts:
         self._ids_of = {prompt.id: [] for prompt in self.prompts}
         for request in self.requests:
             self._ids_of[request.prompt_id].append(request.id)
+
+    def extend(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> None:
+        """Adds a round of prompts; `start` then requests their samples."""
+        self.prompts, self.requests = (*self.prompts, *prompts), (*self.requests, *requests)
+        self.refills, self.started = self.refills + 1, False
+        self.__post_init__()
 
     @property
     def missing(self) -> list[SampleRequest]:
@@ -116,6 +124,7 @@ def rollouts_to_message(steps: Sequence[StepRollouts]) -> Message:
             "cancelled": sorted(rollouts.cancelled),
             "enough": rollouts.enough,
             "is_returned": rollouts.is_returned,
+            "refills": rollouts.refills,
             "samples": len(rollouts.sampled),
         }
         for rollouts in steps
@@ -158,6 +167,7 @@ def rollouts_from_message(
             cancelled=set(saved["cancelled"]),
             enough=saved["enough"],
             is_returned=saved["is_returned"],
+            refills=saved.get("refills", 0),
         )
         for sample, reward, label in verdicts[start : start + saved["samples"]]:
             if label >= 0:

@@ -61,11 +61,19 @@ class TrainData:
         rollouts = StepRollouts(
             step=step, prompts=prompts, requests=tuple(self.requests(prompts, step)), epoch=self.order.epoch
         )
-        rollouts.enough = wanted if len(prompts) > wanted else None
+        rollouts.enough = wanted if len(prompts) > wanted or config.admission.refill_rounds else None
         if self._demonstrations:
             rollouts.sampled = {sample.id: sample for sample in self._demonstrated(prompts, step)}
             rollouts.judged = set(rollouts.sampled)
         return rollouts
+
+    def refill(self, rollouts: StepRollouts, num_missing: int) -> tuple[Prompt, ...]:
+        """New prompts for `num_missing` groups of a step; empty if the step has all prompts of the data."""
+        wanted = math.ceil(num_missing * self._config.admission.oversample)
+        taken = self.order.take(min(wanted + len(rollouts.prompts), len(self.prompts)))
+        new = [k for k in taken if self.prompts[k].id not in rollouts.by_id][:wanted]
+        self.order.put_back([k for k in taken if k not in new])
+        return tuple(self.prompts[k] for k in new)
 
     def put_back(self, prompt_ids: Sequence[str]) -> None:
         """Returns the prompts of incomplete groups; they come first in the next step."""

@@ -65,7 +65,7 @@ class PpoReference:
         """Log-probs or values of one sample's response tokens."""
         ids = torch.from_numpy(tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]].astype(np.int64))
         start = int(facts.prompt_lens[row])
-        logits = model(ids[None]).logits[0, start - 1 : -1]
+        logits: Tensor = model(ids[None]).logits[0, start - 1 : -1]
         if model is self.critic:
             return logits[:, 0]
         return torch.log_softmax(logits, -1).gather(1, ids[start:, None])[:, 0]

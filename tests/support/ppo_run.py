@@ -136,7 +136,7 @@ def attempt(
         return wrapped
 
     for name, model in zip(names, run.models, strict=True):
-        model.update = recorded(name, model)
+        setattr(model, "update", recorded(name, model))  # noqa: B010
     progress = loop.resume(run) or RunProgress(row={})
     rows = []
     with suppress(Interrupted):

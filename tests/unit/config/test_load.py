@@ -135,7 +135,7 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
     [
         (["optimizer.lrr=1"], "unknown key `optimizer.lrr`; did you mean `optimizer.lr`? (override)"),
         (["optimizer.clip_grad=1"], "unknown key `optimizer.clip_grad`; it is now called `objective.clip_grad`"),
-        (["lr=4"], "unknown key `lr`; did you mean `optimizer.lr`? (override)"),
+        (["lr=4"], "unknown key `lr`; did you mean `objective.critic.lr` or `optimizer.lr`? (override)"),
         (["optimiser.lr=1"], "unknown key `optimiser`; did you mean `optimizer`? (override)"),
         (
             ["objective.advantage=rloo"],

@@ -123,7 +123,7 @@ def test_a_wrong_formula_would_be_found() -> None:
 
 
 def test_every_objective_has_a_case_or_a_test_file_of_its_own() -> None:
-    assert {options["name"] for options in KIN.values()} | {"pacs", "sft"} == set(REGISTRY)
+    assert {options["name"] for options in KIN.values()} | {"pacs", "sft", "ppo"} == set(REGISTRY)
 
 
 @pytest.mark.parametrize(

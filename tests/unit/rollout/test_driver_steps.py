@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from pacs_megatron.config import load_config
 from pacs_megatron.contracts import Sample, Span, Stop
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.rollout.driver import Driver
+from pacs_megatron.rollout.step_rollouts import StepRollouts
 from pacs_megatron.rollout.train_data import TrainData
 from pacs_megatron.rollout.wire import Connection
 from tests.support.tiny_models import make_tiny_qwen3
@@ -106,6 +108,99 @@ def test_over_sampling_trains_the_first_groups_that_are_admitted(tmp_path: Path)
     assert header["metrics"]["admission/dropped_surplus_groups"] == 1
     assert header["metrics"]["admission/dropped_one_class_groups"] == 2
     assert driver._data.order.state_dict()["skipped"] == []
+
+
+def judge_all(rollouts: StepRollouts, *, one_class: Collection[str]) -> None:
+    """Every request has a judged sample; groups of `one_class` have label 1 only."""
+    for number, request in enumerate(rollouts.requests):
+        label = 1 if request.prompt_id in one_class else number % 2
+        rollouts.sampled[request.id] = Sample(
+            id=request.id,
+            prompt_id=request.prompt_id,
+            token_ids=np.concatenate([request.token_ids, np.array([97], dtype=np.int32)]),
+            prompt_len=len(request.token_ids),
+            sampler_logprobs=np.zeros(1, dtype=np.float32),
+            spans=(Span(version=0, digest="weights0", start=0, end=1),),
+            stop=Stop.EOS,
+            reward=float(label),
+            label=label,
+        )
+        rollouts.judged.add(request.id)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_refill_requests_prompts_until_the_batch_is_full(tmp_path: Path, resumes: bool) -> None:
+    """DAPO's dynamic sampling, also where the step comes from a checkpoint after its first round."""
+    model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
+    settings = "admission={drop_one_class_groups: true, oversample: 1.5, refill_rounds: 3}"
+    config = load_config(write_tiny_run(tmp_path, model), (settings, "batch.prompts_per_step=2")).config
+    ours, theirs = socket.socketpair()
+    drivers = [Driver(config, tmp_path, model, Connection(ours, "trainer")) for _ in range(1 + resumes)]
+    driver = drivers[0]
+    try:
+        driver.set_current(0, "weights0", 0)
+        driver.rollout(1, 1)
+        assert driver._request is not None
+        generate = driver._request.advance(driver._buffer)
+        rollouts = driver._request.take_in_ranks()
+        assert generate is not None and len(rollouts.prompts) == 3
+        one_class = {prompt.id for prompt in rollouts.prompts[1:]}
+        judge_all(rollouts, one_class=one_class)
+        if resumes:
+            saved, arrays = driver.state(0, final=False)
+            driver = drivers[1]
+            driver.load_state(saved, arrays)
+            driver.set_current(0, "weights0", 0)
+            driver.rollout(1, 1)
+        assert driver._request is not None
+        again = driver._request.advance(driver._buffer)  # one group is missing: two more prompts
+        rollouts = driver._request.take_in_ranks()
+        assert again is not None and again[0]["kind"] == "generate" and len(rollouts.prompts) == 5
+        assert len(driver._buffer.missing(rollouts)) == 8 and len({prompt.id for prompt in rollouts.prompts}) == 5
+        judge_all(rollouts, one_class=one_class)
+        response = driver._request.advance(driver._buffer)
+        assert response is not None
+        header, arrays = response
+    finally:
+        for each in drivers:
+            each.close()
+        ours.close()
+        theirs.close()
+    facts = facts_from_arrays({name[6:]: value for name, value in arrays.items() if name.startswith("facts.")})
+    kept = [sample_id.split(":", 1)[1].partition("#")[0] for sample_id in facts.ids[::4]]
+    assert kept == [rollouts.prompts[k].id for k in (0, 3)]
+    assert header["metrics"]["admission/refills"] == 1 and header["metrics"]["admission/dropped_one_class_groups"] == 2
+
+
+@pytest.mark.parametrize(
+    ("rounds", "reason"), [(2, "after admission.refill_rounds=2"), (9, "the data has no other prompts")]
+)
+def test_refill_ends_with_the_reason(
+    tmp_path: Path, rounds: int, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
+    settings = f"admission={{drop_one_class_groups: true, refill_rounds: {rounds}}}"
+    config = load_config(write_tiny_run(tmp_path, model), (settings,)).config
+    ours, theirs = socket.socketpair()
+    driver = Driver(config, tmp_path, model, Connection(ours, "trainer"))
+    try:
+        driver.set_current(0, "weights0", 0)
+        driver.rollout(1, 1)
+        header = {"kind": "generate"}
+        while header["kind"] == "generate":
+            assert driver._request is not None
+            [header, _] = driver._request.advance(driver._buffer) or pytest.fail("no message")
+            if header["kind"] == "generate":
+                rollouts = driver._request.take_in_ranks()
+                judge_all(rollouts, one_class={prompt.id for prompt in rollouts.prompts})
+    finally:
+        driver.close()
+        ours.close()
+        theirs.close()
+    assert header["metrics"]["admission/refills"] == min(rounds, 3) and len(rollouts.prompts) == 4 * (
+        1 + min(rounds, 3)
+    )
+    assert f"step 1: 0 of 4 groups are admitted; it trains on them: {reason}" in caplog.text
 
 
 def test_a_step_of_demonstrations_continues_from_a_checkpoint(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ class Run:
             channel=ThreadChannel(rank, self.shared),
             rank=SimpleNamespace(rank=rank, device=torch.device("cpu")),
             policy=SimpleNamespace(version=1, export_weights=lambda: iter(WEIGHTS.items()), offload=NO_OFFLOAD),
+            models=[SimpleNamespace(offload=NO_OFFLOAD)],
             engine=None,
             driver=SimpleNamespace(call=lambda _request: ({"servers": alive}, {})) if rank == 0 else None,
             server_sync=ServerSync(

@@ -49,7 +49,7 @@ def test_only_servers_on_the_trainers_gpus(place: dict[str, Any], released: list
         rank=SimpleNamespace(rank=0),
         driver=SimpleNamespace(call=lambda _question: ({"servers": [[URL, 0]]}, {})),
         server_sync=recorder,
-        policy=SimpleNamespace(offload=SimpleNamespace(to_device=lambda: returned.append(list(recorder.released)))),
+        models=[SimpleNamespace(offload=SimpleNamespace(to_device=lambda: returned.append(list(recorder.released))))],
     )
     release_memory(world)
     assert recorder.released == released

@@ -22,11 +22,9 @@ def test_a_reference_reset_also_resets_the_moments_and_the_schedule_counts_plann
     positions: list[int] = []
     run = SimpleNamespace(
         reset_every=2,
-        config=SimpleNamespace(batch=SimpleNamespace(updates_per_step=3)),
-        policy=SimpleNamespace(
-            take_reference=lambda **options: resets.append(options),
-            optimizer=SimpleNamespace(advance_schedule=positions.append),
-        ),
+        config=SimpleNamespace(batch=SimpleNamespace(num_updates=3)),
+        policy=SimpleNamespace(take_reference=lambda **options: resets.append(options)),
+        models=[SimpleNamespace(optimizer=SimpleNamespace(advance_schedule=positions.append))],
     )
     for step in range(4):
         page.train_step(cast("Any", run), RunProgress(step=step))
