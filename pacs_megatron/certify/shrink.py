@@ -150,6 +150,7 @@ def _changes(config: RunConfig, updates: int, steps: int, tiny: Mapping[str, Any
         "run": {"steps": steps},
         "batch": {
             "updates_per_step": updates,
+            "epochs": 1,
             "samples_per_prompt": min(batch.samples_per_prompt, _MAX_GROUP),
             "tokens_per_microbatch": max(longest, round(min(share, 100.0) * longest)),
         },

@@ -75,7 +75,7 @@ class OpenStep:
         Raises CheckpointError when a setting differs.
         """
         header, arrays = record
-        changed = [key for key, value in settings.items() if header["settings"].get(key) != value]
+        changed = [key for key, value in settings.items() if header["settings"].get(key, 1) != value]
         if changed:
             raise CheckpointError(
                 f"the newest checkpoint is inside a step, after {header['updates']} of its updates, and {changed[0]} was "

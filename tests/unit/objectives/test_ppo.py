@@ -9,8 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from pacs_megatron.objectives.ppo import Ppo, PpoOptions, gae
 from pacs_megatron.objectives.registry import ObjectiveOptions
-from tests.support.objective_reference import random_batch
-from tests.support.ppo_reference import gae_by_definition
+from tests.support.policies.objective_reference import random_batch
+from tests.support.policies.ppo_reference import gae_by_definition
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.7), (0.97, 0.0)])

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.policy_cases import random_step
-from tests.support.ppo_reference import PPO, PpoReference
-from tests.support.ppo_run import Step, attempt, config_of, make_models, split
+from tests.support.policies.policy_cases import random_step
+from tests.support.policies.ppo_reference import PPO, PpoReference
+from tests.support.policies.ppo_run import Step, attempt, config_of, make_models, split
 from tests.support.ranks import run_ranks
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pacs_megatron.contracts import SampleFacts, TokenBuffers
-from tests.support.policy_cases import OPTIMIZER
+from tests.support.policies.policy_cases import OPTIMIZER
 
 PPO: dict[str, Any] = {
     "name": "ppo",

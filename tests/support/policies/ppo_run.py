@@ -12,7 +12,7 @@ import torch
 
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import SampleFacts, TokenBuffers
-from tests.support.policy_cases import OPTIMIZER
+from tests.support.policies.policy_cases import OPTIMIZER
 from tests.support.tiny_families import make_family
 
 Step = tuple[SampleFacts, TokenBuffers]
