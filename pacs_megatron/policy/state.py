@@ -106,10 +106,12 @@ def _tensors_of(part: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"param": master, **{name: part.optimizer.state[master][name] for name in ("exp_avg", "exp_avg_sq")}}
 
 
-def own_copy(policy: MegatronPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
+def own_copy(*policies: MegatronPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a tensor's values in host memory that no later update changes; copies only where it is necessary."""
-    weights = (t for model in policy.models for t in (*model.parameters(), *model.buffers()))
-    live = {t.untyped_storage()._cdata for t in (*weights, *policy.optimizer.tensors(), policy.offload.host)}
+    live = set()
+    for policy in policies:
+        weights = (t for model in policy.models for t in (*model.parameters(), *model.buffers()))
+        live |= {t.untyped_storage()._cdata for t in (*weights, *policy.optimizer.tensors(), policy.offload.host)}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         is_live = tensor.is_cuda or tensor.untyped_storage()._cdata in live

@@ -202,7 +202,7 @@ def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None
             run.rank,
             contents,
             keep_last=run.config.checkpoint.keep_last,
-            copy=policy_state.own_copy(run.policy) if in_background else lambda data: data,
+            copy=policy_state.own_copy(*run.models) if in_background else lambda data: data,
         )
         run.saver.write(write, in_background=in_background)
 

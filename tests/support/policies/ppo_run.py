@@ -96,6 +96,7 @@ def attempt(
     from pacs_megatron.training.context import RunContext, build_critic, build_policy, join
     from pacs_megatron.training.export import export_hf
     from pacs_megatron.training.progress import RunProgress
+    from pacs_megatron.training.saving import Saver
     from pacs_megatron.training.signals import StopFlag
     from pacs_megatron.training.step import train_step
 
@@ -116,6 +117,7 @@ def attempt(
         server_sync=None,
         timer=Timer(),
         stop=StopFlag(run_dir),
+        saver=Saver(config, rank),
     )
     names = ("policy", "critic")[: len(run.models)]
     numbers: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
