@@ -36,78 +36,27 @@ _MEMORY_POLL_S = 0.2
 _FRAME_BYTES = 50 << 20
 """The runner's limit of output, escaped as JSON"""
 _TMP_BYTES = 64 << 20
+_LOAD, _EQUAL, _GIVE = 0x20, 0x15, 0x06
+"""Classic BPF: load a word of the call, jump if equal, return"""
 _NO_ACCESS = 0x00050000 | 1
 """SECCOMP_RET_ERRNO with EPERM"""
 _NOT_THERE = 0x00050000 | 38
 """With ENOSYS: the C library then calls clone, whose flags a filter can read."""
 _NAMESPACES = 0x7E020080
 """The clone flags CLONE_NEW*"""
-# System calls that a program of a test does not need: memory outside the limits (memfd, System V, io_uring), other
-# processes' memory, namespaces, mounts, keys, kernel interfaces.
-_DENIED = {
+# Architecture, clone3, clone, and system calls that no program of a test needs: memory outside the limits (memfd_create,
+# memfd_secret, System V, message queues, io_uring, userfaultfd), other processes (ptrace, process_vm_*, pidfd_getfd),
+# namespaces and mounts, keys, and kernel interfaces (bpf, perf, kexec, modules, open_by_handle_at).
+_SYSTEM_CALLS = {
     "x86_64": (
-        0xC000003E,
-        {
-            319,
-            29,
-            30,
-            31,
-            64,
-            68,
-            240,
-            425,
-            101,
-            310,
-            311,
-            438,
-            272,
-            308,
-            165,
-            166,
-            155,
-            428,
-            429,
-            430,
-            431,
-            432,
-            442,
-            248,
-        }
-        | {249, 250, 321, 298, 323, 246, 320, 175, 313, 304, 447},
-        435,
-        56,
+        *(0xC000003E, 435, 56),
+        "319 447 29 30 31 64 68 240 425 323 101 310 311 438 272 308 165 166 155 428 429 430 431 432 442 248 249 250 321 298 246 "
+        "320 175 313 304",
     ),
     "aarch64": (
-        0xC00000B7,
-        {
-            279,
-            194,
-            195,
-            196,
-            190,
-            186,
-            180,
-            425,
-            117,
-            270,
-            271,
-            438,
-            97,
-            268,
-            40,
-            39,
-            41,
-            428,
-            429,
-            430,
-            431,
-            432,
-            442,
-            217,
-        }
-        | {218, 219, 280, 241, 282, 104, 294, 105, 273, 265, 447},
-        435,
-        220,
+        *(0xC00000B7, 435, 220),
+        "279 447 194 195 196 190 186 180 425 282 117 270 271 438 97 268 40 39 41 428 429 430 431 432 442 217 218 219 280 241 104 "
+        "294 105 273 265",
     ),
 }
 
@@ -116,8 +65,8 @@ def find_problem() -> str | None:
     """The reason why bubblewrap does not isolate programs on this host, or None: it runs a program to find out."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed (Debian, Ubuntu: apt-get install bubblewrap)"
-    if platform.machine() not in _DENIED:
-        return f"no filter of system calls for {platform.machine()}; expected {' or '.join(_DENIED)}"
+    if platform.machine() not in _SYSTEM_CALLS:
+        return f"no filter of system calls for {platform.machine()}; expected {' or '.join(_SYSTEM_CALLS)}"
     try:
         limits = Limits(time.monotonic() + _START_LIMIT_S, 5.0, 1.0)
         answers = list(run_tests(Program("print(input())", ["ok"], None), limits, "bubblewrap"))
@@ -165,13 +114,8 @@ def run_tests(program: Program, limits: Limits, sandbox: str) -> Iterator[dict[s
     # A user of its own for every worker: the kernel counts processes by user. Root only; others have a user namespace.
     uid = 60_000 + os.getpid() % 5_000 if isolated and os.geteuid() == 0 else None
     memory_bytes = int(limits.memory_gib * 2**30)
-    job = {
-        **program._asdict(),
-        "uid": uid,
-        "isolated": isolated,
-        "seconds": limits.test_s,
-        "memory_bytes": memory_bytes,
-    }
+    job = {**program._asdict(), "uid": uid, "isolated": isolated}
+    job |= {"seconds": limits.test_s, "memory_bytes": memory_bytes}
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors, contextlib.ExitStack() as stack:
         given.write(json.dumps(job).encode())
         given.seek(0)
@@ -237,11 +181,10 @@ def _frames(process: "subprocess.Popen[bytes]", memory_bytes: int) -> Any:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(line)
-        if isinstance(found, dict):
-            return found
-    return {"error": "no valid answer of the sandbox"}
+    try:
+        return {**json.loads(line)}
+    except (ValueError, RecursionError, TypeError):
+        return {"error": "no valid answer of the sandbox"}
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
@@ -307,18 +250,12 @@ def _bubblewrap(rules: int) -> list[str]:
 
 def _filter() -> bytes:
     """The seccomp program (classic BPF): EPERM for the denied calls and for namespaces, other architectures are killed."""
-    arch, denied, clone3, clone = _DENIED[platform.machine()]
+    arch, clone3, clone, denied = _SYSTEM_CALLS[platform.machine()]
 
-    def load(offset: int) -> tuple[int, int, int, int]:
-        return 0x20, 0, 0, offset
-
-    def give(value: int) -> tuple[int, int, int, int]:
-        return 0x06, 0, 0, value
-
-    code = [load(4), (0x15, 1, 0, arch), give(0x80000000), load(0)]
-    code += [(0x35, 0, 1, 0x40000000), give(_NO_ACCESS)]  # the x32 numbers
-    for number in sorted(denied):
-        code += [(0x15, 0, 1, number), give(_NO_ACCESS)]
-    code += [(0x15, 0, 1, clone3), give(_NOT_THERE)]
-    code += [(0x15, 0, 3, clone), load(16), (0x45, 0, 1, _NAMESPACES), give(_NO_ACCESS), give(0x7FFF0000)]
+    code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, arch), (_GIVE, 0, 0, 0x80000000), (_LOAD, 0, 0, 0)]
+    code += [(0x35, 0, 1, 0x40000000), (_GIVE, 0, 0, _NO_ACCESS)]  # the x32 numbers
+    for number in map(int, denied.split()):
+        code += [(_EQUAL, 0, 1, number), (_GIVE, 0, 0, _NO_ACCESS)]
+    code += [(_EQUAL, 0, 1, clone3), (_GIVE, 0, 0, _NOT_THERE), (_EQUAL, 0, 3, clone), (_LOAD, 0, 0, 16)]
+    code += [(0x45, 0, 1, _NAMESPACES), (_GIVE, 0, 0, _NO_ACCESS), (_GIVE, 0, 0, 0x7FFF0000)]
     return b"".join(struct.pack("=HBBI", *row) for row in code)

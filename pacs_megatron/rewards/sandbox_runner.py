@@ -170,16 +170,15 @@ def _child(job: dict[str, Any], names: dict[str, Any], test: Any, target: int) -
 
 
 def _limit(job: dict[str, Any]) -> None:
-    seconds = int(job["seconds"]) + 1
-    memory = int(job["memory_bytes"])
     limits = {
-        resource.RLIMIT_CPU: seconds,
-        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_CPU: int(job["seconds"]) + 1,
+        resource.RLIMIT_AS: job["memory_bytes"],
         resource.RLIMIT_FSIZE: FILE_BYTES,
         resource.RLIMIT_NOFILE: NUM_FILES,
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NPROC: NUM_PROCESSES,
     }
+    if job["isolated"]:  # the kernel counts the processes of a user, which without a sandbox has others
+        limits[resource.RLIMIT_NPROC] = NUM_PROCESSES
     for kind, limit in limits.items():
         resource.setrlimit(kind, (limit, limit))
 

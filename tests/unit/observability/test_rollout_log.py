@@ -68,6 +68,12 @@ def test_record_contains_text_verdict_lengths_and_weights(tmp_path: Path) -> Non
     ]
 
 
+def test_the_record_has_the_verifiers_details(tmp_path: Path) -> None:
+    path, details = rollout_path(tmp_path, 1), {"components": [{"name": "math", "weight": 0.8, "reward": 1.0}]}
+    write_rollouts(path, [sample("1:toy/0#0", reward_details=details)], {"toy/0": prompt("toy/0")}, decode)
+    assert read_rollouts(path)[0]["reward_details"] == details
+
+
 def test_order_of_arrival_has_no_effect_and_numbers_sort_as_numbers(tmp_path: Path) -> None:
     ids = [f"1:toy/{p}#{g}" for p in range(3) for g in range(12)]
     prompts = {f"toy/{p}": prompt(f"toy/{p}") for p in range(3)}

@@ -134,7 +134,7 @@ def test_cancelled_requests_stay_cancelled_in_a_checkpoint() -> None:
     one = rollouts(3, 0)
     one.enough = 1
     for request in one.requests[:3]:
-        one.sampled[request.id] = sample(request, "a", reward=1.0, label=1)
+        one.sampled[request.id] = sample(request, "a", reward=1.0, label=1, reward_details={"of": request.id})
     one.judged = {request.id for request in one.requests[:2]}
     assert one.whole_group("d/1") is None
     group = one.whole_group("d/0")
@@ -151,6 +151,7 @@ def test_cancelled_requests_stay_cancelled_in_a_checkpoint() -> None:
     assert (from_older.step, from_older.judged) == (again.step, again.judged)
     assert (again.cancelled, again.enough, again.is_returned) == (one.cancelled, 1, True)
     assert [g.prompt_id for g in again.groups()] == ["d/0"] and not again.missing
+    assert all(again.sampled[key].reward_details == {"of": key} for key in again.judged)
 
 
 # --------------------------------------------------------------------------------------------------------------- judge
