@@ -66,7 +66,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError if it is missing, damaged or of another version."""
+    """Raises CheckpointError if it is missing, damaged or of another version, or does not list a file of `dist`."""
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; {folder} is no checkpoint, or was not written completely")
@@ -83,6 +83,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged ({error!r}); use another checkpoint") from None
     if number != FORMAT:
         raise CheckpointError(f"{path} has format {number}, this release reads {FORMAT}; use the release that wrote it")
+    for file in sorted((folder / "dist").glob("[!.]*")):  # nobody would check it
+        if f"dist/{file.name}" not in manifest.files:
+            raise CheckpointError(f"{path} does not list {file}; it is damaged, or the file is not part of the checkpoint")
     return manifest
 
 

@@ -47,7 +47,7 @@ def test_timeout_ends_a_run_in_every_phase(tmp_path: Path) -> None:
     start_s = time.monotonic() - begin
     first.send_signal(signal.SIGTERM)
     assert first.wait(LEAD_S) == ExitCode.PREEMPTED
-    for tenths in range(16):
+    for tenths in range(0, 16, 2):
         delay_s = max(0.1, start_s * tenths / 10)
         done = subprocess.run(["timeout", f"{delay_s:.1f}", *command], capture_output=True, text=True, check=False)
         assert done.returncode == 124, done.stderr

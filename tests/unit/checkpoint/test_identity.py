@@ -105,6 +105,15 @@ def test_a_manifest_names_no_file_outside_its_folder(tmp_path: Path, name: str) 
         read_manifest(folder)
 
 
+def test_a_manifest_lists_all_weights(tmp_path: Path) -> None:
+    """A file without digest would leave unchecked."""
+    folder = make_checkpoint(tmp_path, Position(10))
+    (folder / "dist").mkdir(exist_ok=True)
+    (folder / "dist" / "__9_0.distcp").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"does not list .*__9_0\.distcp"):
+        check_checkpoint(folder)
+
+
 def test_a_damaged_memo_index_takes_no_memory(tmp_path: Path) -> None:
     """The C unpickler would allocate 64 GB for it."""
     folder = dist_folder(tmp_path)
