@@ -83,7 +83,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged ({error!r}); use another checkpoint") from None
     if number != FORMAT:
         raise CheckpointError(f"{path} has format {number}, this release reads {FORMAT}; use the release that wrote it")
-    for file in sorted((folder / "dist").glob("[!.]*")):  # nobody would check it
+    for file in sorted((folder / "dist").glob("[!.]*")):  # it has no digest
         if f"dist/{file.name}" not in manifest.files:
             raise CheckpointError(
                 f"{path} does not list {file}; it is damaged, or the file is not part of the checkpoint"
