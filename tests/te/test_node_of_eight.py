@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pacs_megatron.config import load_config
+from pacs_megatron.runtime.run_folder import CONFIG_FILE
 from tests.distributed.test_node_of_eight import RUNS, NodeRun, check_run
 
 NAMES = sorted(path.stem for path in RUNS.glob("*n8g*-fp8.yaml"))
@@ -16,4 +18,6 @@ NAMES = sorted(path.stem for path in RUNS.glob("*n8g*-fp8.yaml"))
     "name", [pytest.param(name, marks=() if "8b" in name else (pytest.mark.campaign,)) for name in NAMES]
 )
 def test_a_shipped_fp8_configuration_trains_two_steps_and_saves(tmp_path: Path, name: str) -> None:
-    check_run(NodeRun(name, tmp_path, emulates_fp8=True))
+    run = NodeRun(name, tmp_path, emulates_fp8=True)
+    check_run(run)
+    assert load_config(run.run_dir / CONFIG_FILE).config.precision.fp8 is not None
