@@ -1,7 +1,6 @@
 """Model families: a checkpoint's config as a ModelSpec, and one two-way table of weight names. Does not import torch."""
 
 from pacs_megatron.models.registry import (
-    FAMILIES,
     VOCAB_MULTIPLE,
     load_config,
     load_spec,
@@ -13,7 +12,6 @@ from pacs_megatron.models.spec import ModelSpec, MoeSpec
 from pacs_megatron.models.table import TE_LAYER_NAMES, Entry, WeightTable, canonical_name
 
 __all__ = [
-    "FAMILIES",
     "TE_LAYER_NAMES",
     "VOCAB_MULTIPLE",
     "Entry",

@@ -76,11 +76,3 @@ def read_decoder(
         moe=moe,
         dtype=config.dtype(),
     )
-
-
-def qwen_window_in_use(config: ConfigReader) -> bool:
-    """With `use_sliding_window`, Qwen's layers from `max_window_layers` on have a window."""
-    if not config.boolean("use_sliding_window", missing=False):
-        return False
-    first = config.optional_integer("max_window_layers")
-    return first is None or first < config.integer("num_hidden_layers", MAX_LAYERS)

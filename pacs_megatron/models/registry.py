@@ -5,17 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from pacs_megatron.errors import ConversionError
-from pacs_megatron.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from pacs_megatron.models.config_reader import ConfigReader
+from pacs_megatron.models.families import FAMILIES
 from pacs_megatron.models.spec import ModelSpec
-from pacs_megatron.models.table import CRITIC_CLASS, Family, WeightTable, build_table
+from pacs_megatron.models.table import CRITIC_CLASS, WeightTable, build_table
 from pacs_megatron.runtime.json_reader import read_object
 
-FAMILIES: tuple[Family, ...] = (qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY, mistral.FAMILY)
 VOCAB_MULTIPLE = 128
 """Megatron's vocabulary is padded to a multiple of this at every tensor-parallel size, so that checkpoints reshard."""
 
-_BY_MODEL_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
 _BY_NAME = {family.name: family for family in FAMILIES}
 
 
@@ -25,13 +23,12 @@ def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
     Raises ConversionError for an unsupported family or feature, a missing key or a wrong type.
     """
     model_type = hf_config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _BY_MODEL_TYPE:
+    if not isinstance(model_type, str) or model_type not in _BY_NAME:
         raise ConversionError(
-            f"config.json: model_type={str(model_type)[:60]!r} is not supported; supported: {', '.join(_BY_MODEL_TYPE)} "
+            f"config.json: model_type={str(model_type)[:60]!r} is not supported; supported: {', '.join(_BY_NAME)} "
             "(see docs/families.md to add a family)"
         )
-    family = _BY_MODEL_TYPE[model_type]
-    spec = family.read(ConfigReader(hf_config, family.name))
+    spec = _BY_NAME[model_type].read(ConfigReader(hf_config, model_type))
     architectures = hf_config.get("architectures")
     is_critic = isinstance(architectures, list) and bool(architectures) and str(architectures[0]).endswith(CRITIC_CLASS)
     return spec.critic() if is_critic else spec

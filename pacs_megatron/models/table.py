@@ -62,10 +62,9 @@ class Family:
     """One model family: the reader of its config, and the rows of one layer."""
 
     name: str
-    model_types: tuple[str, ...]
-    """`model_type` of config.json"""
+    """also `model_type` of config.json"""
     read: Callable[[ConfigReader], ModelSpec]
-    layer_rows: Callable[[ModelSpec], Sequence[Row]]
+    layer_rows: tuple[Row, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,9 +238,8 @@ def build_table(family: Family, spec: ModelSpec, vocab_multiple: int) -> WeightT
 
     def entries() -> Iterator[Entry]:
         yield _entry(_EMBEDDING, dims, place="embedding")
-        rows = family.layer_rows(spec)
         for layer in range(spec.num_layers):
-            for row in rows:
+            for row in family.layer_rows:
                 for expert in _experts_of(row, spec):
                     yield _entry(row, dims, place="layer", layer=layer, expert=expert)
         yield _entry(_FINAL_NORM, dims, place="final_norm")
