@@ -12,6 +12,6 @@ here=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python}
 
 "$python" "$here/conversion/hf_to_megatron.py" --hf "$model" --out "$work/megatron" --verify
-"$python" "$here/conversion/megatron_to_hf.py" --checkpoint "$work/megatron" --out "$work/hf" --max-shard-size 5GB --verify
+"$python" "$here/conversion/megatron_to_hf.py" --checkpoint "$work/megatron" --out "$work/hf" --verify
 "$python" "$here/conversion/verify.py" --hf "$work/hf" --checkpoint "$work/megatron" \
     --certificate "$work/certificate.json" --logits --tp "$tp" --pp "$pp"

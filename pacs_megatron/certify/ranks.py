@@ -26,7 +26,7 @@ from pacs_megatron.policy.update_loss import UpdateLoss
 from pacs_megatron.rollout.collect import DriverState, StepSamples
 from pacs_megatron.training import loop
 from pacs_megatron.training.context import RunContext, build_policy, join
-from pacs_megatron.training.export import MAX_SHARD_BYTES, export_hf
+from pacs_megatron.training.export import export_hf
 from pacs_megatron.training.progress import RunProgress
 from pacs_megatron.training.saving import Saver
 from pacs_megatron.training.signals import StopFlag
@@ -198,9 +198,7 @@ def attempt(case: Case, folder: Path, number: int) -> None:
 def convert(folder: Path) -> None:
     """The last checkpoint to Hugging Face and back, and their tensors as the ranks write theirs."""
     product = folder / "product"
-    megatron_to_hf(
-        folder / "run", Options(out=product / "to_hf", show_progress=False), step=None, max_shard_bytes=MAX_SHARD_BYTES
-    )
+    megatron_to_hf(folder / "run", Options(out=product / "to_hf", show_progress=False), step=None)
     hf_to_megatron(str(product / "to_hf"), Options(out=product / "to_megatron", show_progress=False))
     for name, source in (
         ("export", HfFolder(product / "hf")),

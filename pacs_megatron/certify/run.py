@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pacs_megatron.certify.certificate import Certificate, certificate_folder
 from pacs_megatron.certify.compare import Comparison, compare
@@ -23,10 +20,10 @@ from pacs_megatron.models import read_spec
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.plan.known_models import need_config
 from pacs_megatron.runtime.environment import RankPlace, find_rank, rank_environment
+from pacs_megatron.runtime.rank_processes import Processes
 
 LIMIT_S = 900.0
 """A process that takes longer hangs."""
-_NOTICE_S = 10.0
 
 
 class _FailedError(PacsError):
@@ -107,16 +104,17 @@ def _run(case: Case, work: Path, place: RankPlace | None, seed: int) -> None:
         reference.random_model(work / "model", seed)
         reference.Reference(work).prepare()
 
-    _Processes(work, "preparation", prepare).wait()
+    start = partial(Processes, work, limit_s=LIMIT_S)
+    start("preparation", prepare).wait(_FailedError)
     if place is not None:
         _attempts_of_rank(case, work, place)
     for number in (0, 1) if place is None else ():
         world = case.layouts[number].world_size
-        _Processes(work, f"attempt {number + 1}", partial(ranks.attempt, case, work, number), world).wait()
-    trainer = _Processes(work, "reference", lambda: reference.Reference(work).train())
+        start(f"attempt {number + 1}", partial(ranks.attempt, case, work, number), world).wait(_FailedError)
+    trainer = start("reference", lambda: reference.Reference(work).train())
     try:
-        _Processes(work, "conversion", partial(ranks.convert, work)).wait()
-        trainer.wait()
+        start("conversion", partial(ranks.convert, work)).wait(_FailedError)
+        trainer.wait(_FailedError)
     finally:
         trainer.end()
 
@@ -128,57 +126,3 @@ def _attempts_of_rank(case: Case, work: Path, place: RankPlace) -> None:
     os.environ.update(place.variables())
     for number in (0, 1):
         ranks.attempt(case, work, number)
-
-
-class _Processes:
-    """Forked processes that run `action`, each with a log; with `world`, as ranks of a world of that size."""
-
-    def __init__(self, work: Path, name: str, action: Callable[[], None], world: int = 0) -> None:
-        from torch.multiprocessing.spawn import start_processes
-
-        self._work, self._name, self._start = work, name, time.monotonic()
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        options: dict[str, Any] = {"join": False, "daemon": True, "start_method": "fork"}
-        arguments = (action, world, port)
-        self._context: Any = start_processes(self._child, arguments, nprocs=world or 1, **options)  # type: ignore[no-untyped-call]
-
-    def _child(self, rank: int, action: Callable[[], None], world: int, port: int) -> None:
-        log = os.open(self._work / f"{self._name} {rank}.log", os.O_CREAT | os.O_WRONLY)
-        for stream in (1, 2):
-            os.dup2(log, stream)
-        if world:
-            os.environ.update(RankPlace(rank, world, rank, world, "127.0.0.1", port).variables())
-        try:
-            action()
-        except BaseException as error:
-            line = f"{self._name}, rank {rank}: {type(error).__name__}: {error}"
-            (self._work / f"{self._name} {rank}.error").write_text(line)
-            raise
-
-    def wait(self) -> None:
-        """Until all have ended. Raises _FailedError when one fails or the limit has passed."""
-        from torch.multiprocessing.spawn import ProcessException
-
-        notice = self._start
-        try:
-            while not self._context.join(timeout=_NOTICE_S, grace_period=2.0):
-                now = time.monotonic()
-                if now - self._start > LIMIT_S:
-                    raise _FailedError(f"{self._name}: no end after {LIMIT_S:.0f} s")
-                if now - notice >= _NOTICE_S:
-                    notice = now
-                    sys.stderr.write(f"certify: {self._name}, {now - self._start:.0f} s\n")
-        except ProcessException as failure:
-            errors = [file.read_text() for file in sorted(self._work.glob("*.error"))]
-            # An error of the product is more specific than the connections that it broke.
-            found = min(errors, key=lambda text: "onnection" in text, default=f"{self._name}: {failure}")
-            raise _FailedError(found) from None
-        finally:
-            self.end()
-
-    def end(self) -> None:
-        for process in self._context.processes:
-            process.kill()
-            process.join()

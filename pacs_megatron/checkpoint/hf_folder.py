@@ -24,6 +24,8 @@ from pacs_megatron.runtime.json_reader import read_object
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MAX_SHARD_BYTES = 5 * 10**9
+"""Of one file, unless a single tensor is larger."""
 _METADATA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _METADATA_FOLDERS = ("additional_chat_templates",)
 
@@ -145,7 +147,9 @@ class HfFolderWriter:
     The files are in `<path>.partial-*` until `finish` renames it. Leaving the context before `finish` removes them.
     """
 
-    def __init__(self, path: str | Path, tensors: Iterable[TensorInfo], *, max_shard_bytes: int) -> None:
+    def __init__(
+        self, path: str | Path, tensors: Iterable[TensorInfo], *, max_shard_bytes: int = MAX_SHARD_BYTES
+    ) -> None:
         shards = _split(list(tensors), max_shard_bytes)
         self._staged = StagedFolder(Path(path))
         self._place: dict[str, tuple[int, Stored]] = {}

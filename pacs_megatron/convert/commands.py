@@ -1,7 +1,6 @@
 """The three commands of `pacs-megatron convert`."""
 
 import argparse
-import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,6 @@ from pacs_megatron.errors import ConversionError
 from pacs_megatron.runtime.command_line import integer_from
 
 Verb = Literal["to-megatron", "to-hf", "verify"]
-_SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*(B|KB|MB|GB|TB)?", re.IGNORECASE)
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 NO_VERIFY_HELP = "do not check the digests of the checkpoint's files; the certificate records it"
 _DTYPES = ("fp32", "bf16", "fp16")
 
@@ -32,9 +29,6 @@ def add_arguments(verb: Verb, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--checkpoint", required=True, type=Path, metavar="CKPT", help="source: checkpoint or run")
         parser.add_argument("--step", type=integer_from(0), help="step of the run's checkpoint (default: the newest)")
         parser.add_argument("--no-verify", action="store_true", help=NO_VERIFY_HELP)
-        parser.add_argument(
-            "--max-shard-size", default="5GB", metavar="SIZE", help="size limit of one file (default: 5GB)"
-        )
     if verb == "verify":
         _add_verify_arguments(parser)
         return
@@ -72,14 +66,6 @@ def run(verb: Verb, arguments: argparse.Namespace) -> str:
         signal.signal(signal.SIGTERM, previous)
 
 
-def parse_size(text: str) -> int:
-    """Bytes of a size such as `5GB` or `500 MB`. Raises ConversionError for other text."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or float(match[1]) <= 0:
-        raise ConversionError(f"--max-shard-size={text!r} is not a size; use a number and a unit, such as 5GB or 500MB")
-    return max(1, int(float(match[1]) * _UNITS[(match[2] or "B").upper()]))
-
-
 def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
     # `with` blocks then remove partial output, as after Ctrl-C.
     raise SystemExit(128 + signal.SIGTERM)
@@ -95,14 +81,13 @@ def _to_megatron(arguments: argparse.Namespace) -> str:
 def _to_hf(arguments: argparse.Namespace) -> str:
     from pacs_megatron.convert.convert import Options, megatron_to_hf
 
-    max_shard_bytes = parse_size(arguments.max_shard_size)
     options = Options(
         out=arguments.out,
         dtype=arguments.dtype,
         verify=arguments.verify,
         verify_source=not arguments.no_verify,
     )
-    return str(megatron_to_hf(arguments.checkpoint, options, step=arguments.step, max_shard_bytes=max_shard_bytes))
+    return str(megatron_to_hf(arguments.checkpoint, options, step=arguments.step))
 
 
 def _verify(arguments: argparse.Namespace) -> str:

@@ -11,7 +11,13 @@ import torch
 
 from pacs_megatron.checkpoint.dist_metadata import MODEL_PREFIX
 from pacs_megatron.checkpoint.dist_writer import DistWriter, Piece
-from pacs_megatron.checkpoint.hf_folder import HfFolder, HfFolderWriter, copy_hf_metadata, hf_tensors
+from pacs_megatron.checkpoint.hf_folder import (
+    MAX_SHARD_BYTES,
+    HfFolder,
+    HfFolderWriter,
+    copy_hf_metadata,
+    hf_tensors,
+)
 from pacs_megatron.checkpoint.manifest import (
     DIST_FOLDER,
     HF_FOLDER,
@@ -108,7 +114,9 @@ def hf_to_megatron(hf: str, options: Options) -> Report:
     return Report(out=options.out, num_tensors=len(table.by_hf), nbytes=total, convert_s=convert_s, verify_s=verify_s)
 
 
-def megatron_to_hf(checkpoint: str | Path, options: Options, *, step: int | None, max_shard_bytes: int) -> Report:
+def megatron_to_hf(
+    checkpoint: str | Path, options: Options, *, step: int | None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> Report:
     """Writes a Hugging Face folder from a converted or a training checkpoint (`step`; None: the newest)."""
     start = time.perf_counter()
     source = find_checkpoint(checkpoint, step)

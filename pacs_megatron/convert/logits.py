@@ -1,29 +1,21 @@
 """Compares the policy's logits on a converted checkpoint, at a layout, with transformers' on the Hugging Face folder."""
 
-import json
 import math
-import os
 import random
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import WeightTable
-from pacs_megatron.runtime.processes import die_with_parent
-from pacs_megatron.runtime.waiting import report_wait
+from pacs_megatron.runtime.rank_processes import Processes
 
 _PROMPT_LENS = (7, 33, 64, 18)
 _FP32_TOLERANCE = 2e-5
 """Relative to the largest logit if that exceeds 1, else absolute. bf16 has no tolerance: the difference is reported."""
 _TIMEOUT_S = 3600.0
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +64,9 @@ def compare_logits(hf: Path, checkpoint: Path, options: LogitsOptions) -> dict[s
 
     reference = _transformers_logits(hf, options)
     with tempfile.TemporaryDirectory(prefix="pacs-logits-") as scratch:
-        _run_ranks(checkpoint, options, Path(scratch))
+        action = partial(_rank, checkpoint.absolute(), options, Path(scratch))
+        ranks = Processes(Path(scratch), "policy", action, options.world_size, limit_s=_TIMEOUT_S, start_method="spawn")
+        ranks.wait(ConversionError)
         ours = load_file(Path(scratch) / "logits.safetensors")["logits"]
     difference = (ours - reference).abs().max().item()
     largest = reference.abs().max().item()
@@ -100,68 +94,17 @@ def _transformers_logits(hf: Path, options: LogitsOptions) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from pacs_megatron.convert.source import DTYPES
+
     model = AutoModelForCausalLM.from_pretrained(
-        hf, dtype=_torch_dtype(options.dtype), local_files_only=True, trust_remote_code=options.trust_remote_code
+        hf, dtype=DTYPES[options.dtype], local_files_only=True, trust_remote_code=options.trust_remote_code
     ).eval()
     with torch.no_grad():
         parts = [model(torch.tensor([p])).logits[0].float() for p in fixed_prompts(model.config.vocab_size)]
     return torch.cat(parts)
 
 
-def _torch_dtype(name: str) -> Any:
-    from pacs_megatron.convert.source import DTYPES
-
-    return DTYPES[name]
-
-
-@report_wait("for the ranks of the policy to compute log-probs")
-def _run_ranks(checkpoint: Path, options: LogitsOptions, scratch: Path) -> None:
-    """Starts one process per rank, with a file as rendezvous, so no port is opened. Output goes to files."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC_"))}
-    environment |= {"WORLD_SIZE": str(options.world_size), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    environment.pop("MASTER_ADDR", None)
-    job = json.dumps({"checkpoint": str(checkpoint.absolute()), "scratch": str(scratch), "options": asdict(options)})
-    command = [sys.executable, "-m", "pacs_megatron.convert.logits", job]
-    package_root = str(Path(__file__).parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join([package_root, *filter(None, [environment.get("PYTHONPATH")])])
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(options.world_size):
-            with (scratch / f"rank{rank}.log").open("wb") as log:
-                ranks.append(
-                    subprocess.Popen(
-                        command,
-                        env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        deadline = time.monotonic() + _TIMEOUT_S
-        while any(process.poll() is None for process in ranks):
-            if time.monotonic() > deadline or any(process.poll() for process in ranks):
-                break
-            time.sleep(_POLL_S)
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-    for rank, process in enumerate(ranks):
-        if process.returncode > 0:
-            raise ConversionError(f"rank {rank} of the policy failed: {_last_line(scratch / f'rank{rank}.log')}")
-    if any(process.returncode for process in ranks):
-        raise ConversionError(
-            f"a rank of the policy was killed, or the comparison ran longer than {_TIMEOUT_S:.0f} s; check that memory suffices"
-        )
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "no output"
-
-
-def run_rank(arguments: Sequence[str]) -> None:
+def _rank(checkpoint: Path, options: LogitsOptions, scratch: Path) -> None:
     """One rank: builds the model, loads its weights from the checkpoint, runs the prompts; the last stage writes."""
     import torch.distributed as dist
     from safetensors.torch import save_file
@@ -171,28 +114,13 @@ def run_rank(arguments: Sequence[str]) -> None:
     from pacs_megatron.contracts import Layout
     from pacs_megatron.parallel import groups
 
-    die_with_parent()
-    job = json.loads(arguments[0])
-    options = LogitsOptions(**job["options"])
-    scratch = Path(job["scratch"])
-    world_size = options.world_size
-    rank_number = int(os.environ["RANK"])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     parallel = ParallelOptions(tp=options.tp, pp=options.pp, ep=options.ep)
-    layout = Layout(world_size=world_size, tp=options.tp, pp=options.pp, ep=options.ep)
-    backend = _backend()
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{scratch / 'rendezvous'}",
-        rank=rank_number,
-        world_size=world_size,
-        timeout=timedelta(seconds=_TIMEOUT_S),
-    )
+    layout = Layout(world_size=options.world_size, tp=options.tp, pp=options.pp, ep=options.ep)
     rank = groups.initialize(layout, seed=0, control_timeout_s=_TIMEOUT_S)
     from pacs_megatron.policy import model, precision, weights
     from pacs_megatron.policy.passes import logits
 
-    source = MegatronWeights(Path(job["checkpoint"]), digests=False)
+    source = MegatronWeights(checkpoint, digests=False)
     spec = source.table.spec
     precision_options = PrecisionOptions(dtype="bf16" if options.dtype == "bf16" else "fp32")
     machine = precision.inspect_machine()
@@ -206,13 +134,3 @@ def run_rank(arguments: Sequence[str]) -> None:
         save_file({"logits": found.cpu().contiguous()}, scratch / "logits.safetensors")
     dist.barrier(group=rank.control)
     groups.shutdown()
-
-
-def _backend() -> str:
-    import torch
-
-    return "nccl" if torch.cuda.is_available() else "gloo"
-
-
-if __name__ == "__main__":
-    run_rank(sys.argv[1:])

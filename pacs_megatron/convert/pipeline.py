@@ -23,64 +23,42 @@ class Job:
 
 
 def run_jobs(label: str, jobs: Iterable[Job], *, workers: int, show_progress: bool) -> None:
-    """Runs all jobs in order. Jobs larger than the limit are spread out and run one at a time beside the small ones.
+    """Runs all jobs in order. Jobs larger than the limit run one at a time beside the small ones.
 
     After the first error or an interrupt no job starts; the running jobs finish, then the error is raised.
     """
-    todo = _spread(list(jobs))
+    todo = list(jobs)
     total_bytes = sum(job.nbytes for job in todo)
     running: dict[Future[None], int] = {}
+    done_bytes = shown_bytes = 0
     with (
         Progress(label, total_bytes, unit="bytes", enabled=show_progress) as progress,
         ThreadPoolExecutor(max_workers=workers, thread_name_prefix="convert") as pool,
     ):
-        meter = _Meter(progress, total_bytes)
+
+        def collect() -> None:
+            """Waits until a job ends and counts it; raises its error."""
+            nonlocal done_bytes, shown_bytes
+            for future in wait(running, return_when=FIRST_COMPLETED)[0]:
+                done_bytes += running.pop(future)
+                future.result()
+            # In equal steps: the bar averages its speed over calls.
+            if done_bytes == total_bytes or done_bytes - shown_bytes >= total_bytes / _NUM_STEPS:
+                shown_bytes = done_bytes
+                progress.advance(done_bytes)
+
         try:
             for job in todo:
                 while running and (len(running) >= 2 * workers or _is_too_much(job.nbytes, list(running.values()))):
-                    meter.collect(running)
+                    collect()
                 running[pool.submit(job.run)] = job.nbytes
             while running:
-                meter.collect(running)
+                collect()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _spread(jobs: list[Job]) -> list[Job]:
-    """Large jobs (embeddings) at equal distances, so each overlaps with small ones."""
-    large = [job for job in jobs if job.nbytes > IN_FLIGHT_BYTES]
-    small = [job for job in jobs if job.nbytes <= IN_FLIGHT_BYTES]
-    stride = -(-len(small) // len(large)) if large else len(small)
-    order: list[Job] = []
-    for number, job in enumerate(large):
-        order += [job, *small[number * stride : (number + 1) * stride]]
-    return order if large else small
 
 
 def _is_too_much(nbytes: int, running: list[int]) -> bool:
     if nbytes > IN_FLIGHT_BYTES:
         return any(size > IN_FLIGHT_BYTES for size in running)
     return nbytes + sum(size for size in running if size <= IN_FLIGHT_BYTES) > IN_FLIGHT_BYTES
-
-
-class _Meter:
-    """Advances the progress bar in equal steps: the bar averages its speed over calls, and small tensors would distort it."""
-
-    def __init__(self, progress: Progress, total_bytes: int) -> None:
-        self._progress = progress
-        self._done_bytes = 0
-        self._shown_bytes = 0
-        self._total_bytes = total_bytes
-
-    def collect(self, running: dict[Future[None], int]) -> None:
-        """Waits until a job ends and counts it; raises its error."""
-        finished, _ = wait(running, return_when=FIRST_COMPLETED)
-        for future in finished:
-            self._done_bytes += running.pop(future)
-            future.result()
-        if (
-            self._done_bytes == self._total_bytes
-            or self._done_bytes - self._shown_bytes >= self._total_bytes / _NUM_STEPS
-        ):
-            self._shown_bytes = self._done_bytes
-            self._progress.advance(self._done_bytes)

@@ -7,8 +7,6 @@ from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, Po
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.run_lock import RunLock
 
-MAX_SHARD_BYTES = 5 * 10**9
-
 
 def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = True) -> str:
     """Write the weights of `step` (default: the newest checkpoint) to `out`, and those of its critic beside it.
@@ -39,10 +37,6 @@ def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = 
         if (folder / "critic" / MANIFEST_NAME).is_file():
             sources[folder / "critic"] = target.with_name(f"{target.name}_critic")
         return "\n".join(
-            str(
-                megatron_to_hf(
-                    source, Options(out=to, verify_source=verify), step=None, max_shard_bytes=MAX_SHARD_BYTES
-                )
-            )
+            str(megatron_to_hf(source, Options(out=to, verify_source=verify), step=None))
             for source, to in sources.items()
         )

@@ -209,19 +209,3 @@ def _checked(records: Iterable[dict[str, Any]], path: Path) -> list[dict[str, An
             raise DataError(f"{path}:{number}: expected an int step after {before}, got {step!r}; delete the line")
         rows.append(row)
     return rows
-
-
-# --------------------------------------------------------------------------------------------------------- comparison
-def depends_on_time(key: str) -> bool:
-    """True if a metric differs between two runs with equal results: seconds, rates, memory."""
-    return key.startswith(("time/", "memory/")) or key.endswith("_per_s")
-
-
-def strip_times(row: Mapping[str, MetricValue]) -> Row:
-    """Returns `row` without time-dependent keys. The same seed reproduces it bit for bit."""
-    return {key: value for key, value in row.items() if not depends_on_time(key)}
-
-
-def reproducible_bytes(path: Path) -> bytes:
-    """Returns `metrics.jsonl` without time-dependent keys as bytes, equal for two runs of the same seed."""
-    return b"".join(json_line(strip_times(row)) for row in read_metrics(path))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pacs_megatron.contracts import Prompt, Sample
+from pacs_megatron.observability.metrics import truncate_metrics
 from pacs_megatron.runtime.files import (
     PARTIAL_SUFFIX,
     complete_lines,
@@ -75,6 +76,16 @@ def rollout_files(run_dir: Path, kind: RolloutKind = "step") -> list[tuple[int, 
 def _files(run_dir: Path, pattern: str) -> list[tuple[int, Path]]:
     matches = [(_NAME.fullmatch(path.name), path) for path in (run_dir / ROLLOUT_FOLDER).glob(pattern)]
     return sorted((int(match[2]), path) for match, path in matches if match)
+
+
+def truncate_after(run_dir: Path, step: int) -> None:
+    """Remove metrics and rollouts after `step`, the step of the checkpoint that the run resumes from.
+
+    `step = -1` (no checkpoint) removes every row, including that of the evaluation before step 1. Idempotent: after a
+    kill the next call completes the work.
+    """
+    truncate_metrics(run_dir, step)
+    truncate_rollouts(run_dir, step)
 
 
 def truncate_rollouts(run_dir: Path, step: int) -> int:

@@ -4,10 +4,10 @@ import importlib
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pacs_megatron.config.schema import LoggingOptions, WandbOptions
 from pacs_megatron.errors import ConfigError
@@ -20,15 +20,7 @@ _WANDB_ID_FILE = "wandb_id"
 _WANDB_MODES_WITHOUT_KEY = ("offline", "disabled", "dryrun")
 
 
-class MetricSink(Protocol):
-    """Receives the row of each step."""
-
-    def write(self, row: Mapping[str, MetricValue]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TensorBoardWriter:
+class TensorBoardWriter(Closing):
     """Event files under `<run_dir>/tensorboard`, written by the tensorboard package (no TensorFlow, no torch).
 
     `first_step` is the first step that this process writes. Events of an earlier process from that step on are marked
@@ -81,7 +73,7 @@ def check_wandb(options: WandbOptions) -> None:
         )
 
 
-class WandbWriter:
+class WandbWriter(Closing):
     """One W&B run per run folder; a resumed run continues it.
 
     W&B ignores steps that it already has. That is correct here: a resumed run computes the same values again.
@@ -116,28 +108,13 @@ def _run_id(run_dir: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-class MetricSinks(Closing):
-    """All configured sinks as one."""
-
-    def __init__(self, sinks: Sequence[MetricSink]) -> None:
-        self._sinks = tuple(sinks)
-
-    def write(self, row: Mapping[str, MetricValue]) -> None:
-        for sink in self._sinks:
-            sink.write(row)
-
-    def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
-
-
 def open_sinks(
     run_dir: Path, name: str, options: LoggingOptions, *, first_step: int, config: Mapping[str, Any]
-) -> MetricSinks:
+) -> list[TensorBoardWriter | WandbWriter]:
     """Returns the sinks of `options`. Raises ConfigError with the package or key that is missing."""
-    sinks: list[MetricSink] = []
+    sinks: list[TensorBoardWriter | WandbWriter] = []
     if options.wandb is not None:
         sinks.append(WandbWriter(run_dir, name, options.wandb, config))
     if options.tensorboard:
         sinks.append(TensorBoardWriter(run_dir, first_step))
-    return MetricSinks(sinks)
+    return sinks

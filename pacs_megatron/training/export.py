@@ -7,8 +7,6 @@ from pacs_megatron.checkpoint.hf_folder import HfFolderWriter, hf_tensors
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.training.context import RunContext
 
-MAX_SHARD_BYTES = 5 * 10**9
-
 
 def export_hf(run: RunContext, model: MegatronPolicy, target: Path) -> None:
     """Writes the weights of `model` with config and tokenizer to `target`, which it replaces. Collective.
@@ -23,7 +21,7 @@ def export_hf(run: RunContext, model: MegatronPolicy, target: Path) -> None:
         if target.exists():
             shutil.rmtree(target)
         tensors = hf_tensors(model.table.entries, model.config.params_dtype)
-        with HfFolderWriter(target, tensors, max_shard_bytes=MAX_SHARD_BYTES) as writer:
+        with HfFolderWriter(target, tensors) as writer:
             for name, tensor in model.export_weights():
                 writer.put(name, tensor.cpu())
             writer.finish(run.model_dir)

@@ -17,8 +17,8 @@ from pacs_megatron.evaluation.passk import benchmark_metrics
 from pacs_megatron.observability.metrics import MetricsWriter
 from pacs_megatron.observability.progress import Progress, training_fields
 from pacs_megatron.observability.report import write_report
-from pacs_megatron.observability.truncate import truncate_after
-from pacs_megatron.observability.writers import MetricSinks, open_sinks
+from pacs_megatron.observability.rollout_log import truncate_after
+from pacs_megatron.observability.writers import open_sinks
 from pacs_megatron.policy import state as policy_state
 from pacs_megatron.rollout.collect import DriverState
 from pacs_megatron.runtime.waiting import report_wait
@@ -43,15 +43,15 @@ class Outputs:
             return
         truncate_after(run.run_dir, first_step)
         self._metrics = stack.enter_context(MetricsWriter(run.run_dir))
-        self._sinks: MetricSinks = stack.enter_context(
-            open_sinks(
-                run.run_dir,
-                run.config.run.name,
-                run.config.logging,
-                first_step=first_step + 1,
-                config=run.config.model_dump(mode="json"),
-            )
+        self._sinks = open_sinks(
+            run.run_dir,
+            run.config.run.name,
+            run.config.logging,
+            first_step=first_step + 1,
+            config=run.config.model_dump(mode="json"),
         )
+        for sink in self._sinks:
+            stack.enter_context(sink)
         self.progress = stack.enter_context(
             Progress(run.config.run.name, run.config.run.steps, done=max(first_step, 0))
         )
@@ -69,7 +69,8 @@ class Outputs:
         if not self._on:
             return
         self._metrics.append(row)
-        self._sinks.write(row)
+        for sink in self._sinks:
+            sink.write(row)
         self.progress.advance(int(row["step"]), training_fields(row))
         self._clipping.add(row)
 

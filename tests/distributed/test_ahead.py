@@ -11,8 +11,9 @@ import pytest
 from pacs_megatron.config.rollout_options import EmbeddedRollout
 from pacs_megatron.contracts import SampleFacts, TokenBuffers
 from pacs_megatron.errors import ExitCode
-from pacs_megatron.observability.metrics import read_metrics, reproducible_bytes
+from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
+from tests.support.metrics import reproducible_bytes
 from tests.support.policies.plain_trainer import PlainTrainer, pacs_loss
 from tests.support.policies.policy_cases import OPTIMIZER
 from tests.support.ranks import run_ranks

@@ -24,7 +24,8 @@ import yaml
 from safetensors.torch import load_file
 
 from pacs_megatron.config import load_config
-from pacs_megatron.observability.metrics import read_metrics, reproducible_bytes
+from pacs_megatron.observability.metrics import read_metrics
+from tests.support.metrics import reproducible_bytes
 from tests.support.node.host import SITE, Fault, Host, digest_of, run_on_gpu, tiny_model
 from tests.support.node.servers import NUM_GPUS
 from tests.support.ranks import RankError, run_ranks

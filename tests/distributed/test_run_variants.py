@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from pacs_megatron.errors import ExitCode
-from pacs_megatron.observability.metrics import read_metrics, reproducible_bytes
+from pacs_megatron.observability.metrics import read_metrics
+from tests.support.metrics import reproducible_bytes
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test
 from tests.support.tiny_models import make_tiny_qwen3

@@ -20,9 +20,10 @@ from pacs_megatron.contracts import Interrupted
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from pacs_megatron.observability.metrics import read_metrics, reproducible_bytes, strip_times
+from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.training import signals
 from pacs_megatron.training.signals import StopFlag
+from tests.support.metrics import reproducible_bytes, strip_times
 from tests.support.policies.policy_cases import make_part, make_policy, random_step
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family

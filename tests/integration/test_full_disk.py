@@ -14,8 +14,8 @@ import pytest
 
 from pacs_megatron.checkpoint.manifest import check_checkpoint
 from pacs_megatron.checkpoint.names import whole_checkpoints
-from pacs_megatron.observability.metrics import reproducible_bytes
 from tests.support.fault_fs import FaultyDisk
+from tests.support.metrics import reproducible_bytes
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 

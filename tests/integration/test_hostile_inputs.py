@@ -74,10 +74,6 @@ plain("export of a file", "export", "{r}")
 plain("export of an empty folder", "export", "{w}")
 plain("negative lines", "logs", "{w}", "--lines", "-1")
 plain("cancel without run", "cancel", "{w}")
-plain("shard size of nothing", "convert", "to-hf", "--checkpoint", "{c}", "--out", "{w}/o", "--max-shard-size", "0GB")
-plain(
-    "shard size of infinity", "convert", "to-hf", "--checkpoint", "{c}", "--out", "{w}/o", "--max-shard-size", "9" * 400
-)
 case("argument that is no text")(lambda w: ["train", w.run, b"run.name=\xff\xfe"])
 plain("line end in a path", "train", "{r}\n")
 plain("eval of a file", "eval", "{r}", "--model", "{r}")

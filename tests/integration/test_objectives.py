@@ -13,7 +13,8 @@ import pytest
 from pacs_megatron.config import load_config
 from pacs_megatron.config.explain import show
 from pacs_megatron.objectives.registry import REGISTRY, build_objective
-from pacs_megatron.observability.metrics import read_metrics, reproducible_bytes
+from pacs_megatron.observability.metrics import read_metrics
+from tests.support.metrics import reproducible_bytes
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from pacs_megatron.errors import ExitCode
-from pacs_megatron.observability.metrics import reproducible_bytes
+from tests.support.metrics import reproducible_bytes
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 

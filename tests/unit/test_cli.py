@@ -229,7 +229,7 @@ def test_faults_of_the_host_are_one_line(
 
 
 VERBS = ("config show", "config explain", "data preview", "status", "logs", "plan", "export", "cancel", "convert to-hf")
-OPTIONS = ("--ranks", "--rows", "--json", "--lines", "--attempt", "--step", "--out", "--checkpoint", "--max-shard-size")
+OPTIONS = ("--ranks", "--rows", "--json", "--lines", "--attempt", "--step", "--out", "--checkpoint")
 WORDS = st.sampled_from(
     (*OPTIONS, "run.steps=", "=", "-", "--", "-1", "/", ".", "..", "[", "\udcff", "a\0b", "9" * 5000)
 )

@@ -24,7 +24,6 @@ from pacs_megatron.checkpoint.manifest import Manifest, read_manifest, write_man
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint, open_weights
 from pacs_megatron.cli import main
 from pacs_megatron.convert import convert as convert_module
-from pacs_megatron.convert.commands import parse_size
 from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf, pieces
 from pacs_megatron.convert.pipeline import IN_FLIGHT_BYTES, Job, run_jobs
 from pacs_megatron.convert.verify import verify
@@ -371,15 +370,6 @@ def test_finding_a_step_of_a_run(converted: Path, tmp_path: Path) -> None:
         find_checkpoint(tmp_path, 30)
     with pytest.raises(CheckpointError, match="checkpoint of step 10, not of step 20"):
         find_checkpoint(tmp_path / "checkpoints" / "step_000010", 20)
-
-
-@pytest.mark.parametrize("text", ["5", "0GB", "-1GB", "five", "5 XB", ""])
-def test_sizes_that_are_none(text: str) -> None:
-    if text == "5":
-        assert [parse_size(t) for t in ("5", "5GB", "1.5 mb")] == [5, 5 * 10**9, 1_500_000]
-        return
-    with pytest.raises(ConversionError, match="is not a size"):
-        parse_size(text)
 
 
 # -------------------------------------------------------------------------------------------------------------- pipeline

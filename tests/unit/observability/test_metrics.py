@@ -14,11 +14,10 @@ from pacs_megatron.observability.metrics import (
     MetricSums,
     MetricsWriter,
     read_metrics,
-    reproducible_bytes,
-    strip_times,
     truncate_metrics,
 )
 from pacs_megatron.runtime.files import PARTIAL_SUFFIX
+from tests.support.metrics import reproducible_bytes, strip_times
 
 
 def write(run_dir: Path, *rows: dict[str, object]) -> Path:

@@ -14,10 +14,10 @@ from pacs_megatron.observability.rollout_log import (
     read_rollouts,
     rollout_files,
     rollout_path,
+    truncate_after,
     truncate_rollouts,
     write_rollouts,
 )
-from pacs_megatron.observability.truncate import truncate_after
 from pacs_megatron.runtime.run_folder import write_environment
 
 

@@ -74,7 +74,7 @@ def test_missing_tensorboard_is_a_clear_error(tmp_path: Path, monkeypatch: pytes
     without(monkeypatch, "tensorboard")
     with pytest.raises(ConfigError, match=r"logging.tensorboard=true.*pip install tensorboard"):
         open_sinks(tmp_path, "r", LoggingOptions(), first_step=0, config={})
-    open_sinks(tmp_path, "r", LoggingOptions(tensorboard=False), first_step=0, config={}).close()
+    assert open_sinks(tmp_path, "r", LoggingOptions(tensorboard=False), first_step=0, config={}) == []
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,97 @@
+"""Child processes of a command on this host, as ranks of a world if wanted. They end with the command."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from pacs_megatron.errors import PacsError
+from pacs_megatron.runtime.environment import RankPlace
+from pacs_megatron.runtime.processes import die_with_parent
+
+_NOTICE_S = 10.0
+
+
+class Processes:
+    """Processes that run `action`, each with a log in `work`; with `world`, as ranks of a world of that size.
+
+    A file is their rendezvous, so no port is opened. With `spawn`, `action` must be a picklable function.
+    """
+
+    def __init__(
+        self,
+        work: Path,
+        name: str,
+        action: Callable[[], None],
+        world: int = 0,
+        *,
+        limit_s: float,
+        start_method: Literal["fork", "spawn"] = "fork",
+    ) -> None:
+        from torch.multiprocessing.spawn import start_processes
+
+        self._work, self._name, self._start, self._limit_s = work, name, time.monotonic(), limit_s
+        (work / f"{name}.rendezvous").unlink(missing_ok=True)
+        options: dict[str, Any] = {"join": False, "daemon": True, "start_method": start_method}
+        arguments = (work, name, action, world, limit_s)
+        self._context: Any = start_processes(_child, arguments, nprocs=world or 1, **options)  # type: ignore[no-untyped-call]
+
+    def wait(self, error: type[PacsError]) -> None:
+        """Until all have ended. Raises `error` when one fails or the limit has passed."""
+        from torch.multiprocessing.spawn import ProcessException
+
+        notice = self._start
+        try:
+            while not self._context.join(timeout=_NOTICE_S, grace_period=2.0):
+                now = time.monotonic()
+                if now - self._start > self._limit_s:
+                    raise error(f"{self._name}: no end after {self._limit_s:.0f} s")
+                if now - notice >= _NOTICE_S:
+                    notice = now
+                    sys.stderr.write(f"waiting for {self._name}: {now - self._start:.0f} s\n")
+        except ProcessException as failure:
+            errors = [file.read_text() for file in sorted(self._work.glob("*.error"))]
+            # An error of the program is more specific than the connections that it broke.
+            found = min(errors, key=lambda text: "onnection" in text, default=f"{self._name}: {failure}")
+            raise error(found) from None
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        for process in self._context.processes:
+            process.kill()
+            process.join()
+
+
+def _child(rank: int, work: Path, name: str, action: Callable[[], None], world: int, limit_s: float) -> None:
+    die_with_parent()
+    log = os.open(work / f"{name} {rank}.log", os.O_CREAT | os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    try:
+        if world:
+            _join(rank, world, work / f"{name}.rendezvous", limit_s)
+        action()
+    except BaseException as error:
+        line = f"{name}, rank {rank}: {type(error).__name__}: {error}"
+        (work / f"{name} {rank}.error").write_text(line)
+        raise
+
+
+def _join(rank: int, world: int, rendezvous: Path, limit_s: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    place = RankPlace(rank, world, rank, world, "127.0.0.1", 1)  # the port is not used
+    os.environ.update(place.variables())
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"file://{rendezvous.absolute()}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=limit_s),
+    )
