@@ -1,4 +1,4 @@
-"""One result line of `preflight`."""
+"""One result line of `preflight` and `doctor`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 
 from pacs_megatron.errors import PacsError
 
-Level = Literal["ok", "warn", "fail"]
+Level = Literal["ok", "none", "warn", "fail"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,28 +6,18 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 from packaging.version import Version
 
+from pacs_megatron.preflight.check import Check
 from pacs_megatron.runtime.shipped import shipped_folder
 from pacs_megatron.runtime.waiting import run_program
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report."""
-
-    name: str
-    state: str
-    """`ok`, `none` (optional and absent) or `bad` (present and harmful, or required and absent)."""
-    detail: str
-    fix: str = ""
-
 
 REQUIRED = ("torch", "megatron-core", "transformers", "datasets", "math-verify", "pydantic", "safetensors")
 # Megatron-Core 0.16.1 requires this range of Transformer Engine.
@@ -49,9 +39,9 @@ def installed(package: str) -> str | None:
         return None
 
 
-def findings() -> list[Finding]:
-    """All findings in the order of the report."""
-    checks: tuple[Callable[[], list[Finding]], ...] = (
+def findings() -> list[Check]:
+    """All findings in the order of the report; `none`: optional and absent."""
+    checks = (
         _python, _limits, _packages, _cuda, _transformer_engine, _apex, _sglang, _sandbox, _slurm, _nemo_run, _containers
     )  # fmt: skip
     return [finding for check in checks for finding in check()]
@@ -60,92 +50,81 @@ def findings() -> list[Finding]:
 def report() -> str:
     """The findings as a table, and a summary of what this machine can do."""
     rows = findings()
-    width = max(len(row.name) for row in rows)
-    lines = [f"{row.state:<4}  {row.name:<{width}}  {row.detail}{f' -> {row.fix}' if row.fix else ''}" for row in rows]
-    return "\n".join([*lines, "", *_summary(rows)])
+    width = max(len(row.key) for row in rows)
+    lines = [str(replace(row, key=f"{row.key:<{width}}")) for row in rows]
+    is_ok = {row.key: row.level == "ok" for row in rows}
+    has_required = all(is_ok[name] for name in REQUIRED)
+    words = {True: "yes", False: "no"}
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"train on CPU (gloo): {words[has_required]}",
+            f"train on GPU in bf16 and FP8: {words[has_required and is_ok['CUDA'] and is_ok['transformer-engine']]} "
+            "(FP8 needs sm_89 or later)",
+            f"sample with SGLang: {words[is_ok['SGLang']]} (the embedded engine needs nothing more)",
+            f"submit to Slurm: {words[is_ok['Slurm']]} by sbatch; by `submit`: "
+            f"{words[is_ok['Slurm'] and is_ok['nemo-run']]}",
+        ]
+    )
 
 
-def _summary(rows: list[Finding]) -> list[str]:
-    state = {row.name: row.state for row in rows}
-    has_required = all(state[name] == "ok" for name in REQUIRED)
-    has_cuda = state["CUDA"] == "ok"
-    return [
-        f"train on CPU (gloo): {_yes(has_required)}",
-        f"train on GPU in bf16 and FP8: {_yes(has_required and has_cuda and state['transformer-engine'] == 'ok')} "
-        "(FP8 needs sm_89 or later)",
-        f"sample with SGLang: {_yes(state['SGLang'] == 'ok')} (the embedded engine needs nothing more)",
-        f"submit to Slurm: {_yes(state['Slurm'] == 'ok')} by sbatch; by `submit`: "
-        f"{_yes(state['Slurm'] == 'ok' and state['nemo-run'] == 'ok')}",
-    ]
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
-
-
-def _python() -> list[Finding]:
-    found = platform.python_version()
+def _python() -> Iterator[Check]:
     good = (3, 11) <= sys.version_info[:2] <= (3, 12)
-    cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return [
-        Finding("Python", "ok" if good else "bad", found, "" if good else "use Python 3.11 or 3.12"),
-        Finding("machine", "ok", f"{platform.platform()}, {cores} cores, {memory:.0f} GiB memory"),
-        Finding("shipped files", "ok", f"configs and slurm in {shipped_folder('configs').parent}"),
-    ]
+    yield Check(
+        "ok" if good else "fail", "Python", platform.python_version(), "" if good else "use Python 3.11 or 3.12"
+    )
+    cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory().total / 2**30
+    yield Check("ok", "machine", f"{platform.platform()}, {cores} cores, {memory:.0f} GiB memory")
+    yield Check("ok", "shipped files", f"configs and slurm in {shipped_folder('configs').parent}")
 
 
-def _limits() -> list[Finding]:
+def _limits() -> Iterator[Check]:
     """Limits whose violation causes unrelated error messages."""
-    rows = []
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files != resource.RLIM_INFINITY and files < MIN_OPEN_FILES:
-        fix = f"ulimit -n {MIN_OPEN_FILES} or more: each request in flight and each rank needs a socket"
-        rows.append(Finding("open files", "bad", f"at most {files}", fix))
-    if SHARED_MEMORY.is_dir():
-        size = shutil.disk_usage(SHARED_MEMORY).total
-        if size < MIN_SHARED_BYTES:
-            fix = (
-                "give the container more (docker --shm-size, --ipc=host): NCCL and weight sync by shared memory use it"
-            )
-            rows.append(Finding(str(SHARED_MEMORY), "bad", f"{size / 2**20:.0f} MiB", fix))
+    size = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else MIN_SHARED_BYTES
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if IB_DEVICES.is_dir() and any(IB_DEVICES.iterdir()) and locked != resource.RLIM_INFINITY:
+    few_files = files != resource.RLIM_INFINITY and files < MIN_OPEN_FILES
+    few_locked = IB_DEVICES.is_dir() and any(IB_DEVICES.iterdir()) and locked != resource.RLIM_INFINITY
+    if few_files:
+        fix = f"ulimit -n {MIN_OPEN_FILES} or more: each request in flight and each rank needs a socket"
+        yield Check("fail", "open files", f"at most {files}", fix)
+    if size < MIN_SHARED_BYTES:
+        fix = "give the container more (docker --shm-size, --ipc=host): NCCL and weight sync by shared memory use it"
+        yield Check("fail", str(SHARED_MEMORY), f"{size / 2**20:.0f} MiB", fix)
+    if few_locked:
         fix = "ulimit -l unlimited (Slurm: PropagateResourceLimitsExcept=MEMLOCK), or InfiniBand cannot register memory"
-        rows.append(Finding("locked memory", "bad", f"at most {locked // 1024} KiB", fix))
-    return rows or [Finding("limits", "ok", "open files, shared and locked memory suffice")]
+        yield Check("fail", "locked memory", f"at most {locked // 1024} KiB", fix)
+    if not (few_files or few_locked or size < MIN_SHARED_BYTES):
+        yield Check("ok", "limits", "open files, shared and locked memory suffice")
 
 
-def _packages() -> list[Finding]:
-    rows = []
+def _packages() -> Iterator[Check]:
     for name in REQUIRED:
         found = installed(name)
-        rows.append(Finding(name, "ok" if found else "bad", found or "not installed", "" if found else "make install"))
-    return rows
+        yield Check("ok", name, found) if found else Check("fail", name, "not installed", "make install")
 
 
-def _cuda() -> list[Finding]:
+def _cuda() -> Iterator[Check]:
     if installed("torch") is None:
-        return [Finding("CUDA", "none", "unknown without torch")]
+        yield Check("none", "CUDA", "unknown without torch")
+        return
     import torch
 
+    driver = _driver()
     if not torch.cuda.is_available():
         built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is a CPU build"
-        if _driver() is None:
-            return [Finding("CUDA", "none", f"{built}, no NVIDIA driver", "training runs on CPU over gloo")]
+        if driver is None:
+            yield Check("none", "CUDA", f"{built}, no NVIDIA driver", "training runs on CPU over gloo")
+            return
         fix = "install torch for your CUDA (README, Install), or a newer driver; nvidia-smi names its CUDA"
-        return [Finding("CUDA", "bad", f"{built}, driver {_driver()}, and it finds no GPU", fix)]
-    rows = []
-    for index in range(torch.cuda.device_count()):
-        props = torch.cuda.get_device_properties(index)
-        rows.append(f"{props.name} ({props.total_memory / 2**30:.0f} GiB, sm_{props.major}{props.minor})")
+        yield Check("fail", "CUDA", f"{built}, driver {driver}, and it finds no GPU", fix)
+        return
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    kinds = {f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor})" for gpu in gpus}
     nccl = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-    return [
-        Finding(
-            "CUDA",
-            "ok",
-            f"{torch.version.cuda}, driver {_driver()}, NCCL {nccl}, {len(rows)} GPUs: {', '.join(sorted(set(rows)))}",
-        )
-    ]
+    found = f"{torch.version.cuda}, driver {driver}, NCCL {nccl}, {len(gpus)} GPUs: {', '.join(sorted(kinds))}"
+    yield Check("ok", "CUDA", found)
 
 
 def _driver() -> str | None:
@@ -165,87 +144,78 @@ def _output(command: list[str]) -> tuple[int, str, str]:
     return done.returncode, done.stdout.strip(), " ".join(done.stderr.split())
 
 
-def _transformer_engine() -> list[Finding]:
-    found = installed("transformer-engine")
-    if found is None:
-        fix = (
-            "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12' (needs CUDA): bf16 kernels, FP8"
-        )
-        return [Finding("transformer-engine", "none", "not installed", fix)]
+def _transformer_engine() -> Iterator[Check]:
+    key, install = "transformer-engine", "pip install --no-build-isolation 'transformer-engine[pytorch]"
+    found = installed(key)
     low, high = TE_RANGE
-    if not low <= Version(found) < high:
-        return [Finding("transformer-engine", "bad", found, f"megatron-core 0.16.1 wants >= {low}, < {high}")]
-    if find_spec("transformer_engine_torch") is None:
-        fix = "the PyTorch extension is missing: pip install --no-build-isolation 'transformer-engine[pytorch]'"
-        return [Finding("transformer-engine", "bad", found, fix)]
-    return [Finding("transformer-engine", "ok", found)]
+    if found is None:
+        yield Check("none", key, "not installed", f"{install}>=2.9,<2.12' (needs CUDA): bf16 kernels, FP8")
+    elif not low <= Version(found) < high:
+        yield Check("fail", key, found, f"megatron-core 0.16.1 wants >= {low}, < {high}")
+    elif find_spec("transformer_engine_torch") is None:
+        yield Check("fail", key, found, f"the PyTorch extension is missing: {install}'")
+    else:
+        yield Check("ok", key, found)
 
 
-def _apex() -> list[Finding]:
+def _apex() -> Iterator[Check]:
     """NVIDIA Apex contains `amp_C`; PyPI's `apex` is an abandoned web toolkit of the same name."""
+    key, found = "NVIDIA Apex", installed("apex")
     if find_spec("amp_C") is not None:
-        return [Finding("NVIDIA Apex", "ok", "fused optimizer kernels are installed")]
-    found = installed("apex")
-    if found is not None:
+        yield Check("ok", key, "fused optimizer kernels are installed")
+    elif found is not None:
         detail = f"`apex` {found} is installed, but without NVIDIA's kernels: PyPI's apex is another package"
-        return [
-            Finding("NVIDIA Apex", "bad", detail, "pip uninstall apex; build NVIDIA's from source or use NGC's image")
-        ]
-    return [Finding("NVIDIA Apex", "none", "not installed; Transformer Engine or torch supply the fused optimizer")]
+        yield Check("fail", key, detail, "pip uninstall apex; build NVIDIA's from source or use NGC's image")
+    else:
+        yield Check("none", key, "not installed; Transformer Engine or torch supply the fused optimizer")
 
 
-def _sglang() -> list[Finding]:
+def _sglang() -> Iterator[Check]:
     here = installed("sglang")
     if here is not None:
-        return [Finding("SGLang", "ok", f"{here}, in this environment")]
-    if SGLANG_PYTHON.exists():
+        yield Check("ok", "SGLang", f"{here}, in this environment")
+    elif SGLANG_PYTHON.exists():
         code = "from importlib.metadata import version; print(version('sglang'))"
         status, found, _ = _output([str(SGLANG_PYTHON), "-c", code])
         if status == 0:
-            return [Finding("SGLang", "ok", f"{found}, in {SGLANG_PYTHON.parent.parent}")]
-        return [Finding("SGLang", "bad", f"{SGLANG_PYTHON} has no sglang", "make install-sglang")]
-    return [Finding("SGLang", "none", "not installed", "make install-sglang (its pins clash with Megatron's)")]
+            yield Check("ok", "SGLang", f"{found}, in {SGLANG_PYTHON.parent.parent}")
+        else:
+            yield Check("fail", "SGLang", f"{SGLANG_PYTHON} has no sglang", "make install-sglang")
+    else:
+        yield Check("none", "SGLang", "not installed", "make install-sglang (its pins clash with Megatron's)")
 
 
-def _sandbox() -> list[Finding]:
+def _sandbox() -> Iterator[Check]:
     from pacs_megatron.rewards.sandbox import find_problem
 
     problem = find_problem()
-    if problem is not None:
-        return [
-            Finding("sandbox", "none", problem, "make install-sandbox (Debian, root); only reward.name=code needs it")
-        ]
-    return [Finding("sandbox", "ok", "bubblewrap isolates the programs of reward.name=code")]
+    if problem is None:
+        yield Check("ok", "sandbox", "bubblewrap isolates the programs of reward.name=code")
+    else:
+        yield Check("none", "sandbox", problem, "make install-sandbox (Debian, root); only reward.name=code needs it")
 
 
-def _slurm() -> list[Finding]:
+def _slurm() -> Iterator[Check]:
     if shutil.which("sinfo") is None:
-        return [
-            Finding("Slurm", "none", "no sinfo on PATH", "log in to a cluster, or make install-slurm (Debian, root)")
-        ]
+        yield Check("none", "Slurm", "no sinfo on PATH", "log in to a cluster, or make install-slurm (Debian, root)")
+        return
     _, found, _ = _output(["sinfo", "--version"])
     status, _, reason = _output(["sinfo", "-h"])
-    if status:
-        return [Finding("Slurm", "none", found, f"no controller responds: {reason}")]
-    return [Finding("Slurm", "ok", found)]
+    yield Check("none", "Slurm", found, f"no controller responds: {reason}") if status else Check("ok", "Slurm", found)
 
 
-def _nemo_run() -> list[Finding]:
+def _nemo_run() -> Iterator[Check]:
     found, lepton = installed("nemo-run"), installed("leptonai")
     if found is None:
-        return [
-            Finding("nemo-run", "none", "not installed", "pip install nemo-run==0.11.1 leptonai==0.27.0; or sbatch")
-        ]
-    if lepton != "0.27.0":
+        yield Check("none", "nemo-run", "not installed", "pip install nemo-run==0.11.1 leptonai==0.27.0; or sbatch")
+    elif lepton != "0.27.0":
         fix = "pip install leptonai==0.27.0: nemo-run's import fails with newer ones"
-        return [Finding("nemo-run", "bad", f"{found} with leptonai {lepton}", fix)]
-    return [Finding("nemo-run", "ok", found)]
+        yield Check("fail", "nemo-run", f"{found} with leptonai {lepton}", fix)
+    else:
+        yield Check("ok", "nemo-run", found)
 
 
-def _containers() -> list[Finding]:
+def _containers() -> Iterator[Check]:
     there = [name for name in ("apptainer", "singularity", "enroot", "docker") if shutil.which(name)]
-    return [
-        Finding(
-            "containers", "ok" if there else "none", ", ".join(there) or "no Apptainer, enroot or Docker: not needed"
-        )
-    ]
+    text = ", ".join(there) or "no Apptainer, enroot or Docker: not needed"
+    yield Check("ok" if there else "none", "containers", text)

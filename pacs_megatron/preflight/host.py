@@ -41,15 +41,15 @@ TINY_SCRATCH_BYTES = 16 * 2**20
 
 
 def check_software(loaded: LoadedConfig) -> Iterator[Check]:
-    """Compares versions with this package's requirements and reports the `bad` findings of `doctor`."""
+    """Compares versions with this package's requirements and reports the failures that `doctor` finds."""
     wanted = {"Python", "torch", "megatron-core", "transformers", "datasets", "math-verify", "NVIDIA Apex"}
     broken = list(version_problems())
     yield from broken
     named = {check.key for check in broken}
     for row in findings():
-        is_needed = row.name in wanted or (row.name == "transformer-engine" and needs_gpus(loaded))
-        if is_needed and row.state == "bad" and row.name not in named:
-            yield Check("fail", row.name, row.detail, row.fix)
+        is_needed = row.key in wanted or (row.key == "transformer-engine" and needs_gpus(loaded))
+        if is_needed and row.level == "fail" and row.key not in named:
+            yield row
     if not broken:
         names = ("torch", "megatron-core", "transformers", "datasets")
         yield Check("ok", "software", ", ".join(f"{name} {installed(name)}" for name in names))

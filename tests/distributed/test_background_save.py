@@ -15,7 +15,7 @@ import pytest
 
 from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint
 from pacs_megatron.errors import ExitCode
-from pacs_megatron.observability.metrics import reproducible_bytes
+from tests.support.metrics import reproducible_bytes
 from tests.support.ranks import RankError, run_ranks
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
