@@ -252,7 +252,7 @@ def _config_schema(args: argparse.Namespace) -> int:
 
 
 def _data_preview(args: argparse.Namespace) -> int:
-    from pacs_megatron.launch.preview import preview_text
+    from pacs_megatron.evaluation.preview import preview_text
 
     print(preview_text(args.config, args.overrides, args.rows))
     return 0

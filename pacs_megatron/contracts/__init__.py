@@ -4,12 +4,10 @@ from pacs_megatron.contracts.decisions import Decision, DecisionKind, Interrupte
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.contracts.protocols import (
     Objective,
-    PolicyEngine,
     Prepared,
     RewardFn,
     RolloutEngine,
     SampleTable,
-    Stateful,
     TokenRecord,
     UpdateReport,
     WeightReceiver,
@@ -27,7 +25,6 @@ __all__ = [
     "MicroBatchPlan",
     "Objective",
     "MiniBatch",
-    "PolicyEngine",
     "Prepared",
     "Prompt",
     "RewardFn",
@@ -38,7 +35,6 @@ __all__ = [
     "SampleTable",
     "SamplingParams",
     "Span",
-    "Stateful",
     "Stop",
     "TokenBuffers",
     "TokenRecord",

@@ -1,13 +1,13 @@
-"""Protocols of an objective, a policy, a rollout engine and a reward. torch is imported for typing only."""
+"""Protocols of an objective, a rollout engine, a receiver of weights and a reward. torch is imported for typing only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from pacs_megatron.contracts.samples import Judgement, Prompt, Sample, SampleRequest
-from pacs_megatron.contracts.step_data import MiniBatch, SampleFacts
+from pacs_megatron.contracts.step_data import SampleFacts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -190,33 +190,6 @@ class UpdateReport:
 
 
 @runtime_checkable
-class PolicyEngine(Protocol):
-    """The trained model. Every method is collective: all ranks call it, in the same order."""
-
-    version: int
-
-    def logprobs(
-        self, minibatch: MiniBatch, source: LogprobSource, should_stop: Callable[[], bool] | None = None
-    ) -> dict[int, Any]:
-        """Raises Interrupted on every rank if `should_stop` is true on one of them during the pass."""
-        ...
-
-    def update(
-        self,
-        minibatch: MiniBatch,
-        objective: Objective,
-        step_inputs: Any,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> UpdateReport:
-        """One optimizer update. Raises Interrupted, before any weight changes, if a score pass is stopped."""
-        ...
-
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face names and full tensors, one at a time, bounded memory; every rank iterates to the end."""
-        ...
-
-
-@runtime_checkable
 class WeightReceiver(Protocol):
     """Takes new weights; nothing is sampled between begin_update and end_update."""
 
@@ -245,12 +218,3 @@ class RewardFn(Protocol):
     """Judges one answer. Raises RewardError when it cannot; never a silent 0.0."""
 
     def __call__(self, prompt: Prompt, response: str) -> float | Judgement: ...
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Has state that belongs into a checkpoint; plain JSON values only."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

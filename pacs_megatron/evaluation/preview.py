@@ -1,30 +1,20 @@
-"""`data preview`: statistics of a data set as the model and the verifier will see it."""
+"""`data preview`: prompts, lengths and verified answers of the data sets, as the model and the verifier will see them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
-from pacs_megatron.config.schema import DataOptions, DatasetOptions
+from pacs_megatron.config import load_config
 from pacs_megatron.contracts import Prompt
-from pacs_megatron.data.prompts import load_prompts
+from pacs_megatron.data import PromptSet, load_prompts, load_tokenizer
 from pacs_megatron.rewards.code import NO_PROGRAM
 from pacs_megatron.rewards.pool import RewardPool
 from pacs_megatron.rewards.registry import AnyReward
 
 GOLD_RESPONSE = "The answer is \\boxed{{{answer}}}."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenStats:
-    """Prompt lengths of the kept prompts, in tokens."""
-
-    min: int
-    mean: float
-    p50: int
-    p95: int
-    max: int
+MAX_UNVERIFIED = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,62 +28,13 @@ class Unverified:
     """No verdict: the verifier raised, returned no number, or exceeded its time limit"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreviewReport:
-    """num_rows == num_kept + num_too_long; the reward accepts num_verified of num_checked gold answers."""
-
-    name: str
-    path: str
-    num_rows: int
-    num_kept: int
-    num_too_long: int
-    num_duplicates: int
-    tokens: TokenStats
-    examples: tuple[Prompt, ...]
-    num_checked: int
-    num_verified: int
-    unverified: tuple[Unverified, ...]
-
-
-def preview(
-    dataset: DatasetOptions, data: DataOptions, tokenizer: Any, reward: AnyReward | None, num_examples: int = 3
-) -> PreviewReport:
-    """Loads the data set as a run does. The reward's workers judge every gold answer, unless `reward` is None.
-
-    Raises DataError for bad data, ConfigError for a reward that cannot be built.
-    """
-    found = load_prompts(dataset, data, tokenizer)
-    lens = np.asarray([len(prompt.token_ids) for prompt in found.prompts])
-    unverified = () if reward is None else _check_gold(found.prompts, reward)
-    num_checked = 0 if reward is None else len(found.prompts)
-    return PreviewReport(
-        name=found.name,
-        path=dataset.path,
-        num_rows=found.num_rows,
-        num_kept=len(found.prompts),
-        num_too_long=found.num_too_long,
-        num_duplicates=found.num_duplicates,
-        tokens=TokenStats(
-            min=int(lens.min()),
-            mean=float(lens.mean()),
-            p50=int(np.percentile(lens, 50)),
-            p95=int(np.percentile(lens, 95)),
-            max=int(lens.max()),
-        ),
-        examples=found.prompts[:num_examples],
-        num_checked=num_checked,
-        num_verified=num_checked - len(unverified),
-        unverified=unverified,
-    )
-
-
-def _check_gold(prompts: Sequence[Prompt], reward: AnyReward) -> tuple[Unverified, ...]:
-    """Gold answers without a reward of 1, in the order of `prompts`."""
+def check_gold(prompts: Sequence[Prompt], reward: AnyReward) -> list[Unverified]:
+    """Gold answers that the reward's workers give no reward of 1, in the order of `prompts`."""
     with RewardPool(reward) as pool:
         for prompt in prompts:
             pool.submit(prompt.id, prompt, GOLD_RESPONSE.format(answer=prompt.answer))
         verdicts = {verdict.key: verdict for verdict in pool.results()}
-    return tuple(
+    return [
         Unverified(
             prompt_id=prompt.id,
             answer=prompt.answer,
@@ -103,4 +44,41 @@ def _check_gold(prompts: Sequence[Prompt], reward: AnyReward) -> tuple[Unverifie
         for prompt in prompts
         # The answers of `code` are tests: valid ones lack a program only.
         if (verdict := verdicts[prompt.id]).reward != 1.0 and (verdict.details or {}).get("reason") != NO_PROGRAM
-    )
+    ]
+
+
+def preview_text(config_path: Path, overrides: Sequence[str], rows: int) -> str:
+    """Counts, lengths, rendered prompts and verified gold answers of the training set and each benchmark.
+
+    Raises DataError for bad data, ConfigError for a reward that cannot be built.
+    """
+    config = load_config(config_path, overrides).config
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    texts = []
+    for dataset in (config.data.train, *config.evaluation.benchmarks):
+        found = load_prompts(dataset, config.data, tokenizer)
+        unverified = None if config.reward is None else check_gold(found.prompts, config.reward)
+        texts.append(render(found, dataset.path, unverified, rows))
+    return "\n\n".join(texts)
+
+
+def render(found: PromptSet, path: str, unverified: Sequence[Unverified] | None, rows: int) -> str:
+    """One data set as text, with its first `rows` prompts; `unverified` is None without a reward."""
+    lens = np.array([len(prompt.token_ids) for prompt in found.prompts])
+    num_kept = len(found.prompts)
+    lines = [
+        f"{found.name} ({path}): {found.num_rows} rows, {num_kept} kept, {found.num_too_long} too long, "
+        f"{found.num_duplicates} duplicates",
+        f"  prompt tokens: min {lens.min()}, mean {lens.mean():.1f}, median {int(np.percentile(lens, 50))}, 95 % "
+        f"{int(np.percentile(lens, 95))}, max {lens.max()}",
+    ]
+    if unverified is not None:
+        lines.append(f"  gold answers that verify against themselves: {num_kept - len(unverified)} of {num_kept}")
+        shown = unverified[:MAX_UNVERIFIED]
+        lines += [f"    not verified: {row.prompt_id} answer {row.answer!r}: {row.reason}" for row in shown]
+        if len(unverified) > len(shown):
+            lines.append(f"    and {len(unverified) - len(shown)} more")
+    for prompt in found.prompts[:rows]:
+        lines.append(f"  --- {prompt.id}, answer {prompt.answer!r}")
+        lines.extend(f"  | {line}" for line in prompt.text.splitlines())
+    return "\n".join(lines)

@@ -1,7 +1,7 @@
 """The architecture of a checkpoint as one plain record, for transformers 4 and 5."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -34,7 +34,7 @@ class ModelSpec:
     tied: bool
     """The output layer is the embedding."""
     rope_theta: float
-    rope_scaling: Mapping[str, Any] | None
+    rope_scaling: Mapping[str, Any] | None = field(hash=False)
     """None, or `rope_type` (`linear` or `llama3`) with its numbers."""
     norm_eps: float
     qk_norm: bool

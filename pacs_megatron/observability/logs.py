@@ -12,7 +12,6 @@ from tqdm import tqdm
 PROGRESS_LOGGER = "pacs_megatron.progress"
 """Logger of progress lines: always written to the log file, to the console only without a live bar."""
 
-_ESCAPES = {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -26,14 +25,7 @@ class LineFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s [rank {rank}] %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the standard library's name)
-        return _CONTROL.sub(_show, super().formatMessage(record))
-
-
-def _show(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    if code in _ESCAPES:
-        return _ESCAPES[code]
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+        return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), super().formatMessage(record))
 
 
 class _ConsoleHandler(logging.Handler):

@@ -13,7 +13,6 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -49,52 +48,30 @@ def _names_cuda(device: object) -> bool:
     )
 
 
-class _Event:
-    """Stands in for torch.cuda.Event. CPU calls are synchronous."""
-
-    def __init__(self, *_args: object, **_kwargs: object) -> None:
-        self._time_s = 0.0
-
-    def record(self, *_args: object) -> None:
-        self._time_s = time.perf_counter()
-
-    def synchronize(self) -> None: ...
-
-    def wait(self, *_args: object) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: "_Event") -> float:
-        return (other._time_s - self._time_s) * 1e3
-
-
-class _Stream:
-    """Stands in for torch.cuda.Stream: one queue, always empty."""
+class _Event(torch.cpu.Event):
+    """Takes the arguments of torch.cuda.Event. CPU calls are synchronous."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None: ...
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
 
-    def __hash__(self) -> int:
-        return 0
+class _Stream(torch.cpu.Stream):
+    """Takes the arguments of torch.cuda.Stream: one queue, always empty."""
 
-    def synchronize(self) -> None: ...
+    def __init__(self, *_args: object, **_kwargs: object) -> None: ...
 
-    def record_event(self, *_args: object) -> _Event:
+    def record_event(self, *_args: object) -> _Event:  # type: ignore[override]
         return _Event()
-
-    def wait_stream(self, _stream: object) -> None: ...
-
-    def wait_event(self, _event: object) -> None: ...
 
 
 class _CudaOnCpu(ModuleType):
-    """Stands in for torch.cuda; other attributes come from the real module."""
+    """Stands in for torch.cuda by torch.cpu; other attributes come from the real module."""
 
     Event = _Event
     Stream = _Stream
+    synchronize = staticmethod(torch.cpu.synchronize)
+    get_rng_state = staticmethod(lambda *_args: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda state, *_args: torch.set_rng_state(state))
+    manual_seed = staticmethod(torch.manual_seed)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -102,24 +79,12 @@ class _CudaOnCpu(ModuleType):
     def current_device(self) -> torch.device:
         return _CPU
 
-    def synchronize(self, *_args: object) -> None: ...
-
     def empty_cache(self) -> None: ...
-
-    def get_rng_state(self, *_args: object) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor, *_args: object) -> None:
-        torch.set_rng_state(state)
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
 
     def current_stream(self, *_args: object) -> _Stream:
         return _Stream()
 
-    def default_stream(self, *_args: object) -> _Stream:
-        return _Stream()
+    default_stream = current_stream
 
     def stream(self, _stream: object) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -7,7 +7,7 @@ of a live Megatron model). Activations follow the layers' saved tensors. All oth
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from pacs_megatron.config.checks import max_sequence_tokens
 from pacs_megatron.config.rollout_options import SglangRollout
@@ -21,27 +21,17 @@ from pacs_megatron.plan import constants
 
 _KV_CACHE = "KV cache"
 
-_tables: dict[str, WeightTable] = {}
-"""By the architecture's text: a table with experts takes a second to build, and `--search` needs it hundreds of times."""
 
-
+@cache
 def table_of(spec: ModelSpec) -> WeightTable:
-    """`weight_table(spec)`, cached."""
-    key = repr(spec)
-    if key not in _tables:
-        _tables[key] = weight_table(spec)
-    return _tables[key]
+    """`weight_table(spec)`, cached: it takes a second with experts, and `--search` needs it hundreds of times."""
+    return weight_table(spec)
 
 
+@cache
 def num_parameters(spec: ModelSpec) -> int:
     """Exact count of the Hugging Face checkpoint's parameters."""
-    table_of(spec)
-    return _num_parameters(repr(spec))
-
-
-@lru_cache(maxsize=64)
-def _num_parameters(key: str) -> int:
-    return _tables[key].num_parameters
+    return table_of(spec).num_parameters
 
 
 def megatron_elements(spec: ModelSpec) -> int:
@@ -110,21 +100,14 @@ def layers_of_stage(num_layers: int, layout: Layout, stage: int) -> list[int]:
     return [layer for start in starts for layer in range(start, start + size)]
 
 
+@lru_cache(maxsize=4096)
 def rank_parameters(spec: ModelSpec, layout: Layout, stage: int) -> RankParameters:
     """Sizes of all tensors of one rank of `stage`."""
-    table_of(spec)
-    return _rank_parameters(repr(spec), layout, stage)
-
-
-@lru_cache(maxsize=4096)
-def _rank_parameters(key: str, layout: Layout, stage: int) -> RankParameters:
-    table = _tables[key]
-    spec = table.spec
     mine = set(layers_of_stage(spec.num_layers, layout, stage))
     first, last = stage == 0, stage == layout.pp - 1
     split_tied = spec.tied and layout.pp > 1
     dense, experts, shared = [], [], 0
-    for entry in table.entries:
+    for entry in table_of(spec).entries:
         if entry.place == "embedding":
             if split_tied and (first or last):
                 shared = _local_size(entry, layout)

@@ -1,4 +1,4 @@
-"""The trained model on Megatron-Core: log-probs, scores, one update, export. Implements contracts.PolicyEngine."""
+"""The trained model on Megatron-Core: log-probs, scores, one update, export."""
 
 import contextlib
 import logging

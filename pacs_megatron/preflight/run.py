@@ -292,29 +292,31 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
     reward = config.reward
 
     def judges() -> str:
-        from pacs_megatron.data import load_tokenizer
-        from pacs_megatron.evaluation.preview import preview
+        from pacs_megatron.data import load_prompts, load_tokenizer
+        from pacs_megatron.evaluation.preview import check_gold
 
         tokenizer = load_tokenizer(str(local_model(config.model.path)), config.model.trust_remote_code)
         some = config.data.train.model_copy(update={"limit": NUM_GOLD})
+        prompts = load_prompts(some, config.data, tokenizer).prompts
         with _quiet("pacs_megatron.rewards"):
-            report = preview(some, config.data, tokenizer, reward, num_examples=0)
-        failed = [bad for bad in report.unverified if bad.failed]
+            unverified = check_gold(prompts, reward)
+        num_verified = len(prompts) - len(unverified)
+        failed = [bad for bad in unverified if bad.failed]
         if failed and reward.name not in ("math", "arithmetic"):
             raise PacsError(
-                f"reward.name={reward.name} fails on {len(failed)} of {report.num_checked} gold answers, such as "
+                f"reward.name={reward.name} fails on {len(failed)} of {len(prompts)} gold answers, such as "
                 f"{failed[0].answer!r}: {failed[0].reason}; correct it: such samples are not counted"
             )
-        if report.num_checked and not report.num_verified and reward.name in ("math", "arithmetic"):
-            worst = report.unverified[0]
+        if not num_verified and reward.name in ("math", "arithmetic"):
+            worst = unverified[0]
             raise PacsError(
-                f"reward.name={reward.name} accepts none of {report.num_checked} gold answers, such as {worst.answer!r} "
+                f"reward.name={reward.name} accepts none of {len(prompts)} gold answers, such as {worst.answer!r} "
                 f"({worst.reason}); correct data.train.preset or columns"
             )
         if reward.name == "code":
             unsafe = "" if reward.sandbox != "none" else ", which isolates neither files nor network nor processes"
-            return f"{report.num_verified} of {report.num_checked} rows have tests; sandbox: {reward.sandbox}{unsafe}"
-        return f"{reward.name} accepts {report.num_verified} of {report.num_checked} gold answers"
+            return f"{num_verified} of {len(prompts)} rows have tests; sandbox: {reward.sandbox}{unsafe}"
+        return f"{reward.name} accepts {num_verified} of {len(prompts)} gold answers"
 
     check = attempt("reward", judges)
     counts = re.search(r" accepts (\d+) of (\d+) ", check.message)

@@ -4,8 +4,8 @@ import pytest
 
 from pacs_megatron.config.reward_options import ArithmeticReward, CustomReward, FormatReward, MathReward
 from pacs_megatron.config.schema import DataOptions, DatasetOptions
-from pacs_megatron.evaluation.preview import preview
-from pacs_megatron.launch.preview import render
+from pacs_megatron.data import load_prompts
+from pacs_megatron.evaluation.preview import check_gold, render
 from tests.support.problem_files import PRESET_OF_FILE, SAMPLES, problem_folder
 from tests.support.tiny_models import save_tokenizer
 
@@ -19,29 +19,30 @@ def tokenizer(tmp_path_factory):
 
 def report_of(path, preset, reward, tokenizer):
     dataset = DatasetOptions(path=str(path), preset=preset)
-    return preview(dataset, DataOptions(train=dataset, max_prompt_tokens=100_000), tokenizer, reward)
+    found = load_prompts(dataset, DataOptions(train=dataset, max_prompt_tokens=100_000), tokenizer)
+    return found, check_gold(found.prompts, reward)
 
 
 @pytest.mark.parametrize("file", sorted(SAMPLES.glob("*.json*")), ids=lambda file: file.name)
 def test_shipped_samples_verify_against_themselves(file, tokenizer):
-    report = report_of(file, file.stem, MATH, tokenizer)
-    assert report.num_checked == report.num_rows > 0
-    assert report.unverified == ()
+    found, unverified = report_of(file, file.stem, MATH, tokenizer)
+    assert len(found.prompts) == found.num_rows > 0
+    assert unverified == []
 
 
 def test_unverifiable_gold_is_reported(tmp_path, tokenizer):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"problem": "p", "answer": "5"}\n{"problem": "q", "answer": "x+1"}\n')
-    report = report_of(file, "deepscaler", ArithmeticReward(name="arithmetic"), tokenizer)
-    assert (report.num_checked, report.num_verified) == (2, 1)
-    assert report.unverified[0].prompt_id == "deepscaler/1"
-    assert "is not an integer" in report.unverified[0].reason
+    found, [bad] = report_of(file, "deepscaler", ArithmeticReward(name="arithmetic"), tokenizer)
+    assert len(found.prompts) == 2
+    assert bad.prompt_id == "deepscaler/1"
+    assert "is not an integer" in bad.reason
 
 
 def test_format_reward_judges_the_gold_response_as_written(tokenizer):
     reward = FormatReward(name="format", pattern=r"The answer is \\boxed\{\d+\}\.")
-    report = report_of(SAMPLES / "amc23.json", "amc23", reward, tokenizer)
-    assert [bad.answer for bad in report.unverified] == ["-4", "2.5"]
+    _, unverified = report_of(SAMPLES / "amc23.json", "amc23", reward, tokenizer)
+    assert [bad.answer for bad in unverified] == ["-4", "2.5"]
 
 
 def test_counts_lengths_and_reasons(tmp_path, tokenizer):
@@ -52,23 +53,19 @@ def test_counts_lengths_and_reasons(tmp_path, tokenizer):
         "    if prompt.answer == '-4':\n        raise ValueError('broke')\n"
         "    return float(prompt.answer == '18')\n"
     )
-    report = report_of(
+    found, unverified = report_of(
         SAMPLES / "gsm8k.jsonl", "gsm8k", CustomReward(name="custom", function=f"{file}:judge"), tokenizer
     )
-    assert (report.num_rows, report.num_kept, report.num_too_long, report.num_duplicates) == (3, 3, 0, 0)
-    assert (report.num_checked, report.num_verified) == (3, 1)
-    assert [(bad.prompt_id, bad.answer, bad.reason, bad.failed) for bad in report.unverified] == [
+    assert [(bad.prompt_id, bad.answer, bad.reason, bad.failed) for bad in unverified] == [
         ("gsm8k/1", "1500", "reward 0.0", False),
         ("gsm8k/2", "-4", f"reward.function={file}:judge raised ValueError: broke", True),
     ]
-    lens = sorted(len(prompt.token_ids) for prompt in report.examples)
-    assert (report.tokens.min, report.tokens.p50, report.tokens.max) == tuple(lens)
-
-
-def test_without_reward_nothing_is_checked(tokenizer):
-    report = report_of(SAMPLES / "amc23.json", "amc23", None, tokenizer)
-    assert report.num_checked == 0
-    assert "verify" not in render(report)
+    low, middle, high = sorted(len(prompt.token_ids) for prompt in found.prompts)
+    text = render(found, "gsm8k.jsonl", unverified, rows=1)
+    assert "(gsm8k.jsonl): 3 rows, 3 kept, 0 too long, 0 duplicates" in text
+    assert f"min {low}, mean {(low + middle + high) / 3:.1f}, median {middle}, 95 % " in text and f"max {high}" in text
+    assert "verify against themselves: 1 of 3" in text and text.count("  --- gsm8k/") == 1
+    assert "verify" not in render(found, "gsm8k.jsonl", None, rows=1)
 
 
 FOLDER = problem_folder()
@@ -80,6 +77,6 @@ def test_real_problems_verify_against_themselves(name, tokenizer):
     file = FOLDER / name
     if not file.is_file():
         pytest.skip(f"{FOLDER} has no {name}")
-    report = report_of(file, PRESET_OF_FILE[name], MATH, tokenizer)
-    assert report.num_checked == report.num_rows > 0
-    assert report.unverified == ()
+    found, unverified = report_of(file, PRESET_OF_FILE[name], MATH, tokenizer)
+    assert len(found.prompts) == found.num_rows > 0
+    assert unverified == []
