@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, PositiveInt, ValidationError, model_validator
 
+from pacs_megatron.config.messages import explain_validation
 from pacs_megatron.config.text import (
     Constraint,
     CpuBind,
@@ -117,17 +117,4 @@ def load_cluster(path: Path) -> ClusterConfig:
     try:
         return ClusterConfig.model_validate(tree.plain())
     except ValidationError as error:
-        detail = error.errors()[0]
-        key = ".".join(str(part) for part in detail["loc"])
-        node = tree.at(detail["loc"]) or tree
-        if detail["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(key, list(ClusterConfig.model_fields), n=1)
-            hint = f"did you mean `{close[0]}`?" if close else f"known: {', '.join(ClusterConfig.model_fields)}"
-            raise ConfigError(f"unknown key `{key}`; {hint} ({node.origin})") from None
-        if detail["type"] == "missing":
-            raise ConfigError(f"`{key}` is missing; add it ({node.origin})") from None
-        if detail["type"] == "value_error":
-            prefix = f"{key}: " if key else ""
-            raise ConfigError(f"{prefix}{detail['ctx']['error']} ({node.origin})") from None
-        message = detail["msg"][0].lower() + detail["msg"][1:].replace("valid tuple", "list, such as [python]")
-        raise ConfigError(f"{key}: {message}, got {detail['input']!r}; correct it ({node.origin})") from None
+        raise ConfigError(explain_validation(error.errors(), tree, ClusterConfig)) from None

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from pacs_megatron.config.checks import find_problems
-from pacs_megatron.config.fields import ROOT, Slot, slot_of
+from pacs_megatron.config.fields import TAGS
 from pacs_megatron.config.messages import explain_validation, named_key, where
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.config.yaml_tree import MAX_DEPTH, Node, parse_yaml, read_yaml
@@ -73,8 +73,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     if overrides:
         first, *rest = map(_parse_override, overrides)
         for node in rest:  # overrides first: a strategy and its options may come in any order
-            first = merge(first, node, ROOT)
-        tree = merge(tree, first, ROOT)
+            first = merge(first, node)
+        tree = merge(tree, first)
     try:
         config = RunConfig.model_validate(tree.plain())
     except ValidationError as error:
@@ -102,30 +102,25 @@ def _leaves_of(value: object, key: str) -> Iterator[tuple[str, object]]:
         yield key, value
 
 
-def merge(base: Node, over: Node, slot: Slot | None) -> Node:
-    """`base` merged with `over`, which wins. `slot` is the schema at this key; its tag selects a strategy."""
-    if not isinstance(base.value, dict) or not isinstance(over.value, dict):
-        if isinstance(base.value, list) and isinstance(over.value, dict) and _is_indexed(over.value, len(base.value)):
-            return _merge_items(base, over, slot)
+def merge(base: Node, over: Node, section: str = "") -> Node:
+    """`base` merged with `over`, which wins. `section` is the dotted key of both; its tag selects a strategy."""
+    if not isinstance(over.value, dict) or not isinstance(base.value, dict | list):
         return over
-    if slot is not None and slot.tag is not None:
-        before, after = base.value.get(slot.tag), over.value.get(slot.tag)
+    if isinstance(base.value, list):
+        return _merge_items(base.value, over, base.origin) if _is_indexed(over.value, len(base.value)) else over
+    if section in TAGS:
+        before, after = (node.at([TAGS[section]]) for node in (base, over))
         if before is not None and after is not None and before.value != after.value:
             return over
     merged = dict(base.value)
-    chosen = slot.choose(over) or slot.choose(base) if slot is not None else None
     for key, node in over.value.items():
-        inner = slot_of(chosen.model_fields[key]) if chosen is not None and key in chosen.model_fields else None
-        merged[key] = merge(merged[key], node, inner) if key in merged else node
+        merged[key] = merge(merged[key], node, f"{section}.{key}".strip(".")) if key in merged else node
     return Node(merged, base.origin)
 
 
-def _merge_items(base: Node, over: Node, slot: Slot | None) -> Node:
-    assert isinstance(base.value, list) and isinstance(over.value, dict)
-    items = list(base.value)
-    for key, node in over.value.items():
-        items[int(key)] = merge(items[int(key)], node, slot.item if slot is not None else None)
-    return Node(items, base.origin)
+def _merge_items(items: list[Node], over: Node, origin: str) -> Node:
+    changed = {int(key): node for key, node in _mapping(over).items()}
+    return Node([merge(n, changed[k], "0") if k in changed else n for k, n in enumerate(items)], origin)
 
 
 def _is_indexed(entries: dict[str, Node], length: int) -> bool:
@@ -161,8 +156,8 @@ class _Includes:
                     f"include={name!r}: no such file {_display(target)}; paths are relative to the including file "
                     f"({origin})"
                 )
-            tree = merge(tree, self.read(target, (*chain, resolved)), ROOT)
-        return Node(_mapping(merge(tree, Node(entries, own.origin), ROOT)), own.origin)
+            tree = merge(tree, self.read(target, (*chain, resolved)))
+        return Node(_mapping(merge(tree, Node(entries, own.origin))), own.origin)
 
 
 def _mapping(node: Node) -> dict[str, Node]:

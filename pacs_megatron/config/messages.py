@@ -5,8 +5,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pacs_megatron.config.fields import ROOT, Slot, all_keys, fields_at, slot_at, slot_of
+from pacs_megatron.config.fields import TAGS, all_keys, dotted, fields_at, strategies
+from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.config.yaml_tree import Node
+from pacs_megatron.contracts.options import Options
 
 Detail = Mapping[str, Any]
 """One entry of `pydantic.ValidationError.errors()`."""
@@ -22,45 +24,41 @@ RENAMED_KEYS = {
 """Old key -> new key. An old key is refused with the new name."""
 
 
-def explain_validation(details: Sequence[Detail], root: Node) -> str:
+def explain_validation(details: Sequence[Detail], root: Node, schema: type[Options] = RunConfig) -> str:
     """The first error as one line, with the number of others. Unknown keys come first, as they cause other errors."""
     causes = [detail for detail in details if detail["type"] != "default_factory_not_called"]
     ordered = sorted(causes, key=lambda detail: detail["type"] != "extra_forbidden")
-    line = _explain(ordered[0], root)
+    line = _explain(ordered[0], root, schema)
     others = len(ordered) - 1
     return f"{line} (and {others} more)" if others else line
 
 
-def dotted(path: Sequence[str | int]) -> str:
-    """`evaluation.benchmarks.0.path`."""
-    return ".".join(str(part) for part in path)
-
-
-def _explain(detail: Detail, root: Node) -> str:
-    path = schema_path(detail["loc"], root)
+def _explain(detail: Detail, root: Node, schema: type[Options]) -> str:
+    path = list(detail["loc"])
+    if len(path) > 1 and path[1] in strategies(str(path[0])):
+        del path[1]  # the tag, which pydantic inserts
     kind, key = detail["type"], dotted(path)
+    tags = list(strategies(key))
     if kind == "extra_forbidden":
-        return f"unknown key `{key}`; {_unknown_key_advice(path, root)} ({where(path, root)})"
+        return f"unknown key `{key}`; {_unknown_key_advice(path, root, schema)} ({where(path, root)})"
     if kind == "missing":
-        return f"`{key}` is missing; {_missing_advice(path, root)} ({where(path, root)})"
+        return f"`{key}` is missing; {_missing_advice(path, root, schema)} ({where(path, root)})"
     if kind == "union_tag_not_found":
-        slot = slot_at(path, root) or ROOT
-        return f"`{key}.{slot.tag}` is missing; set it to one of {', '.join(slot.tags())} ({where(path, root)})"
+        return f"`{key}.{TAGS[key]}` is missing; set it to one of {', '.join(tags)} ({where(path, root)})"
     if kind == "union_tag_invalid":
-        slot = slot_at(path, root) or ROOT
-        return _choice_line([*path, slot.tag or ""], detail["ctx"]["tag"], list(slot.tags()), root)
+        return _choice_line([*path, TAGS[key]], detail["ctx"]["tag"], tags, root)
     if kind == "literal_error":
         choices = [part.strip().strip("'") for part in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
         return _choice_line(path, detail["input"], choices, root)
     if kind == "value_error":
-        return _validator_line(str(detail["ctx"]["error"]), path, root)
+        return _validator_line(str(detail["ctx"]["error"]), path, root, schema)
     expected = _expected(detail["msg"])
     return f"{key}={_show(detail['input'])}: expected {expected}{_type_advice(detail)} ({where(path, root)})"
 
 
-def _validator_line(text: str, path: Sequence[str | int], root: Node) -> str:
+def _validator_line(text: str, path: Sequence[str | int], root: Node, schema: type[Options]) -> str:
     """A message of a validator: of one value, or of a section, whose message names the key."""
-    if path and not fields_at(path, root):
+    if path and not fields_at(path, root, schema):
         return f"{dotted(path)}: {text} ({where(path, root)})"
     named = named_key(text)
     prefix = "" if named or not path else f"{dotted(path)}: "
@@ -82,52 +80,28 @@ def where(path: Sequence[str | int], root: Node) -> str:
     return root.origin
 
 
-def schema_path(loc: Sequence[str | int], root: Node) -> list[str | int]:
-    """Pydantic's location without the union tags that it inserts."""
-    path: list[str | int] = []
-    slot: Slot | None = ROOT
-    for part in loc:
-        if slot is None:
-            break
-        if slot.tag is not None and part in slot.tags() and (not path or path[-1] != part):
-            following = slot.choose(root.at(path))
-            slot = Slot((following,)) if following is not None else None
-            continue
-        path.append(part)
-        if isinstance(part, int):
-            slot = slot.item
-            continue
-        chosen = slot.choose(root.at(path[:-1]))
-        slot = slot_of(chosen.model_fields[part]) if chosen is not None and part in chosen.model_fields else None
-    return path
-
-
-def _unknown_key_advice(path: Sequence[str | int], root: Node) -> str:
+def _unknown_key_advice(path: Sequence[str | int], root: Node, schema: type[Options]) -> str:
     *parent, name = path
     if (new := RENAMED_KEYS.get(dotted(path))) is not None:
         return f"it is now called `{new}`"
-    slot = slot_at(parent, root)
-    if slot is not None and slot.tag is not None:
-        owners = [tag for tag, member in slot.tags().items() if name in member.model_fields]
-        chosen = root.at([*parent, slot.tag])
-        if owners and chosen is not None:
-            prefix = dotted(parent)
-            return (
-                f"it belongs to {prefix}.{slot.tag}={' | '.join(owners)}, and {prefix}.{slot.tag}={chosen.value} does "
-                "not use it; remove the key"
-            )
-    known = list(fields_at(parent, root))
+    section = dotted(parent)
+    owners = [tag for tag, member in strategies(section).items() if name in member.model_fields]
+    chosen = root.at([section, TAGS[section]]) if owners else None
+    if chosen is not None:
+        key = f"{section}.{TAGS[section]}"
+        return f"it belongs to {key}={' | '.join(owners)}, and {key}={chosen.value} does not use it; remove the key"
+    known = list(fields_at(parent, root, schema))
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
     if close:
         return f"did you mean `{dotted([*parent, close[0]])}`?"
-    elsewhere = sorted({key for key, _, _ in all_keys() if key.rsplit(".", 1)[-1] == name})
+    elsewhere = sorted({key for key, _, _ in all_keys(schema) if key.rsplit(".", 1)[-1] == name})
     if elsewhere:
         return f"did you mean `{'` or `'.join(elsewhere[:3])}`?"
     return f"known here: {', '.join(known)}"
 
 
-def _missing_advice(path: Sequence[str | int], root: Node) -> str:
-    field = fields_at(path[:-1], root).get(str(path[-1]))
+def _missing_advice(path: Sequence[str | int], root: Node, schema: type[Options]) -> str:
+    field = fields_at(path[:-1], root, schema).get(str(path[-1]))
     meaning = (field.description or "").strip().split("\n")[0] if field is not None else ""
     return f"add it: {meaning}" if meaning else "add it"
 

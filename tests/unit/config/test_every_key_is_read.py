@@ -10,7 +10,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from pacs_megatron.config.fields import all_keys, slot_of
+from pacs_megatron.config.fields import TAGS, all_keys, options_classes, strategies
+from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.training import breaker
 
 PACKAGE = Path(__file__).parents[3] / "pacs_megatron"
@@ -77,8 +78,12 @@ def read_by_properties(files: list[Reads]) -> set[tuple[str, str]]:
 
 def tags() -> set[tuple[str, str]]:
     """(class, key) of every key that chooses between strategies."""
-    slots = [slot_of(field) for _, _, field in all_keys()]
-    return {(member.__name__, slot.tag) for slot in slots if slot.tag is not None for member in slot.members}
+    return {(member.__name__, tag) for section, tag in TAGS.items() for member in strategies(section).values()}
+
+
+def test_every_section_with_several_classes_has_a_tag() -> None:
+    several = {key for key, _, field in all_keys() if len(options_classes(field.annotation)) > 1}
+    assert several == set(TAGS) and several <= set(RunConfig.model_fields)
 
 
 def test_every_key_is_read() -> None:
