@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from pacs_megatron.config import load_config
 from pacs_megatron.data import load_prompts
+from pacs_megatron.models.hub import model_folder
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.training.signals import StopFlag
 
@@ -43,7 +44,7 @@ def policy_answers(run_dir: Path, prompts: list[np.ndarray], end: int) -> list[l
     config = load_config(run_dir / "config.yaml", ["parallel.tp=1"]).config
     rank, channel = context.join(config)
     joined = context.RankSetup(rank=rank, channel=channel, driver=None, stop=StopFlag(run_dir))
-    w = context.build(config, run_dir, context.resolve_model(config.model.path), joined)
+    w = context.build(config, run_dir, model_folder(config.model.path), joined)
     if loop.resume(w) is None:
         sys.exit(f"{run_dir} holds no checkpoint")
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -68,12 +68,11 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
 def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
     """Raises ConfigError or ConversionError if the world size or the model's shape does not fit the layout."""
     from pacs_megatron.models import load_spec
+    from pacs_megatron.models.hub import config_folder
 
     config = loaded.config
     problems = layout_problems(config, world_size)
-    folder = Path(config.model.path).expanduser()
-    if not (folder / "config.json").is_file() and (folder / "hf").is_dir():
-        folder = folder / "hf"  # a converted checkpoint
+    folder = config_folder(Path(config.model.path).expanduser())
     if folder.is_dir():
         problems += shape_problems(config, load_spec(folder), folder.name)
     if problems:

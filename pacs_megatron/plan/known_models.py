@@ -10,6 +10,7 @@ from typing import Any
 
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.models import ModelSpec, load_config, read_spec
+from pacs_megatron.models.hub import config_folder
 
 
 def _qwen3(hidden: int, layers: int, heads: int, ffn: int, *, tied: bool) -> Mapping[str, Any]:
@@ -99,10 +100,9 @@ def find_config(model_path: str) -> Mapping[str, Any] | None:
 
     Raises ConversionError if a folder's config.json cannot be read.
     """
-    path = Path(model_path).expanduser()
-    for folder in (path, path / "hf"):
-        if (folder / "config.json").is_file():
-            return load_config(folder)
+    folder = config_folder(Path(model_path).expanduser())
+    if (folder / "config.json").is_file():
+        return load_config(folder)
     name = known_name(model_path)
     return QUICKSTART_MODEL if name in _QUICKSTART_FOLDERS else KNOWN_MODELS.get(name)
 

@@ -12,13 +12,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, whole_checkpoints
+from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, whole_checkpoints
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import seconds_of
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.errors import PacsError
+from pacs_megatron.models.hub import model_folder
 from pacs_megatron.observability.writers import check_wandb
 from pacs_megatron.plan import constants
 from pacs_megatron.plan.constants import GIB
@@ -109,6 +111,9 @@ def stdout_for_the_report() -> Iterator[None]:
         os.close(kept)
 
 
+local_model = partial(model_folder, local_files_only=True)
+
+
 @contextmanager
 def offline() -> Iterator[None]:
     """Makes the Hugging Face libraries read their caches without network access, as in the jobs."""
@@ -193,33 +198,10 @@ def _model(loaded: LoadedConfig) -> Iterator[Check]:
         check_files(checkpoint, read_manifest(checkpoint), digests=False)
         return f"{path}: a Megatron checkpoint, {load_spec(local_model(path)).family}"
 
-    yield attempt("model.path", lambda: is_whole_checkpoint() if is_converted(path) else is_whole())
-
-
-def is_converted(path: str) -> bool:
-    """Whether it is a converted Megatron checkpoint, which has its own digests and Hugging Face's files in `hf`."""
-    return (Path(path).expanduser() / "manifest.json").is_file()
-
-
-def local_model(path: str) -> Path:
-    """The folder with configuration and tokenizer: local, or in the hub's cache. No download.
-
-    Raises PacsError if neither exists.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder / "hf" if is_converted(path) else folder
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    from pacs_megatron.models.hub import snapshot
-
-    try:
-        return snapshot(path, local_files_only=True)
-    except (LocalEntryNotFoundError, HFValidationError, OSError):
-        raise PacsError(
-            f"model.path={path} is no folder and not in the local cache (HF_HOME); run `pacs-megatron fetch` where there "
-            "is a network, or correct the path"
-        ) from None
+    yield attempt(
+        "model.path",
+        lambda: is_whole_checkpoint() if (Path(path).expanduser() / MANIFEST_NAME).is_file() else is_whole(),
+    )
 
 
 def _tokenizer(loaded: LoadedConfig) -> Iterator[Check]:

@@ -18,9 +18,9 @@ from pacs_megatron.contracts import Objective
 from pacs_megatron.contracts.protocols import LogprobSource
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
-from pacs_megatron.errors import CheckpointError, ConfigError, RolloutError
+from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.models import ModelSpec, load_spec
-from pacs_megatron.models.hub import snapshot
+from pacs_megatron.models.hub import model_folder
 from pacs_megatron.models.table import CRITIC_CLASS
 from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective
@@ -172,7 +172,7 @@ def build_critic(
     if not isinstance(objective, PpoOptions):
         return None
     folder = (
-        model_dir if objective.critic.path is None else resolve_model(objective.critic.path, "objective.critic.path")
+        model_dir if objective.critic.path is None else model_folder(objective.critic.path, "objective.critic.path")
     )
     spec, stored_spec = load_spec(model_dir).critic(), load_spec(folder).critic()
     if stored_spec != replace(spec, dtype=stored_spec.dtype):
@@ -251,25 +251,5 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) 
 
 
 def weights_dir(model_dir: Path) -> Path:
-    """The folder of the weights for a folder from `resolve_model`; a converted checkpoint has its HF files in `hf/`."""
+    """The folder of the weights for a folder from `model_folder`; a converted checkpoint has its HF files in `hf/`."""
     return model_dir.parent if is_megatron_checkpoint(model_dir.parent) and model_dir.name == HF_FOLDER else model_dir
-
-
-def resolve_model(path: str, key: str = "model.path") -> Path:
-    """The folder with config and tokenizer: a Hugging Face folder, `hf/` of a converted checkpoint, or the local copy of a
-    hub id.
-
-    Raises CheckpointError for anything else.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder / HF_FOLDER if is_megatron_checkpoint(folder) else folder
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return snapshot(path)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"{key}={path}: no such folder, and the hub has no such model ({type(error).__name__}); correct the "
-            "path, or run `pacs-megatron fetch` on a machine with network"
-        ) from error

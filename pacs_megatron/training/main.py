@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from pacs_megatron.checkpoint.names import describe_newest
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError, RewardError, RolloutError, one_line
+from pacs_megatron.models.hub import model_folder
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.runtime.command_line import report_error
 from pacs_megatron.runtime.files import write_atomically
@@ -122,7 +123,7 @@ def _build(
         # A batch script removes the STOP file when the attempt begins; there may be a new one since.
         stop.clear_file()
     stop.install(end_now, with_file=rank_number == 0)
-    model_dir = context.resolve_model(loaded.config.model.path)
+    model_dir = model_folder(loaded.config.model.path)
     driver = None
     if rank_number == 0:
         prepare_folder(loaded, run_dir)

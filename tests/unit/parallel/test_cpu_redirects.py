@@ -99,11 +99,11 @@ def test_type_names_are_restored_after_an_error() -> None:
 
 def test_the_stand_ins_behave_like_an_idle_device() -> None:
     cuda = cpu_redirects._STAND_IN.cuda
-    start, stop = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-    start.record()
-    stop.record()
-    assert start.elapsed_time(stop) >= 0 and stop.query()
-    assert cuda.current_stream() == cuda.Stream()
+    event = cuda.Event(enable_timing=True)
+    event.record()
+    event.synchronize()
+    assert event.query() and cuda.Stream(device="cuda").record_event().query()
+    cuda.default_stream().wait_event(event)
     assert cuda.current_device() == torch.device("cpu")
     with cuda.stream(cuda.Stream()):
         assert cpu_redirects._STAND_IN.full((2,), 3.0, device="cuda").tolist() == [3.0, 3.0]
