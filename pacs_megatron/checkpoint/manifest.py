@@ -9,9 +9,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import xxhash
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from pacs_megatron.checkpoint.names import (
     CHECKPOINTS_FOLDER,
@@ -31,11 +32,20 @@ FORMAT = 1
 _BLOCK_BYTES = 8 << 20
 
 
+def _relative(name: str) -> str:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{name!r} is outside of the folder")
+    return name
+
+
+Count = Annotated[int, Field(ge=0, strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class FileFacts:
     """Size in bytes, and the xxh3-128 digest where one was taken."""
 
-    nbytes: int
+    nbytes: Annotated[Count, Field(validation_alias="bytes")]
     xxh3_128: str | None
 
 
@@ -43,13 +53,16 @@ class FileFacts:
 class Manifest:
     """`files` maps paths relative to the folder to their facts."""
 
-    step: int | None
+    step: Count | None
     """training steps; None for a conversion"""
-    files: Mapping[str, FileFacts]
-    updates: int | None = 0
-    """of the next step; None: an earlier release did not record it"""
+    files: Mapping[Annotated[str, AfterValidator(_relative)], FileFacts]
+    updates: Count = 0
+    """of the next step"""
     run: str | None = None
     """identity of the run; None for a conversion, and for a run of an earlier release"""
+
+
+_READER = TypeAdapter(Manifest)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -71,49 +84,20 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; {folder} is no checkpoint, or was not written completely")
     content = read_object(path, error=CheckpointError)
-    try:
-        manifest = Manifest(
-            step=_number(content["step"]),
-            updates=_number(content.get("updates")),
-            run=_expect(content.get("run"), str | None),
-            files={_relative(name): _facts(entry) for name, entry in content["files"].items()},
-        )
-        number = content["format"]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error!r}); use another checkpoint") from None
-    if number != FORMAT:
+    if (number := content.get("format")) != FORMAT:
         raise CheckpointError(f"{path} has format {number}, this release reads {FORMAT}; use the release that wrote it")
-    for file in sorted((folder / "dist").glob("[!.]*")):  # it has no digest
-        if f"dist/{file.name}" not in manifest.files:
+    try:
+        manifest = _READER.validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise CheckpointError(f"{path} is damaged ({reason}); use another checkpoint") from None
+    for file in sorted((folder / DIST_FOLDER).glob("[!.]*")):  # it has no digest
+        if f"{DIST_FOLDER}/{file.name}" not in manifest.files:
             raise CheckpointError(
                 f"{path} does not list {file}; it is damaged, or the file is not part of the checkpoint"
             )
     return manifest
-
-
-def _facts(entry: Mapping[str, Any]) -> FileFacts:
-    nbytes = _number(entry["bytes"])
-    if nbytes is None:
-        raise ValueError("a file without size")
-    return FileFacts(nbytes, _expect(entry["xxh3_128"], str | None))
-
-
-def _number(value: Any) -> int | None:
-    if value is not None and (type(value) is not int or value < 0):
-        raise ValueError(f"expected a number, got {value!r}")
-    return value
-
-
-def _expect(value: Any, kind: Any) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"unexpected {value!r}")
-    return value
-
-
-def _relative(name: str) -> str:
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"{name!r} is outside of the folder")
-    return name
 
 
 def check_identity(folder: Path, manifest: Manifest) -> None:
@@ -123,7 +107,7 @@ def check_identity(folder: Path, manifest: Manifest) -> None:
     """
     position = position_of(folder.name)
     if position is not None and manifest.step is not None:
-        found = Position(manifest.step, position.updates if manifest.updates is None else manifest.updates)
+        found = Position(manifest.step, manifest.updates)
         if found != position:
             raise CheckpointError(
                 f"{folder} contains the checkpoint of {found}; folders were renamed or swapped, restore the name {found.name}"

@@ -21,7 +21,7 @@ from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.launch.serve import servers_here, wait_for_urls
 from pacs_megatron.launch.train import check_model_and_layout
 from pacs_megatron.runtime.command_line import OneLineParser, run_command
-from pacs_megatron.runtime.rows import has_fields, read_rows
+from pacs_megatron.runtime.files import has_fields, read_rows
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, read_exit_code, run_folder
 from pacs_megatron.runtime.waiting import report_wait, run_program
 

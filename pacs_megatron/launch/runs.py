@@ -14,8 +14,8 @@ from pacs_megatron.launch.job import (
     known_jobs,
     read_attempts,
 )
+from pacs_megatron.runtime.files import read_rows
 from pacs_megatron.runtime.json_reader import read_object
-from pacs_megatron.runtime.rows import read_rows
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER
 from pacs_megatron.runtime.waiting import run_program
 

@@ -1,5 +1,6 @@
 """Accelerator software of this machine (Transformer Engine, NVIDIA Apex, FP8), and Megatron's precision arguments."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -39,21 +40,16 @@ class Machine:
     """a package named apex is installed that is not NVIDIA's (PyPI's is a web toolkit)"""
 
 
-def _version_of(*distributions: str) -> tuple[int, int] | None:
-    for name in distributions:
-        try:
-            major, minor = importlib.metadata.version(name).split(".")[:2]
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return int(major), int(minor)
-    return None
-
-
-def _pair(version: str | None) -> tuple[int, int] | None:
-    if version is None:
-        return None
+def _pair(version: str) -> tuple[int, int]:
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
+
+
+def _version_of(*distributions: str) -> tuple[int, int] | None:
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return _pair(importlib.metadata.version(name))
+    return None
 
 
 def inspect_machine() -> Machine:
@@ -64,7 +60,7 @@ def inspect_machine() -> Machine:
     return Machine(
         cuda=cuda,
         capability=torch.cuda.get_device_capability() if cuda else None,
-        cuda_version=_pair(torch.version.cuda),
+        cuda_version=None if torch.version.cuda is None else _pair(torch.version.cuda),
         transformer_engine=_version_of("transformer-engine", "transformer-engine-torch"),
         apex=has_apex_name and has_apex_kernels,
         megatron=_version_of("megatron-core") or (0, 16),

@@ -6,9 +6,10 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 from packaging.requirements import Requirement
@@ -25,7 +26,6 @@ from pacs_megatron.preflight.check import Check, Level, attempt, existing_parent
 from pacs_megatron.preflight.doctor import findings, installed
 from pacs_megatron.runtime.environment import job_port
 
-NET_DEVICES = Path("/sys/class/net")
 IB_DEVICES = Path("/sys/class/infiniband")
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
 CGROUP_LIMITS = (
@@ -281,17 +281,17 @@ def _bind_problem(host: str, port: int) -> str | None:
 def check_network_settings(loaded: LoadedConfig) -> Iterator[Check]:
     """Checks that the configured interfaces and adapters of gloo and NCCL exist, and that no setting slows them down."""
     nodes = loaded.config.resources.nodes
-    interfaces = _names(NET_DEVICES)
+    interfaces = psutil.net_if_stats()
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable)
         if not value:
             if nodes > 1 and in_a_job():
                 message = f"not set, {nodes} nodes: the default interface may not reach the other nodes"
-                fix = f"set it (cluster file: network_interface) to one of {interfaces}"
+                fix = f"set it (cluster file: network_interface) to one of {sorted(interfaces)}"
                 yield Check("warn", variable, message, fix)
             continue
         yield _interface(variable, value, interfaces, nodes)
-    adapters = _names(IB_DEVICES)
+    adapters = sorted(path.name for path in IB_DEVICES.iterdir()) if IB_DEVICES.is_dir() else []
     chosen = os.environ.get("NCCL_IB_HCA")
     if chosen and not _matches(re.sub(r":\d+", "", chosen), adapters):
         level = severity()
@@ -302,31 +302,21 @@ def check_network_settings(loaded: LoadedConfig) -> Iterator[Check]:
             yield Check("warn", variable, f"{slow} is switched off: collectives will be slow", f"unset {variable}")
 
 
-def _interface(variable: str, value: str, interfaces: list[str], nodes: int) -> Check:
+def _interface(variable: str, value: str, interfaces: Mapping[str, Any], nodes: int) -> Check:
     level = severity()
     exact = variable.startswith("GLOO")
-    matching = [name for name in interfaces if name in value.split(",")] if exact else _matches(value, interfaces)
+    names = sorted(interfaces)
+    matching = [name for name in names if name in value.split(",")] if exact else _matches(value, names)
     if not matching:
-        message = f"{value} matches no interface here ({', '.join(interfaces)})"
+        message = f"{value} matches no interface here ({', '.join(names)})"
         return Check(level, variable, message, "set the cluster file's network_interface; `ip link` lists them")
     if nodes > 1 and matching == ["lo"]:
         message = f"{value} is loopback, but resources.nodes={nodes}"
         return Check("fail", variable, message, "name the interface that reaches the other nodes")
-    down = [name for name in matching if _is_down(name)]
-    if down == matching:
-        return Check(
-            level, variable, f"{', '.join(down)} is down", "name an interface that is up; `ip link` shows them"
-        )
+    if not any(interfaces[name].isup for name in matching):
+        fix = "name an interface that is up; `ip link` shows them"
+        return Check(level, variable, f"{', '.join(matching)} is down", fix)
     return Check("ok", variable, f"{', '.join(matching)}")
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-
-
-def _is_down(name: str) -> bool:
-    state = NET_DEVICES / name / "operstate"
-    return state.is_file() and state.read_text().strip() == "down"
 
 
 def _matches(value: str, names: list[str]) -> list[str]:
@@ -348,8 +338,9 @@ def check_cluster(cluster: ClusterConfig) -> Iterator[Check]:
             yield Check(level, "scratch", f"{cluster.scratch}: {reason}", "set a folder that every compute node has")
         else:
             yield Check("ok", "scratch", f"{cluster.scratch} is writable")
-    if cluster.network_interface is not None and cluster.network_interface not in _names(NET_DEVICES):
-        message = f"{cluster.network_interface} is no interface of this host ({', '.join(_names(NET_DEVICES))})"
+    interfaces = sorted(psutil.net_if_stats())
+    if cluster.network_interface is not None and cluster.network_interface not in interfaces:
+        message = f"{cluster.network_interface} is no interface of this host ({', '.join(interfaces)})"
         yield Check(level, "network_interface", message, "`ip link` on a compute node lists them")
     container = cluster.container
     if container is not None:

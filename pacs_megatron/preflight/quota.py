@@ -8,10 +8,12 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
 
 from pacs_megatron.runtime.waiting import run_program
 
-MOUNTS = Path("/proc/mounts")
 _TIMEOUT_S = 20.0
 _KIB = 1024
 _NETWORK_TYPES = ("lustre", "nfs", "nfs4", "gpfs", "beegfs", "ceph", "panfs", "wekafs")
@@ -28,24 +30,10 @@ class FreeSpace:
     """`free space`, `lfs quota -u`, ..."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """One line of /proc/mounts."""
-
-    device: str
-    point: Path
-    kind: str
-
-
-def find_mount(folder: Path) -> Mount | None:
-    """The mount of `folder`: the longest mount point above it."""
-    best: Mount | None = None
-    for line in MOUNTS.read_text(encoding="utf-8").splitlines() if MOUNTS.is_file() else []:
-        device, point, kind = line.split()[:3]
-        path = Path(point.replace("\\040", " "))
-        if folder.is_relative_to(path) and (best is None or len(path.parts) >= len(best.point.parts)):
-            best = Mount(device, path, kind)
-    return best
+def find_mount(folder: Path) -> Any:
+    """The mount of `folder` (psutil's `sdiskpart`): the longest mount point above it; None if there is none."""
+    above = [mount for mount in psutil.disk_partitions(all=True) if folder.is_relative_to(mount.mountpoint)]
+    return max(reversed(above), key=lambda mount: len(Path(mount.mountpoint).parts), default=None)
 
 
 def free_space(folder: Path) -> tuple[list[FreeSpace], str | None]:
@@ -56,15 +44,15 @@ def free_space(folder: Path) -> tuple[list[FreeSpace], str | None]:
     mount = find_mount(folder)
     if mount is None:
         return found, None
-    if mount.kind == "lustre" and shutil.which("lfs"):
+    if mount.fstype == "lustre" and shutil.which("lfs"):
         for flag, number in (("-u", os.getuid()), ("-g", os.getgid())):
-            text = _run(["lfs", "quota", "-q", flag, str(number), str(mount.point)])
-            found += _parse(text, str(mount.point), f"lfs quota {flag}")
+            text = _run(["lfs", "quota", "-q", flag, str(number), mount.mountpoint])
+            found += _parse(text, mount.mountpoint, f"lfs quota {flag}")
         return found, None
     if shutil.which("quota"):
         return found + _parse(_run(["quota", "-w", "-p", "-u"]), mount.device, "quota -u"), None
-    unknown = mount.kind in _NETWORK_TYPES
-    return found, f"no installed tool reads the quota of {mount.point} ({mount.kind})" if unknown else None
+    unknown = mount.fstype in _NETWORK_TYPES
+    return found, f"no installed tool reads the quota of {mount.mountpoint} ({mount.fstype})" if unknown else None
 
 
 def _run(command: list[str]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from tempfile import mkstemp
 from typing import TYPE_CHECKING, Any
 
 from pacs_megatron.config import LoadedConfig, load_config
@@ -81,23 +83,22 @@ _FIXES = {
 
 
 def _equal(loaded: LoadedConfig, rank: Any) -> list[Check]:
-    """Compares hashes of configuration, software, GPUs, model and tokenizer over all ranks."""
+    """On rank 0: compares configuration, software, GPUs, model and tokenizer of all ranks."""
     values = {
         "configuration": loaded.to_yaml(),
         "versions": " ".join(f"{name}={installed(name)}" for name in PACKAGES),
         "GPUs": _gpu(rank),
         "model.path": _model_digest(loaded.config.model.path),
     }
+    everywhere = _gather(rank, values) or []
     checks = []
-    for key, value in values.items():
-        digest = struct.unpack("<q", hashlib.sha256(value.encode()).digest()[:8])[0]
-        found = _gather(rank, digest)
-        different = [index for index, other in enumerate(found) if other != found[0]]
+    for key, value in values.items() if everywhere else ():
+        different = [index for index, other in enumerate(everywhere) if other[key] != value]
         if different:
             fix = _FIXES.get(key, "use one environment and one file system everywhere")
             checks.append(Check("fail", key, f"differs on ranks {different[:8]} from rank 0", fix))
         else:
-            checks.append(Check("ok", key, f"equal on {len(found)} ranks"))
+            checks.append(Check("ok", key, f"equal on {len(everywhere)} ranks"))
     return checks
 
 
@@ -134,31 +135,26 @@ def _model_digest(path: str) -> str:
 
 def _shared_folder(loaded: LoadedConfig, rank: Any) -> list[Check]:
     """Checks that run.dir is the same folder on every node: all ranks must see a file that rank 0 writes."""
-    import torch.distributed as dist
+    from pacs_megatron.parallel.transfer import broadcast_json
 
-    key = "run.dir"
     folder = existing_parent(Path(loaded.config.run.dir))
-    token = int(_gather(rank, os.getpid() if rank.rank == 0 else 0)[0])
-    probe = folder / f".pacs-preflight-{token}"
-    written = True
+    probe = None
     if rank.rank == 0:
-        try:
-            probe.write_bytes(b"")
-        except OSError:
-            written = False
-    if not _gather(rank, int(written))[0]:
-        return []  # rank 0's check of the folder reports the reason
-    try:
-        found = _gather(rank, int(_appears(probe)))
-    finally:
-        dist.barrier(group=rank.control)
-        if rank.rank == 0:
-            probe.unlink()
+        with suppress(OSError):  # rank 0's check of the folder reports the reason
+            descriptor, probe = mkstemp(dir=folder, prefix=".pacs-preflight-")
+            os.close(descriptor)
+    probe = broadcast_json(probe, src=0, group=rank.control)
+    if probe is None:
+        return []
+    found = _gather(rank, _appears(folder / Path(probe).name))
+    if found is None:
+        return []
+    Path(probe).unlink()
     blind = [index for index, seen in enumerate(found) if not seen]
     if blind:
         message = f"{folder}: ranks {blind[:8]} do not see a file that rank 0 wrote"
-        return [Check("fail", key, message, "choose a folder on a file system that all nodes share")]
-    return [Check("ok", key, f"{folder} is the same folder on {len(found)} ranks")]
+        return [Check("fail", "run.dir", message, "choose a folder on a file system that all nodes share")]
+    return [Check("ok", "run.dir", f"{folder} is the same folder on {len(found)} ranks")]
 
 
 def _appears(path: Path) -> bool:
@@ -170,27 +166,22 @@ def _appears(path: Path) -> bool:
     return False
 
 
-def _gather(rank: Any, value: float) -> list[float]:
-    import torch
-    import torch.distributed as dist
+def _gather(rank: Any, value: Any) -> list[Any] | None:
+    """On rank 0: the value of every rank."""
+    from pacs_megatron.parallel.transfer import gather_json
 
-    dtype = torch.int64 if isinstance(value, int) else torch.float64
-    mine = torch.tensor([value], dtype=dtype)
-    found = [torch.zeros(1, dtype=dtype) for _ in range(rank.layout.world_size)]
-    dist.all_gather(found, mine, group=rank.control)
-    return [tensor.item() for tensor in found]
+    return gather_json(value, group=rank.control)
 
 
 def _skew(rank: Any) -> list[Check]:
     import torch.distributed as dist
 
     dist.barrier(group=rank.control)
-    times = _gather(rank, time.time())
+    times = _gather(rank, time.time()) or [0.0]
     skew = max(times) - min(times)
-    level, fix = (
-        ("ok", "") if skew < MAX_SKEW_S else ("warn", "synchronise clocks (chrony): logs and time limits disagree")
-    )
-    return [Check(level, "clocks", f"{skew:.2f} s apart", fix)]  # type: ignore[arg-type]
+    fix = "synchronise clocks (chrony): logs and time limits disagree"
+    ok = skew < MAX_SKEW_S
+    return [Check("ok" if ok else "warn", "clocks", f"{skew:.2f} s apart", "" if ok else fix)]
 
 
 def _all_reduce(loaded: LoadedConfig, rank: Any) -> list[Check]:
@@ -210,8 +201,8 @@ def _all_reduce(loaded: LoadedConfig, rank: Any) -> list[Check]:
         start = _now(tensor)
         dist.all_reduce(tensor)
         seconds.append(_now(tensor) - start)
-    # The slowest rank's best attempt. The number is for the report only, so ranks cannot diverge by it.
-    rate = 2 * (world - 1) / world * ALL_REDUCE_BYTES / max(_gather(rank, min(seconds))) / 1e9
+    slowest = max(_gather(rank, min(seconds)) or [math.inf])
+    rate = 2 * (world - 1) / world * ALL_REDUCE_BYTES / slowest / 1e9
     text = f"all-reduce over {world} ranks: {rate:.1f} GB/s bus bandwidth ({dist.get_backend()})"
     expected = _expected_gb_s(loaded, rank)
     if expected is not None and rate < SLOW_FRAC * expected:

@@ -39,7 +39,7 @@ from pacs_megatron.preflight.host import (
     load_cluster_checks,
 )
 from pacs_megatron.preflight.servers import check_servers
-from pacs_megatron.runtime.rows import read_rows
+from pacs_megatron.runtime.files import read_rows
 from pacs_megatron.runtime.run_folder import run_folder
 
 NUM_GOLD = 32
@@ -198,10 +198,8 @@ def _model(loaded: LoadedConfig) -> Iterator[Check]:
         check_files(checkpoint, read_manifest(checkpoint), digests=False)
         return f"{path}: a Megatron checkpoint, {load_spec(local_model(path)).family}"
 
-    yield attempt(
-        "model.path",
-        lambda: is_whole_checkpoint() if (Path(path).expanduser() / MANIFEST_NAME).is_file() else is_whole(),
-    )
+    is_converted = (Path(path).expanduser() / MANIFEST_NAME).is_file()
+    yield attempt("model.path", is_whole_checkpoint if is_converted else is_whole)
 
 
 def _tokenizer(loaded: LoadedConfig) -> Iterator[Check]:

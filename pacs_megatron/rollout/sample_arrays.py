@@ -10,6 +10,7 @@ sample costs more than its tokens.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,17 +37,10 @@ def requests_to_message(prompts: Sequence[Prompt], requests: Sequence[SampleRequ
     """`requests` share their sampling parameters and belong to `prompts`."""
     number = {prompt.id: k for k, prompt in enumerate(prompts)}
     token_ids, offsets = _flat([prompt.token_ids for prompt in prompts], np.int32)
-    params = requests[0].params
     header = {
         "ids": [request.id for request in requests],
         "prompt_ids": [prompt.id for prompt in prompts],
-        "params": {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "max_tokens": params.max_tokens,
-            "stop": list(params.stop),
-        },
+        "params": asdict(requests[0].params),
     }
     return header, {
         "prompt": np.array([number[request.prompt_id] for request in requests], dtype=np.int64),

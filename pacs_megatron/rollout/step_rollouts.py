@@ -151,7 +151,7 @@ def rollouts_from_message(
     details = header.get("reward_details", {})  # older checkpoints have none
     verdicts = list(zip(samples, arrays["rewards"].tolist(), arrays["labels"].tolist(), strict=True))
     steps, start = [], 0
-    for saved in header["steps"] if "steps" in header else header["works"]:  # the key of older checkpoints
+    for saved in header["steps"]:
         missing = [prompt_id for prompt_id in saved["prompts"] if prompt_id not in prompts]
         if missing:
             raise CheckpointError(

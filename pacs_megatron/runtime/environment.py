@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.waiting import run_program
@@ -37,14 +37,7 @@ class RankPlace:
 
     def variables(self) -> dict[str, str]:
         """The environment that `torch.distributed` reads (`env://`)."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-        }
+        return {name.upper(): str(value) for name, value in asdict(self).items()}
 
 
 def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
@@ -75,14 +68,8 @@ def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> RankPlace:
-    return RankPlace(
-        rank=int(environ["RANK"]),
-        world_size=int(environ["WORLD_SIZE"]),
-        local_rank=int(environ["LOCAL_RANK"]),
-        local_world_size=int(environ["LOCAL_WORLD_SIZE"]),
-        master_addr=environ["MASTER_ADDR"],
-        master_port=int(environ["MASTER_PORT"]),
-    )
+    numbers = {field.name: int(environ[field.name.upper()]) for field in fields(RankPlace) if field.type is int}
+    return RankPlace(master_addr=environ["MASTER_ADDR"], **numbers)
 
 
 def _from_srun(environ: Mapping[str, str]) -> RankPlace:

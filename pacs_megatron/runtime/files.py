@@ -5,9 +5,11 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
-from pacs_megatron.runtime.json_reader import as_object, parse_json
+from pacs_megatron.errors import DataError
+from pacs_megatron.runtime.json_reader import MAX_BYTES, as_object, parse_json
 
 PARTIAL_SUFFIX = ".partial"
 """of a file whose writer died; such a file is never read"""
@@ -67,3 +69,29 @@ def parse_lines(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of `lines`. Raises DataError with the number of a line that is not one."""
     for number, line in enumerate(lines, start=1):
         yield as_object(parse_json(line, str(path), line=number, any_text=True), f"{path}:{number}")
+
+
+Fields = Mapping[str, type | UnionType]
+"""Keys of a row, with the types of their values."""
+
+
+def read_rows(path: Path, fields: Fields) -> list[dict[str, Any]]:
+    """The objects that have all `fields`; none if there is no file. Skips incomplete lines."""
+    if not path.is_file():
+        return []
+    if path.stat().st_size > MAX_BYTES:
+        raise DataError(f"{path}: {path.stat().st_size} bytes; at most {MAX_BYTES} are read")
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = parse_json(line, str(path))
+        except DataError:
+            continue
+        if isinstance(row, dict) and has_fields(row, fields):
+            rows.append(row)
+    return rows
+
+
+def has_fields(row: Mapping[str, Any], fields: Fields) -> bool:
+    """Whether `row` has all `fields`, each of its type."""
+    return all(isinstance(row.get(key), kind) for key, kind in fields.items())

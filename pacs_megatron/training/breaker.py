@@ -1,10 +1,12 @@
-"""The circuit breaker: a run saves and stops when the log-probs of a step cannot be trusted."""
+"""Limits of a run's metrics: it saves and stops when log-probs cannot be trusted, and warns when clipping sets the updates."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pacs_megatron.config.schema import MismatchOptions
 
+logger = logging.getLogger(__name__)
 _SAMPLER_ADVICE = (
     "Look at weight sync (rollout.sync.verify=full), the sampler's dtype or quantisation, temperature and filters, then "
     "packing and layout (mismatch/* in metrics.jsonl)"
@@ -53,3 +55,14 @@ def with_signal_to_noise(row: dict[str, Any]) -> dict[str, Any]:
     if not noise or observed is None:
         return row
     return row | {"pacs/score_snr": observed / noise**2 - 1}
+
+
+def warn_of_clipping(shares: Sequence[float]) -> None:
+    """At the end of an attempt, for the steps' `optimizer/clipped_frac`: warns if more than half of the updates were clipped."""
+    # Not earlier: the first updates from random weights are clipped in a healthy run too.
+    if sum(shares) > len(shares) / 2:
+        logger.warning(
+            "%.0f %% of the updates were clipped to a gradient norm of objective.clip_grad, so large and small "
+            "gradients gave updates of one length; raise clip_grad, set it to 0, or lower optimizer.lr",
+            100 * sum(shares) / len(shares),
+        )

@@ -22,8 +22,7 @@ from pacs_megatron.observability.writers import open_sinks
 from pacs_megatron.policy import state as policy_state
 from pacs_megatron.rollout.collect import DriverState
 from pacs_megatron.runtime.waiting import report_wait
-from pacs_megatron.training.breaker import exceeded_limit
-from pacs_megatron.training.clipping import ClippingWarning
+from pacs_megatron.training.breaker import exceeded_limit, warn_of_clipping
 from pacs_megatron.training.context import RunContext
 from pacs_megatron.training.export import export_hf
 from pacs_megatron.training.progress import OpenStep, RunProgress
@@ -55,7 +54,7 @@ class Outputs:
         self.progress = stack.enter_context(
             Progress(run.config.run.name, run.config.run.steps, done=max(first_step, 0))
         )
-        self._clipping = ClippingWarning()
+        self._clipped: list[float] = []
         run.timer.on_change(self.progress.phase)
         assert run.driver is not None
         run.driver.on_progress = self._show_samples
@@ -72,11 +71,12 @@ class Outputs:
         for sink in self._sinks:
             sink.write(row)
         self.progress.advance(int(row["step"]), training_fields(row))
-        self._clipping.add(row)
+        if (share := row.get("optimizer/clipped_frac")) is not None:
+            self._clipped.append(share)
 
     def report(self) -> None:
         if self._on:
-            self._clipping.report()
+            warn_of_clipping(self._clipped)
             write_report(self._run.run_dir, num_samples=self._run.config.logging.samples_in_report)
 
 

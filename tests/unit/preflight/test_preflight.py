@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -208,10 +209,8 @@ def test_names_as_nccl_reads_them(value: str, expected: list[str]) -> None:
 
 
 def test_an_interface_that_is_down(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, state in (("ib0", "down"), ("eth0", "up")):
-        (tmp_path / "net" / name).mkdir(parents=True)
-        (tmp_path / "net" / name / "operstate").write_text(f"{state}\n")
-    monkeypatch.setattr(preflight_host, "NET_DEVICES", tmp_path / "net")
+    up, down = SimpleNamespace(isup=True), SimpleNamespace(isup=False)
+    monkeypatch.setattr(preflight_host.psutil, "net_if_stats", lambda: {"ib0": down, "eth0": up})
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
@@ -222,8 +221,6 @@ def test_an_interface_that_is_down(tmp_path: Path, model: Path, monkeypatch: pyt
 
 
 def test_quotas_of_lustre_and_of_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mounts = tmp_path / "mounts"
-    monkeypatch.setattr(quota, "MOUNTS", mounts)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     folder = tmp_path / "home"
     folder.mkdir()
@@ -232,14 +229,19 @@ def test_quotas_of_lustre_and_of_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
 
-    mounts.write_text(f"overlay / overlay rw 0 0\nmds@tcp:/fs {folder} lustre rw 0 0\n")
+    def mounted(device: str, kind: str) -> None:
+        root = SimpleNamespace(device="overlay", mountpoint="/", fstype="overlay")
+        own = SimpleNamespace(device=device, mountpoint=str(folder), fstype=kind)
+        monkeypatch.setattr(quota.psutil, "disk_partitions", lambda all: [root, own])
+
+    mounted("mds@tcp:/fs", "lustre")
     program("lfs", f'[ "$3" = -u ] && echo "{folder} 600 1000 2000 - 5 0 0 -" || echo "{folder} 0 0 0 - 0 0 0 -"')
     found, unknown = quota.free_space(folder)
     assert unknown is None
     assert [room.source for room in found] == ["free space", "lfs quota -u"]  # the group has no limit
     assert found[1].num_bytes == 400 * 1024 and found[1].num_files == float("inf")
 
-    mounts.write_text(f"server:/export/home {folder} nfs4 rw 0 0\n")
+    mounted("server:/export/home", "nfs4")
     program(
         "quota", "echo 'Disk quotas for user bob (uid 7):'\necho 'server:/export/home 900* 800 1000 7days 3 10 0 0'"
     )

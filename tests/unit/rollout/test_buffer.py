@@ -145,10 +145,8 @@ def test_cancelled_requests_stay_cancelled_in_a_checkpoint() -> None:
     one.is_returned = True
     header, arrays = rollouts_to_message([one])
     prompts = {f"d/{k}": prompt(k) for k in range(2)}
-    older = {("works" if name == "steps" else name): value for name, value in header.items()}
-    [from_older] = rollouts_from_message(older, arrays, prompts, requests_of)
     [again] = rollouts_from_message(json.loads(json.dumps(header)), arrays, prompts, requests_of)
-    assert (from_older.step, from_older.judged) == (again.step, again.judged)
+    assert (again.step, again.judged) == (one.step, one.judged)
     assert (again.cancelled, again.enough, again.is_returned) == (one.cancelled, 1, True)
     assert [g.prompt_id for g in again.groups()] == ["d/0"] and not again.missing
     assert all(again.sampled[key].reward_details == {"of": key} for key in again.judged)

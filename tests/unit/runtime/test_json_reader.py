@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pacs_megatron.errors import CheckpointError, DataError
-from pacs_megatron.runtime.files import complete_lines, parse_lines
+from pacs_megatron.runtime.files import complete_lines, parse_lines, read_rows
 from pacs_megatron.runtime.json_reader import MAX_DEPTH, MAX_DIGITS, parse_json, read_json, read_object, read_text
-from pacs_megatron.runtime.rows import read_rows
 from tests.support.fuzz import fuzz, json_documents
 
 REFUSED = {

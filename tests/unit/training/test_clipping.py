@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pacs_megatron.training.clipping import ClippingWarning
+from pacs_megatron.training.breaker import warn_of_clipping
 
 
 def warnings_of(shares: list[float], caplog: pytest.LogCaptureFixture) -> list[str]:
-    watch = ClippingWarning()
-    watch.add({"step": 0, "eval/test/pass@1": 0.3})
-    for step, share in enumerate(shares, 1):
-        watch.add({"step": step, "optimizer/clipped_frac": share})
-    watch.report()
+    warn_of_clipping(shares)
     return [record.getMessage() for record in caplog.records]
 
 
