@@ -3,7 +3,7 @@
 import numpy as np
 
 from pacs_megatron.batching.split import plan_with_groups, split_by_group
-from pacs_megatron.batching.tables import select_tokens, tokens_from_arrays, tokens_to_arrays
+from pacs_megatron.batching.tables import select_tokens, tokens_to_arrays
 from pacs_megatron.config.schema import BatchOptions
 from pacs_megatron.contracts import MiniBatch, Objective, SampleFacts, TokenBuffers
 from pacs_megatron.parallel.groups import Rank
@@ -50,4 +50,4 @@ def _share(tokens: TokenBuffers | None, rows: np.ndarray, owners: np.ndarray, ra
                 send_arrays(share, dst=head, group=rank.control)
     elif rank.is_head:
         own = receive_arrays(src=0, group=rank.control)
-    return tokens_from_arrays(broadcast_arrays(own, src=rank.model_parallel_ranks[0], group=rank.model_parallel))
+    return TokenBuffers(**broadcast_arrays(own, src=rank.model_parallel_ranks[0], group=rank.model_parallel))

@@ -1,6 +1,7 @@
 """Samples as flat arrays: SampleFacts and TokenBuffers from objects, selections, and the arrays for transport."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 import numpy as np
 
@@ -46,51 +47,22 @@ def select_tokens(tokens: TokenBuffers, positions: np.ndarray, new_index: np.nda
 
 def facts_to_arrays(facts: SampleFacts) -> dict[str, np.ndarray]:
     """Arrays for transport; ids as one uint8 array, separated by newlines."""
-    return {
-        "ids": np.frombuffer("\n".join(facts.ids).encode(), dtype=np.uint8),
-        "groups": facts.groups,
-        "labels": facts.labels,
-        "rewards": facts.rewards,
-        "prompt_lens": facts.prompt_lens,
-        "response_lens": facts.response_lens,
-        "truncated": facts.truncated,
-    }
+    ids = np.frombuffer("\n".join(facts.ids).encode(), dtype=np.uint8)
+    return {"ids": ids} | {name: getattr(facts, name) for name in _FACTS}
+
+
+_FACTS = ("groups", "labels", "rewards", "prompt_lens", "response_lens", "truncated")
 
 
 def facts_from_arrays(arrays: Mapping[str, np.ndarray]) -> SampleFacts:
     """Inverse of `facts_to_arrays`."""
     text = arrays["ids"].tobytes().decode()
-    return SampleFacts(
-        ids=tuple(text.split("\n")) if text else (),
-        groups=arrays["groups"],
-        labels=arrays["labels"],
-        rewards=arrays["rewards"],
-        prompt_lens=arrays["prompt_lens"],
-        response_lens=arrays["response_lens"],
-        truncated=arrays["truncated"],
-    )
+    return SampleFacts(ids=tuple(text.split("\n")) if text else (), **{name: arrays[name] for name in _FACTS})
 
 
 def tokens_to_arrays(tokens: TokenBuffers) -> dict[str, np.ndarray]:
-    """Arrays for transport."""
-    return {
-        "index": tokens.index,
-        "token_ids": tokens.token_ids,
-        "offsets": tokens.offsets,
-        "sampler_logprobs": tokens.sampler_logprobs,
-        "response_offsets": tokens.response_offsets,
-    }
-
-
-def tokens_from_arrays(arrays: Mapping[str, np.ndarray]) -> TokenBuffers:
-    """Inverse of `tokens_to_arrays`."""
-    return TokenBuffers(
-        index=arrays["index"],
-        token_ids=arrays["token_ids"],
-        offsets=arrays["offsets"],
-        sampler_logprobs=arrays["sampler_logprobs"],
-        response_offsets=arrays["response_offsets"],
-    )
+    """Arrays for transport. `TokenBuffers(**arrays)` is the inverse."""
+    return {field.name: getattr(tokens, field.name) for field in fields(tokens)}
 
 
 def _offsets(sizes: np.ndarray) -> np.ndarray:

@@ -1,7 +1,6 @@
 """The small message that rank 0 broadcasts at each phase boundary, so that all ranks run the same phase."""
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -32,11 +31,3 @@ class Decision:
     kind: DecisionKind
     reason: str
     detail: dict[str, Any]
-
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "Decision":
-        raw = json.loads(data)
-        return cls(kind=DecisionKind(raw["kind"]), reason=raw["reason"], detail=raw["detail"])

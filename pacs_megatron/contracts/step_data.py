@@ -1,7 +1,7 @@
 """The samples of one step as flat arrays: facts on every rank, and the tokens of this rank's share."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -48,16 +48,10 @@ class SampleFacts:
     def select(self, index: np.ndarray) -> "SampleFacts":
         """The rows `index` (int64 [m]), in that order, with group numbers made dense again."""
         _, dense = np.unique(self.groups[index], return_inverse=True)
-        return SampleFacts(
-            ids=tuple(self.ids[i] for i in index),
-            groups=dense.astype(np.int64),
-            labels=self.labels[index],
-            rewards=self.rewards[index],
-            prompt_lens=self.prompt_lens[index],
-            response_lens=self.response_lens[index],
-            truncated=self.truncated[index],
-            log_ratio_to_sampler=None if self.log_ratio_to_sampler is None else self.log_ratio_to_sampler[index],
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        selected = {name: value[index] for name, value in values.items() if isinstance(value, np.ndarray)}
+        selected |= {"ids": tuple(self.ids[i] for i in index), "groups": dense.astype(np.int64)}
+        return SampleFacts(**selected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

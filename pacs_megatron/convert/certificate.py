@@ -1,6 +1,5 @@
 """The certificate of a conversion: every tensor of both sides with its digest, and the checks that passed."""
 
-import importlib.metadata
 import json
 import platform
 import threading
@@ -16,6 +15,7 @@ import xxhash
 from pacs_megatron.checkpoint.safetensors_file import tensor_bytes
 from pacs_megatron.checkpoint.staging import write_file
 from pacs_megatron.models import ModelSpec
+from pacs_megatron.runtime.environment import installed
 
 CERTIFICATE_NAME = "certificate.json"
 _FORMAT = 1
@@ -90,7 +90,8 @@ class Certificate:
             "source": self.source,
             "target": self.target,
             "family": self.spec.family,
-            "versions": _versions(),
+            "versions": {"python": platform.python_version()}
+            | {name: installed(name) or "not installed" for name in _VERSIONS_OF},
             "checks": [asdict(check) for check in self.checks],
             "left_out": sorted(self.left_out),
             "logits": self.logits,
@@ -100,13 +101,3 @@ class Certificate:
 
     def write(self, path: Path) -> None:
         write_file(path, self.to_json().encode())
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _VERSIONS_OF:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found

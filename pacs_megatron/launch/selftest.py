@@ -20,8 +20,8 @@ import yaml
 
 from pacs_megatron import __version__
 from pacs_megatron.errors import ConfigError, ExitCode
-from pacs_megatron.preflight.doctor import installed
 from pacs_megatron.runtime.command_line import OneLineParser, run_command
+from pacs_megatron.runtime.environment import installed
 from pacs_megatron.runtime.waiting import run_program
 
 REL_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}

@@ -5,6 +5,7 @@ on any rank reaches rank 0 with the next `poll`, and becomes a decision for all 
 """
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from pacs_megatron.contracts import Decision, DecisionKind
 from pacs_megatron.errors import PacsError, named_error
 from pacs_megatron.parallel.groups import Rank
-from pacs_megatron.parallel.transfer import broadcast_bytes, broadcast_json
+from pacs_megatron.parallel.transfer import broadcast_json
 
 T = TypeVar("T")
 
@@ -28,14 +29,14 @@ class ControlChannel:
 
     def send(self, decision: Decision) -> None:
         """Rank 0 only, while all other ranks are in `receive`."""
-        broadcast_bytes(decision.to_bytes(), src=0, group=self._group)
+        broadcast_json(asdict(decision), src=0, group=self._group)
 
     def receive(self) -> Decision:
         """Every rank but 0: the next decision that is not a heartbeat. Calls `on_heartbeat` for each heartbeat."""
         while True:
-            decision = Decision.from_bytes(broadcast_bytes(b"", src=0, group=self._group))
-            if decision.kind is not DecisionKind.WAIT:
-                return decision
+            received = broadcast_json(None, src=0, group=self._group)
+            if received["kind"] != DecisionKind.WAIT:
+                return Decision(**received | {"kind": DecisionKind(received["kind"])})
             self.on_heartbeat()
 
     def broadcast_json(self, value: Any) -> Any:

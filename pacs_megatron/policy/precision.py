@@ -1,8 +1,6 @@
 """Accelerator software of this machine (Transformer Engine, NVIDIA Apex, FP8), and Megatron's precision arguments."""
 
-import contextlib
 import dataclasses
-import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +9,7 @@ import torch
 
 from pacs_megatron.config.schema import MegatronOptions, PrecisionOptions
 from pacs_megatron.errors import ConfigError
+from pacs_megatron.runtime.environment import installed
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -40,16 +39,11 @@ class Machine:
     """a package named apex is installed that is not NVIDIA's (PyPI's is a web toolkit)"""
 
 
-def _pair(version: str) -> tuple[int, int]:
+def _pair(version: str | None) -> tuple[int, int] | None:
+    if version is None:
+        return None
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
-
-
-def _version_of(*distributions: str) -> tuple[int, int] | None:
-    for name in distributions:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return _pair(importlib.metadata.version(name))
-    return None
 
 
 def inspect_machine() -> Machine:
@@ -60,10 +54,10 @@ def inspect_machine() -> Machine:
     return Machine(
         cuda=cuda,
         capability=torch.cuda.get_device_capability() if cuda else None,
-        cuda_version=None if torch.version.cuda is None else _pair(torch.version.cuda),
-        transformer_engine=_version_of("transformer-engine", "transformer-engine-torch"),
+        cuda_version=_pair(torch.version.cuda),
+        transformer_engine=_pair(installed("transformer-engine") or installed("transformer-engine-torch")),
         apex=has_apex_name and has_apex_kernels,
-        megatron=_version_of("megatron-core") or (0, 16),
+        megatron=_pair(installed("megatron-core")) or (0, 16),
         foreign_apex=has_apex_name and not has_apex_kernels,
     )
 

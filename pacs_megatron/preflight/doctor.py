@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import psutil  # type: ignore[import-untyped]
 from packaging.version import Version
 
 from pacs_megatron.preflight.check import Check
+from pacs_megatron.runtime.environment import installed
 from pacs_megatron.runtime.shipped import shipped_folder
 from pacs_megatron.runtime.waiting import run_program
 
@@ -29,14 +29,6 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (only its size is read)
 MIN_SHARED_BYTES = 1 << 30
 MIN_OPEN_FILES = 4096
 _TIMEOUT_S = 30.0
-
-
-def installed(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def findings() -> list[Check]:

@@ -23,8 +23,8 @@ from pacs_megatron.plan.constants import GIB
 from pacs_megatron.plan.plan import Plan
 from pacs_megatron.preflight import quota
 from pacs_megatron.preflight.check import Check, Level, attempt, existing_parent
-from pacs_megatron.preflight.doctor import findings, installed
-from pacs_megatron.runtime.environment import job_port
+from pacs_megatron.preflight.doctor import findings
+from pacs_megatron.runtime.environment import installed, job_port
 
 IB_DEVICES = Path("/sys/class/infiniband")
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))

@@ -17,9 +17,8 @@ from pacs_megatron.config.layout import layout_of
 from pacs_megatron.errors import PacsError
 from pacs_megatron.plan import constants
 from pacs_megatron.preflight.check import Check, existing_parent
-from pacs_megatron.preflight.doctor import installed
 from pacs_megatron.preflight.run import local_model, run_preflight, stdout_for_the_report
-from pacs_megatron.runtime.environment import find_rank
+from pacs_megatron.runtime.environment import find_rank, installed
 
 if TYPE_CHECKING:
     import torch

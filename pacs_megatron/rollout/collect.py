@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pacs_megatron.batching.tables import facts_from_arrays, facts_to_arrays, tokens_from_arrays
+from pacs_megatron.batching.tables import facts_from_arrays, facts_to_arrays
 from pacs_megatron.contracts import (
     Decision,
     DecisionKind,
@@ -28,7 +28,7 @@ from pacs_megatron.embedded.engine import EmbeddedEngine
 from pacs_megatron.errors import PacsError, RolloutError, named_error
 from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
-from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays
+from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays, gather_json
 from pacs_megatron.rollout.admission import ProblemCounts
 from pacs_megatron.rollout.driver_client import PATIENCE_S, STOPPED_PATIENCE_S, DriverClient
 from pacs_megatron.rollout.sample_arrays import (
@@ -94,7 +94,7 @@ class Rollouts:
         if self._rank.rank == 0:
             self._keep_order(step, header["order"])
             parts = _split_prefix(arrays)
-            tokens = tokens_from_arrays(parts["tokens"])
+            tokens = TokenBuffers(**parts["tokens"])
             wire = facts_to_arrays(facts_from_arrays(parts["facts"]))
         facts = facts_from_arrays(broadcast_arrays(wire, src=0, group=self._rank.control))
         return StepSamples(facts=facts, tokens=tokens, metrics=dict(header["metrics"]))
@@ -258,14 +258,12 @@ class Rollouts:
         requests = requests_from_message(header, shared)
         samples: list[Sample] = []
         stopped = self._channel.any_rank(self._channel.run_together(partial(self._sample, requests, samples)))
-        mine_header, mine = samples_to_message(samples)
-        ids = np.frombuffer("\n".join(f"{s.id}\t{s.prompt_id}" for s in samples).encode(), dtype=np.uint8)
-        gathered = gather_arrays({**mine, "ids": ids}, group=self._rank.control)
-        if gathered is None:
+        own_header, own = samples_to_message(samples)
+        headers = gather_json(own_header, group=self._rank.control)
+        gathered = gather_arrays(own, group=self._rank.control)
+        if headers is None or gathered is None:
             return {}, {}, stopped
-        everything = list(samples)
-        for other in gathered[1:]:
-            everything += samples_from_message(_header_of(other, mine_header["digests"], self._engine), other)
+        everything = [s for part in zip(headers, gathered, strict=True) for s in samples_from_message(*part)]
         return *samples_to_message(everything), stopped
 
     def _sample(self, requests: Sequence[SampleRequest], samples: list[Sample]) -> bool:
@@ -284,17 +282,6 @@ class Rollouts:
         self._channel.on_heartbeat()
         if self._driver is not None:
             self._driver.on_progress(min(total, mine * self._rank.layout.world_size), total, False)
-
-
-def _header_of(arrays: Mapping[str, np.ndarray], digests: list[str], engine: EmbeddedEngine) -> dict[str, Any]:
-    """The header of another rank's samples: its ids, and this rank's digest, because the weights are the same."""
-    text = arrays["ids"].tobytes().decode()
-    rows = [line.split("\t") for line in text.split("\n")] if text else []
-    return {
-        "ids": [row[0] for row in rows],
-        "prompt_ids": [row[1] for row in rows],
-        "digests": digests or [engine.digest],
-    }
 
 
 def _split_prefix(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:

@@ -11,12 +11,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
 from pacs_megatron import __version__
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError, one_line
+from pacs_megatron.runtime.environment import installed
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "nemo-run", "sglang", "pydantic", "numpy")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -88,10 +88,9 @@ def report_error(error: Exception) -> int:
 
 def write_report(error: BaseException) -> str:
     """Write a crash report to the folder of temporary files; returns where it is, for the message."""
-    packages = {name: _version(name) for name in _PACKAGES}
     lines = [
         f"pacs-megatron {__version__}, Python {platform.python_version()}, {platform.platform()}",
-        ", ".join(f"{name} {found}" for name, found in packages.items()),
+        ", ".join(f"{name} {installed(name) or 'not installed'}" for name in _PACKAGES),
         f"time: {time.strftime('%Y-%m-%dT%H:%M:%S%z')}",
         f"working directory: {_working_directory()}",
         "arguments:",
@@ -125,13 +124,6 @@ def _message(error: BaseException) -> str:
         return str(error)
     except Exception:  # noqa: BLE001  an exception of a plug-in
         return "(its message cannot be shown)"
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _without_secret(word: str) -> str:

@@ -1,8 +1,9 @@
-"""How a command was started (alone, by torchrun, by srun), and the environment variables of ranks."""
+"""How a command was started (alone, by torchrun, by srun), the environment variables of ranks, and installed versions."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
 
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.waiting import run_program
@@ -22,6 +23,14 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """Names of the GPUs that the trainer's ranks see, by local rank; empty without CUDA_VISIBLE_DEVICES (all GPUs)."""
     text = environ.get(VISIBLE_GPUS, environ.get("CUDA_VISIBLE_DEVICES", ""))
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def installed(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ import json
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pacs_megatron import __version__
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.errors import ConfigError
+from pacs_megatron.runtime.environment import installed
 from pacs_megatron.runtime.files import write_atomically
 
 CONFIG_FILE = "config.yaml"
@@ -82,10 +82,6 @@ def _changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
 def write_environment(run_dir: Path, extra: Mapping[str, str]) -> None:
     """Write `environment.json`: versions of this program, Python and the packages that matter, and `extra`."""
     found = {"pacs-megatron": __version__, "python": platform.python_version(), "platform": platform.platform()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue  # optional, or not used on this machine
-    text = json.dumps({**found, **extra}, indent=2, ensure_ascii=False)
+    packages = {name: version for name in _PACKAGES if (version := installed(name)) is not None}
+    text = json.dumps({**found, **packages, **extra}, indent=2, ensure_ascii=False)
     write_atomically(run_dir / ENVIRONMENT_FILE, [text.encode(), b"\n"])

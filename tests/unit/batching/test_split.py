@@ -13,10 +13,9 @@ from pacs_megatron.batching.tables import (
     facts_to_arrays,
     select_tokens,
     tabulate,
-    tokens_from_arrays,
     tokens_to_arrays,
 )
-from pacs_megatron.contracts import Group, Layout, Sample, SampleFacts, Stop
+from pacs_megatron.contracts import Group, Layout, Sample, SampleFacts, Stop, TokenBuffers
 from pacs_megatron.errors import ConfigError
 
 BUDGET = 64
@@ -135,7 +134,7 @@ def test_tables_keep_every_sample_and_survive_the_wire() -> None:
     facts, tokens = tabulate(groups)
     assert facts.groups.tolist() == [0, 0, 1, 1] and facts.truncated.tolist() == [False, True, False, False]
     facts = facts_from_arrays(facts_to_arrays(facts))
-    tokens = tokens_from_arrays(tokens_to_arrays(select_tokens(tokens, np.array([3, 1]), np.array([3, 1]))))
+    tokens = TokenBuffers(**tokens_to_arrays(select_tokens(tokens, np.array([3, 1]), np.array([3, 1]))))
     for position, row in enumerate((3, 1)):
         assert facts.ids[row] == samples[row].id and tokens.index[position] == row
         own = slice(int(tokens.offsets[position]), int(tokens.offsets[position + 1]))
