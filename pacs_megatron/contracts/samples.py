@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pacs_megatron.errors import RolloutError
+
 
 class Stop(StrEnum):
     """The reason for the end of a response."""
@@ -76,6 +78,19 @@ class SampleRequest:
     seed: int
     """63-bit seed of this sample's generator."""
     params: SamplingParams
+
+
+def check_request(request: SampleRequest, vocab_size: int) -> None:
+    """Raises RolloutError for a request without a token, or with one outside the vocabulary, which crashes a server."""
+    ids = request.token_ids
+    if not len(ids):
+        raise RolloutError(f"request {request.id}: the prompt has no tokens")
+    worst = int(ids.max()) if ids.max() >= vocab_size else int(ids.min())
+    if not 0 <= worst < vocab_size:
+        raise RolloutError(
+            f"request {request.id}: prompt token id {worst}, expected 0 to {vocab_size - 1}: tokenizer and model do not "
+            "belong together; check model.path"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

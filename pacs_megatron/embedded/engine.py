@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pacs_megatron.config.rollout_options import EmbeddedRollout
 from pacs_megatron.contracts import Interrupted, Sample, SampleRequest, Span, Stop
+from pacs_megatron.contracts.samples import check_request
 from pacs_megatron.data import stop_token_ids
 from pacs_megatron.embedded.kv_cache import ATTENTION, DecodingCache
 from pacs_megatron.embedded.sampling import RowSampler
@@ -170,18 +171,12 @@ class EmbeddedEngine:
             if request.id in seen:
                 raise RolloutError(f"sample id {request.id} was requested twice in one call; ids must be unique")
             seen.add(request.id)
-            ids = request.token_ids
-            if len(ids) == 0:
-                raise RolloutError(f"sample {request.id}: the prompt is empty; it needs at least one token")
-            if ids.min() < 0 or ids.max() >= vocab:
+            check_request(request, vocab)
+            if len(request.token_ids) + request.params.max_tokens > self._max_context:
                 raise RolloutError(
-                    f"sample {request.id}: token id {int(ids.max() if ids.max() >= vocab else ids.min())} is outside the "
-                    f"model's vocabulary of {vocab}; tokenizer and model do not belong together"
-                )
-            if len(ids) + request.params.max_tokens > self._max_context:
-                raise RolloutError(
-                    f"sample {request.id}: {len(ids)} prompt tokens + max_tokens={request.params.max_tokens} exceed the "
-                    f"model's context of {self._max_context}; lower max_response_tokens or max_prompt_tokens"
+                    f"sample {request.id}: {len(request.token_ids)} prompt tokens + max_tokens="
+                    f"{request.params.max_tokens} exceed the model's context of {self._max_context}; lower "
+                    "max_response_tokens or max_prompt_tokens"
                 )
 
     def _generate(self, chunk: Sequence[SampleRequest], should_stop: Callable[[], bool] | None) -> list[Sample]:

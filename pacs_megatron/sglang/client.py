@@ -28,13 +28,13 @@ import numpy as np
 import orjson
 
 from pacs_megatron.config.rollout_options import SglangRollout
-from pacs_megatron.contracts.samples import Sample, SampleRequest, Span, Stop
+from pacs_megatron.contracts.samples import Sample, SampleRequest, Span, Stop, check_request
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.sglang.api import WeightVersion, excerpt, hint
 from pacs_megatron.sglang.decode import BadResponseError, Response, decode, init_worker
-from pacs_megatron.sglang.fleet import Fleet, Health, Server, ServerStatus
-from pacs_megatron.sglang.request import allow_connections, check_request, request_body
+from pacs_megatron.sglang.fleet import Fleet, Health, Server
+from pacs_megatron.sglang.request import allow_connections, request_body
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +150,8 @@ class SglangEngine(Closing):
         """Whether no server is usable until the current weights are pushed again (`Fleet.needs_weights`)."""
         return bool(self._run(self._call(lambda: self._fleet.needs_weights())))
 
-    def status(self) -> tuple[ServerStatus, ...]:
-        status: tuple[ServerStatus, ...] = self._run(self._call(lambda: self._fleet.status()))
+    def status(self) -> tuple[Server, ...]:
+        status: tuple[Server, ...] = self._run(self._call(lambda: self._fleet.status()))
         return status
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pacs_megatron.config.rollout_options import SglangRollout
@@ -55,27 +55,14 @@ class Server:
     """transitions from HEALTHY to SUSPECT since its last valid response"""
     restarts: int = 0
     restarting: bool = False
+    returning: bool = False
+    """in a copy: DEAD, but it is being restarted, will be restarted, or is external and may be restarted by its owner"""
     last_ok: float = field(default_factory=time.monotonic)
     """monotonic time of the last successful probe"""
 
     @property
     def url(self) -> str:
         return self.api.url
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerStatus:
-    """A snapshot for the driver, logs and metrics."""
-
-    url: str
-    health: Health
-    reason: str
-    in_flight: int
-    restarts: int
-    trainer_rank: int
-    restarting: bool
-    returning: bool
-    """DEAD, but it is being restarted, will be restarted, or is external and may be restarted by its owner"""
 
 
 QueryVersion = Callable[[Server, float], Awaitable[str]]
@@ -216,20 +203,9 @@ class Fleet:
             self._last_usable = time.monotonic()
         return time.monotonic() - self._last_usable
 
-    def status(self) -> tuple[ServerStatus, ...]:
-        return tuple(
-            ServerStatus(
-                url=s.url,
-                health=s.health,
-                reason=s.reason,
-                in_flight=s.in_flight,
-                restarts=s.restarts,
-                trainer_rank=s.trainer_rank,
-                restarting=s.restarting,
-                returning=self._is_returning(s),
-            )
-            for s in self.servers
-        )
+    def status(self) -> tuple[Server, ...]:
+        """Copies for the driver, logs and metrics."""
+        return tuple(replace(server, returning=self._is_returning(server)) for server in self.servers)
 
     def needs_weights(self) -> bool:
         """Whether only a new push makes a server usable: no server is HEALTHY or SUSPECT, and some are STALE, for

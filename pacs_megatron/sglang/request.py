@@ -1,4 +1,4 @@
-"""The request for one sample, its checks, and the limit of open connections."""
+"""The request for one sample, and the limit of open connections."""
 
 import logging
 import resource
@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from pacs_megatron.config.rollout_options import MAX_SGLANG_STOPS
 from pacs_megatron.contracts.samples import SampleRequest
-from pacs_megatron.errors import RolloutError
 
 logger = logging.getLogger(__name__)
 OTHER_FILES = 256
@@ -30,25 +28,6 @@ def allow_connections(num: int) -> None:
             "rollout.max_in_flight",
             num,
             highest,
-        )
-
-
-def check_request(request: SampleRequest, vocab_size: int) -> None:
-    """Raises RolloutError for a request that would crash a server (a token id outside the vocabulary does) or that
-    every server would refuse."""
-    ids = request.token_ids
-    if not len(ids):
-        raise RolloutError(f"request {request.id}: the prompt has no tokens")
-    worst = int(ids.max()) if ids.max() >= vocab_size else int(ids.min())
-    if not 0 <= worst < vocab_size:
-        raise RolloutError(
-            f"request {request.id}: prompt token id {worst}, expected 0 to {vocab_size - 1}: tokenizer and model do not "
-            "belong together; check model.path"
-        )
-    if len(request.params.stop) > MAX_SGLANG_STOPS:
-        raise RolloutError(
-            f"request {request.id}: {len(request.params.stop)} stop strings, SGLang takes at most {MAX_SGLANG_STOPS}; "
-            "shorten sampling.stop"
         )
 
 

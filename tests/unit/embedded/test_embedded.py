@@ -316,9 +316,9 @@ def test_nothing_leaks_into_training(tiny_qwen3):
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "message"),
     [
-        ([], 4, "prompt is empty"),
-        ([5, 272], 4, "token id 272 is outside the model's vocabulary of 272"),
-        ([5, -1], 4, "token id -1 is outside"),
+        ([], 4, "prompt has no tokens"),
+        ([5, 272], 4, "prompt token id 272, expected 0 to 271: tokenizer and model"),
+        ([5, -1], 4, "prompt token id -1, expected 0 to 271"),
         ([5] * 1000, 25, "1000 prompt tokens .* exceed the model's context of 1024"),
     ],
 )

@@ -376,20 +376,19 @@ def test_a_refused_request_is_not_tried_again(fakes: Callable[..., list[FakeSgla
 
 
 @pytest.mark.parametrize(
-    ("ids", "stops", "reason"),
+    ("ids", "reason"),
     [
-        ([3, VOCAB, 5], 0, "prompt token id 272, expected 0 to 271: tokenizer and model"),
-        ([3, -1], 0, "prompt token id -1, expected 0 to 271"),
-        ([], 0, "the prompt has no tokens"),
-        ([3], 33, "33 stop strings, SGLang takes at most 32"),
+        ([3, VOCAB, 5], "prompt token id 272, expected 0 to 271: tokenizer and model"),
+        ([3, -1], "prompt token id -1, expected 0 to 271"),
+        ([], "the prompt has no tokens"),
     ],
 )
 def test_what_would_end_or_refuse_the_server_is_not_sent(
-    fakes: Callable[..., list[FakeSglang]], ids: list[int], stops: int, reason: str
+    fakes: Callable[..., list[FakeSglang]], ids: list[int], reason: str
 ) -> None:
     """The real server crashes at a token id outside its vocabulary: not one of the stream's requests may go out."""
     [server] = fakes(1)
-    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop=("x",) * stops)
+    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4)
     bad = SampleRequest(id="bad", prompt_id="p", token_ids=np.array(ids, np.int32), seed=1, params=params)
     good = requests(4)
     with engine([server]) as client:
