@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,41 +62,35 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                     os.environ[name] = value
 
 
-class Transport(Protocol):
-    """One method of sending buckets to servers."""
+class Transport:
+    """One method of sending buckets to servers. A subclass implements the calls that it needs."""
 
     def start(self, version: int) -> None:
         """Called first in an update."""
-        ...
 
     def join(self, api: SglangApi) -> None:
         """Prepares one server to receive."""
-        ...
 
     def prepare(self, bucket: Bucket) -> None:
         """Called once per bucket, before the first `send`."""
-        ...
 
     def send(self, api: SglangApi, bucket: Bucket) -> None:
         """Returns when the server has loaded the bucket."""
-        ...
 
     def commit(self) -> None:
         """Called once, after the last bucket."""
-        ...
 
     def finish(self, api: SglangApi) -> None:
         """The server's last step; afterwards it has all weights."""
-        ...
 
     def forget(self, api: SglangApi) -> None:
         """Drops the state of a server that failed."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the transport."""
 
 
-class DiskTransport:
+class DiskTransport(Transport):
     """A safetensors folder `v<version>` that every server can read; the previous version stays until it is complete.
 
     The folder gets its name only when it is complete, so a server never reads a partial one. Only this transport writes
@@ -117,18 +111,12 @@ class DiskTransport:
         with _disk_errors(self._partial):
             self._partial.mkdir(parents=True)
 
-    def join(self, api: SglangApi) -> None:
-        """Nothing: a server reads after `commit`."""
-
     def prepare(self, bucket: Bucket) -> None:
         name = f"model-{len(set(self._shards.values())) + 1:05d}.safetensors"
         with _disk_errors(self._partial):
             save_file({name: tensor.cpu() for name, tensor in bucket.tensors()}, self._partial / name)
         self._shards |= {item.name: name for item in bucket.items}
         self._num_bytes += bucket.num_bytes
-
-    def send(self, api: SglangApi, bucket: Bucket) -> None:
-        """Nothing, see `join`."""
 
     def commit(self) -> None:
         index = {"metadata": {"total_size": self._num_bytes}, "weight_map": self._shards}
@@ -152,9 +140,6 @@ class DiskTransport:
             "abort_all_requests": False,
         }
         api.post("/update_weights_from_disk", body, self._timeout_s)
-
-    def forget(self, api: SglangApi) -> None:
-        """Nothing: there is no state per server."""
 
     def close(self) -> None:
         """Removes all versions: servers have loaded them, and a restarted one loads its model path."""
@@ -218,7 +203,7 @@ class _Group:
         threading.Thread(target=give_up, name="weight-sync-end", daemon=True).start()
 
 
-class BroadcastTransport:
+class BroadcastTransport(Transport):
     """One broadcast per bucket in a separate process group for each server: NCCL, or gloo on CPU.
 
     With one group per server, a server that dies does not interrupt the others' update, and the next update needs no
@@ -232,9 +217,6 @@ class BroadcastTransport:
         self._timeout_s = timeout_s
         self._groups: dict[str, _Group] = {}
         self._sessions: dict[str, bool] = {}
-
-    def start(self, version: int) -> None:
-        """Groups outlive an update."""
 
     def join(self, api: SglangApi) -> None:
         if api.url not in self._groups:
@@ -287,9 +269,6 @@ class BroadcastTransport:
     def _broadcast(self, backend: Any, data: torch.Tensor) -> None:
         """NCCL connects to its peers inside the first call, without a timeout: call it in a daemon thread."""
         backend.broadcast([data], dist.BroadcastOptions()).wait(timedelta(seconds=self._timeout_s))
-
-    def commit(self) -> None:
-        """Nothing: servers load bucket by bucket."""
 
     def finish(self, api: SglangApi) -> None:
         if self._sessions[api.url]:
@@ -363,7 +342,7 @@ class BroadcastTransport:
         return dist.ProcessGroupGloo(prefixed, 0, num_ranks, gloo)
 
 
-class IpcTransport:
+class IpcTransport(Transport):
     """Shared memory of this host: CUDA IPC handles of GPU tensors, shared-memory files of CPU tensors.
 
     Servers copy from the bucket, which is kept until every server has responded.
@@ -376,9 +355,6 @@ class IpcTransport:
         self._payloads: dict[str, list[str]] = {}
         """url -> payload of each tensor-parallel rank"""
         self._shared: list[tuple[str, torch.Tensor]] = []
-
-    def start(self, version: int) -> None:
-        """Nothing to set up."""
 
     def join(self, api: SglangApi) -> None:
         if api.url not in self._tp:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.weights.bucket import Bucket
 from pacs_megatron.sglang.weights.checksums import sha_hash
+from pacs_megatron.sglang.weights.transports import Transport
 from tests.support.servers.fake_sglang import FakeSglang
 
 
@@ -118,36 +119,21 @@ class WeightServer(FakeSglang):
         return web.json_response(self.spoil({"ranks": [{"checksums": held}]}))
 
 
-class InMemory:
+class InMemory(Transport):
     """A transport that passes buckets to `WeightServer`s of this process, inside SGLang's sessions."""
 
     def __init__(self, servers: Mapping[str, WeightServer]) -> None:
         self._servers = servers
         self._sessions: dict[str, bool] = {}
 
-    def start(self, version: int) -> None:
-        """Nothing to set up."""
-
     def join(self, api: SglangApi) -> None:
         self._sessions[api.url] = api.begin_weight_update()
-
-    def prepare(self, bucket: Bucket) -> None:
-        """Nothing."""
 
     def send(self, api: SglangApi, bucket: Bucket) -> None:
         api.call("/in_memory", {})
         for name, tensor in bucket.tensors():
             self._servers[api.url].load(name, tensor)
 
-    def commit(self) -> None:
-        """Nothing."""
-
     def finish(self, api: SglangApi) -> None:
         if self._sessions[api.url]:
             api.end_weight_update()
-
-    def forget(self, api: SglangApi) -> None:
-        """Nothing is kept."""
-
-    def close(self) -> None:
-        """Nothing."""
