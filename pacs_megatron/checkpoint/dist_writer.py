@@ -32,9 +32,8 @@ from pacs_megatron.checkpoint.dist_metadata import COMMON_NAME, CONFIG, CONFIG_N
 from pacs_megatron.checkpoint.manifest import FileFacts
 from pacs_megatron.checkpoint.page_cache import WriteBehind
 from pacs_megatron.checkpoint.safetensors_file import tensor_bytes
-from pacs_megatron.checkpoint.staging import write_file
 from pacs_megatron.errors import CheckpointError
-from pacs_megatron.runtime.files import naming
+from pacs_megatron.runtime.files import naming, write_atomically
 
 Shape = tuple[int, ...]
 ALIGNMENT = 64
@@ -106,7 +105,7 @@ class DistWriter:
             CONFIG_NAME: json.dumps(CONFIG).encode(),
         }
         for name, data in small.items():
-            write_file(self._folder / name, data)
+            write_atomically(self._folder / name, [data])
             facts[name] = FileFacts(len(data), xxhash.xxh3_128_hexdigest(data))
         return facts
 

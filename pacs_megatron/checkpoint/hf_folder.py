@@ -13,12 +13,12 @@ import torch
 
 from pacs_megatron.checkpoint.page_cache import WriteBehind
 from pacs_megatron.checkpoint.safetensors_file import SafetensorsFile, Stored, TensorInfo, plan_header, tensor_bytes
-from pacs_megatron.checkpoint.staging import StagedFolder, write_file
+from pacs_megatron.checkpoint.staging import StagedFolder
 from pacs_megatron.config.text import MAX_NAME_BYTES
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.models import Entry, load_config
 from pacs_megatron.models.table import CRITIC_CLASS
-from pacs_megatron.runtime.files import naming, sync_path
+from pacs_megatron.runtime.files import naming, sync_path, write_atomically
 from pacs_megatron.runtime.json_reader import read_object
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -215,7 +215,7 @@ class HfFolderWriter:
         if len(self._descriptors) > 1:
             total = sum(info.nbytes for info in infos)
             index = {"metadata": {"total_size": total}, "weight_map": self._weight_map}
-            write_file(self._staged.path / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
+            write_atomically(self._staged.path / INDEX_NAME, [(json.dumps(index, indent=2) + "\n").encode()])
         with naming(self._staged.path):
             for descriptor in self._descriptors:
                 os.fsync(descriptor)
@@ -287,7 +287,7 @@ def copy_hf_metadata(source: Path, target: Path, *, dtypes: set[torch.dtype], is
         # transformers 4 reads only `torch_dtype`; 5 reads both and writes `dtype`.
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
         config |= dict.fromkeys(keys, str(next(iter(dtypes))).removeprefix("torch."))
-    write_file(target / "config.json", (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+    write_atomically(target / "config.json", [(json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()])
 
 
 def _split(tensors: list[TensorInfo], max_shard_bytes: int) -> list[list[TensorInfo]]:

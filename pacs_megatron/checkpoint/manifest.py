@@ -21,8 +21,8 @@ from pacs_megatron.checkpoint.names import (
     position_of,
     read_run_identity,
 )
-from pacs_megatron.checkpoint.staging import write_file
 from pacs_megatron.errors import CheckpointError
+from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.waiting import report_wait
 
@@ -75,7 +75,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "updates": manifest.updates,
         "files": files,
     }
-    write_file(folder / MANIFEST_NAME, (json.dumps(content, indent=1) + "\n").encode())
+    write_atomically(folder / MANIFEST_NAME, [(json.dumps(content, indent=1) + "\n").encode()])
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -2,14 +2,13 @@
 
 import fcntl
 import logging
-import os
 import shutil
 import uuid
 from pathlib import Path
 from typing import IO, Self
 
 from pacs_megatron.errors import CheckpointError
-from pacs_megatron.runtime.files import naming, sync_path
+from pacs_megatron.runtime.files import sync_path
 
 logger = logging.getLogger(__name__)
 
@@ -86,14 +85,6 @@ def check_free_disk(target: Path, needed_bytes: int) -> None:
             f"{target} needs {needed / 1e9:.2f} GB and {existing} has {free / 1e9:.2f} GB free; "
             "free some or choose an output folder on another disk"
         )
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Writes and flushes a small file."""
-    with naming(path), path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _acquire(path: Path) -> IO[bytes]:

@@ -13,9 +13,9 @@ import torch
 import xxhash
 
 from pacs_megatron.checkpoint.safetensors_file import tensor_bytes
-from pacs_megatron.checkpoint.staging import write_file
 from pacs_megatron.models import ModelSpec
 from pacs_megatron.runtime.environment import installed
+from pacs_megatron.runtime.files import write_atomically
 
 CERTIFICATE_NAME = "certificate.json"
 _FORMAT = 1
@@ -100,4 +100,4 @@ class Certificate:
         return json.dumps(content, indent=1) + "\n"
 
     def write(self, path: Path) -> None:
-        write_file(path, self.to_json().encode())
+        write_atomically(path, [self.to_json().encode()])

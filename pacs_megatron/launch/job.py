@@ -21,7 +21,7 @@ from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.launch.serve import servers_here, wait_for_urls
 from pacs_megatron.launch.train import check_model_and_layout
 from pacs_megatron.runtime.command_line import OneLineParser, run_command
-from pacs_megatron.runtime.files import has_fields, read_rows
+from pacs_megatron.runtime.files import has_fields, json_line, read_rows, write_atomically
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, read_exit_code, run_folder
 from pacs_megatron.runtime.waiting import report_wait, run_program
 
@@ -106,7 +106,7 @@ def end(run_dir: Path, code: int, max_attempts: int) -> tuple[int, bool, str]:
     if code_file.is_file() and code_file.stat().st_mtime >= float(rows[-1]["begin"]):
         code = read_exit_code(code_file, code)
     rows[-1] |= {"end": time.time(), **_progress(run_dir, "end"), "code": code}
-    _rewrite(run_dir, rows)
+    write_atomically(run_dir / "logs" / ATTEMPTS_FILE, map(json_line, rows))
     again, reason = _verdict(rows, code, max_attempts)
     if again and (run_dir / CANCEL_FILE).exists():
         again, reason = False, "cancelled by `pacs-megatron cancel --save`"
@@ -199,13 +199,6 @@ def _append(run_dir: Path, row: Row, name: str) -> None:
         # A lost node may have left a partial line. Start a new one.
         torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
         file.write((b"\n" if torn else b"") + json.dumps(row).encode() + b"\n")
-
-
-def _rewrite(run_dir: Path, rows: Sequence[Row]) -> None:
-    path = run_dir / "logs" / ATTEMPTS_FILE
-    beside = path.with_suffix(".tmp")
-    beside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    beside.replace(path)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -12,7 +12,6 @@ ignores SIGUSR1, the stop request to the trainer.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING
 from pacs_megatron.config import RunConfig, load_config
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError, RolloutError
 from pacs_megatron.runtime.command_line import run_command
+from pacs_megatron.runtime.files import json_line, write_atomically
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
 from pacs_megatron.runtime.waiting import report_wait
@@ -107,7 +107,7 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
     specs = [replace(spec, host=host) for spec in server_specs(rollout, here, config.model, folder / node)]
     servers = start_servers(specs, rollout.servers.start_timeout_s, ending.is_due)
     try:
-        _publish(folder / f"{node}.urls", "".join(f"{server.url}\n" for server in servers))
+        write_atomically(folder / f"{node}.urls", [f"{server.url}\n".encode() for server in servers])
         return _watch(servers, rollout.servers.max_restarts, ending)
     finally:
         for server in servers:
@@ -148,12 +148,6 @@ def _watch(servers: Sequence[ManagedServer], max_restarts: int, ending: Ending) 
                 return 1
         time.sleep(POLL_S)
     return 0
-
-
-def _publish(path: Path, text: str) -> None:
-    beside = path.with_suffix(f".{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
 
 
 @report_wait("for the SGLang servers of all rollout nodes")
@@ -202,10 +196,9 @@ def _run(folder: Path, config: Path, overrides: Sequence[str]) -> int:
         ending.install()
         return serve(folder, loaded.config, ending)
     except Exception as error:
-        folder.mkdir(parents=True, exist_ok=True)
         node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         code = int(error.exit_code) if isinstance(error, PacsError) else int(ExitCode.FAILED)
-        _publish(folder / f"{node}.error", json.dumps({"code": code, "message": str(error)}))
+        write_atomically(folder / f"{node}.error", [json_line({"code": code, "message": str(error)})])
         raise
 
 

@@ -49,16 +49,16 @@ def _push(run: RunContext) -> str:
     """The digest of an export that reached at least one receiver. Collective; raises on every rank."""
     if run.engine is not None:
         engine = run.engine
-        return run.channel.run_together(lambda: push(run.policy.version, run.policy.export_weights(), [engine]).digest)
+        return run.channel.run_together(lambda: push(run.policy.version, run.policy.export_weights(), [engine]))
     for model in run.models:
         model.offload.to_host()
     _empty_caches(run)
     receivers = _targets(run)
-    pushed = run.channel.run_together(
+    digest, error = run.channel.run_together(
         lambda: stream(run.policy.version, run.policy.export_weights(), receivers, lambda: _empty_caches(run))
     )
-    _require_a_server(run, bool(receivers), pushed.error)
-    return pushed.digest
+    _require_a_server(run, bool(receivers), error)
+    return digest
 
 
 def release_memory(run: RunContext) -> None:

@@ -63,7 +63,7 @@ def test_colocated_steps(python: str, tmp_path: Path, transport: str) -> None:
                 assert torch.cuda.mem_get_info()[0] > free_before + (1 << 30)
             engine.begin_update()
             pushed = push(step, export(models[step % 2]), [sync])
-            engine.set_current(pushed.version, pushed.digest)
+            engine.set_current(self.version, pushed)
             assert sync.report.verified > 0
             print(
                 f"{transport}: {pushed.num_bytes} bytes in {pushed.seconds:.3f} s, {pushed.num_bytes / pushed.seconds / 1e9:.2f} GB/s"

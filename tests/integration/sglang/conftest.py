@@ -28,7 +28,7 @@ from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.client import SglangEngine
 from pacs_megatron.sglang.weights.build import server_sync
 from pacs_megatron.sglang.weights.server_sync import ServerSync
-from pacs_megatron.training.push import PushResult, push
+from pacs_megatron.training.push import push
 from tests.support.servers.fleet_run import FleetRun
 from tests.support.tiny_models import make_tiny_qwen3
 
@@ -86,11 +86,11 @@ class Lab:
             engine.set_current(self.version, self.sync.report.digest)
             yield engine
 
-    def push(self, weights: int) -> PushResult:
+    def push(self, weights: int) -> str:
         self.version += 1
         self.engine.begin_update()
         pushed = push(self.version, self.export(weights), [self.sync])
-        self.engine.set_current(pushed.version, pushed.digest)
+        self.engine.set_current(self.version, pushed)
         return pushed
 
     def export(self, weights: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -46,8 +46,7 @@ def test_every_receiver_gets_everything_in_order() -> None:
     for name, tensor in weights().items():
         digest.update(name, tensor)
     assert one.heard == two.heard == ["begin 3", "a", "b", "c", f"end {digest.hexdigest()}"]
-    assert pushed.digest == digest.hexdigest()
-    assert pushed.num_bytes == 24 + 6 + 8
+    assert pushed == digest.hexdigest()
 
 
 @pytest.mark.parametrize("fail_at", ["begin 1", "b"])
@@ -68,7 +67,7 @@ def test_a_failing_receiver_stops_neither_the_others_nor_the_export(fail_at: str
 
 
 def test_a_rank_without_receivers_takes_part_and_knows_the_digest() -> None:
-    assert push(1, weights().items(), []).digest == push(1, weights().items(), [Listener()]).digest
+    assert push(1, weights().items(), []) == push(1, weights().items(), [Listener()])
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
