@@ -63,10 +63,10 @@ def test_colocated_steps(python: str, tmp_path: Path, transport: str) -> None:
                 assert torch.cuda.mem_get_info()[0] > free_before + (1 << 30)
             engine.begin_update()
             pushed = push(step, export(models[step % 2]), [sync])
-            engine.set_current(self.version, pushed)
+            engine.set_current(step, pushed)
             assert sync.report.verified > 0
             print(
-                f"{transport}: {pushed.num_bytes} bytes in {pushed.seconds:.3f} s, {pushed.num_bytes / pushed.seconds / 1e9:.2f} GB/s"
+                f"{transport}: {sync.report.num_bytes} bytes in {sync.report.seconds:.3f} s, {sync.report.num_bytes / sync.report.seconds / 1e9:.2f} GB/s"
             )
             requests = [
                 SampleRequest(
