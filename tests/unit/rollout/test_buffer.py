@@ -146,7 +146,7 @@ def test_cancelled_requests_stay_cancelled_in_a_checkpoint() -> None:
     header, arrays = rollouts_to_message([one])
     prompts = {f"d/{k}": prompt(k) for k in range(2)}
     [again] = rollouts_from_message(json.loads(json.dumps(header)), arrays, prompts, requests_of)
-    assert (again.step, again.judged) == (one.step, one.judged)
+    assert again.step == one.step
     assert (again.cancelled, again.enough, again.is_returned) == (one.cancelled, 1, True)
     assert [g.prompt_id for g in again.groups()] == ["d/0"] and not again.missing
     assert all(again.sampled[key].reward_details == {"of": key} for key in again.judged)
