@@ -244,7 +244,7 @@ def imported() -> None:
         "data",
         "launch.export",
         "launch.runs",
-        "launch.preview",
+        "evaluation.preview",
         "plan.plan",
     ):
         importlib.import_module(f"pacs_megatron.{name}")
