@@ -20,6 +20,7 @@ from pacs_megatron.evaluation.statistics import (
     improvement,
     interquartile_mean,
     performance_profile,
+    permutation_p,
     stratified,
 )
 from pacs_megatron.observability.metrics import Row, read_metrics
@@ -27,8 +28,8 @@ from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import CONFIG_FILE
 
 THRESHOLDS = tuple(percent / 100 for percent in range(101))
-MIN_SEEDS = 3
-"""Below it an interval over seeds has no meaning."""
+MIN_SEEDS = 4
+"""Below it no difference can have p < 0.05 in a permutation of seeds."""
 _SAME_METHOD = ("run.seed", "run.name", "run.dir", "run.nproc", "resources", "logging")
 _REWARD = "reward/mean"
 _MOST_KEYS = 3
@@ -75,16 +76,19 @@ class Comparison:
     def sentences(self) -> list[str]:
         """One plain sentence for each pair, on what the runs show."""
         found = []
-        num_seeds = {method.label: len(method.runs) for method in self.methods}
         for (x, y), chance in self.improvements.items():
-            fewest = min(num_seeds[x], num_seeds[y])
+            one, other = (next(m for m in self.methods if m.label == label) for label in (x, y))
+            fewest = min(len(one.runs), len(other.runs))
             if fewest < MIN_SEEDS:
                 found.append(f"{x} and {y}: {fewest} seed(s) are too few to order them (at least {MIN_SEEDS}).")
                 continue
-            better, worse, p = (x, y, chance) if chance.value >= 0.5 else (y, x, _reversed(chance))
-            text = f"a run of {better} is better than one of {worse} with probability {p.value:.2f} [{p.low:.2f}, {p.high:.2f}]"
-            verdict = "significant" if p.low > 0.5 else "not significant"
-            found.append(f"{x} and {y}: {text}, so the difference is {verdict} at 95 % with {fewest} seeds.")
+            p = permutation_p(one.scores, other.scores)
+            verdict = "significant" if p < 0.05 else "not significant"
+            found.append(
+                f"A run of {x} is better than one of {y} with probability {chance.value:.2f} [{chance.low:.2f}, "
+                f"{chance.high:.2f}]. The difference in the mean score is {verdict} (p = {p:.3f} by permutation of seeds, "
+                f"at least {fewest} seeds each)."
+            )
         return found
 
 
@@ -107,7 +111,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
     for number, found in enumerate(members):
         scores = np.array([[_score(run, task) for task in tasks] for run in found], dtype=np.float64)
         method = Method(
-            label=_label(found, number, differences),
+            label=_label(members, number, differences),
             runs=found,
             scores=scores,
             iqm=stratified(interquartile_mean, scores),
@@ -168,14 +172,11 @@ def _score(run: Run, key: str) -> float | None:
     return None if value is None else float(value)
 
 
-def _label(runs: Sequence[Run], number: int, differences: Mapping[str, Sequence[Any]]) -> str:
+def _label(members: Sequence[Sequence[Run]], number: int, differences: Mapping[str, Sequence[Any]]) -> str:
     names = differences.get("objective.name", [])
     if names and len(set(names)) == len(names):
         return str(names[number])
     if not 0 < len(differences) <= _MOST_KEYS:
-        return runs[0].name
+        firsts = [runs[0].name for runs in members]
+        return firsts[number] if len(set(firsts)) == len(firsts) else f"{firsts[number]} ({number + 1})"
     return " ".join(f"{key.rpartition('.')[2]}={given[number]}" for key, given in differences.items())
-
-
-def _reversed(chance: Interval) -> Interval:
-    return Interval(1 - chance.value, 1 - chance.high, 1 - chance.low)

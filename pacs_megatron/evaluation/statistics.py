@@ -5,6 +5,8 @@ Precipice", arXiv:2108.13264, which the library rliable implements. Scores are f
 draws runs with replacement within each task, independently for each task.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ RESAMPLES = 2000
 _CONFIDENCE = 0.95
 _DRAWS = 400
 """Random subsets for maj@k with k < n"""
+_SPLITS = 20_000
 Aggregate = Callable[[np.ndarray], float]
 
 
@@ -92,6 +95,22 @@ def improvement(x: np.ndarray, y: np.ndarray, seed: int = 0) -> Interval:
     rng = np.random.default_rng(seed)
     found = [probability_of_improvement(_resampled(x, rng), _resampled(y, rng)) for _ in range(RESAMPLES)]
     return Interval(probability_of_improvement(x, y), *_percentiles(found))
+
+
+def permutation_p(x: np.ndarray, y: np.ndarray, seed: int = 0) -> float:
+    """Two-sided p of the difference in the mean score over tasks, by exchanging runs between the two sides.
+
+    All splits where there are at most `_SPLITS`, else that many random ones. A bootstrap of few runs is too optimistic for
+    a verdict: with three against three no split can have p < 0.1.
+    """
+    runs = np.concatenate([x.mean(axis=1), y.mean(axis=1)])
+    if math.comb(len(runs), len(x)) <= _SPLITS:
+        splits = np.array(list(itertools.combinations(range(len(runs)), len(x))))
+    else:
+        splits = np.random.default_rng(seed).permuted(np.tile(np.arange(len(runs)), (_SPLITS, 1)), axis=1)[:, : len(x)]
+    sums = runs[splits].sum(axis=1)
+    differences = np.abs(sums / len(x) - (runs.sum() - sums) / len(y))
+    return float((differences >= abs(x.mean() - y.mean()) - 1e-12).mean())
 
 
 def _resampled(scores: np.ndarray, rng: np.random.Generator) -> np.ndarray:

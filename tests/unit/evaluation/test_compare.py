@@ -69,15 +69,15 @@ def test_methods_scores_and_statistics(runs: list[Path]) -> None:
     assert found.methods[0].iqm.value == pytest.approx(ordered[2:6].mean())
     assert found.improvements["pacs", "grpo"] == (1.0, 1.0, 1.0)
     [sentence] = found.sentences()
-    assert "a run of pacs is better than one of grpo with probability 1.00" in sentence
-    assert "the difference is significant at 95 % with 4 seeds" in sentence
+    assert "A run of pacs is better than one of grpo with probability 1.00" in sentence
+    assert "is significant (p = 0.029 by permutation of seeds" in sentence  # 2 of C(8, 4) splits are as extreme
 
 
 def test_equal_methods_and_few_seeds_are_not_significant(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / f"{m}{s}", m, s, 0.5 + 0.01 * s) for m in ("pacs", "grpo") for s in range(3)]
+    runs = [write_run(tmp_path / f"{m}{s}", m, s, 0.5 + 0.01 * s) for m in ("pacs", "grpo") for s in range(4)]
     assert "not significant" in compare(runs).sentences()[0]
-    assert "too few" in compare([runs[0], runs[1], runs[3]]).sentences()[0]
-    assert compare(runs[:3]).sentences() == []
+    assert "too few" in compare([*runs[:4], *runs[4:7]]).sentences()[0]
+    assert compare(runs[:4]).sentences() == []
 
 
 def test_the_evaluation_of_a_run_counts_before_its_last_step(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_every_output_has_the_same_figures(
     files = {form: tmp_path / f"out.{form}" for form in ("json", "csv", "latex")}
     words = [word for form, path in files.items() for word in (f"--{form}", str(path))]
     assert main(["compare", *map(str, runs), "--out", str(tmp_path / "out.html"), *words]) == 0
-    assert "significant" in capsys.readouterr().out
+    assert "is significant" in capsys.readouterr().out
     found = json.loads(files["json"].read_text())
     rows = list(csv.DictReader(io.StringIO(files["csv"].read_text())))
     assert len(rows) == 8 * 2

@@ -14,6 +14,7 @@ from pacs_megatron.evaluation.statistics import (
     interquartile_mean,
     majority_at_k,
     performance_profile,
+    permutation_p,
     probability_of_improvement,
     stratified,
 )
@@ -88,3 +89,14 @@ def test_the_bootstrap_is_stratified_by_task() -> None:
     runs = np.random.default_rng(3).normal(size=(12, 1))
     found = stratified(lambda scores: float(scores.mean()), runs)
     assert (found.high - found.low) / 2 == pytest.approx(1.96 * runs.std() / math.sqrt(12), rel=0.2)
+
+
+def test_the_permutation_test_counts_splits() -> None:
+    x, y = np.array([[0.5, 0.7], [0.6, 0.8], [0.7, 0.9]]), np.array([[0.1, 0.2], [0.2, 0.3], [0.3, 0.4]])
+    assert permutation_p(x, y) == pytest.approx(2 / 20)
+    assert permutation_p(x, x) == 1.0
+    rng = np.random.default_rng(4)
+    false = sum(permutation_p(rng.normal(size=(5, 2)), rng.normal(size=(5, 2))) < 0.05 for _ in range(300))
+    assert false / 300 <= 0.08
+    many = permutation_p(rng.normal(0.0, 1.0, (12, 1)), rng.normal(1.5, 1.0, (12, 1)))  # random splits
+    assert many < 0.02
