@@ -8,6 +8,8 @@ import yaml
 
 from pacs_megatron.cli import main
 from pacs_megatron.evaluation.passk import pass_at_k
+from tests.support.tiny_models import make_tiny_qwen3
+from tests.support.tiny_run import write_tiny_run
 
 REWARD = """
 def longer_than_three(prompt, response):
@@ -82,6 +84,7 @@ def test_counts_estimates_and_files(config, tmp_path, tiny_qwen3, capsys):
     assert "results.json" in printed
 
 
+@pytest.mark.full  # the resumed evaluation below compares samples too
 def test_the_same_command_gives_the_same_samples_and_another_model_others(config, tmp_path, tiny_qwen3_tied):
     first, again, other = (tmp_path / name for name in ("first", "again", "other"))
     assert main(["eval", str(config), "--out", str(first)]) == 0
@@ -170,3 +173,26 @@ def test_nothing_to_evaluate_is_an_error_with_the_place(config, tmp_path, capsys
     config.write_text(yaml.safe_dump(tree))
     assert main(["eval", str(config)]) == 2
     assert "evaluation.benchmarks is empty" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_run_and_its_checkpoints_in_one_call(tmp_path, capsys):
+    """A checkpoint is exported once; the last one has the weights of the run's own export."""
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
+    assert main(["train", str(config), "parallel.tp=1", "run.nproc=1"]) == 0
+    run = tmp_path / "runs" / "tiny"
+    steps = [run / "checkpoints" / f"step_00000{step}" for step in (1, 2)]
+    columns = "columns: {problem: problem, answer: answer}"
+    words = [
+        *("eval", str(config), "--out", str(tmp_path / "out"), "--model", str(run), *map(str, steps)),
+        f"evaluation.benchmarks=[{{path: {tmp_path}/train.jsonl, name: sums, limit: 4, {columns}}}]",
+        "evaluation.sampling={max_response_tokens: 8}",
+    ]
+    assert main(words) == 0
+    names = ("tiny", "tiny-step_000001", "tiny-step_000002")
+    digests = [json.loads((tmp_path / "out" / name / "results.json").read_text())["weights_digest"] for name in names]
+    assert digests[0] == digests[2] != digests[1]
+    written = (run / "hf_exports" / "step_000001" / "model.safetensors").stat().st_mtime_ns
+    assert main(words) == 0
+    assert (run / "hf_exports" / "step_000001" / "model.safetensors").stat().st_mtime_ns == written
+    assert capsys.readouterr().out.count("results.json") == 6
