@@ -109,7 +109,7 @@ if [ "$venv" = .venv-te ] && ! "$py" -c 'import importlib.util as u, sys; sys.ex
     tar -C "$site" -xJf "$pack"/transformer_engine-*.tar.xz
     xz -dc "$pack"/libtransformer_engine-*.so.xz >"$site/transformer_engine/wheel_lib/libtransformer_engine.so"
 fi
-if [ "$venv" != .venv ]; then exit; fi
+if [ "$venv" != .venv ] && [ "$venv" != .venv-current ]; then exit; fi
 
 package=$(sha256sum pyproject.toml | cut -d' ' -f1)
 if [ "$(cat "$venv/.package" 2>/dev/null)" != "$package $PWD" ]; then
