@@ -38,9 +38,10 @@ install-sandbox: ## bubblewrap from Debian, when root and missing
 quickstart: install ## tiny model -> warm start -> PACS -> Hugging Face checkpoint, on two CPU cores
 	@$(PY) -m examples.quickstart.run
 
-CURRENT_TESTS := tests/unit tests/distributed/policy/test_policy_models.py tests/distributed/policy/test_family_logits.py \
-	tests/distributed/test_checkpoint_conversion.py tests/distributed/policy/test_plan_exact.py \
-	tests/distributed/test_checkpoint.py tests/integration/test_quickstart.py
+CURRENT_TESTS := $(addprefix tests/unit/,certify checkpoint convert embedded models parallel plan policy training) \
+	$(addprefix tests/distributed/policy/,test_policy_models.py test_family_logits.py test_plan_exact.py) \
+	tests/distributed/test_checkpoint.py tests/distributed/test_checkpoint_conversion.py \
+	tests/integration/test_quickstart.py
 TEST_TOOLS := install-dev install-sglang install-slurm install-sandbox
 
 test: $(TEST_TOOLS) ## what a change needs: about 12 minutes on two idle cores

@@ -49,7 +49,9 @@ def fill_from_checkpoint(policy: Any, folder: Path) -> None:
     }
     loaded = load_sharded(state, folder / "dist")
     for number, model in enumerate(policy.models):
-        model.load_state_dict(loaded[f"model{number}"], strict=True)
+        found = model.load_state_dict(loaded[f"model{number}"], strict=False)
+        # Transformer Engine's modules have FP8 state, which a converted folder does not.
+        assert not found.unexpected_keys and all(key.endswith("_extra_state") for key in found.missing_keys)
 
 
 def check_loading(hf: Path, checkpoint: Path, layout: dict[str, Any], dtype: str = "fp32") -> None:
