@@ -68,7 +68,8 @@ class _Router:
     """The router of a Qwen3 layer with experts in float64; with `chosen` [tokens, top k] it takes these experts."""
 
     def __init__(self, module: Any) -> None:
-        self.module, self.chosen = module, None
+        self.module = module
+        self.chosen: Tensor | None = None
         module.forward = self
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,7 +170,7 @@ class Reference:
             wanted = range(len(prompt_lens)) if rows is None else rows
             found = []
             for row in wanted:
-                routes = self.routes[row] if replays else [None] * len(self.model.routers)
+                routes: list[Tensor | None] = self.routes[row] if replays else [None] * len(self.model.routers)
                 found.append(self.model.sample(tokens[bounds[row] : bounds[row + 1]], prompt_lens[row], routes))
                 if rows is None:
                     self.routes[row] = [router.chosen for router in self.model.routers]

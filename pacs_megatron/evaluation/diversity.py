@@ -150,7 +150,8 @@ def _pictures(points: Mapping[str, np.ndarray]) -> str:
     span = np.maximum(np.max([xy.max(axis=0) for xy in flat.values()], axis=0) - low, 1e-9)
     figures = []
     for number, (name, xy) in enumerate(flat.items()):
-        density, _, _ = np.histogram2d(*((xy - low) / span).T, bins=_CELLS, range=[[-0.05, 1.05]] * 2)
+        x, y = ((xy - low) / span).T
+        density, _, _ = np.histogram2d(x, y, bins=_CELLS, range=((-0.05, 1.05), (-0.05, 1.05)))
         kernel = np.exp(-0.5 * (np.arange(-4, 5) / 1.5) ** 2)
         for axis in (0, 1):
             density = np.apply_along_axis(np.convolve, axis, density, kernel, mode="same")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from pacs_megatron.runtime.processes import AGENT_PID, die_with_parent
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from pacs_megatron.certify.certificate import certificate_line
 from pacs_megatron.checkpoint.names import describe_newest

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 from packaging.requirements import Requirement
 from packaging.version import Version
 

@@ -174,7 +174,12 @@ def _network(loaded: LoadedConfig) -> Iterator[Check]:
         )
         yield Check("warn", "HF_HUB_OFFLINE", message, "export HF_HUB_OFFLINE=1 (submit and slurm/train.sbatch do)")
     if (wandb := config.logging.wandb) is not None:
-        yield attempt("logging.wandb", lambda: check_wandb(wandb) or f"project {wandb.project}")
+
+        def can_log() -> str:
+            check_wandb(wandb)
+            return f"project {wandb.project}"
+
+        yield attempt("logging.wandb", can_log)
 
 
 def _model(loaded: LoadedConfig) -> Iterator[Check]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import ConfigError, RewardError

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import yaml
 
 from pacs_megatron.observability.metrics import read_metrics
