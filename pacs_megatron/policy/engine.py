@@ -76,7 +76,7 @@ class MegatronPolicy:
         self.num_passes: Counter[str] = Counter()
         """forward-only passes over a mini-batch so far, by kind: `step_start`, `reference`, `score`"""
         self.routes: Routes | None = None
-        """experts that the last `step_start` pass chose, of this rank's samples; None for a model without experts"""
+        """experts of the last `step_start` or score pass, of this rank's samples; None for a model without experts"""
         self._tokens_per_microbatch = tokens_per_microbatch
         sequence_multiple = parallel.tp if parallel.sequence_parallel else 1
         self._multiple = math.lcm(sequence_multiple, precision.token_multiple(precision_options) * sequence_multiple)
@@ -202,11 +202,12 @@ class MegatronPolicy:
     ) -> SampleStatistics:
         self.num_passes["score"] += 1
         statistics = SampleStatistics(names=names)
-        routing = None if minibatch.routes is None else self._routing(minibatch.routes)
+        routing = self._routing(minibatch.routes)
         with torch.no_grad():
             for batch, logprobs in zip(*self._forward(minibatch, should_stop, routing), strict=False):
                 record = build_record(batch, logprobs, None, is_step_start=minibatch.index == 0)
                 statistics.add(batch, record, objective)
+        self.routes = minibatch.routes or (routing and routing.recorded())
         return statistics
 
     def score_noise(
@@ -293,6 +294,7 @@ class MegatronPolicy:
             split = np.flatnonzero(~minibatch.plan.together)
             known = objective.known(minibatch.facts, step_inputs)
             prepared, before = self._prepare_split_groups(minibatch, objective, known, split, should_stop)
+            minibatch = replace(minibatch, routes=self.routes if before else minibatch.routes)
         else:
             prepared = objective.prepare(None, minibatch.facts, step_inputs)
             minibatch = self._without_zero_gradient(minibatch, prepared)

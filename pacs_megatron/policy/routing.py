@@ -23,7 +23,8 @@ Routes = dict[int, np.ndarray]
 
 
 class Routing:
-    """The routing of one pass: replays `given` where it is not None, and else records it. Call `finish` after the pass."""
+    """The routing of one pass: replays `given` in micro-batches whose samples all have it, and records it in the others.
+    Call `finish` after the pass."""
 
     def __init__(self, spec: ModelSpec, models: Sequence[PolicyModel], given: Routes | None) -> None:
         assert spec.moe is not None
@@ -39,7 +40,8 @@ class Routing:
         if model.config.sequence_parallel:
             tp = parallel_state.get_tensor_model_parallel_world_size()
             place = place.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
-        experts = None if self._given is None else self._at(batch, place, self._given)
+        given = self._given or {}
+        experts = self._at(batch, place, given) if given and all(int(row) in given for row in batch.rows) else None
         for layer, router in routers.items():
             if experts is None:
                 router.set_router_replay_action(RouterReplayAction.RECORD)
@@ -50,6 +52,8 @@ class Routing:
         if experts is None:
             self._recorded.append((batch, place, {k: r.recorded_topk_idx for k, r in routers.items()}))
         for router in routers.values():
+            if experts is None:  # a recomputed forward replays this one
+                router.replay_backward_list.append(router.recorded_topk_idx)
             router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
     def _at(self, batch: MicroBatch, place: Tensor, given: Routes) -> Tensor:

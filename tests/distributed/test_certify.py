@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from pacs_megatron.certify.certificate import Certificate
-from pacs_megatron.certify.run import certify, make_case
-from pacs_megatron.config import load_config
-from pacs_megatron.errors import ConfigError
+from pacs_megatron.certify.run import certify
 from pacs_megatron.runtime.shipped import run_file
 from tests.support.policies.certify_runs import random_run, write_run
 from tests.support.policies.planted import PLANTED
@@ -67,14 +65,7 @@ def test_a_planted_error_turns_it_red(tmp_path: Path, monkeypatch: pytest.Monkey
     [pytest.param(seed, marks=pytest.mark.full if seed < 26 else pytest.mark.campaign) for seed in range(270)],
 )
 def test_a_random_legal_configuration_is_green(tmp_path: Path, seed: int) -> None:
-    """Four of five draws are legal."""
     family, changes = random_run(seed)
-    path = write_run(tmp_path, changes, family)
-    try:
-        make_case(load_config(path), None)
-    except ConfigError as error:
-        print(f"not legal: {error}")
-        return
     certificate = run(tmp_path, changes, family)
     assert certificate.is_green, f"{family} {changes}: {certificate.line()}"
 

@@ -13,6 +13,7 @@ import torch
 from pacs_megatron.certify.reference import Adam, Model
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.policy.routing import Routing
 from pacs_megatron.training.progress import OpenStep
 from tests.support.policies.policy_cases import (
     CLIP_GRAD,
@@ -77,6 +78,32 @@ def reference(folder: Path, routes: dict[int, np.ndarray] | None) -> Any:
     adam.step(OPTIMIZER["lr"])
     weights = {name: value.copy() for name, value in model.named(model.parameters).items()}
     return chosen, [logp.detach().numpy() for logp in logps], norm, weights
+
+
+@pytest.mark.full
+def test_the_update_replays_the_experts_of_its_score_pass(folder: Path) -> None:
+    """Without a `step_start` pass: the micro-batches of split groups replay, those of whole groups choose."""
+
+    def body(_rank: int, world_size: int) -> Any:
+        policy = make_policy(folder, world_size, tokens_per_microbatch=52, **FULL)
+        policy.take_reference(reset_optimizer=False)
+        objective = build_objective(PacsOptions(name="pacs", reference="frozen"), updates_per_step=2)
+        minibatch = make_part(FACTS, TOKENS, policy, 52, index=1, keep_groups=True)
+        frozen = policy.logprobs(minibatch, "reference")
+        replayed: list[int] = []
+        real = Routing._at
+
+        def counted(self: Any, batch: Any, *args: Any) -> Any:
+            replayed.extend(batch.rows.tolist())
+            return real(self, batch, *args)
+
+        Routing._at = counted  # type: ignore[method-assign]  # this process ends with the test
+        report = policy.update(replace(minibatch, reference_logprobs=frozen), objective, None)
+        split = np.flatnonzero(~minibatch.plan.together)
+        return sorted(replayed), split.tolist(), report.metrics["pacs/score_drift_max"], FACTS.num_samples
+
+    replayed, split, drift, samples = run_ranks(body, 1)[0]
+    assert replayed == split and 0 < len(split) < samples and drift == 0.0
 
 
 @pytest.mark.parametrize("case", in_test(CASES, "pp2-recompute", "tp2ep2"))

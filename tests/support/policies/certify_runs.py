@@ -30,7 +30,7 @@ def write_run(folder: Path, changes: Mapping[str, Any], family: str = "qwen3") -
     kind, own = CASES[family]
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(config_of(kind, own).to_dict()))
+    (model / "config.json").write_text(json.dumps(config_of(kind, own | {"num_hidden_layers": 4}).to_dict()))
     tree = {name: dict(values) for name, values in BASE.items()} | {"model": {"path": str(model)}}
     for section, values in changes.items():
         is_other = "name" in values or "engine" in values
@@ -59,7 +59,7 @@ def random_run(seed: int) -> tuple[str, dict[str, Any]]:
     name = draw.choice(["pacs", "pacs", "grpo", "grpo", "sft"])
     objective = {"pacs": _random_pacs, "grpo": _random_grpo, "sft": _random_sft}[name](draw)
     one_update = objective.get("actor_term", 0) > 0
-    changes = {
+    changes: dict[str, Any] = {
         "run": {"nproc": model * (2 if "ep" in parallel and model < 2 else draw.choice([1, 2]))},
         "parallel": parallel,
         "objective": objective,
@@ -76,6 +76,8 @@ def random_run(seed: int) -> tuple[str, dict[str, Any]]:
             "adam_beta2": draw.choice([0.95, 0.99]),
         },
     }
+    if changes["optimizer"]["schedule"] == "constant":
+        del changes["optimizer"]["min_lr"]
     if name == "pacs" and draw.random() < 0.3:
         changes["batch"]["groups"] = "apart"
     if name != "sft":

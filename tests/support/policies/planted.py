@@ -391,8 +391,10 @@ PLANTED: dict[str, Planted] = {
         target=f"{POLICY}.optimizer.OptimizerConfig", change=_option("adam_eps", lambda value: 10 * value)
     ),
     "weight decay 10 % low": Planted(
-        target=f"{POLICY}.optimizer.OptimizerConfig",
-        change=_option("weight_decay", lambda value: 0.9 * value),
+        target=f"{POLICY}.optimizer.OptimizerParamScheduler",  # it sets the rate and the decay of each update
+        change=lambda original, *args, **options: original(
+            *args, **options | {name: 0.9 * options[name] for name in ("start_wd", "end_wd")}
+        ),
         changes=DECAY,
     ),
     "gradients of tied embeddings are not summed over the stages": Planted(
