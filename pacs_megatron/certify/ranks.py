@@ -26,7 +26,7 @@ from pacs_megatron.policy.update_loss import UpdateLoss
 from pacs_megatron.rollout.collect import DriverState, StepSamples
 from pacs_megatron.training import loop
 from pacs_megatron.training.context import RunContext, build_policy, join
-from pacs_megatron.training.export import export_hf
+from pacs_megatron.training.loop import export_hf
 from pacs_megatron.training.progress import RunProgress
 from pacs_megatron.training.saving import Saver
 from pacs_megatron.training.signals import StopFlag

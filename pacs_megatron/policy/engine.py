@@ -31,8 +31,8 @@ from pacs_megatron.policy.microbatch import MicroBatch, build_microbatch, build_
 from pacs_megatron.policy.model import PolicyModel, build_chunks, transformer_config, unwrap, wrap_for_training
 from pacs_megatron.policy.offload import Offload
 from pacs_megatron.policy.optimizer import Optimizer
+from pacs_megatron.policy.passes import StoppablePass, StopTest
 from pacs_megatron.policy.routing import Routes, Routing
-from pacs_megatron.policy.stoppable import StoppablePass, StopTest
 from pacs_megatron.policy.update_loss import MAX_LOG_RATIO, SampleStatistics, UpdateLoss
 
 logger = logging.getLogger(__name__)

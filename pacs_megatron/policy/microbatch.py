@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pacs_megatron.contracts import MiniBatch, SampleTable, TokenRecord
 from pacs_megatron.objectives.shared.groups import build_table
-from pacs_megatron.policy.context import zigzag_index
+from pacs_megatron.policy.modules import zigzag_index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Steps in order: evaluation, metrics, checkpoints, and how a run ends."""
 
 import logging
+import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pacs_megatron.checkpoint import run_checkpoint
+from pacs_megatron.checkpoint.hf_folder import HfFolderWriter, hf_tensors
 from pacs_megatron.checkpoint.manifest import DIST_FOLDER
 from pacs_megatron.checkpoint.names import Position, describe_newest
 from pacs_megatron.config.layout import draws_of
@@ -20,11 +22,11 @@ from pacs_megatron.observability.report import write_report
 from pacs_megatron.observability.rollout_log import truncate_after
 from pacs_megatron.observability.writers import open_sinks
 from pacs_megatron.policy import state as policy_state
+from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.rollout.collect import DriverState
 from pacs_megatron.runtime.waiting import report_wait
 from pacs_megatron.training.breaker import exceeded_limit, warn_of_clipping
 from pacs_megatron.training.context import RunContext
-from pacs_megatron.training.export import export_hf
 from pacs_megatron.training.progress import OpenStep, RunProgress
 from pacs_megatron.training.step import train_step
 from pacs_megatron.training.sync import release_memory, sync
@@ -281,3 +283,22 @@ def _agreed_checkpoint(run: RunContext) -> Path | None:
         found = run_checkpoint.latest_checkpoint(run.run_dir)
     agreed = run.channel.broadcast_json(None if found is None else str(found))
     return None if agreed is None else Path(agreed)
+
+
+def export_hf(run: RunContext, model: MegatronPolicy, target: Path) -> None:
+    """Writes the weights of `model` with config and tokenizer to `target`, which it replaces. Collective.
+
+    Rank 0 writes, one tensor at a time.
+    """
+    with run.timer.span("export"):
+        if run.rank.rank:
+            for _ in model.export_weights():
+                pass
+            return
+        if target.exists():
+            shutil.rmtree(target)
+        tensors = hf_tensors(model.table.entries, model.config.params_dtype)
+        with HfFolderWriter(target, tensors) as writer:
+            for name, tensor in model.export_weights():
+                writer.put(name, tensor.cpu())
+            writer.finish(run.model_dir)

@@ -94,7 +94,7 @@ def attempt(
     from pacs_megatron.observability.spans import Timer
     from pacs_megatron.training import loop
     from pacs_megatron.training.context import RunContext, build_critic, build_policy, join
-    from pacs_megatron.training.export import export_hf
+    from pacs_megatron.training.loop import export_hf
     from pacs_megatron.training.progress import RunProgress
     from pacs_megatron.training.saving import Saver
     from pacs_megatron.training.signals import StopFlag
