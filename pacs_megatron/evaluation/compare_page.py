@@ -20,6 +20,8 @@ _CURVES = (
     ("optimizer/grad_norm", "gradient norm", "before clipping"),
     ("response/len_mean", "response length", "tokens"),
 )
+_Places = dict[int, list[tuple[float, float]]]
+"""Step or k -> (place on the x axis, value) of each run that has it"""
 _LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\~{}", "^": r"\^{}"})
 
 
@@ -93,19 +95,22 @@ def _curves(
     """Mean over the seeds that have the step, and its standard error; `cost` gives the place of each row on the x axis."""
     series = []
     for method in methods:
-        at: dict[int, list[tuple[float, float]]] = {}
+        at: _Places = {}
         for run in method.runs:
             costs = [float(row["step"] or 0) for row in run.rows] if cost is None else cost(run)
             for row, place in zip(run.rows, costs, strict=True):
                 if row.get(key) is not None:
                     at.setdefault(int(row["step"] or 0), []).append((place, float(row[key] or 0.0)))
-        pairs = [np.array(found) for _, found in sorted(at.items())]
-        if pairs:
-            points = [(round(p[:, 0].mean()), float(p[:, 1].mean())) for p in pairs]
-            series.append(
-                Series(name=method.label, points=points, half_width=[float(_standard_error(p)[1]) for p in pairs])
-            )
+        series += _series(method, at)
     return Chart(title=title, series=series, note=note, x=x)
+
+
+def _series(method: Method, at: _Places) -> list[Series]:
+    pairs = [np.array(found) for _, found in sorted(at.items())]
+    points = [(round(p[:, 0].mean()), float(p[:, 1].mean())) for p in pairs]
+    return [Series(name=method.label, points=points, half_width=[float(_standard_error(p)[1]) for p in pairs])][
+        : len(at)
+    ]
 
 
 def _seconds(run: Run) -> list[float]:
@@ -121,24 +126,16 @@ def _pass_at_k(methods: Sequence[Method], task: str) -> Chart:
     """pass@k over k at the end of the runs, or of their evaluations."""
     series, prefix = [], f"eval/{task}/pass@"
     for method in methods:
-        ends = [
-            {**{k: v for row in run.rows for k, v in row.items() if v is not None}, **run.results}
-            for run in method.runs
-        ]
-        ks = sorted(
-            {
-                int(key[len(prefix) :])
-                for end in ends
-                for key in end
-                if key.startswith(prefix) and key[len(prefix) :].isdecimal()
-            }
-        )
-        values = [np.array([[end[f"{prefix}{k}"]] for end in ends if f"{prefix}{k}" in end]) for k in ks]
-        if ks:
-            points = [(k, float(v.mean())) for k, v in zip(ks, values, strict=True)]
-            series.append(
-                Series(name=method.label, points=points, half_width=[float(_standard_error(v)[0]) for v in values])
-            )
+        at: _Places = {}
+        for run in method.runs:
+            for key, value in {
+                **{k: v for row in run.rows for k, v in row.items() if v is not None},
+                **run.results,
+            }.items():
+                k = key.removeprefix(prefix)
+                if key.startswith(prefix) and k.isdecimal():
+                    at.setdefault(int(k), []).append((int(k), float(value)))
+        series += _series(method, at)
     return Chart(title=task, series=series, note="pass@k", x="k")
 
 
@@ -182,27 +179,13 @@ def compare_latex(comparison: Comparison) -> str:
     """A `tabular` for the package booktabs: mean and standard error over seeds, interquartile mean with its interval."""
     header, _ = _scores(comparison)
     rows = [
-        [
-            m.label.translate(_LATEX),
-            str(len(m.runs)),
-            *(f"${cell}$" for cell in _task_cells(m, r" \pm ")),
-            _interval(m.iqm),
-        ]
+        [m.label.translate(_LATEX), str(len(m.runs)), *(f"${c}$" for c in _task_cells(m, r" \pm ")), _interval(m.iqm)]
         for m in comparison.methods
     ]
-    lines = [" & ".join(name.translate(_LATEX) for name in header), *(" & ".join(row) for row in rows)]
-    lines = [f"{line} \\\\" for line in lines]
-    columns = "l" + "r" * (len(header) - 1)
-    text = [
-        rf"\begin{{tabular}}{{{columns}}}",
-        r"\toprule",
-        lines[0],
-        r"\midrule",
-        *lines[1:],
-        r"\bottomrule",
-        r"\end{tabular}",
-    ]
-    return "\n".join(text) + "\n"
+    first, *lines = [f"{' & '.join(row)} \\\\" for row in [[name.translate(_LATEX) for name in header], *rows]]
+    columns, body = "r" * (len(header) - 1), "\n".join(lines)
+    top = f"\\begin{{tabular}}{{l{columns}}}\n\\toprule\n{first}\n\\midrule\n"
+    return f"{top}{body}\n\\bottomrule\n\\end{{tabular}}\n"
 
 
 def _interval(found: Interval) -> str:
