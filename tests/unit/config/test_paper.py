@@ -16,7 +16,7 @@ PAPER = Path(__file__).resolve().parents[3] / "configs" / "paper"
 
 
 @pytest.mark.parametrize(("size", "steps"), [("4b", 120), ("8b", 320)])
-@pytest.mark.parametrize("method", ["pacs", "grpo"])
+@pytest.mark.parametrize("method", ["pacs", "grpo", "ppo"])
 def test_the_values_of_the_document(method: str, size: str, steps: int) -> None:
     config = load_config(PAPER / f"{method}-qwen3-{size}.yaml").config
     assert (config.model.path, config.run.steps) == (f"Qwen/Qwen3-{size.upper()}", steps)
@@ -39,7 +39,12 @@ def test_the_values_of_the_document(method: str, size: str, steps: int) -> None:
     assert not layout_problems(config, ranks_to_start(config))
     objective = config.objective.model_dump()
     wanted = {"clip_grad": 1.0, "loss_mean": "dr_grpo", "constant_length": 1024, "clip_low": 0.2, "clip_high": 0.2}
-    wanted |= {"kl_coef": 0.0, "entropy_coef": 0.0, "advantage": "grpo"}
+    wanted |= {"kl_coef": 0.0, "entropy_coef": 0.0}
+    if method == "grpo":
+        wanted |= {"advantage": "grpo"}
+    if method == "ppo":
+        assert objective["critic"]["lr"] == 1e-5
+        wanted |= {"gamma": 1.0, "lam": 1.0, "value_clip": 0.5}
     if method == "pacs":
         wanted = {"clip_grad": 0.0, "beta": 1.0, "score": "rloo", "weighting": "question", "reference": "step_start"}
     assert objective == objective | wanted
