@@ -299,11 +299,13 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
                 f"({worst.reason}); correct data.train.preset or columns"
             )
         if reward.name == "code":
-            unsafe = "" if reward.sandbox != "none" else ", which isolates neither files nor network nor processes"
-            return f"{num_verified} of {len(prompts)} rows have tests; sandbox: {reward.sandbox}{unsafe}"
+            return f"{num_verified} of {len(prompts)} rows have tests; sandbox: {reward.sandbox}"
         return f"{reward.name} accepts {num_verified} of {len(prompts)} gold answers"
 
     check = attempt("reward", judges)
+    if check.level == "ok" and reward.name == "code" and reward.sandbox == "none":
+        fix = "programs of the policy can read your files, use the network and end your processes; set reward.sandbox"
+        check = Check("warn", check.key, check.message, fix)
     counts = re.search(r" accepts (\d+) of (\d+) ", check.message)
     if check.level == "ok" and counts is not None and 2 * int(counts[1]) < int(counts[2]):
         check = Check("warn", check.key, check.message, "check with `pacs-megatron data preview` that this is intended")

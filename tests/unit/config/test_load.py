@@ -116,7 +116,9 @@ def test_each_objective_has_its_own_default_of_clip_grad(objective: str, limit: 
 def test_overriding_an_element_of_a_list(base: Path, tmp_path: Path) -> None:
     text = "include: base.yaml\nevaluation:\n  sampling: {max_response_tokens: 9}\n  benchmarks:\n"
     run = write(
-        tmp_path, "run.yaml", text + "    - {path: a.jsonl, preset: aime}\n    - {path: b.jsonl, preset: aime}\n"
+        tmp_path,
+        "run.yaml",
+        text + "    - {path: a.jsonl, preset: aime}\n    - {path: b.jsonl, preset: aime, name: second}\n",
     )
     loaded = load_config(run, ["evaluation.benchmarks.1.limit=7"])
     assert [dataset.limit for dataset in loaded.config.evaluation.benchmarks] == [None, 7]

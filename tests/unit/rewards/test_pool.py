@@ -132,7 +132,7 @@ def test_a_pool_whose_functions_forked_closes_at_once(custom, make_prompt):
 def test_numpy_scalars_are_rewards(custom, make_prompt):
     with RewardPool(custom()) as pool:
         pool.submit("a", make_prompt("5"), "numpy")
-        assert pool.next_finished() == ("a", 1.0, None)
+        assert pool.next_finished() == ("a", 1.0, None, None)
 
 
 def test_verdicts_equal_direct_calls(make_prompt):
@@ -142,7 +142,7 @@ def test_verdicts_equal_direct_calls(make_prompt):
     with RewardPool(options) as pool:
         for key, (prompt, response) in cases.items():
             pool.submit(key, prompt, response)
-        got = {key: (reward, failure) for key, reward, failure in pool.results()}
+        got = {key: (reward, failure) for key, reward, failure, _ in pool.results()}
         assert pool.num_pending == 0
     assert got == {key: (judge(*case), None) for key, case in cases.items()}
     assert 0 < sum(reward for reward, _ in got.values()) < 40
@@ -152,7 +152,7 @@ def test_verdicts_equal_direct_calls(make_prompt):
 def test_unreadable_gold_is_a_failure_not_zero(make_prompt):
     with RewardPool(ArithmeticReward(name="arithmetic")) as pool:
         pool.submit("a", make_prompt("x"), r"\boxed{x}")
-        key, reward, failure = pool.next_finished()
+        key, reward, failure, _ = pool.next_finished()
     assert (key, reward) == ("a", None)
     assert "gold answer 'x'" in failure
 
@@ -191,7 +191,7 @@ def test_broken_verifiers_fail_their_sample_only(custom, make_prompt, caplog, re
         assert "memory" in verdicts["3:train/7#1"].failure.lower()
     else:
         assert reason in verdicts["3:train/7#1"].failure
-    assert verdicts["3:train/7#2"] == ("3:train/7#2", 1.0, None)
+    assert verdicts["3:train/7#2"] == ("3:train/7#2", 1.0, None, None)
     assert workers() == []
     assert_no_sleepers()
     assert time.monotonic() - started < 600, "a process that the function started held up the verdict or the end"
@@ -207,7 +207,7 @@ def test_the_limit_of_memory_counts_what_the_function_forks(custom, make_prompt)
         pool.submit("b", make_prompt("5"), "fine")
         failed, whole = pool.results()
     assert failed.failure == ("its processes use more than reward.memory_limit_gib=0.4 together; the worker was killed")
-    assert whole == ("b", 1.0, None) and workers() == []
+    assert whole == ("b", 1.0, None, None) and workers() == []
 
 
 def test_a_hung_worker_holds_up_no_other(custom, make_prompt):
@@ -222,7 +222,7 @@ def test_a_hung_worker_holds_up_no_other(custom, make_prompt):
 def test_output_of_the_function_does_not_mix_with_verdicts(custom, make_prompt):
     with RewardPool(custom()) as pool:
         pool.submit("a", make_prompt("5"), "print")
-        assert pool.next_finished() == ("a", 1.0, None)
+        assert pool.next_finished() == ("a", 1.0, None, None)
 
 
 def test_a_flood_of_output_is_cut(custom, make_prompt, capfd):
