@@ -23,6 +23,7 @@ TOLERANCES: Mapping[str, tuple[float, float, str]] = {
     "score drift": (1e-4, 0.2, "nats"),
     "weights of the ranks": (0, 0, "versions"),
     "weights after an update": (1e-2, 2.0, "of the learning rate"),
+    "critic's weights after an update": (1e-2, 2.0, "of its learning rate"),
     "metrics of a step": (1e-3, 0.5, "of the value, at least of 0.01"),
     "weights after the resume": (0, 0, "difference from the saved ones"),
     "Adam's first moment": (1e-3, 0.2, "of the tensor's largest"),
@@ -116,7 +117,9 @@ def compare(folder: Path, *, updates_before_resume: int, is_bf16: bool) -> Compa
     last = _arrays(product / f"weights_{len(updates)}.npz")
     for kind in ("export", "convert to-hf", "convert to-megatron"):
         found.tensors("exported and converted weights", kind, product / f"{kind}.npz", last, 1.0)
-    return found
+    if (product / "critic to-hf.npz").is_file():
+        of_critic = _arrays(product / f"critic_{len(updates)}.npz")
+        found.tensors("exported and converted weights", "critic", product / "critic to-hf.npz", of_critic, 1.0)
 
 
 def _compare_update(
@@ -143,8 +146,12 @@ def _compare_update(
         )
     digests = {file.read_text() for file in product.glob(f"weights_{number}.*.digest")}
     found.check("weights of the ranks", where, len(digests), 1)
-    weights = {key.removeprefix("weight "): value for key, value in arrays.items() if key.startswith("weight ")}
-    found.tensors("weights after an update", where, product / f"weights_{number}.npz", weights, expected["lr"])
+    models = [("weight ", "weights", "weights after an update", expected["lr"])]
+    if expected["critic"]:
+        models += [("critic ", "critic", "critic's weights after an update", expected["critic"]["critic/lr"][0])]
+    for prefix, stem, quantity, lr in models:
+        weights = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
+        found.tensors(quantity, where, product / f"{stem}_{number}.npz", weights, lr)
 
 
 def _compare_report(
@@ -176,7 +183,11 @@ def _compare_rows(found: Comparison, product: Path, updates: list[dict[str, Any]
         sums: dict[str, list[tuple[float, float]]] = {}
         for index, update in enumerate(own):
             optimizer = {"grad_norm": update["grad_norm"], "clipped_frac": update["is_clipped"], "lr": update["lr"]}
-            metrics = update["metrics"] | {f"optimizer/{name}": (float(v), 1.0) for name, v in optimizer.items()}
+            metrics = (
+                update["metrics"]
+                | update["critic"]
+                | {f"optimizer/{name}": (float(v), 1.0) for name, v in optimizer.items()}
+            )
             for name, pair in metrics.items():
                 if pair[1] and (index == 0 or not name.startswith("mismatch/")):
                     sums.setdefault(name, []).append(pair)

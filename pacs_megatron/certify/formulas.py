@@ -3,6 +3,7 @@
 A new objective is one function and one row of OBJECTIVES.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,8 @@ class Batch:
     """of the step's rollout batch"""
     step: "Batch | None" = None
     """the whole rollout batch, with log-probs of the step's start"""
+    advantages: list[Tensor] | None = None
+    """of tokens, with a critic"""
 
     @property
     def lens(self) -> Tensor:
@@ -155,11 +158,12 @@ def _advantages(batch: Batch) -> Tensor:
 def policy_gradient(batch: Batch) -> tuple[Tensor, Metrics]:
     """docs/objective.md, policy gradients."""
     o, n, name = batch.options, len(batch.logps), batch.options["name"]
-    advantage = _advantages(batch)
+    of_tokens = batch.advantages
+    advantage = _advantages(batch) if of_tokens is None else torch.stack([a.abs().mean() for a in of_tokens])
     is_counted = advantage != 0 if name == "w_reinforce" else torch.ones(n, dtype=torch.bool)
     tokens, total = float(batch.lens.sum()), torch.zeros((), dtype=torch.float64)
     clipped, kl, weights, cut, corrected = 0.0, 0.0, 0.0, 0.0, 0.0
-    for row, (logp, a) in enumerate(zip(batch.logps, advantage.tolist(), strict=True)):
+    for row, (logp, a) in enumerate(zip(batch.logps, of_tokens or list(advantage), strict=True)):
         # Of a sample's ratio with a weight for each token, each token has the sample's loss with its own derivative.
         by_token = name in ("gspo", "luspo", "rloo") and o["importance"] != "none"
         own = logp.detach().requires_grad_() if by_token else logp
@@ -173,7 +177,7 @@ def policy_gradient(batch: Batch) -> tuple[Tensor, Metrics]:
         if name == "cispo":
             loss = -ratio.clamp(max=high).detach() * a * logp
         is_high, is_low = ratio > high, (ratio < low) & (name != "cispo")
-        clipped += int((is_high | is_low if name == "cispo" else is_high if a > 0 else is_low).sum()) if a else 0
+        clipped += int(((is_high & ((a > 0) | (name == "cispo")) | is_low & (a < 0)) & (a != 0)).sum())
         if o["importance"] != "none":
             w = batch.starts[row] - batch.sampler[row]
             w = ones.detach() * (w.sum() if o["importance_level"] == "sequence" else w).exp()
@@ -182,7 +186,7 @@ def policy_gradient(batch: Batch) -> tuple[Tensor, Metrics]:
             if by_token:
                 loss = loss.detach() + torch.autograd.grad(loss.sum(), own)[0] * (logp - logp.detach())
             loss = loss * factor
-            if a:
+            if bool((a != 0).any()):
                 weights, cut, corrected = weights + float(factor.sum()), cut + int(outside.sum()), corrected + len(w)
         if o["kl_coef"] > 0:
             estimate = _kl(o["kl_estimator"], logp, batch.frozen[row])
@@ -211,6 +215,44 @@ def policy_gradient(batch: Batch) -> tuple[Tensor, Metrics]:
         metrics["importance_mean"] = (weights / max(corrected, 1), corrected)
         metrics["importance_cut_frac"] = (cut / max(corrected, 1), corrected)
     return total, {f"{name}/{key}": value for key, value in metrics.items()}
+
+
+def estimates(batch: Batch, values: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """(whitened advantages, returns) of a whole rollout batch, docs/objective.md, PPO."""
+    o, advantages, returns = batch.options, [], []
+    for row, value in enumerate(values):
+        rewards = torch.zeros_like(value)
+        if o["kl_in"] == "reward":
+            rewards -= o["kl_coef"] * _kl(o["kl_estimator"], batch.starts[row], batch.frozen[row])
+        rewards[-1] += batch.rewards[row]
+        delta = rewards + o["gamma"] * torch.cat([value[1:], torch.zeros(1, dtype=torch.float64)]) - value
+        steps = torch.arange(len(value))
+        ahead = (steps[None] - steps[:, None]).clamp(min=0).double()
+        advantages.append(((o["gamma"] * o["lam"]) ** ahead * (steps[None] >= steps[:, None])) @ delta)
+        returns.append(advantages[-1] + value)
+    every = torch.cat(advantages)
+    return [(a - every.mean()) / (every.var() + 1e-8).sqrt() for a in advantages], returns
+
+
+def value_loss(
+    o: Mapping[str, Any], values: list[Tensor], starts: list[Tensor], returns: list[Tensor]
+) -> tuple[Tensor, Metrics]:
+    """The critic's loss of one mini-batch, docs/objective.md, PPO."""
+    tokens, total, clipped = sum(len(value) for value in values), torch.zeros((), dtype=torch.float64), 0
+    for value, start, target in zip(values, starts, returns, strict=True):
+        bound = o["value_clip"] or math.inf
+        near = start + (value - start).clamp(-bound, bound)
+        clipped += int(((near - target) ** 2 > (value - target) ** 2).sum())
+        divisor = {"token": tokens, "sequence": len(values) * len(value)}.get(
+            o["loss_mean"], len(values) * (o["constant_length"] or 1)
+        )
+        total = total + 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2).sum() / divisor
+    found, target = torch.cat(values).detach(), torch.cat(returns)
+    spread = target.var(correction=0)
+    explained = 1 - (target - found).var(correction=0) / spread if spread > 1e-8 else 0.0
+    means = {"value_mean": found.mean(), "return_mean": target.mean(), "explained_variance": explained}
+    metrics = {f"critic/{name}": (float(value), float(tokens)) for name, value in means.items()}
+    return total, metrics | {"critic/clip_frac": (clipped / tokens, float(tokens))}
 
 
 def real(batch: Batch) -> tuple[Tensor, Metrics]:
@@ -242,7 +284,8 @@ OBJECTIVES: dict[str, Callable[[Batch], tuple[Tensor, Metrics]]] = {
     "pacs": pacs,
     "sft": sft,
     **dict.fromkeys(
-        ("grpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo", "rloo", "w_reinforce", "reinforce_pp"), policy_gradient
+        ("grpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo", "rloo", "w_reinforce", "reinforce_pp", "ppo"),
+        policy_gradient,
     ),
     **dict.fromkeys(("real", "real_bce"), real),
 }

@@ -14,18 +14,21 @@ from torch import Tensor
 
 from pacs_megatron.certify.shrink import Case
 from pacs_megatron.checkpoint.hf_folder import HfFolder
-from pacs_megatron.checkpoint.megatron_weights import MegatronWeights
+from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
 from pacs_megatron.contracts import Interrupted, MiniBatch, Objective, SampleFacts, TokenBuffers, UpdateReport
 from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
+from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.observability.spans import Timer
 from pacs_megatron.parallel import groups
+from pacs_megatron.policy.critic import Critic
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.policy.microbatch import MicroBatch
+from pacs_megatron.policy.stoppable import StopTest
 from pacs_megatron.policy.update_loss import UpdateLoss
 from pacs_megatron.rollout.collect import DriverState, StepSamples
 from pacs_megatron.training import loop
-from pacs_megatron.training.context import RunContext, build_policy, join
+from pacs_megatron.training.context import RunContext, build_critic, build_policy, join
 from pacs_megatron.training.loop import export_hf
 from pacs_megatron.training.progress import RunProgress
 from pacs_megatron.training.saving import Saver
@@ -100,11 +103,7 @@ class _RecordedPolicy(MegatronPolicy):
 
     def write_weights(self, name: str) -> None:
         """Every tensor under its Hugging Face name. Collective."""
-        tensors: dict[str, Any] = {key: tensor.float().cpu().numpy().copy() for key, tensor in self.export_weights()}
-        digest = hashlib.sha256(b"".join(tensor.tobytes() for tensor in tensors.values())).hexdigest()
-        (self.folder / f"{name}.{self.rank.rank}.digest").write_text(digest)
-        if self.rank.rank == 0:
-            np.savez(self.folder / f"{name}.npz", **tensors)
+        _write_weights(self, self.folder / name)
 
     def write_moments(self) -> None:
         """Adam's moments under Hugging Face names, through the export: they replace the weights. Collective."""
@@ -119,6 +118,27 @@ class _RecordedPolicy(MegatronPolicy):
                 if chunk.ddp_config.use_distributed_optimizer:
                     chunk.start_param_sync(force_sync=True)
             self.write_weights(name)
+
+
+class _RecordedCritic(Critic):
+    """Writes the weights after each update."""
+
+    policy: _RecordedPolicy
+
+    def update(
+        self, minibatch: MiniBatch, objective: Objective, step_inputs: Any, should_stop: StopTest | None = None
+    ) -> UpdateReport:
+        report = super().update(minibatch, objective, step_inputs, should_stop)
+        _write_weights(self, self.policy.folder / f"critic_{self.policy.number}")
+        return report
+
+
+def _write_weights(model: MegatronPolicy, file: Path) -> None:
+    tensors: dict[str, Any] = {key: tensor.float().cpu().numpy().copy() for key, tensor in model.export_weights()}
+    digest = hashlib.sha256(b"".join(tensor.tobytes() for tensor in tensors.values())).hexdigest()
+    file.with_name(f"{file.name}.{model.rank.rank}.digest").write_text(digest)
+    if model.rank.rank == 0:
+        np.savez(f"{file}.npz", **tensors)
 
 
 class _Recorded:
@@ -156,7 +176,10 @@ def attempt(case: Case, folder: Path, number: int) -> None:
     config = case.config.model_copy(update={"parallel": case.parallel(number)})
     rank, channel = join(config)
     clip_grad = json.loads((folder / "case.json").read_text())["clip_grad"]
-    config = config.model_copy(update={"objective": config.objective.model_copy(update={"clip_grad": clip_grad})})
+    changes: dict[str, Any] = {"clip_grad": clip_grad}
+    if isinstance(config.objective, PpoOptions):
+        changes["critic"] = config.objective.critic.model_copy(update={"path": str(folder / "critic")})
+    config = config.model_copy(update={"objective": config.objective.model_copy(update=changes)})
     policy = build_policy(config, folder / "run", folder / "model", rank, _RecordedPolicy)
     assert isinstance(policy, _RecordedPolicy)
     stop = StopFlag(folder / "run")
@@ -168,6 +191,7 @@ def attempt(case: Case, folder: Path, number: int) -> None:
         rank=rank,
         channel=channel,
         policy=policy,
+        critic=build_critic(config, folder / "run", folder / "model", rank, _RecordedCritic),
         objective=build_objective(config.objective, updates_per_step=config.batch.updates_per_step),
         rollouts=_Recorded(folder, is_first=rank.rank == 0),  # type: ignore[arg-type]
         driver=None,
@@ -177,6 +201,8 @@ def attempt(case: Case, folder: Path, number: int) -> None:
         saver=Saver(config, rank),
         stop=stop,
     )
+    if isinstance(run.critic, _RecordedCritic):
+        run.critic.policy = policy
     progress = loop.resume(run) or RunProgress(row={})
     policy.number = case.stop_after if number else 0
     policy.write_weights(f"start_{number}")
@@ -200,10 +226,16 @@ def convert(folder: Path) -> None:
     product = folder / "product"
     megatron_to_hf(folder / "run", Options(out=product / "to_hf", show_progress=False), step=None)
     hf_to_megatron(str(product / "to_hf"), Options(out=product / "to_megatron", show_progress=False))
-    for name, source in (
-        ("export", HfFolder(product / "hf")),
-        ("convert to-hf", HfFolder(product / "to_hf")),
-        ("convert to-megatron", MegatronWeights(product / "to_megatron")),
-    ):
+    critic = find_checkpoint(folder / "run", None) / "critic"
+    sources: dict[str, HfFolder | MegatronWeights] = {
+        "export": HfFolder(product / "hf"),
+        "convert to-hf": HfFolder(product / "to_hf"),
+        "convert to-megatron": MegatronWeights(product / "to_megatron"),
+    }
+    if critic.is_dir():
+        to = product / "critic_to_hf"
+        megatron_to_hf(critic, Options(out=to, show_progress=False), step=None)
+        sources["critic to-hf"] = HfFolder(to)
+    for name, source in sources.items():
         tensors: dict[str, Any] = {key: source.get(key).float().numpy() for key in source.names}
         np.savez(product / f"{name}.npz", **tensors)

@@ -15,7 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pacs_megatron.certify.formulas import OBJECTIVES, Batch, Logps, passes, skips_zero_gradient, token_metrics
+from pacs_megatron.certify.formulas import (
+    OBJECTIVES,
+    Batch,
+    Logps,
+    Metrics,
+    estimates,
+    passes,
+    skips_zero_gradient,
+    token_metrics,
+    value_loss,
+)
+
+CRITIC = "critic"
+"""The critic's folder, beside the policy's"""
 
 
 # ------------------------------------------------------------------------------------------------------- model, optimizer
@@ -23,10 +36,11 @@ class Model:
     """A transformers model in float64. `named` gives parameters and their moments the names of a checkpoint."""
 
     def __init__(self, folder: Path, temperature: float) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
         options = {"attn_implementation": "eager", "experts_implementation": "eager"}
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options).eval()
+        kind = AutoModelForTokenClassification if folder.name == CRITIC else AutoModelForCausalLM
+        self.model = kind.from_pretrained(folder, dtype=torch.float64, **options).eval()
         for module in self.model.modules():
             if hasattr(module, "variance_epsilon"):  # transformers' norms compute in float32
                 module.forward = _Norm(module)
@@ -42,6 +56,12 @@ class Model:
         logits = self.model(tokens[None], use_cache=False).logits[0, prompt_len - 1 : -1]
         every = torch.log_softmax(logits / self.temperature, dim=-1)
         return every.gather(1, tokens[prompt_len:, None])[:, 0], -(every.exp() * every).sum(-1)
+
+    def values(self, ids: np.ndarray, prompt_len: int) -> Tensor:
+        """Of a critic: the values before each token of one sample's response, with graph."""
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        found: Tensor = self.model(tokens[None], use_cache=False).logits[0, prompt_len - 1 : -1, 0]
+        return found
 
     def named(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """With one tensor for each expert's projection."""
@@ -80,17 +100,21 @@ class _Router:
         return logits, values / values.sum(-1, keepdim=True) if self.module.norm_topk_prob else values, self.chosen
 
 
-def random_model(folder: Path, seed: int) -> None:
-    """Writes weights for the config.json in `folder`, wide enough that a wrong one shows; norms differ from 1."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def random_model(folder: Path, seed: int, *, with_critic: bool) -> None:
+    """Writes weights for the config.json in `folder`, wide enough that a wrong one shows; norms differ from 1. The critic's
+    are beside it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
     torch.manual_seed(seed)
     config = (folder / "config.json").read_text()
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        with torch.no_grad():
-            parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(std=0.12)
-    model.save_pretrained(folder)
+    models = ((AutoModelForCausalLM, folder), (AutoModelForTokenClassification, folder.with_name(CRITIC)))
+    for kind, target in models if with_critic else models[:1]:
+        labels = {"num_labels": 1} if target != folder else {}
+        model = kind.from_config(AutoConfig.from_pretrained(folder, **labels), dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            with torch.no_grad():
+                parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(std=0.12)
+        model.save_pretrained(target)
     (folder / "config.json").write_text(config)
 
 
@@ -121,6 +145,9 @@ class Adam:
     def norm(self) -> float:
         return math.sqrt(sum(float(p.grad.pow(2).sum()) for p in self.parameters.values() if p.grad is not None))
 
+    def clips(self, norm: float) -> bool:
+        return 0 < self.clip < norm
+
     def rate(self, number: int) -> float:
         """Learning rate of the planned update `number`, from 1."""
         o, warmup = self.o, min(self.o["warmup_updates"], self.total - 1)
@@ -136,7 +163,7 @@ class Adam:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         o, norm = self.o, self.norm()
-        scale = self.clip / (norm + 1e-6) if 0 < self.clip < norm else 1.0
+        scale = self.clip / (norm + 1e-6) if self.clips(norm) else 1.0
         self.count += 1
         b1, b2 = o["adam_beta1"], o["adam_beta2"]
         for name, p in self.parameters.items():
@@ -159,6 +186,12 @@ class Reference:
         self.model = Model(folder / "model", self.case["temperature"])
         total = self.case["steps"] * self.case["updates_per_step"]
         self.adam = Adam(self.model.parameters, self.case["optimizer"], self.case["clip_grad"], total)
+        self.critic: Model | None = None
+        if self.options["name"] == "ppo":
+            self.critic = Model(folder / CRITIC, 1.0)
+            lr, o = self.options["critic"]["lr"], self.case["optimizer"]
+            own = o | {"lr": lr, "min_lr": o["min_lr"] * lr / o["lr"]}
+            self.critic_adam = Adam(self.critic.parameters, own, self.case["clip_grad"], total)
         self.routes: dict[int, list[Tensor | None]] = {}
         """row -> experts of each layer in the last pass over all samples"""
 
@@ -175,6 +208,13 @@ class Reference:
                 if rows is None:
                     self.routes[row] = [router.chosen for router in self.model.routers]
         return [f[0] for f in found], [f[1] for f in found]
+
+    def values(self, step: int, rows: Sequence[int]) -> list[Tensor]:
+        """Of some samples, with graph; empty without a critic."""
+        tokens, prompt_lens = self.data[f"{step}.tokens"], self.data[f"{step}.prompt_lens"]
+        bounds = np.cumsum([0, *(prompt_lens + self.data[f"{step}.response_lens"])])
+        critic = self.critic
+        return [critic.values(tokens[bounds[r] : bounds[r + 1]], prompt_lens[r]) for r in rows if critic is not None]
 
     def minibatches(self, step: int) -> list[list[int]]:
         """Rows of each update: equal shares of the groups, in order."""
@@ -212,6 +252,7 @@ class Reference:
                 self.model.model.zero_grad()
                 batch = self.batch(step, rows, self.logps(step, rows), starts, starts)
                 batch.step = self.batch(step, list(range(len(starts))), (starts, []), starts, starts)
+                self._estimate(step, batch)
                 torch.autograd.backward(OBJECTIVES[self.options["name"]](batch)[0])
                 norms.append(self.adam.norm())
         np.savez(self.folder / "steps.npz", **self.data)
@@ -219,6 +260,35 @@ class Reference:
             low, high = sorted(norms)[(len(norms) - 1) // 2 : (len(norms) + 3) // 2]
             self.case["clip_grad"] = math.sqrt(low * high)
         (self.folder / "case.json").write_text(json.dumps(self.case))
+
+    @torch.no_grad()
+    def _estimate(self, step: int, batch: Batch) -> None:
+        """Sets the mini-batch's advantages, and with the first one of a step the values and returns of all samples."""
+        if self.critic is None or batch.step is None:
+            return
+        if 0 in batch.rows:
+            self.starts = self.values(step, batch.step.rows)
+            self.advantages, self.returns = estimates(batch.step, self.starts)
+        batch.advantages = [self.advantages[row] for row in batch.rows]
+
+    def _update_critic(self, step: int, number: int, rows: list[int]) -> tuple[dict[str, Any], Metrics]:
+        """(weights, metrics) of one update of the critic; empty without one."""
+        if self.critic is None:
+            return {}, {}
+        self.critic.model.zero_grad()
+        starts, returns = ([every[row] for row in rows] for every in (self.starts, self.returns))
+        loss, metrics = value_loss(self.options, self.values(step, rows), starts, returns)
+        torch.autograd.backward(loss)
+        norm, lr, n = self.critic_adam.norm(), self.critic_adam.rate(number), len(rows)
+        self.critic_adam.step(lr)
+        own = {
+            "loss": float(loss.detach()),
+            "grad_norm": norm,
+            "lr": lr,
+            "clipped_frac": float(self.critic_adam.clips(norm)),
+        }
+        metrics |= {f"critic/{name}": (value, n) for name, value in own.items()}
+        return {f"critic {name}": v for name, v in self.critic.named(self.critic.parameters).items()}, metrics
 
     def train(self) -> None:
         """All updates of the case."""
@@ -272,6 +342,7 @@ class Reference:
             [values.get(f"{kind} {i}", logp) for i, logp in zip(ids, arrays[kind], strict=True)]
             for kind, values in (("start", first | found), ("reference", found))
         )
+        self._estimate(step, batch)
         loss, metrics = OBJECTIVES[o["name"]](batch)
         torch.autograd.backward(loss)
         slopes = [torch.zeros_like(p) if p.grad is None else p.grad for p in logps]
@@ -280,6 +351,7 @@ class Reference:
         skipped = [skips and float(c.abs().max()) <= least for c in slopes]
         norm, lr = self.adam.norm(), self.adam.rate((step - 1) * case["updates_per_step"] + index + 1)
         self.adam.step(lr)
+        critic, critic_metrics = self._update_critic(step, (step - 1) * case["updates_per_step"] + index + 1, rows)
         seen = [k for k in range(n) if not skipped[k]]
         if seen:
             forward = [torch.cat([values[k].detach() for k in seen]) for values in (logps, entropies, batch.sampler)]
@@ -290,13 +362,14 @@ class Reference:
         weights = {f"weight {name}": value for name, value in self.model.named(self.model.parameters).items()}
         arrays["coefficient"] = slopes
         files = {name: torch.cat(values).detach().numpy() for name, values in arrays.items()}
-        return weights | files, {
+        return weights | files | critic, {
+            "critic": critic_metrics,
             "step": step,
             "ids": ids,
             "lens": [len(logp) for logp in logps],
             "skipped": skipped,
             "grad_norm": norm,
-            "is_clipped": 0 < case["clip_grad"] < norm,
+            "is_clipped": self.adam.clips(norm),
             "lr": lr,
             "metrics": metrics,
         }

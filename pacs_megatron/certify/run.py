@@ -101,7 +101,7 @@ def _run(case: Case, work: Path, place: RankPlace | None, seed: int) -> None:
     write_samples(case, work, seed)
 
     def prepare() -> None:
-        reference.random_model(work / "model", seed)
+        reference.random_model(work / "model", seed, with_critic=case.config.objective.name == "ppo")
         reference.Reference(work).prepare()
 
     start = partial(Processes, work, limit_s=LIMIT_S)

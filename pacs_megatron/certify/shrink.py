@@ -13,6 +13,7 @@ from pacs_megatron.config.checks import max_sequence_tokens
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Layout
 from pacs_megatron.models import read_spec
+from pacs_megatron.objectives.ppo import PpoOptions
 
 PROMPT, RESPONSE = 8, 13
 """Longest prompt and response of the samples, tokens."""
@@ -166,8 +167,10 @@ def _changes(config: RunConfig, updates: int, steps: int, tiny: Mapping[str, Any
         "precision": {},
         "objective": {},
     }
-    for key in ("clip_low", "clip_high"):  # ratios change by a few per cent
-        if getattr(objective, key, 0.0) >= 0.05:
+    if isinstance(objective, PpoOptions):
+        changed["objective"]["critic"] = {"path": None, "lr": 2e-3, "warmup_steps": 0}
+    for key in ("clip_low", "clip_high", "value_clip"):  # ratios and values change by a few per cent
+        if (getattr(objective, key, None) or 0.0) >= 0.05:
             changed["objective"][key] = 0.1 * getattr(objective, key)
     reset_every = getattr(objective, "reset_every", None)
     if reset_every is not None:

@@ -90,6 +90,7 @@ def test_a_shipped_configuration_is_green(tmp_path: Path, name: str) -> None:
 RIVALS: dict[str, list[str]] = {
     "gspo": ["objective.importance=truncate"],
     "rloo": ["objective.kl_coef=0.1", "objective.kl_in=reward", "objective.kl_estimator=k1"],
+    "ppo": ["objective.kl_coef=0.1", "objective.kl_in=reward", "objective.kl_estimator=k1", "parallel.pp=2"],
     "real": [],
     "dapo": ["objective.entropy_coef=0.01", "objective.importance=mask", "objective.importance_level=sequence"],
     "luspo": ["objective.kl_coef=0.1", "objective.kl_estimator=k2"],

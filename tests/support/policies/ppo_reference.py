@@ -6,6 +6,7 @@ data classes of the package, but none of its arithmetic.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,10 @@ class PpoReference:
         from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
         self.options = options
-        self.policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-        self.frozen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-        self.critic = AutoModelForTokenClassification.from_pretrained(critic_folder, dtype=torch.float64).eval()
+        exact: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
+        self.policy = AutoModelForCausalLM.from_pretrained(folder, **exact).eval()
+        self.frozen = AutoModelForCausalLM.from_pretrained(folder, **exact).eval()
+        self.critic = AutoModelForTokenClassification.from_pretrained(critic_folder, **exact).eval()
         settings = {"betas": (0.9, 0.95), "eps": OPTIMIZER["adam_eps"], "weight_decay": 0.0}
         self.optimizers = {
             id(model): torch.optim.AdamW(model.parameters(), lr=lr, **settings)
@@ -120,5 +122,9 @@ class PpoReference:
         self.numbers[name].append((float(loss.detach()), float(norm)))
 
     def weights(self, model: Any) -> dict[str, np.ndarray]:
-        """Under the names of a checkpoint (no experts)."""
-        return {name: value.detach().numpy() for name, value in model.state_dict().items()}
+        """Under the names of a transformers checkpoint, with one tensor for each expert."""
+        from safetensors.numpy import load_file
+
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            return load_file(Path(folder) / "model.safetensors")
