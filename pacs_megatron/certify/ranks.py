@@ -24,7 +24,7 @@ from pacs_megatron.parallel import groups
 from pacs_megatron.policy.critic import Critic
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.policy.microbatch import MicroBatch
-from pacs_megatron.policy.stoppable import StopTest
+from pacs_megatron.policy.passes import StopTest
 from pacs_megatron.policy.update_loss import UpdateLoss
 from pacs_megatron.rollout.collect import DriverState, StepSamples
 from pacs_megatron.training import loop
