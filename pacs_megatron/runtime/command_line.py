@@ -47,8 +47,10 @@ def check_arguments(arguments: Sequence[str]) -> None:
     without standard output or working directory."""
     if sys.stdout is None:  # a file that is opened next would get its number and receive the output
         raise ConfigError("standard output is closed; redirect it to a file or to /dev/null")
-    if _working_directory() is None:
-        raise ConfigError("the working directory was removed; change to another one")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the working directory was removed; change to another one") from None
     for word in arguments:
         if "\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word):
             raise ConfigError(f"argument {word[:60]!r} contains NUL or is not UTF-8; correct it")
@@ -92,7 +94,7 @@ def write_report(error: BaseException) -> str:
         f"pacs-megatron {__version__}, Python {platform.python_version()}, {platform.platform()}",
         ", ".join(f"{name} {installed(name) or 'not installed'}" for name in _PACKAGES),
         f"time: {time.strftime('%Y-%m-%dT%H:%M:%S%z')}",
-        f"working directory: {_working_directory()}",
+        f"working directory: {os.environ.get('PWD')}",
         "arguments:",
         *(f"  {_without_secret(word)}" for word in sys.argv[1:]),
         "",
@@ -110,13 +112,6 @@ def write_report(error: BaseException) -> str:
 def _fail(kind: str, text: str, code: ExitCode) -> int:
     sys.stderr.write(f"{kind}: {one_line(text)}\n")
     return int(code)
-
-
-def _working_directory() -> str | None:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return None
 
 
 def _message(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.hostile import World, check, copy_world, make_world
+from tests.support.hostile import World, check, copy_world, make_world, run
 
 pytestmark = pytest.mark.full
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 3945\n"
@@ -407,3 +407,12 @@ def test_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
         check(name, world, [word.format(**places) for word in words], environ)
     finally:
         shutil.rmtree(world.folder, ignore_errors=True)
+
+
+def test_the_log_that_a_message_names_stays(original: World, tmp_path: Path) -> None:
+    """A start that fails for another reason leaves no folder (`test_training.py`)."""
+    world = copy_world(original, tmp_path / "world")
+    world.text("reward.py", "import os\nos.write(2, b'the reason')\nos._exit(3)\n")
+    outcome = run(["train", world.run, "parallel.tp=1"], world.folder, {})
+    assert outcome.code == 1 and "RewardError: reward worker did not start" in outcome.text, outcome.text
+    assert "the reason" in (world.folder / "runs" / "tiny" / "logs" / "driver.log").read_text()
