@@ -28,7 +28,7 @@ class Custom:
             return as_reward(self._function(prompt, response))
         except RewardError as error:
             raise RewardError(f"reward.function={self._name}: {describe(error, named=False)}") from error
-        except (Exception, SystemExit) as error:  # a plug-in may raise anything: only this sample fails
+        except BaseException as error:  # a plug-in may raise anything: only this sample fails
             raise RewardError(f"reward.function={self._name} raised {describe(error)}") from error
 
 
@@ -48,7 +48,7 @@ def _load(function: str) -> Callable[[Prompt, str], Any]:
     file = find_file(function)
     try:
         module = importlib.import_module(where) if file is None else _load_file(file, function)
-    except (Exception, SystemExit) as error:  # the user's module runs here and may raise anything
+    except BaseException as error:  # the user's module runs here and may raise anything
         raise ConfigError(
             f"reward.function={function!r}: importing {file or where} raised {describe(error)}; the reward workers must be "
             "able to import it"

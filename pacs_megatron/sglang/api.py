@@ -22,6 +22,8 @@ PauseMode = Literal["abort", "in_place", "retract"]
 the new weights. `in_place`: they pause and continue with the old KV cache."""
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 T = TypeVar("T")
+_MAX_BYTES = 64 << 20
+"""Of a response; a length that a server only announces takes no memory."""
 FRESH_VERSION = "default"
 """The `weight_version` of a newly started server."""
 
@@ -121,7 +123,9 @@ class SglangApi:
             method, payload = ("GET", None) if body is None else ("POST", json.dumps(body))
             connection.request(method, path, payload, self.headers())
             response = connection.getresponse()
-            data = response.read()
+            data = response.read(_MAX_BYTES)
+            if response.length:  # cut, or longer than the limit
+                raise http.client.IncompleteRead(data, response.length)
         except (OSError, http.client.HTTPException) as error:
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
             is_late = overdue.is_set() or isinstance(error, TimeoutError)

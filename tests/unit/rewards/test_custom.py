@@ -76,6 +76,7 @@ def one_line(folder, body):
         ("raise Mute", "raised Mute: no text, its __str__ raised ZeroDivisionError"),
         ("raise ValueError('two\\nlines')", "raised ValueError: two lines"),
         ("raise SystemExit(3)", "raised SystemExit: 3"),
+        ("raise KeyboardInterrupt", "raised KeyboardInterrupt: "),
     ],
 )
 def test_failures_are_reward_errors(make_prompt, tmp_path, body, message):

@@ -26,6 +26,7 @@ from pacs_megatron.sglang.api import (
 )
 from pacs_megatron.sglang.decode import BadResponseError, decode
 from pacs_megatron.sglang.fleet import Health
+from tests.support.hostile import serve
 from tests.support.servers.fake_sglang import FakeSglang
 from tests.unit.sglang.test_client import answer, check_all_there, engine, requests, until
 
@@ -374,6 +375,20 @@ def test_a_control_call_ends_in_time_though_the_server_sends_a_byte_now_and_then
     assert time.monotonic() - began < 600  # the server never ends its response
     thread.join(600)
     listener.close()
+
+
+def test_an_announced_terabyte_takes_no_memory() -> None:
+    stop, listener = threading.Event(), socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(0.2)
+    thread = threading.Thread(target=serve, args=(http(b"{", length=10**12), stop, listener))
+    thread.start()
+    try:
+        with pytest.raises(ServerUnreachableError, match=r"no response \(IncompleteRead"):
+            SglangApi(url=f"http://127.0.0.1:{listener.getsockname()[1]}").weight_version()
+    finally:
+        stop.set()
+        thread.join()
+        listener.close()
 
 
 def test_a_wrong_key_names_the_option() -> None:
