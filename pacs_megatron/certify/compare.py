@@ -11,23 +11,23 @@ import numpy as np
 TOLERANCES: Mapping[str, tuple[float, float, str]] = {
     # quantity: (tolerance in fp32, tolerance in bf16, unit of the deviation)
     "samples of an update": (0, 0, "samples"),
-    "log-probs at the step's start": (1e-4, 0.2, "nats"),
-    "log-probs of the frozen reference": (1e-4, 0.2, "nats"),
-    "log-probs of the update": (1e-4, 0.2, "nats"),
+    "log-probs at the step's start": (3e-5, 0.2, "nats"),
+    "log-probs of the frozen reference": (3e-5, 0.2, "nats"),
+    "log-probs of the update": (3e-5, 0.2, "nats"),
     "derivative of the loss by each log-prob": (1e-5, 1e-3, "of the update's largest"),
-    "gradient norm": (1e-4, 0.1, "of the value"),
+    "gradient norm": (2e-5, 0.1, "of the value"),
     "clipped or not, weight version": (0, 0, "difference"),
     "learning rate": (1e-9, 1e-9, "of the value"),
-    "metrics of an update": (1e-3, 0.5, "of the value, at least of 0.01"),
+    "metrics of an update": (2e-4, 0.5, "of the value, at least of 0.01"),
     "denominators of the metrics": (1e-9, 1e-9, "of the value"),
-    "score drift": (1e-4, 0.2, "nats"),
+    "score drift": (3e-5, 0.2, "nats"),
     "weights of the ranks": (0, 0, "versions"),
-    "weights after an update": (1e-2, 2.0, "of the learning rate"),
+    "weights after an update": (1e-2, 2.0, "of the largest learning rate so far"),
     "critic's weights after an update": (1e-2, 2.0, "of its learning rate"),
-    "metrics of a step": (1e-3, 0.5, "of the value, at least of 0.01"),
+    "metrics of a step": (2e-4, 0.5, "of the value, at least of 0.01"),
     "weights after the resume": (0, 0, "difference from the saved ones"),
-    "Adam's first moment": (1e-3, 0.2, "of the tensor's largest"),
-    "Adam's second moment": (1e-3, 0.2, "of the tensor's largest"),
+    "Adam's first moment": (1e-4, 0.2, "of the tensor's largest"),
+    "Adam's second moment": (1e-4, 0.2, "of the tensor's largest"),
     "exported and converted weights": (0, 0, "difference from the last ones"),
 }
 _TOKENS = {
@@ -106,6 +106,7 @@ def compare(folder: Path, *, updates_before_resume: int, is_bf16: bool) -> Compa
     product, reference = folder / "product", folder / "reference"
     updates = json.loads((reference / "updates.json").read_text())
     for number, expected in enumerate(updates, start=1):
+        expected["largest_lr"] = max(update["lr"] for update in updates[:number])  # earlier differences stay
         where = f"step {expected['step']}, update {number}"
         if number == updates_before_resume + 1:
             saved = _arrays(product / f"weights_{number - 1}.npz")
@@ -146,7 +147,7 @@ def _compare_update(
         )
     digests = {file.read_text() for file in product.glob(f"weights_{number}.*.digest")}
     found.check("weights of the ranks", where, len(digests), 1)
-    models = [("weight ", "weights", "weights after an update", expected["lr"])]
+    models = [("weight ", "weights", "weights after an update", expected["largest_lr"])]
     if expected["critic"]:
         models += [("critic ", "critic", "critic's weights after an update", expected["critic"]["critic/lr"][0])]
     for prefix, stem, quantity, lr in models:

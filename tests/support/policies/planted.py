@@ -446,4 +446,10 @@ PLANTED: dict[str, Planted] = {
     "one metric divides by the wrong count": Planted(
         target=f"{POLICY}.engine.MegatronPolicy._metrics", change=_wrong_denominator
     ),
+    "later updates choose their own experts": Planted(
+        target=f"{POLICY}.routing.Routing.__init__",
+        change=lambda original, self, spec, models, given: original(self, spec, models, None),
+        changes={"batch": {"updates_per_step": 4}},
+        family="qwen3_moe",
+    ),
 }
