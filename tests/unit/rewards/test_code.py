@@ -1,6 +1,7 @@
 """Programs in the real sandbox. The hostile ones are in hostile_programs.py."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ import pytest
 from pacs_megatron.config.reward_options import CodeReward
 from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards import RewardPool, build_reward, sandbox
-from pacs_megatron.rewards.code import last_block
+from pacs_megatron.rewards.code import last_block, read_tests
 from tests.support.hostile_programs import PROGRAMS, QUICK, SECRET, Hostile
 
 needs_sandbox = pytest.mark.usefixtures("bubblewrap")
@@ -36,6 +37,11 @@ def fenced(code: str) -> str:
 
 def options(**more) -> CodeReward:
     return CodeReward(name="code", **{"timeout_s": 20.0, "test_timeout_s": 2.0, **more})
+
+
+@functools.cache
+def usual_judge():
+    return build_reward(options())
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +82,7 @@ def bubblewrap() -> None:
     ],
 )
 def test_verdicts(make_prompt, tests, code, reward, reason) -> None:
-    judged = build_reward(options())(make_prompt(json.dumps(tests)), fenced(code))
+    judged = usual_judge()(make_prompt(json.dumps(tests)), fenced(code))
     assert (judged.reward, judged.details.get("reason")) == (reward, reason)
     assert judged.details["tests"] == len(tests["inputs"])
     if reward == 1.0:
@@ -85,7 +91,7 @@ def test_verdicts(make_prompt, tests, code, reward, reason) -> None:
 
 @needs_sandbox
 def test_the_first_failed_test_is_recorded_and_no_program_is_wrong(make_prompt) -> None:
-    judge, prompt = build_reward(options()), make_prompt(json.dumps(SUM))
+    judge, prompt = usual_judge(), make_prompt(json.dumps(SUM))
     assert judge(prompt, fenced("print(3)")).details == {"passed": 1, "tests": 2, "reason": "wrong output"}
     assert judge(prompt, "a = 1").details == {"passed": 0, "tests": 2, "reason": "no program"}
 
@@ -96,7 +102,6 @@ def test_the_program_is_the_last_closed_block() -> None:
     assert last_block("```python\na") is None
 
 
-@needs_sandbox
 @pytest.mark.parametrize(
     "answer",
     ["", "5", "[]", "{}", '{"inputs": ["1"], "outputs": []}', '{"inputs": [], "outputs": []}', "[" * 100_000]
@@ -105,7 +110,7 @@ def test_the_program_is_the_last_closed_block() -> None:
 )
 def test_malformed_tests_are_one_error(make_prompt, answer) -> None:
     with pytest.raises(RewardError, match=r"the tests \(answer\) of prompt train/7 are malformed"):
-        build_reward(options())(make_prompt(answer), fenced(GOOD_SUM))
+        read_tests(make_prompt(answer))
 
 
 def test_without_a_sandbox_only_the_named_fallback_runs(make_prompt, monkeypatch) -> None:
