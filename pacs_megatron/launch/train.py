@@ -22,7 +22,7 @@ from pacs_megatron.checkpoint.names import describe_newest
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import ranks_to_start
-from pacs_megatron.config.reward_options import CustomReward
+from pacs_megatron.config.reward_options import CustomReward, WeightedReward
 from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.runtime.environment import find_rank, rank_environment
@@ -97,8 +97,10 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
         read_eos_ids(file)
     for dataset in (loaded.config.data.train, *loaded.config.evaluation.benchmarks):
         find_source(dataset)
-    if isinstance(loaded.config.reward, CustomReward):
-        find_file(loaded.config.reward.function)
+    reward = loaded.config.reward
+    for part in [part.reward for part in reward.components] if isinstance(reward, WeightedReward) else [reward]:
+        if isinstance(part, CustomReward):
+            find_file(part.function)
     if loaded.config.logging.wandb is not None:
         check_wandb(loaded.config.logging.wandb)
 

@@ -2,12 +2,17 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from pacs_megatron.config import load_config
 from pacs_megatron.config.explain import show
+from pacs_megatron.config.schema import ModelOptions
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.launch.train import check_files_are_here
 from pacs_megatron.rewards import RewardPool, build_reward
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "rewards"
@@ -41,3 +46,13 @@ def test_the_weighted_example_judges(make_prompt) -> None:
     judge = build_reward(load_config(EXAMPLES / "weighted.yaml").config.reward)
     (found,) = judge.judge_batch([(make_prompt("5"), r"\boxed{5}")])
     assert found["reward"] == 1.0
+
+
+def test_the_file_of_a_component_is_missed_before_a_run_starts() -> None:
+    own = '{weight: 0.2, reward: {name: custom, function: "nothere.py:judge"}}'
+    loaded = load_config(
+        EXAMPLES / "weighted.yaml", [f"reward.components=[{{weight: 0.8, reward: {{name: math}}}}, {own}]"]
+    )
+    loaded = replace(loaded, config=loaded.config.model_copy(update={"model": ModelOptions(path=str(EXAMPLES))}))
+    with patch("pacs_megatron.data.sources.find_source"), pytest.raises(ConfigError, match=r"no file .*nothere.py"):
+        check_files_are_here(loaded)
