@@ -34,19 +34,20 @@ def explain_validation(details: Sequence[Detail], root: Node, schema: type[Optio
 
 
 def _explain(detail: Detail, root: Node, schema: type[Options]) -> str:
-    path = list(detail["loc"])
-    if len(path) > 1 and path[1] in strategies(str(path[0])):
-        del path[1]  # the tag, which pydantic inserts
+    loc = detail["loc"]
+    # Without the tags, which pydantic inserts behind the section.
+    path = [part for before, part in zip(("", *loc), loc, strict=False) if part not in strategies(str(before))]
     kind, key = detail["type"], dotted(path)
-    tags = list(strategies(key))
+    section = str(path[-1]) if path else ""  # of a tagged union, at any depth
+    tags = list(strategies(section))
     if kind == "extra_forbidden":
         return f"unknown key `{key}`; {_unknown_key_advice(path, root, schema)} ({where(path, root)})"
     if kind == "missing":
         return f"`{key}` is missing; {_missing_advice(path, root, schema)} ({where(path, root)})"
     if kind == "union_tag_not_found":
-        return f"`{key}.{TAGS[key]}` is missing; set it to one of {', '.join(tags)} ({where(path, root)})"
+        return f"`{key}.{TAGS[section]}` is missing; set it to one of {', '.join(tags)} ({where(path, root)})"
     if kind == "union_tag_invalid":
-        return _choice_line([*path, TAGS[key]], detail["ctx"]["tag"], tags, root)
+        return _choice_line([*path, TAGS[section]], detail["ctx"]["tag"], tags, root)
     if kind == "literal_error":
         choices = [part.strip().strip("'") for part in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
         return _choice_line(path, detail["input"], choices, root)

@@ -56,3 +56,22 @@ def test_the_file_of_a_component_is_missed_before_a_run_starts() -> None:
     loaded = replace(loaded, config=loaded.config.model_copy(update={"model": ModelOptions(path=str(EXAMPLES))}))
     with patch("pacs_megatron.data.sources.find_source"), pytest.raises(ConfigError, match=r"no file .*nothere.py"):
         check_files_are_here(loaded)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("reward.components.1.reward.patern=x", "unknown key `reward.components.1.reward.patern`"),
+        ("reward.components.1.reward.name=mth", "reward.components.1.reward.name='mth': expected one of math"),
+        ("reward.components.0.reward.workers=2", "reward.components.0.reward.workers is not used by a component"),
+        ("reward.components=[3, 4]", "reward.components.0=3: expected a mapping"),
+        (
+            "reward.components=[{weight: 1.0, reward: {pattern: x}}, {weight: 1.0, reward: {name: math}}]",
+            "`reward.components.0.reward.name` is missing",
+        ),
+    ],
+)
+def test_a_mistake_in_a_component_names_its_key(override: str, line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(EXAMPLES / "weighted.yaml", [override])
+    assert line in str(error.value)
