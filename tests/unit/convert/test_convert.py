@@ -410,7 +410,9 @@ def test_bytes_in_flight_are_bounded_and_one_large_job_runs_beside_them() -> Non
 
 
 # ------------------------------------------------------------------------------------------------------------ interrupts
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGKILL]
+)
 def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(
     number: signal.Signals, tiny_qwen3: Path, tmp_path: Path
 ) -> None:

@@ -12,14 +12,14 @@ from tests.support.rollout import sampling
 VOCAB = 20
 CASES = [
     sampling(),
-    sampling(temperature=0.6),
-    sampling(temperature=1.7),
-    sampling(top_k=5),
-    sampling(top_p=0.8),
     sampling(temperature=0.6, top_p=0.95, top_k=12),
     sampling(temperature=1.3, top_p=0.5, top_k=7),
     sampling(top_k=1),
     sampling(top_p=1e-6),
+    sampling(temperature=0.6),
+    sampling(temperature=1.7),
+    sampling(top_k=5),
+    sampling(top_p=0.8),
     sampling(top_k=10 * VOCAB),
 ]
 
@@ -34,7 +34,9 @@ def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return torch.log_softmax(warpers(torch.zeros((len(logits), 1), dtype=torch.long), logits.double()), dim=-1)
 
 
-@pytest.mark.parametrize("params", CASES, ids=str)
+@pytest.mark.parametrize(
+    "params", CASES[:5] + [pytest.param(params, marks=pytest.mark.full) for params in CASES[5:]], ids=str
+)
 def test_distribution_and_log_probs(params):
     rows = 40_000
     row = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)) * 2

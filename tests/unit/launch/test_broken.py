@@ -68,7 +68,13 @@ def test_the_sound_run_passes(sound: Path, tmp_path: Path) -> None:
     assert {row["level"] for row in rows} <= {"ok", "warn"}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.full] * (case.name == "reward that hangs")) for case in CASES
+    ],  # one worker per answer
+    ids=str,
+)
 def test_broken(case: Case, sound: Path, tmp_path: Path, taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.needs_no_gpu and torch.cuda.is_available():
         pytest.skip("this host has GPUs")
