@@ -417,6 +417,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--recompute", choices=("none", "full"), default="none", help="of the timed model")
+    parser.add_argument("--reference", type=Path, help="fp32-cpu.json of an earlier run with the same sizes")
     parser.add_argument("--only-check", action="store_true", help="only the correctness figures")
     parser.add_argument("--dry-run-cpu", action="store_true", help="tiny shapes on the CPU: tests the script")
     parser.add_argument("--out", type=Path, required=True, help="folder for result.json and raw.log")
@@ -458,17 +459,21 @@ def main() -> int:
     log = out / "raw.log"
     log.write_text("")
     timed_setup, check = setups(options)
-    print("measuring the CPU path in fp32 ...", flush=True)
-    on_cpu = [replace(check, case="fp32", cpu=True)]
-    if options.dry_run_cpu and not options.only_check:
-        on_cpu.append(replace(timed_setup, case="fp32"))
-    found = run_case(on_cpu, out, log)
+    reference_file = options.reference or out / "fp32-cpu.json"
+    if options.reference is not None:
+        found = json.loads(reference_file.read_text())
+    else:
+        print("measuring the CPU path in fp32 ...", flush=True)
+        on_cpu = [replace(check, case="fp32", cpu=True)]
+        if options.dry_run_cpu and not options.only_check:
+            on_cpu.append(replace(timed_setup, case="fp32"))
+        found = run_case(on_cpu, out, log)
     reference = found["check"]
     rows = {"fp32": found} if options.dry_run_cpu else {}
     head: dict[str, Any] = {}
     for case in options.cases:
         print(f"measuring {case} ...", flush=True)
-        wanted = [replace(check, case=case, reference=str(out / "fp32-cpu.json"))]
+        wanted = [replace(check, case=case, reference=str(reference_file))]
         if "refused" in reference:
             wanted = []
         if not options.only_check:

@@ -73,7 +73,10 @@ case $stage in
         part import 60 "$python" -c "import torch, megatron.core; print(torch.__version__, megatron.core.__version__)"
         part modules 60 "$python" benchmarks/te_modules.py ${dry:+--dry-run-cpu} --out "$out/modules"
         [ -n "$dry" ] || part head 60 "$python" -m pytest tests/gpu/test_head.py -q
-        for case in fp32 bf16 fp8-tensorwise fp8-blockwise fp8-delayed; do steps "check-$case" 130 --only-check --cases "$case"; done
+        steps check-fp32 130 --only-check --cases fp32
+        for case in bf16 fp8-tensorwise fp8-blockwise fp8-delayed; do
+            steps "check-$case" 100 --only-check --cases "$case" --reference "$out/check-fp32/fp32-cpu.json"
+        done
         ;;
     2)
         for case in bf16 fp8-tensorwise fp8-blockwise fp8-delayed; do steps "0.6b-$case" 110 --preset qwen3-0.6b --cases "$case"; done
