@@ -60,6 +60,8 @@ def main() -> int:
         if model.endswith(" full") and base is not None:
             factor = statistics.median(seconds) / statistics.median(base)
             lines.append(f"full recomputation of {model.split()[0]} {case}: {factor:.2f} times the seconds")
+    if not rows:
+        lines.append(f"no timed model below {results}: run stages 2 and 3 first")
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.txt").write_text("\n".join(lines) + "\n")
     (out / "result.json").write_text(json.dumps(found, indent=1))

@@ -93,7 +93,7 @@ def loading(model: Path, folder: Path, options: dict[str, Any]) -> Callable[[int
 @pytest.mark.parametrize(
     ("saved_with", "world", "options"),
     [
-        ("tp2", 2, {"tp": 2}),
+        pytest.param("tp2", 2, {"tp": 2}, marks=pytest.mark.full),
         ("tp2pp2-distopt", 4, {"tp": 2, "pp": 2, "distributed_optimizer": True}),
         ("dp2-distopt-bf16", 2, {"distributed_optimizer": True, "dtype": "bf16"}),
     ],
@@ -144,8 +144,15 @@ def test_only_one_data_parallel_rank_gathers_the_optimizer_state(tmp_path: Path,
     assert second == 0
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distopt"])
+@pytest.mark.parametrize(
+    ("distributed", "dtype"),
+    [
+        pytest.param(False, "fp32", marks=pytest.mark.full, id="plain-fp32"),
+        pytest.param(False, "bf16", id="plain-bf16"),
+        pytest.param(True, "fp32", id="distopt-fp32"),
+        pytest.param(True, "bf16", marks=pytest.mark.full, id="distopt-bf16"),
+    ],
+)
 def test_a_checkpoint_before_the_first_update_resumes(
     model: Path, tmp_path: Path, dtype: str, distributed: bool
 ) -> None:

@@ -44,14 +44,14 @@ def fill_from_checkpoint(policy: Any, folder: Path) -> None:
             for parameter in model.parameters():
                 parameter.fill_(float("nan"))
     state = {
-        part: {key: value for key, value in chunk.items() if not key.endswith("_extra_state")}
+        part: {key: value for key, value in chunk.items() if "_extra_state" not in key}
         for part, chunk in _model_state(policy, "model").items()
     }
     loaded = load_sharded(state, folder / "dist")
     for number, model in enumerate(policy.models):
         found = model.load_state_dict(loaded[f"model{number}"], strict=False)
         # Transformer Engine's modules have FP8 state, which a converted folder does not.
-        assert not found.unexpected_keys and all(key.endswith("_extra_state") for key in found.missing_keys)
+        assert not found.unexpected_keys and all("_extra_state" in key for key in found.missing_keys)
 
 
 def check_loading(hf: Path, checkpoint: Path, layout: dict[str, Any], dtype: str = "fp32") -> None:
