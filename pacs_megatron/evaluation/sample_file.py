@@ -17,7 +17,7 @@ import xxhash
 
 from pacs_megatron.contracts import Prompt, Sample, Stop
 from pacs_megatron.errors import ConfigError, DataError, RewardError
-from pacs_megatron.observability.rollout_log import rollout_record
+from pacs_megatron.observability.rollout_log import rollout_record, verdict_fields
 from pacs_megatron.rewards.boxed import last_boxed
 from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.runtime.closing import Closing
@@ -143,7 +143,8 @@ class SampleFile(Closing):
                 judged[answer.id] = answer
             for record in batch:
                 verdict = judged[record["id"]]
-                record |= {"reward": verdict.reward, "label": verdict.label, "failure": verdict.failure}
+                record.pop("reward_details", None)
+                record |= verdict_fields(verdict)
                 self.outcomes[verdict.id] = outcome_of(record)
                 yield json_line(record)
 

@@ -51,16 +51,19 @@ def rollout_record(sample: Sample, prompt: Prompt, decode: Callable[[np.ndarray]
         "prompt": prompt.text,
         "answer": prompt.answer,
         "response": decode(sample.response_ids),
-        "reward": sample.reward,
-        "label": sample.label,
-        "failure": sample.failure,
-        **({} if sample.reward_details is None else {"reward_details": sample.reward_details}),
+        **verdict_fields(sample),
         "stop": str(sample.stop),
         "prompt_tokens": sample.prompt_len,
         "response_tokens": sample.response_len,
         "sampler_logprob_mean": _mean(sample.sampler_logprobs),
         "spans": [asdict(span) for span in sample.spans],
     }
+
+
+def verdict_fields(sample: Sample) -> dict[str, Any]:
+    """The verdict's part of a line; `reward_details` only where the verifier has a record."""
+    fields: dict[str, Any] = {"reward": sample.reward, "label": sample.label, "failure": sample.failure}
+    return fields if sample.reward_details is None else fields | {"reward_details": sample.reward_details}
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
