@@ -121,6 +121,7 @@ def compare(folder: Path, *, updates_before_resume: int, is_bf16: bool) -> Compa
     if (product / "critic to-hf.npz").is_file():
         of_critic = _arrays(product / f"critic_{len(updates)}.npz")
         found.tensors("exported and converted weights", "critic", product / "critic to-hf.npz", of_critic, 1.0)
+    return found
 
 
 def _compare_update(

@@ -443,6 +443,16 @@ PLANTED: dict[str, Planted] = {
         target=f"{POLICY}.head._Head.gradient_of_logits",
         change=lambda original, self, *args: original(self, *args).bfloat16().float(),
     ),
+    "lambda of GAE is 1": Planted(
+        target=f"{OBJECTIVES}.ppo.gae",
+        change=lambda original, rewards, values, gamma, lam: original(rewards, values, gamma, 1.0),
+        changes={"objective": {"name": "ppo", "lam": 0.9}},
+    ),
+    "the moments of the critic are not restored": Planted(
+        target="pacs_megatron.training.loop.resume",
+        change=_after_resume(lambda run: run.critic.optimizer.reset_moments()),
+        changes={"objective": {"name": "ppo"}},
+    ),
     "one metric divides by the wrong count": Planted(
         target=f"{POLICY}.engine.MegatronPolicy._metrics", change=_wrong_denominator
     ),

@@ -75,6 +75,7 @@ def test_value_loss_and_its_gradient(value_clip: float | None) -> None:
         slope = (v - target) if is_free or near == v else 0.0
         assert float(gradient[at]) == pytest.approx(slope * float(mask) / float(batch.mask.sum()), abs=1e-12)
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-12)
+    record.logprobs = record.logprobs.detach()
     metrics = {name: float((value * record.mask).sum()) for name, value in critic.token_metrics(record, None).items()}
     assert (metrics["critic/clip_frac"] > 0) == (value_clip is not None)
 
