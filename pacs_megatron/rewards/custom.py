@@ -42,10 +42,7 @@ def describe(error: BaseException, *, named: bool = True) -> str:
 
 
 def _load(function: str) -> Callable[[Prompt, str], Any]:
-    where, _, attribute = function.rpartition(":")
-    if not where or not attribute:
-        raise ConfigError(f"reward.function={function!r}: expected module:function or path/to/file.py:function")
-    file = find_file(function)
+    file, (where, _, attribute) = find_file(function), function.rpartition(":")
     try:
         module = importlib.import_module(where) if file is None else _load_file(file, function)
     except BaseException as error:  # the user's module runs here and may raise anything
@@ -68,8 +65,10 @@ def _load(function: str) -> Callable[[Prompt, str], Any]:
 
 
 def find_file(function: str) -> Path | None:
-    """The file of `path/to/file.py:function`, None for a module's function. Raises ConfigError if it is missing."""
-    path = function.rpartition(":")[0]
+    """The file of `path/to/file.py:function`, None for a module's function. Raises ConfigError."""
+    path, _, attribute = function.rpartition(":")
+    if not path or not attribute:
+        raise ConfigError(f"reward.function={function!r}: expected module:function or path/to/file.py:function")
     if not path.endswith(".py"):
         return None
     try:

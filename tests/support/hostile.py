@@ -185,7 +185,9 @@ def run(command: list[str | Path | bytes], folder: Path, environ: dict[str, str]
     last, silence, parts = begin, 0.0, []
     while part := os.read(reader, 65536):
         now = time.monotonic()
-        silence, last = max(silence, now - last), now
+        if not parts or b"waiting for " not in parts[-1]:  # the wait is known; its reports become rarer
+            silence = max(silence, now - last)
+        last = now
         parts.append(part)
     os.close(reader)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
