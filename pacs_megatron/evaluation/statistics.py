@@ -33,7 +33,7 @@ def bootstrap_mean(values: Sequence[float], seed: int = 0) -> Interval | None:
     if not values:
         return None
     array, rng = np.asarray(values, dtype=np.float64), np.random.default_rng(seed)
-    means = [array[rng.integers(len(array), size=len(array))].mean() for _ in range(RESAMPLES)]
+    means = array[rng.integers(len(array), size=(RESAMPLES, len(array)))].mean(axis=1)
     return Interval(float(array.mean()), *_percentiles(means))
 
 
@@ -119,7 +119,7 @@ def _resampled(scores: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return drawn
 
 
-def _percentiles(values: Sequence[float]) -> tuple[float, float]:
+def _percentiles(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     margin = 50 * (1 - _CONFIDENCE)
     low, high = np.percentile(values, [margin, 100 - margin])
     return float(low), float(high)

@@ -29,7 +29,8 @@ def requests(tag: str, count: int = 48) -> list[SampleRequest]:
     ]  # fmt: skip
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.full
+@pytest.mark.timeout(600)
 def test_one_model_after_the_other_and_a_restarted_server(tmp_path: Path) -> None:
     folders = [HfFolder(make_tiny_qwen3(tmp_path / f"m{seed}", seed=seed)) for seed in range(2)]
     tokenizer = load_tokenizer(str(folders[0].path))
