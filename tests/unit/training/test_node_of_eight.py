@@ -18,6 +18,7 @@ from pacs_megatron.config import load_config
 from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.errors import SyncError
+from pacs_megatron.rollout import driver as driver_module
 from pacs_megatron.rollout import driver_client
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.build import _feeder, devices_of, server_specs, trainer_rank_of
@@ -28,6 +29,8 @@ from pacs_megatron.sglang.weights.transports import BroadcastTransport, IpcTrans
 from pacs_megatron.training import context as training_context
 from pacs_megatron.training import sync as training_sync
 from tests.support.node.servers import NUM_GPUS, GpuServer, Node, SharedRanks, ThreadChannel, ipc_payload, mismatch
+from tests.support.tiny_models import make_tiny_qwen3
+from tests.support.tiny_run import write_tiny_run
 
 ROOT = Path(__file__).parents[3]
 WEIGHTS = {f"model.layers.{i}.norm.weight": torch.full((64,), float(i), dtype=torch.bfloat16) for i in range(20)}
@@ -258,3 +261,71 @@ def test_a_trainer_that_broadcasts_has_sglangs_setting_of_nccl(
     with pytest.raises(ConnectionError, match="0" if transport == "broadcast" else "None"):
         training_context.join(config.model_copy(update={"rollout": rollout}))
     os.environ.pop("NCCL_CUMEM_ENABLE", None)
+
+
+def test_the_trainer_has_its_memory_before_its_servers_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that starts earlier measures memory that the model takes before the server does."""
+    events: list[str] = []
+    model = SimpleNamespace(offload=SimpleNamespace(to_host=lambda: events.append("off-loaded")))
+
+    def build(*_: Any) -> Any:
+        events.append("built")
+        return SimpleNamespace(models=[model])
+
+    channel = SimpleNamespace(run_together=lambda action, only=None: action())
+    rank = SimpleNamespace(device=torch.device("cpu"))
+    monkeypatch.setattr(training_context, "join", lambda _: (rank, channel))
+    monkeypatch.setattr(training_context, "build", build)
+    monkeypatch.setattr(training_context, "is_megatron_checkpoint", lambda _: False)
+    driver: Any = SimpleNamespace(
+        reply=lambda message: events.append(message["op"]), receive=lambda: events.append("received")
+    )
+    stop: Any = SimpleNamespace()
+    config = load_config(ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml").config
+    training_context.build_on_all_ranks(config, tmp_path, tmp_path, driver, stop)
+    assert events == ["built", "off-loaded", "start_servers", "received"]
+
+
+def test_the_driver_waits_for_the_trainer_before_it_starts_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
+    servers = SglangServers(python=("python",), colocated=True)
+    sampling, sync = SamplingOptions(max_response_tokens=8), SglangSync(transport="ipc")
+    rollout = SglangRollout(engine="sglang", sampling=sampling, sync=sync, servers=servers)
+    config = load_config(write_tiny_run(tmp_path, model)).config.model_copy(update={"rollout": rollout, "reward": None})
+    events: list[str] = []
+
+    def receive() -> Any:
+        events.append("received")
+        return {"op": "start_servers"}, {}
+
+    def open_engine(*_: Any) -> None:
+        events.append("started")
+        raise ConnectionError
+
+    monkeypatch.setattr(driver_module, "open_engine", open_engine)
+    connection: Any = SimpleNamespace(receive=receive)
+    with pytest.raises(ConnectionError):
+        driver_module.Driver(config, tmp_path, model, connection)
+    assert events == ["received", "started"]
+
+
+def test_every_rank_empties_its_cache_before_servers_take_their_memory_back(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(8, 1, stack)
+    run.on_all_ranks(training_sync.release_memory)
+    emptied: list[int] = []
+    seen: list[int] = []
+
+    def empty(context: Any) -> None:
+        emptied.append(context.rank.rank)
+        context.channel.any_rank(False)
+
+    monkeypatch.setattr(training_sync, "_empty_caches", empty)
+    for server in run.servers:
+        server.before["/resume_memory_occupation"] = lambda: seen.append(len(emptied))
+    run.on_all_ranks(training_sync._push)
+    assert len(seen) == len(run.servers) and min(seen) >= NUM_GPUS
+    assert len(emptied) == 2 * NUM_GPUS  # before the weights, and between the last weight and the KV cache
