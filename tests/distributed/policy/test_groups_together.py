@@ -219,6 +219,23 @@ def check_three_updates(
             )
 
 
+def test_a_step_of_four_updates_makes_three_passes_where_groups_are_together(folders: dict[str, Path]) -> None:
+    def on_rank(_rank: int, world: int) -> Any:
+        policy = make_policy(folders["qwen3"], world, tokens_per_microbatch=96)
+        objective = build_objective(PacsOptions(name="pacs"), updates_per_step=4)
+        found = []
+        for keep_groups in (True, False):
+            policy.num_passes.clear()
+            steps = [(index, *STEPS[index % 3]) for index in range(4)]
+            parts = [make_part(*step, policy, 96, index=index, keep_groups=keep_groups) for index, *step in steps]
+            for part in [with_passes(policy, objective, part) for part in parts]:
+                policy.update(part, objective, None)
+            found.append(dict(policy.num_passes))
+        return found
+
+    assert run_ranks(on_rank, 1)[0] == [{"step_start": 3}, {"step_start": 3, "score": 3}]
+
+
 @pytest.mark.parametrize("layout", ["pp2", "vpp2", pytest.param("tp2-pp2", marks=pytest.mark.full)])
 def test_a_score_that_is_not_finite_raises_on_all_ranks_and_changes_no_weight(
     folders: dict[str, Path], layout: str
