@@ -66,16 +66,6 @@ def check(found: dict[str, Any], expected: PpoReference, first: int = 0) -> None
             np.testing.assert_allclose(found["weights"][name][key], weight, atol=1e-5, err_msg=key)
 
 
-@pytest.mark.full
-def test_experts_equal_the_plain_loop(tmp_path: Path) -> None:
-    models = make_models(tmp_path, "qwen3_moe")
-    expected = PpoReference(*models, PPO, critic_lr=2e-3)
-    for facts, tokens in STEPS:
-        expected.step(facts, tokens, split(facts, 2))
-    config = config_of(tmp_path, models, PPO, {"ep": 2})
-    check(run_ranks(lambda _rank, _world: attempt(config, tmp_path / "run", STEPS), 2)[1], expected)
-
-
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[] if name in CHEAP else pytest.mark.full) for name in LAYOUTS]
 )
