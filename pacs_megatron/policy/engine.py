@@ -207,7 +207,7 @@ class MegatronPolicy:
             for batch, logprobs in zip(*self._forward(minibatch, should_stop, routing), strict=False):
                 record = build_record(batch, logprobs, None, is_step_start=minibatch.index == 0)
                 statistics.add(batch, record, objective)
-        self.routes = minibatch.routes or (routing and routing.recorded())
+        self.routes = minibatch.routes or (None if routing is None else routing.recorded())
         return statistics
 
     def score_noise(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 from packaging.version import Version
 
 from pacs_megatron.preflight.check import Check

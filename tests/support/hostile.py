@@ -182,7 +182,8 @@ def run(command: list[str | Path | bytes], folder: Path, environ: dict[str, str]
     os.close(writer)
     timer = threading.Timer(LIMIT_S, lambda: os.killpg(pid, 9))
     timer.start()
-    last, silence, parts = begin, 0.0, []
+    last, silence = begin, 0.0
+    parts: list[bytes] = []
     while part := os.read(reader, 65536):
         now = time.monotonic()
         if not parts or b"waiting for " not in parts[-1]:  # the wait is known; its reports become rarer
