@@ -119,13 +119,18 @@ def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path, *,
         *("--standalone", "--local-addr=127.0.0.1", "--nnodes=1", f"--nproc-per-node={num_ranks}"),
         *("-m", *command),
     ]
+
+    def waits_for() -> str:  # a rank reports for what it waits after a stop request
+        is_starting = _stamp(lock) == lock_before and not forwarding.signals
+        return "for torchrun to start the ranks" if is_starting else ""
+
     with _Forwarding() as forwarding:
         process = subprocess.Popen(
             agent, env=rank_environment(num_ranks, single_host=True), start_new_session=True, stdin=subprocess.DEVNULL
         )
         forwarding.watch(process.pid)
         try:
-            with report_wait(lambda: "for torchrun to start the ranks" if _stamp(lock) == lock_before else ""):
+            with report_wait(waits_for):
                 code = forwarding.wait(process, num_ranks, lead_s)
         finally:
             forwarding.kill()

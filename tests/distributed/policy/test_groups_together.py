@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig
 from safetensors.torch import load_file, save_file
 
 from pacs_megatron.contracts import SampleFacts, TokenBuffers
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.policy import optimizer
 from tests.support.policies.objective_reference import reference_scores, reference_weights
 from tests.support.policies.plain_trainer import PlainTrainer
 from tests.support.policies.policy_cases import make_part, make_policy, random_step, with_passes
@@ -140,6 +143,9 @@ def float64(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterat
         (torch.Tensor, "float", torch.Tensor.double),
     ):
         monkeypatch.setattr(owner, name, value)
+    # Its defaults are of the time of its import.
+    types = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    monkeypatch.setattr(optimizer, "OptimizerConfig", partial(OptimizerConfig, **dict.fromkeys(types, double)))
     torch.set_default_dtype(double)
     yield
     torch.set_default_dtype(single)

@@ -57,10 +57,13 @@ def test_planted_noise_is_found(model: Path, layout: str, monkeypatch: pytest.Mo
         clean = policy.score_noise(minibatch, objective, rows)
         exact, seed = passes.forward, iter(range(100))
 
-        def noisy(*args: Any) -> list[torch.Tensor]:
+        def noisy(*args: Any, **options: Any) -> list[torch.Tensor]:
             place = 10 * policy.rank.dp + parallel_state.get_context_parallel_rank()
             generator = torch.Generator().manual_seed(100 * place + next(seed))
-            return [logprobs + SIGMA * torch.randn(logprobs.shape, generator=generator) for logprobs in exact(*args)]
+            return [
+                logprobs + SIGMA * torch.randn(logprobs.shape, generator=generator)
+                for logprobs in exact(*args, **options)
+            ]
 
         monkeypatch.setattr(passes, "forward", noisy)
         return [clean, policy.score_noise(minibatch, objective, rows)]
