@@ -97,6 +97,8 @@ def _add_evaluation(verbs: _SubParsers) -> None:
         "--embedder", default="Qwen/Qwen3-Embedding-0.6B", help="an embedding model, or `hashed` (for tests)"
     )
     parser.add_argument("--out", type=Path, default=Path("diversity.html"), help="the page (default: diversity.html)")
+    parser.add_argument("--benchmark", nargs="+", default=[], help="names of benchmarks; default: all")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the embeddings, as .npz")
     parser = _add_verb(verbs, "export", "write the weights of a run as a Hugging Face checkpoint", _export)
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--step", type=integer_from(0), help="the checkpoint to export; default: the newest")
@@ -141,6 +143,23 @@ def _add_planning(verbs: _SubParsers) -> None:
     parser.add_argument("--out", type=Path, help="folder of the certificate; default: <run folder>/certificate")
     _add_config_verb(verbs, "fetch", "download model, tokenizer and data for jobs without a network", _fetch)
     _add_jobs(verbs)
+    parser = _add_verb(verbs, "paper", "run what a table or figure of the PACS paper needs, and print it", _paper)
+    parser.add_argument(
+        "overrides",
+        nargs="+",
+        metavar="TABLE|FIGURE|key=value",
+        help="table1, figure3, ... or all; and overrides of all runs and evaluations",
+    )
+    parser.add_argument(
+        "--scale", choices=("paper", "laptop"), default="paper", help="laptop: the same DAG on two cores"
+    )
+    parser.add_argument("--dir", type=Path, help="folder of the runs and tables; default: runs/paper-<scale>")
+    parser.add_argument("--seeds", type=integer_from(1), help="runs of each method; default: 1, or 3 on a laptop")
+    parser.add_argument("--methods", help="only these methods, such as pacs,grpo; default: those of the table")
+    parser.add_argument(
+        "--cluster", type=cluster_file, help="submit missing runs to this Slurm cluster; default: run here"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only print the nodes of the DAG with their state")
     _add_verb(verbs, "doctor", "report what works on this machine and what to install", _doctor)
 
 
@@ -210,11 +229,14 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _diversity(args: argparse.Namespace) -> int:
-    from pacs_megatron.evaluation.diversity import diversity
+    from pacs_megatron.evaluation.diversity import diversity_page, embedded, save_vectors
     from pacs_megatron.runtime.files import write_atomically
 
-    lines, text = diversity(args.paths, args.embedder)
+    described, vectors = embedded(args.paths, args.embedder, args.benchmark)
+    lines, text = diversity_page(described, vectors)
     write_atomically(args.out, [text.encode()])
+    if args.save is not None:
+        save_vectors(args.save, described, vectors)
     print("\n".join([*lines, str(args.out)]))
     return 0
 
@@ -331,6 +353,18 @@ def _submit(args: argparse.Namespace) -> int:
     )
     for text in submit(request, dry_run=args.dry_run):
         print(text)
+    return 0
+
+
+def _paper(args: argparse.Namespace) -> int:
+    from pacs_megatron.launch.paper import Study, run_paper
+
+    names, overrides = ([word for word in args.overrides if ("=" in word) == wanted] for wanted in (False, True))
+    folder = args.dir or Path("runs", f"paper-{args.scale}")
+    methods = None if args.methods is None else args.methods.split(",")
+    study = Study(args.scale, folder.resolve(), tuple(overrides), args.seeds, methods)
+    for text in run_paper(study, names, cluster=args.cluster, dry_run=args.dry_run):
+        print(text, flush=True)
     return 0
 
 

@@ -3,10 +3,11 @@
 `pacs-megatron diversity` reads the samples of evaluations. A score depends on the embedding model, so every output names it.
 """
 
+import io
 import itertools
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,13 @@ from pacs_megatron.errors import ConfigError, DataError
 from pacs_megatron.evaluation.sample_file import read_samples
 from pacs_megatron.evaluation.statistics import bootstrap_mean
 from pacs_megatron.observability.page import page, safe_text
+from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.json_reader import read_object
 
 Embedder = Callable[[Sequence[str]], np.ndarray]
 """Texts -> float [texts, dimension]."""
+Vectors = Mapping[str, Mapping[str, np.ndarray]]
+"""`<path> <benchmark>` -> question -> float [its correct responses, dimension]; [0, 0] with fewer than two"""
 
 HASHED = "hashed"
 _DIMENSIONS, _NGRAM = 1024, 4
@@ -98,28 +102,58 @@ def _hashed(texts: Sequence[str]) -> np.ndarray:
 
 
 # ------------------------------------------------------------------------------------------------------------- command
-def diversity(paths: Sequence[Path], embedder: str) -> tuple[list[str], str]:
-    """(lines to print, the page) for runs or folders of results. Raises DataError for a path without an evaluation."""
+def embedded(paths: Sequence[Path], embedder: str, benchmarks: Collection[str] = ()) -> tuple[str, Vectors]:
+    """(description of the embedder, vectors) for runs or folders of results, of all benchmarks or of `benchmarks`.
+
+    Raises DataError for a path without an evaluation.
+    """
     described, embed = load_embedder(embedder)
-    lines = [f"embedder: {described}"]
-    points: dict[str, np.ndarray] = {}
+    found: dict[str, dict[str, np.ndarray]] = {}
     for path in paths:
         for benchmark, correct in sorted(_correct_responses(path).items()):
-            vectors: list[np.ndarray] = []
+            if not benchmarks or benchmark in benchmarks:
+                found[f"{path} {benchmark}"] = {
+                    question: _checked(embed(texts), len(texts), question) if len(texts) >= 2 else np.empty((0, 0))
+                    for question, texts in sorted(correct.items())
+                }
+    return described, found
 
-            def keep(texts: Sequence[str], kept: list[np.ndarray] = vectors) -> np.ndarray:
-                kept.append(embed(texts))
-                return kept[-1]
 
-            found = distances(correct, keep)
-            score = bootstrap_mean(list(found.values()))
-            text = "no question with two correct responses"
-            if score is not None:
-                text = f"{score.value:.4f} [{score.low:.4f}, {score.high:.4f}] over {len(found)} questions"
-                points[f"{path} {benchmark}"] = np.concatenate(vectors)
-            lines.append(
-                f"{path} {benchmark}: {text}, {len(correct) - len(found)} with fewer than two correct responses"
-            )
+def question_scores(vectors: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """As `distances`, for the vectors of one run and benchmark."""
+    return {question: _mean_pairwise_distance(found) for question, found in vectors.items() if len(found)}
+
+
+def save_vectors(path: Path, described: str, vectors: Vectors) -> None:
+    """Writes an .npz file: an array a question, and `embedder`."""
+    arrays = {f"{name}\t{question}": v.astype("f4") for name, found in vectors.items() for question, v in found.items()}
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{"embedder": np.array(described), **arrays})  # type: ignore[arg-type]
+    write_atomically(path, [buffer.getvalue()])
+
+
+def load_vectors(paths: Sequence[Path]) -> tuple[str, Vectors]:
+    """The files of `save_vectors` together."""
+    described, found = "", defaultdict[str, dict[str, np.ndarray]](dict)
+    for path in paths:
+        with np.load(path, allow_pickle=False) as file:
+            described = str(file["embedder"])
+            for key in set(file.files) - {"embedder"}:
+                name, _, question = key.partition("\t")
+                found[name][question] = file[key].astype("f8")
+    return described, {name: dict(sorted(questions.items())) for name, questions in found.items()}
+
+
+def diversity_page(described: str, vectors: Vectors) -> tuple[list[str], str]:
+    """(lines to print, the page)."""
+    lines, points = [f"embedder: {described}"], {}
+    for name, questions in vectors.items():
+        scores = list(question_scores(questions).values())
+        score, text = bootstrap_mean(scores), "no question with two correct responses"
+        if score is not None:
+            text = f"{score.value:.4f} [{score.low:.4f}, {score.high:.4f}] over {len(scores)} questions"
+            points[name] = np.concatenate([v for v in questions.values() if len(v)])
+        lines.append(f"{name}: {text}, {len(questions) - len(scores)} with fewer than two correct responses")
     body = "".join(f"<p>{safe_text(line)}</p>" for line in lines)
     figures = _pictures(points) if points else ""
     return lines, page("Diversity", f'<main><h1>Diversity</h1><div class="card">{body}</div>{figures}</main>')

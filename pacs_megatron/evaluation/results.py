@@ -148,7 +148,12 @@ def table(results: Sequence[BenchmarkResult]) -> str:
                 f"{values['num_unjudged']:.0f}",
             ]
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """The rows, the first of which is the header, as lines with columns of one width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)
 

@@ -37,6 +37,17 @@ def bootstrap_mean(values: Sequence[float], seed: int = 0) -> Interval | None:
     return Interval(float(array.mean()), *_percentiles(means))
 
 
+def bootstrap_seeds(scores: np.ndarray, seed: int = 0) -> Interval | None:
+    """The mean of float [seeds, problems]; the bootstrap draws both. NaN: no score. None without scores."""
+    known, rng = ~np.isnan(scores), np.random.default_rng(seed)
+    if not known.any():
+        return None
+    runs, problems = (rng.multinomial(n, np.full(n, 1 / n), size=RESAMPLES) for n in scores.shape)
+    counts = ((runs @ known) * problems).sum(axis=1)
+    sums = ((runs @ np.where(known, scores, 0.0)) * problems).sum(axis=1)
+    return Interval(float(scores[known].mean()), *_percentiles(sums[counts > 0] / counts[counts > 0]))
+
+
 def majority_at_k(answers: Sequence[str | None], labels: Sequence[int | None], k: int, seed: int = 0) -> float:
     """Share of k-subsets of a problem's responses whose most frequent answer is right; random subsets for k < n.
 

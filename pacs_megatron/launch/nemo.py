@@ -110,15 +110,18 @@ def add_tasks(run: Any, experiment: Any, jobs: Sequence[Job], request: Request) 
             conversions[target] = experiment.add(_script(run, text), executor=executor, name=name)
             found.append((name, conversions[target], job.name if alone else None))
         before = [] if target is None else [conversions[target]]
-        train = _add_trainer(run, experiment, job, request, (f"train{suffix}", before))
-        found.append(("train", train, job.name))
+        if request.train:
+            before = [_add_trainer(run, experiment, job, request, (f"train{suffix}", before))]
+            found.append(("train", before[0], job.name))
+        later = request.later
         if request.evaluate:
-            model = run_folder(job.loaded) / "hf"
-            arguments = shlex.join([str(request.config.resolve()), *job.overrides, "--model", str(model)])
+            model = str(run_folder(job.loaded) / "hf")
+            later = (("eval", ("eval", str(request.config.resolve()), *job.overrides, "--model", model)), *later)
+        for label, arguments in later:
             executor = _executor(run, job, request.cluster, nodes=1, tasks=1)
-            script = _script(run, f"{python} eval {arguments}")
-            task = experiment.add(script, executor=executor, name=f"eval{suffix}", dependencies=[train])
-            found.append(("eval", task, job.name))
+            script = _script(run, f"{python} {shlex.join(arguments)}")
+            before = [experiment.add(script, executor=executor, name=f"{label}{suffix}", dependencies=before)]
+            found.append((label, before[0], job.name))
     return found
 
 

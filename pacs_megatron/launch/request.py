@@ -31,6 +31,9 @@ class Request:
     """Convert the model to a Megatron checkpoint in a job before training."""
     evaluate: bool = False
     """Evaluate the exported model in a job after training."""
+    train: bool = True
+    later: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """(label, arguments of pacs-megatron) of jobs that follow the training, one after the other"""
 
     def base_name(self) -> str:
         """`run.name` before the values of a sweep."""

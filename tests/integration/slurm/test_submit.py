@@ -290,3 +290,17 @@ def test_colocated_servers_on_two_nodes(
     while (left := running(str(tmp_path))) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left
+
+
+@pytest.mark.full
+def test_jobs_that_follow_a_run_depend_on_it_and_on_each_other(
+    nemo_run: None, tmp_path: Path, tiny_qwen3: Path
+) -> None:
+    config = write_tiny_run(tmp_path, tiny_qwen3)
+    later = (("eval", ("eval", "a b.yaml")), ("diversity", ("diversity", "run")))
+    text = "\n".join(submit(make_request(config, later=later), dry_run=True))
+    assert re.findall(r"(\S+) starts after (\S+)", text) == [("eval", "train"), ("diversity", "eval")]
+    assert "-m pacs_megatron eval 'a b.yaml'" in text and "-m pacs_megatron diversity run" in text
+    alone = "\n".join(submit(make_request(config, later=later, train=False), dry_run=True))
+    assert re.findall(r"(\S+) starts after (\S+)", alone) == [("diversity", "eval")]
+    assert "launch.job begin" not in alone

@@ -29,6 +29,7 @@ def test_the_values_of_the_document(method: str, size: str, steps: int) -> None:
         0.01,
     )
     assert (optimizer.schedule, optimizer.warmup_updates) == ("constant", 0)
+    assert config.data.system_prompt == "You are a helpful assistant."
     assert config.data.max_prompt_tokens == 1024 and config.data.train.preset == "deepscaler"
     sampling, evaluation = config.rollout.sampling, config.evaluation.sampling
     assert (sampling.max_response_tokens, sampling.temperature, sampling.top_p) == (8192, 1.0, 1.0)
@@ -54,10 +55,8 @@ def test_the_evaluation_has_draws_for_every_k_and_pinned_data() -> None:
     config = load_config(PAPER / "eval.yaml").config
     assert all(re.fullmatch(r"[0-9a-f]{40}", benchmark.revision or "") for benchmark in config.evaluation.benchmarks)
     draws = {benchmark.name: draws_of(config.evaluation, benchmark) for benchmark in config.evaluation.benchmarks}
-    assert draws["math500"] == (32, (1, 2, 4, 8, 16, 32))
-    assert {name: (n, max(ks)) for name, (n, ks) in draws.items() if name != "math500"} == dict.fromkeys(
-        ("amc23", "aime24", "aime25", "beyondaime"), (256, 256)
-    )
+    names = ("math500", "amc23", "aime24", "aime25", "beyondaime")
+    assert draws == dict.fromkeys(names, (128, (1, 4, 8, 16, 32, 64)))
 
 
 @pytest.mark.parametrize(
@@ -70,8 +69,8 @@ def test_the_ablations_of_the_document_load(line: str) -> None:
 
 
 def test_bad_draws_of_a_benchmark_name_it(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"evaluation\.benchmarks\.0\.k=64"):
-        load_config(PAPER / "eval.yaml", ["evaluation.benchmarks.0.k=[64]"])
+    with pytest.raises(Exception, match=r"evaluation\.benchmarks\.0\.k=256"):
+        load_config(PAPER / "eval.yaml", ["evaluation.benchmarks.0.k=[256]"])
 
 
 def test_the_benchmarks_out_of_domain() -> None:

@@ -1,0 +1,215 @@
+"""`paper`: the real DAG over the shipped studies, with commands that only write their outputs; the tables' figures.
+
+The same DAG with its real commands, killed and resumed: tests/integration/test_paper.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pacs_megatron.cli import main
+from pacs_megatron.config import load_config
+from pacs_megatron.evaluation.diversity import save_vectors
+from pacs_megatron.evaluation.passk import pass_at_k
+from pacs_megatron.evaluation.statistics import bootstrap_mean, bootstrap_seeds
+from pacs_megatron.launch import paper
+
+METHODS = ("base", "ppo", "grpo", "pacs")
+PROBLEMS, DRAWS = 4, 16
+
+
+class Commands:
+    """In place of processes: each command writes what it would, from a seed of its words, and is noted."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        self.fails: str | None = None
+
+    def __call__(self, command: list[str], **_: Any) -> Commands:
+        words = command[1:] if command[1] == "-c" else command[3:]
+        self.called.append(f"{words[0]} {self.place(words)}")
+        self.code = 75 if self.fails == self.called[-1] else 0
+        if not self.code:
+            {"-c": self.inputs, "train": self.train, "eval": self.eval, "diversity": self.diversity}[words[0]](words)
+        return self
+
+    def wait(self) -> int:
+        return self.code
+
+    @staticmethod
+    def place(words: list[str]) -> str:
+        names = [word.partition("=")[2] for word in words if word.startswith("run.name=")]
+        return names[0] if names else Path(words[-1] if words[0] == "-c" else words[1]).name
+
+    def inputs(self, words: list[str]) -> None:
+        Path(words[-1]).mkdir(parents=True)
+        (Path(words[-1]) / "done").touch()
+
+    def train(self, words: list[str]) -> None:
+        loaded = load_config(Path(words[1]), words[2:])
+        folder = Path(loaded.config.run.dir) / loaded.config.run.name
+        checkpoint = folder / "checkpoints" / f"step_{loaded.config.run.steps:06d}"
+        for made in (checkpoint, folder / "hf"):
+            made.mkdir(parents=True)
+        (checkpoint / "manifest.json").touch()
+        (folder / "config.yaml").write_text(loaded.to_yaml())
+        (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5, "policy/entropy": 0.3}\n')
+        (folder / "exit_code").write_text("0\n")
+
+    def eval(self, words: list[str]) -> None:
+        out = Path(words[words.index("--out") + 1])
+        rng = np.random.default_rng(sum(out.parent.name.encode()))
+        counts = [{"num_samples": DRAWS, "num_correct": int(c)} for c in rng.integers(0, DRAWS, size=PROBLEMS)]
+        out.mkdir(parents=True, exist_ok=True)
+        record = {"metrics": {"eval/test/pass@1": 0.5, "eval/test/pass@4": 0.7}, "problems": {"test": counts}}
+        (out / "results.json").write_text(json.dumps(record))
+
+    def diversity(self, words: list[str]) -> None:
+        run = words[1]
+        rng = np.random.default_rng(sum(run.encode()))
+        vectors = {f"{run} test": {f"test/{i}": rng.normal(size=(3, 5)) for i in range(PROBLEMS)}}
+        save_vectors(Path(words[words.index("--save") + 1]), "hashed", vectors)
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Iterator[Commands]:
+    found = Commands()
+    monkeypatch.setattr(paper.subprocess, "Popen", found)
+    yield found
+
+
+def test_the_laptop_runs_each_node_once_and_prints_the_same_again(
+    commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["paper", "table2", "table3", "figure5", "--scale", "laptop", "--dir", str(tmp_path), "--seeds", "2"]
+    commands.fails = "train tiny-grpo-s0"
+    assert main(call) == 75
+    assert "tiny-grpo-s0: train ended with exit code 75; the same command continues there" in capsys.readouterr().err
+    before, commands.fails = len(commands.called), None
+    assert main(call) == 0
+    assert commands.called[before - 1] == commands.called[before] == "train tiny-grpo-s0"
+    runs = [f"tiny-{method}-s{seed}" for method in ("ppo", "grpo", "pacs") for seed in range(2)]
+    wanted = {f"{verb} {run}" for verb in ("train", "eval", "diversity") for run in runs}
+    wanted |= {"-c inputs", "train warmstart", "eval tiny-base"}
+    assert set(commands.called) == wanted and len(commands.called) == len(wanted) + 1
+    assert commands.called[:2] == ["-c inputs", "train warmstart"]
+    tables = capsys.readouterr().out.partition("\ntable2")[2]
+    count = len(commands.called)
+    assert main(call) == 0
+    assert len(commands.called) == count
+    assert capsys.readouterr().out.partition("\ntable2")[2] == tables
+    check_figures(tmp_path)
+    assert "<svg" in (tmp_path / "figure5-tiny.html").read_text()
+    assert "<svg" in (tmp_path / "figure5-tiny-pca.html").read_text()
+    (tmp_path / "tiny-pacs-s1" / "eval" / "results.json").unlink()
+    assert main(call) == 0
+    assert commands.called[count:] == ["eval tiny-pacs-s1"]
+    assert main([*call, "run.steps=3"]) == 2
+    assert "choose another --dir" in capsys.readouterr().err
+
+
+def check_figures(folder: Path) -> None:
+    """The values of table2.json are means over seeds and problems of Chen's pass@k."""
+    cells = json.loads((folder / "table2.json").read_text())
+    assert [(c["method"], c["metric"]) for c in cells] == [
+        (m, f"pass@{k}") for m in ("base", "ppo", "grpo", "pacs") for k in (1, 4, 8)
+    ]
+    for cell in cells:
+        found = list(folder.glob(f"tiny-{cell['method']}*/eval/results.json"))
+        assert len(found) == cell["seeds"] == (1 if cell["method"] == "base" else 2)
+        counts = [p["num_correct"] for path in found for p in json.loads(path.read_text())["problems"]["test"]]
+        k = int(cell["metric"][5:])
+        value, low, high = cell["ours"]
+        assert value == pytest.approx(100 * np.mean([pass_at_k(DRAWS, c, k) for c in counts]))
+        assert low <= value <= high and low < high and cell["published"] is None
+
+
+def test_the_paper_has_its_published_numbers_beside_ours(
+    commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against table 2 and table 3 of the paper, typed again here."""
+    monkeypatch.setattr(Commands, "eval", lambda self, words: write_results(Path(words[words.index("--out") + 1])))
+    assert main(["paper", "table2", "--dir", str(tmp_path), "--methods", "pacs"]) == 0
+    out = capsys.readouterr().out
+    [line] = re.findall(r"qwen3-8b beyondaime\n.*\n.*\n(pacs .*)", out)
+    assert re.findall(r"/ ([\d.]+)", line) == ["28.86", "43.15", "49.58", "55.39", "60.19", "64.02"]
+    assert line.count("50.00 [") == 1
+    assert [c for c in commands.called if c.startswith("eval")] == ["eval qwen3-8b-base", "eval qwen3-8b-pacs-s0"]
+    study = paper.Study("paper", tmp_path, (), None, None)
+    assert study.spec["published_diversity"]["qwen3-8b"] == {
+        "pacs": {"aime24": 0.0272, "aime25": 0.0392},
+        "grpo": {"aime24": 0.0217, "aime25": 0.0249},
+    }
+
+
+def write_results(out: Path) -> None:
+    counts = [{"num_samples": 128, "num_correct": 64}, {"num_samples": 128, "num_correct": 64}]
+    names = ("math500", "amc23", "aime24", "aime25", "beyondaime")
+    out.mkdir(parents=True)
+    (out / "results.json").write_text(json.dumps({"problems": dict.fromkeys(names, counts)}))
+
+
+def test_published_averages_of_table_1() -> None:
+    """The paper's averages of pass@1 over five benchmarks, recomputed from the numbers in the file."""
+    study = paper.Study("paper", Path("none"), (), None, None)
+    found = {
+        (model, method): np.mean([methods[method][name][0] for name in study.spec["artefacts"]["table1"]["benchmarks"]])
+        for model, methods in study.spec["published"].items()
+        for method in ("base", "pacs")
+    }
+    wanted = {
+        ("qwen3-8b", "pacs"): 63.32,
+        ("qwen3-8b", "base"): 53.75,
+        ("qwen3-4b", "pacs"): 62.63,
+        ("qwen3-4b", "base"): 54.37,
+    }
+    assert found == {key: pytest.approx(value, abs=0.0065) for key, value in wanted.items()}
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["table4"], "table4: unknown at scale paper; choose from table1"),
+        (["table6", "--scale", "laptop"], "table6: unknown at scale laptop"),
+        (["table1", "--methods", "gspo"], "--methods gspo: unknown at scale paper"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["paper", *words, "--dir", str(tmp_path / "none")]) == 2
+    assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_every_run_of_both_studies_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for scale, count in (("paper", 44), ("laptop", 30)):
+        assert main(["paper", "all", "--scale", scale, "--dir", str(tmp_path / "none"), "--dry-run"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == count and all(": missing  python -" in line for line in lines)
+    configs = {c.config: c.overrides for c in paper.Study("paper", tmp_path, (), None, None).chains(
+        list(paper.Study("paper", tmp_path, (), None, None).spec["artefacts"].values()))}  # fmt: skip
+    for config, overrides in configs.items():
+        assert load_config(config, overrides).config.run.dir == str(tmp_path)
+
+
+def test_the_bootstrap_draws_seeds_and_problems() -> None:
+    rng = np.random.default_rng(0)
+    one = rng.random((1, 40))
+    found, plain = bootstrap_seeds(one), bootstrap_mean(one[0].tolist())
+    assert found is not None and plain is not None
+    np.testing.assert_allclose(found, plain, atol=0.01)
+    apart = np.repeat([[0.0], [1.0]], 40, axis=1)  # two seeds that disagree: the draws are (0,0), (0,1), (1,0), (1,1)
+    assert bootstrap_seeds(apart) == (0.5, 0.0, 1.0)
+    some = one.copy()
+    some[0, :20] = np.nan
+    half = bootstrap_seeds(some)
+    assert half is not None and half.value == pytest.approx(one[0, 20:].mean())
+    assert bootstrap_seeds(np.full((2, 3), np.nan)) is None
