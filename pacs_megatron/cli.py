@@ -144,21 +144,11 @@ def _add_planning(verbs: _SubParsers) -> None:
     _add_config_verb(verbs, "fetch", "download model, tokenizer and data for jobs without a network", _fetch)
     _add_jobs(verbs)
     parser = _add_verb(verbs, "paper", "run what a table or figure of the PACS paper needs, and print it", _paper)
-    parser.add_argument(
-        "overrides",
-        nargs="+",
-        metavar="TABLE|FIGURE|key=value",
-        help="table1, figure3, ... or all; and overrides of all runs and evaluations",
-    )
-    parser.add_argument(
-        "--scale", choices=("paper", "laptop"), default="paper", help="laptop: the same DAG on two cores"
-    )
+    parser.add_argument("overrides", nargs="+", metavar="TABLE|FIGURE", help="or all; and key=value for all runs")
+    parser.add_argument("--scale", choices=("paper", "laptop"), default="paper", help="laptop: two cores")
     parser.add_argument("--dir", type=Path, help="folder of the runs and tables; default: runs/paper-<scale>")
     parser.add_argument("--seeds", type=integer_from(1), help="runs of each method; default: 1, or 3 on a laptop")
-    parser.add_argument("--methods", help="only these methods, such as pacs,grpo; default: those of the table")
-    parser.add_argument(
-        "--cluster", type=cluster_file, help="submit missing runs to this Slurm cluster; default: run here"
-    )
+    parser.add_argument("--cluster", type=cluster_file, help="submit what is missing to Slurm; default: run here")
     parser.add_argument("--dry-run", action="store_true", help="only print the nodes of the DAG with their state")
     _add_verb(verbs, "doctor", "report what works on this machine and what to install", _doctor)
 
@@ -361,8 +351,7 @@ def _paper(args: argparse.Namespace) -> int:
 
     names, overrides = ([word for word in args.overrides if ("=" in word) == wanted] for wanted in (False, True))
     folder = args.dir or Path("runs", f"paper-{args.scale}")
-    methods = None if args.methods is None else args.methods.split(",")
-    study = Study(args.scale, folder.resolve(), tuple(overrides), args.seeds, methods)
+    study = Study(args.scale, folder.resolve(), overrides, args.seeds)
     for text in run_paper(study, names, cluster=args.cluster, dry_run=args.dry_run):
         print(text, flush=True)
     return 0

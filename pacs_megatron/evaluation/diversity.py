@@ -22,7 +22,7 @@ from pacs_megatron.runtime.json_reader import read_object
 Embedder = Callable[[Sequence[str]], np.ndarray]
 """Texts -> float [texts, dimension]."""
 Vectors = Mapping[str, Mapping[str, np.ndarray]]
-"""`<path> <benchmark>` -> question -> float [its correct responses, dimension]; [0, 0] with fewer than two"""
+"""`<path> <benchmark>` -> `question_vectors`"""
 
 HASHED = "hashed"
 _DIMENSIONS, _NGRAM = 1024, 4
@@ -30,17 +30,20 @@ _BATCH, _MAX_TOKENS = 8, 8192
 _CELLS, _SIZE = 48, 380
 
 
-def distances(correct_responses: Mapping[str, Sequence[str]], embed: Embedder) -> dict[str, float]:
-    """Question id -> mean of 1 - cos over all pairs of that question's correct responses, in [0, 2].
+def question_vectors(correct_responses: Mapping[str, Sequence[str]], embed: Embedder) -> dict[str, np.ndarray]:
+    """Question id -> float [its correct responses, dimension]; [0, 0] with fewer than two, which have no distance.
 
-    Questions with fewer than two correct responses are left out. Raises DataError if an embedding has the wrong shape, is
-    not finite or is zero.
+    Raises DataError if an embedding has the wrong shape, is not finite or is zero.
     """
     return {
-        question: _mean_pairwise_distance(_checked(embed(texts), len(texts), question))
+        question: _checked(embed(texts), len(texts), question) if len(texts) >= 2 else np.empty((0, 0))
         for question, texts in sorted(correct_responses.items())
-        if len(texts) >= 2
     }
+
+
+def question_scores(vectors: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Question id -> mean of 1 - cos over all pairs of that question's correct responses, in [0, 2]."""
+    return {question: _mean_pairwise_distance(found) for question, found in vectors.items() if len(found)}
 
 
 def _mean_pairwise_distance(vectors: np.ndarray) -> float:
@@ -108,20 +111,12 @@ def embedded(paths: Sequence[Path], embedder: str, benchmarks: Collection[str] =
     Raises DataError for a path without an evaluation.
     """
     described, embed = load_embedder(embedder)
-    found: dict[str, dict[str, np.ndarray]] = {}
-    for path in paths:
-        for benchmark, correct in sorted(_correct_responses(path).items()):
-            if not benchmarks or benchmark in benchmarks:
-                found[f"{path} {benchmark}"] = {
-                    question: _checked(embed(texts), len(texts), question) if len(texts) >= 2 else np.empty((0, 0))
-                    for question, texts in sorted(correct.items())
-                }
-    return described, found
-
-
-def question_scores(vectors: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """As `distances`, for the vectors of one run and benchmark."""
-    return {question: _mean_pairwise_distance(found) for question, found in vectors.items() if len(found)}
+    return described, {
+        f"{path} {benchmark}": question_vectors(correct, embed)
+        for path in paths
+        for benchmark, correct in sorted(_correct_responses(path).items())
+        if not benchmarks or benchmark in benchmarks
+    }
 
 
 def save_vectors(path: Path, described: str, vectors: Vectors) -> None:

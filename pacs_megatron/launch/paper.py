@@ -5,7 +5,6 @@ call runs what is missing, and a call of a finished study only prints its tables
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,8 @@ from typing import Any
 
 from pacs_megatron.checkpoint.names import newest_step
 from pacs_megatron.config import load_config
-from pacs_megatron.config.yaml_tree import read_yaml
+from pacs_megatron.config.cluster import load_cluster
+from pacs_megatron.config.yaml_tree import parse_yaml
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError
 from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.json_reader import read_object
@@ -27,11 +27,10 @@ from pacs_megatron.runtime.run_lock import RunLock
 from pacs_megatron.runtime.shipped import shipped_folder
 
 PRODUCT = ("-m", "pacs_megatron")
-STUDY_FILE = "study.json"
 VECTORS = "diversity.npz"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Node:
     """A command of this interpreter and its output."""
 
@@ -41,139 +40,98 @@ class Node:
     cwd: Path | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Chain:
     """The nodes of one run, or of the untrained model, in their order."""
 
-    name: str
+    folder: Path
     config: Path
     overrides: tuple[str, ...]
     nodes: tuple[Node, ...]
 
 
 class Study:
-    """A file of `configs/paper/studies/` with its folder of runs.
+    """A file of `configs/paper/studies/` with its folder of runs. Raises ConfigError without the checkout it needs."""
 
-    Raises ConfigError for a scale that needs a checkout.
-    """
-
-    def __init__(
-        self, scale: str, base: Path, overrides: tuple[str, ...], seeds: int | None, methods: Sequence[str] | None
-    ) -> None:
-        self.scale, self.base, self.overrides, self.methods = scale, base, overrides, methods
+    def __init__(self, scale: str, base: Path, overrides: Sequence[str], seeds: int | None) -> None:
+        self.scale, self.base, self.overrides = scale, base, tuple(overrides)
         self._configs = shipped_folder("configs").resolve()
-        path = self._configs / "paper" / "studies" / f"{scale}.yaml"
-        self.spec: dict[str, Any] = _filled(read_yaml(path, str(path)).plain(), {"dir": str(base)})
+        text = (self._configs / "paper" / "studies" / f"{scale}.yaml").read_text(encoding="utf-8")
+        spec: Any = parse_yaml(text.replace("{dir}", str(base)), f"{scale}.yaml").plain()
+        self.spec: dict[str, Any] = spec
         self.seeds: int = seeds or self.spec["seeds"]
-        self.evaluation_of: dict[str | None, str] = {
+        self.evaluation_of = {
             benchmark.name: name
             for name, entry in self.spec["evaluations"].items()
             for benchmark in load_config(*self._file(entry)).config.evaluation.benchmarks
         }
         if "prepare" in self.spec and not (self._configs.parent / "examples").is_dir():
             raise ConfigError(f"--scale {scale} needs examples/quickstart/ of a checkout; run it there")
-        unknown = set(methods or ()) - set(self.spec["methods"])
-        if unknown:
-            known = ", ".join(self.spec["methods"])
-            raise ConfigError(f"--methods {min(unknown)}: unknown at scale {scale}; choose from {known}")
 
-    def artefacts(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def artefacts(self, names: Sequence[str]) -> dict[str, Any]:
         """Name -> its entry. Raises ConfigError for an unknown name."""
-        known: dict[str, dict[str, Any]] = self.spec["artefacts"]
-        for name in names:
-            if name not in (*known, "all"):
-                raise ConfigError(f"{name}: unknown at scale {self.scale}; choose from {', '.join(known)}, or all")
+        known = self.spec["artefacts"]
+        for name in set(names) - {*known, "all"}:
+            raise ConfigError(f"{name}: unknown at scale {self.scale}; choose from {', '.join(known)}, or all")
         return {name: entry for name, entry in known.items() if name in names or "all" in names}
-
-    def methods_of(self, entry: Mapping[str, Any]) -> list[str]:
-        """The methods of an artefact, without those that --methods leaves out."""
-        return [m for m in entry["methods"] if self.methods is None or m in ("base", *self.methods)]
 
     def runs(self, model: str, method: str) -> list[Path]:
         """The folders of a method, one a seed; the untrained model has one."""
-        if method == "base":
-            return [self.base / f"{model}-base"]
-        return [self.base / f"{model}-{method}-s{seed}" for seed in range(self.seeds)]
+        names = ["base"] if method == "base" else [f"{method}-s{seed}" for seed in range(self.seeds)]
+        return [self.base / f"{model}-{name}" for name in names]
 
     def _file(self, words: Sequence[str], model: str = "") -> tuple[Path, tuple[str, ...]]:
         """(file, overrides) of an entry of the study."""
         return (self._configs / words[0].replace("{model}", model)).resolve(), tuple(words[1:])
 
-    def prepare(self) -> Iterator[Node]:
-        """Nodes before all runs; they run here."""
-        for name, entry in self.spec.get("prepare", {}).items():
-            if isinstance(entry, dict):
-                done = Path(entry["done"])
-                yield Node(label=name, words=tuple(entry["python"]), is_done=done.is_file, cwd=self._configs.parent)
-            else:
-                config, overrides = self._file(entry)
-                yield self._train(config, (*overrides, *self._place(name, 0)), name)
-
-    def _place(self, name: str, seed: int) -> tuple[str, ...]:
-        return (f"run.dir={self.base}", f"run.name={name}", f"run.seed={seed}")
-
-    def _train(self, config: Path, overrides: tuple[str, ...], name: str) -> Node:
-        words = (*PRODUCT, "train", str(config), *overrides)
-        return Node(label="train", words=words, is_done=partial(_is_trained, config, overrides, self.base / name))
-
-    def chains(self, entries: Sequence[Mapping[str, Any]]) -> Iterator[Chain]:
-        """The runs that these artefacts need, each once, with all evaluations that any of them needs."""
+    def nodes(self, entries: Sequence[Any]) -> tuple[list[Node], list[Chain]]:
+        """The nodes before all runs, and the runs that these artefacts need, each with all its evaluations."""
+        first = [
+            Node(name, tuple(entry["python"]), Path(entry["done"]).exists, self._configs.parent)
+            for name, entry in self.spec.get("prepare", {}).items()
+        ]
         needs: dict[tuple[str, str], set[str]] = {}
         for entry in entries:
             wanted = {self.evaluation_of[name] for name in entry.get("benchmarks", self.spec["diversity"])}
-            if entry.get("kind") in ("diversity", "exploration"):
-                wanted.add("diversity")
+            wanted |= {"diversity"} if entry.get("kind") in ("diversity", "exploration") else set()
             for model in entry["models"]:
-                for method in self.methods_of(entry):
+                for method in entry["methods"]:
                     needs.setdefault((model, method), set()).update(wanted)
-        for (model, method), wanted in needs.items():
-            for seed, folder in enumerate(self.runs(model, method)):
-                yield self._chain(model, method, wanted, seed, folder)
+        return first, [
+            self._chain(model, method, wanted, seed, folder)
+            for (model, method), wanted in needs.items()
+            for seed, folder in enumerate(self.runs(model, method))
+        ]
 
     def _chain(self, model: str, method: str, wanted: set[str], seed: int, folder: Path) -> Chain:
-        entry = self.spec["models"][model]
-        common = (
-            *entry.get("overrides", ()),
-            f"model.path={entry['base']}",
-            *self._place(folder.name, seed),
-            *self.overrides,
-        )
-        source, nodes = entry["base"], []
-        config, overrides = self._file(self.spec["evaluations"]["eval"])
-        if method != "base":
-            source = str(folder)
-            config, overrides = self._file(self.spec["methods"][method], model)
-            nodes.append(self._train(config, (*overrides, *common), folder.name))
+        entry, nodes = self.spec["models"][model], []
+        place = (f"model.path={entry['base']}", f"run.dir={self.base}", f"run.name={folder.name}", f"run.seed={seed}")
+        common = (*entry.get("overrides", ()), *place, *self.overrides)
+        is_base = method == "base"
+        words = self.spec["evaluations"]["eval"] if is_base else self.spec["methods"][method]
+        config, options = self._file(words, model)
+        overrides = (*options, *common)
+        if not is_base:
+            is_done = partial(_is_trained, config, overrides, folder)
+            nodes.append(Node("train", (*PRODUCT, "train", str(config), *overrides), is_done))
         for name in [name for name in self.spec["evaluations"] if name in wanted]:
             file, options = self._file(self.spec["evaluations"][name])
-            words = ("eval", str(file), *options, *common, "--model", source, "--out", str(folder / name))
-            is_done = (folder / name / "results.json").is_file
-            nodes.append(Node(label=name, words=(*PRODUCT, *words), is_done=is_done))
+            source = ("--model", entry["base"] if is_base else str(folder), "--out", str(folder / name))
+            words = (*PRODUCT, "eval", str(file), *options, *common, *source)
+            nodes.append(Node(name, words, (folder / name / "results.json").is_file))
         if "diversity" in wanted:
-            names = ("--embedder", self.spec["embedder"], "--benchmark", *self.spec["diversity"])
-            out = ("--out", str(folder / "diversity.html"), "--save", str(folder / VECTORS))
-            words = (*PRODUCT, "diversity", str(folder), *names, *out)
-            nodes.append(Node(label="diversity", words=words, is_done=(folder / VECTORS).is_file))
-        return Chain(name=folder.name, config=config, overrides=(*overrides, *common), nodes=tuple(nodes))
-
-
-def _filled(tree: Any, values: Mapping[str, str]) -> Any:
-    """`tree` with {name} replaced in every text."""
-    if isinstance(tree, dict):
-        return {key: _filled(part, values) for key, part in tree.items()}
-    if isinstance(tree, list):
-        return [_filled(part, values) for part in tree]
-    for name, value in values.items():
-        tree = tree.replace(f"{{{name}}}", value) if isinstance(tree, str) else tree
-    return tree
+            words = (*PRODUCT, "diversity", str(folder), "--embedder", self.spec["embedder"])
+            words += ("--benchmark", *self.spec["diversity"], "--out", str(folder / "diversity.html"))
+            nodes.append(Node("diversity", (*words, "--save", str(folder / VECTORS)), (folder / VECTORS).is_file))
+        return Chain(folder, config, overrides, tuple(nodes))
 
 
 def _is_trained(config: Path, overrides: Sequence[str], folder: Path) -> bool:
     """Whether the last attempt ended well at run.steps, with an export."""
-    if not (folder / "hf").is_dir() or not (folder / EXIT_CODE_FILE).is_file():
+    code = folder / EXIT_CODE_FILE
+    if not (folder / "hf").is_dir() or not code.is_file() or read_exit_code(code, ExitCode.FAILED) != ExitCode.OK:
         return False
-    steps = load_config(config, overrides).config.run.steps
-    return newest_step(folder) == steps and read_exit_code(folder / EXIT_CODE_FILE, ExitCode.FAILED) == ExitCode.OK
+    return newest_step(folder) == load_config(config, overrides).config.run.steps
 
 
 def run_paper(study: Study, names: Sequence[str], *, cluster: Path | None, dry_run: bool) -> Iterator[str]:
@@ -182,38 +140,29 @@ def run_paper(study: Study, names: Sequence[str], *, cluster: Path | None, dry_r
     Raises ConfigError for a folder of another study, and PacsError with the exit code of a node that failed.
     """
     found = study.artefacts(names)
-    chains = list(study.chains(list(found.values())))
+    first, chains = study.nodes(list(found.values()))
     if dry_run:
-        groups = [("before all", tuple(study.prepare())), *((chain.name, chain.nodes) for chain in chains)]
-        for name, nodes in groups:
-            for node in nodes:
-                yield f"{name} {node.label}: {'done' if node.is_done() else 'missing'}  python {' '.join(node.words)}"
+        for name, node in [("first", n) for n in first] + [(c.folder.name, n) for c in chains for n in c.nodes]:
+            yield f"{name} {node.label}: {'done' if node.is_done() else 'missing'}  python {' '.join(node.words)}"
         return
     with RunLock(study.base, "paper"):
-        _check_study(study)
-        for node in study.prepare():
-            yield from _run("before all", node)
-        if cluster is not None:
-            missing = [chain for chain in chains if not all(node.is_done() for node in chain.nodes)]
+        mine, path = {"scale": study.scale, "overrides": list(study.overrides)}, study.base / "study.json"
+        if path.is_file() and read_object(path) != mine:
+            raise ConfigError(f"{study.base} has a study with {read_object(path)}, got {mine}; choose another --dir")
+        write_atomically(path, [json.dumps(mine).encode() + b"\n"])
+        for node in first:
+            yield from _run("first", node)
+        missing = [chain for chain in chains if not all(node.is_done() for node in chain.nodes)]
+        if cluster is not None and missing:
             for chain in missing:
                 yield from _submit(chain, cluster)
-            if missing:
-                yield "the same command prints the tables when these jobs have ended"
-                return
+            yield "the same command prints the tables when these jobs have ended"
+            return
         for number, chain in enumerate(chains, start=1):
             for node in chain.nodes:
-                yield from _run(f"{number}/{len(chains)} {chain.name}", node)
+                yield from _run(f"{number}/{len(chains)} {chain.folder.name}", node)
         for name, entry in found.items():
             yield from _artefact(study, name, entry)
-
-
-def _check_study(study: Study) -> None:
-    """Raises ConfigError where the folder was made with other overrides; else notes them."""
-    path = study.base / STUDY_FILE
-    mine = {"scale": study.scale, "overrides": list(study.overrides)}
-    if path.is_file() and read_object(path) != mine:
-        raise ConfigError(f"{study.base} has a study with {read_object(path)}, got {mine}; choose another --dir")
-    write_atomically(path, [json.dumps(mine).encode() + b"\n"])
 
 
 def _run(name: str, node: Node) -> Iterator[str]:
@@ -221,49 +170,40 @@ def _run(name: str, node: Node) -> Iterator[str]:
     if node.is_done():
         return
     yield f"{name}: {node.label}"
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     # A killed `paper` leaves no run behind: the run gets SIGTERM, saves and stops.
     process = subprocess.Popen(
-        [sys.executable, *node.words], cwd=node.cwd, env=environment, stdout=sys.stderr, preexec_fn=_with_parent
+        [sys.executable, *node.words],
+        cwd=node.cwd,
+        stdout=sys.stderr,
+        preexec_fn=partial(die_with_parent, signal.SIGTERM),
     )
     try:
         code = process.wait()
     except KeyboardInterrupt:  # the terminal sends it to the run too, which saves and stops
         process.wait()
         raise
-    if code == 0 and not node.is_done():
-        code = ExitCode.FAILED
-    if code:
+    if code or not node.is_done():
         error = PacsError(f"{name}: {node.label} ended with exit code {code}; the same command continues there")
-        error.exit_code = ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED
+        error.exit_code = ExitCode(code) if code and code in set(ExitCode) else ExitCode.FAILED
         raise error
-
-
-def _with_parent() -> None:
-    die_with_parent(signal.SIGTERM)
 
 
 def _submit(chain: Chain, cluster: Path) -> Iterator[str]:
     """Submits the missing nodes of a chain as jobs that depend on each other, unless some are queued."""
-    from pacs_megatron.config.cluster import load_cluster
     from pacs_megatron.launch.job import job_states, known_jobs
     from pacs_megatron.launch.request import Request
     from pacs_megatron.launch.submit import submit
-    from pacs_megatron.runtime.run_folder import run_folder
 
-    run_dir = run_folder(load_config(chain.config, chain.overrides))
-    queued = job_states(list(known_jobs(run_dir)))
+    queued = job_states(list(known_jobs(chain.folder)))
     if queued:
-        yield f"{chain.name}: in the queue: {', '.join(queued)}"
+        yield f"{chain.folder.name}: in the queue: {', '.join(queued)}"
         return
     missing = [node for node in chain.nodes if not node.is_done()]
+    later = tuple((node.label, node.words[len(PRODUCT) :]) for node in missing if node.label != "train")
     request = Request(
-        config=chain.config,
-        overrides=chain.overrides,
-        cluster=load_cluster(cluster),
+        config=chain.config, overrides=chain.overrides, cluster=load_cluster(cluster), later=later,
         train=missing[0].label == "train",
-        later=tuple((node.label, node.words[len(PRODUCT) :]) for node in missing if node.label != "train"),
-    )
+    )  # fmt: skip
     yield from submit(request, dry_run=False)
 
 
@@ -275,43 +215,32 @@ def _artefact(study: Study, name: str, entry: Mapping[str, Any]) -> Iterator[str
     from pacs_megatron.evaluation.diversity import diversity_page, load_vectors
     from pacs_megatron.evaluation.paper_tables import Cell, diversity_cells, pass_cells, table_text
 
+    spec, kind, unit = study.spec, entry.get("kind"), "pass@k in %"
     cells: list[Cell] = []
-    pages: list[tuple[Path, str]] = []
-    embedder = ""
-    kind, methods = entry.get("kind", "passes"), study.methods_of(entry)
+    pages: dict[Path, str] = {}
     for model in entry["models"]:
-        runs = {method: study.runs(model, method) for method in methods}
+        runs = {method: study.runs(model, method) for method in entry["methods"]}
+        every = [run for found in runs.values() for run in found]
         if kind in ("curves", "exploration"):
-            text = compare_html(compare([run for found in runs.values() for run in found]))
-            pages.append((study.base / f"{name}-{model}.html", text))
+            pages[study.base / f"{name}-{model}.html"] = compare_html(compare(every))
         if kind in ("diversity", "exploration"):
-            files = {method: [run / VECTORS for run in found] for method, found in runs.items()}
-            known = study.spec.get("published_diversity", {}).get(model, {})
-            for benchmark in study.spec["diversity"]:
-                cells += diversity_cells(model, benchmark, files, known)
-            embedder, vectors = load_vectors([file for found in files.values() for file in found])
+            embedder, vectors = load_vectors([run / VECTORS for run in every])
+            unit = f"mean cosine distance of correct responses; embedder: {embedder}"
             if kind == "exploration":
-                pages.append((study.base / f"{name}-{model}-pca.html", diversity_page(embedder, vectors)[1]))
+                pages[study.base / f"{name}-{model}-pca.html"] = diversity_page(embedder, vectors)[1]
+            known = spec.get("published_diversity", {}).get(model, {})
+            for benchmark in spec["diversity"]:
+                cells += diversity_cells((model, benchmark), runs, vectors, known)
         for benchmark in entry.get("benchmarks", ()):
-            folder = study.evaluation_of[benchmark]
-            evaluations = {method: [run / folder for run in found] for method, found in runs.items()}
-            ks, known = entry.get("k", study.spec["k"]), _by_k(study.spec, model)
-            cells += pass_cells(model, benchmark, ks, evaluations, known)
-    beside = "published" if "published" in study.spec else "nothing published for this model and task"
-    unit = "pass@k in %" if not embedder else f"mean cosine distance of correct responses; embedder: {embedder}"
-    head = f"{name}: {unit}. Ours [95 % bootstrap over seeds and problems] / {beside}"
-    text = f"{head}\n\n{table_text(cells)}"
+            known = {m: dict(zip(spec["k"], v.get(benchmark, ()), strict=False))
+                     for m, v in spec.get("published", {}).get(model, {}).items()}  # fmt: skip
+            evaluations = {m: [run / study.evaluation_of[benchmark] for run in found] for m, found in runs.items()}
+            cells += pass_cells((model, benchmark), entry.get("k", spec["k"]), evaluations, known)
+    beside = "published" if "published" in spec else "nothing published for this model and task"
+    text = f"{name}: {unit}. Ours [95 % bootstrap over seeds and problems] / {beside}\n\n{table_text(cells)}"
     write_atomically(study.base / f"{name}.json", [json.dumps([asdict(c) for c in cells], indent=1).encode(), b"\n"])
     write_atomically(study.base / f"{name}.txt", [text.encode(), b"\n"])
     yield f"\n{text}"
-    for path, page in pages:
+    for path, page in pages.items():
         write_atomically(path, [page.encode()])
         yield str(path)
-
-
-def _by_k(spec: Mapping[str, Any], model: str) -> dict[str, dict[str, dict[int, float]]]:
-    """Method -> benchmark -> k -> published per cent."""
-    return {
-        method: {benchmark: dict(zip(spec["k"], values, strict=False)) for benchmark, values in found.items()}
-        for method, found in spec.get("published", {}).get(model, {}).items()
-    }

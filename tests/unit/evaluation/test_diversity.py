@@ -11,7 +11,11 @@ import pytest
 
 from pacs_megatron.cli import main
 from pacs_megatron.errors import DataError
-from pacs_megatron.evaluation.diversity import distances, load_embedder
+from pacs_megatron.evaluation.diversity import Embedder, load_embedder, question_scores, question_vectors
+
+
+def distances(correct: dict[str, list[str]], embed: Embedder) -> dict[str, float]:
+    return question_scores(question_vectors(correct, embed))
 
 
 def letters(texts: Sequence[str]) -> np.ndarray:
