@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,3 +215,34 @@ def test_the_bootstrap_draws_seeds_and_problems() -> None:
     half = bootstrap_seeds(some)
     assert half is not None and half.value == pytest.approx(one[0, 20:].mean())
     assert bootstrap_seeds(np.full((2, 3), np.nan)) is None
+
+
+def test_the_bootstrap_equals_a_plain_loop_where_seeds_lack_different_problems() -> None:
+    rng = np.random.default_rng(1)
+    scores = np.stack([rng.random(24), 3 + rng.random(24), 9 * rng.random(24)])
+    scores[0, 4:] = scores[1, 20:] = np.nan
+    means = []
+    for _ in range(1500):
+        rows, columns = rng.integers(3, size=3), rng.integers(24, size=24)
+        drawn = [scores[r, c] for r in rows for c in columns if not np.isnan(scores[r, c])]
+        means += [sum(drawn) / len(drawn)] if drawn else []
+    found = bootstrap_seeds(scores)
+    assert found is not None
+    np.testing.assert_allclose(found, [np.nanmean(scores), *np.percentile(means, [2.5, 97.5])], atol=0.25)
+
+
+def test_a_run_that_did_not_end_well_at_its_last_step_is_not_done(commands: Commands, tmp_path: Path) -> None:
+    study = paper.Study("laptop", tmp_path, ("run.steps=40",), 1)
+    _, [_, chain, *_] = study.nodes([study.spec["artefacts"]["table2"]])
+    train = chain.nodes[0]
+    assert train.label == "train" and not train.is_done()
+    commands([sys.executable, *train.words])
+    assert train.is_done()
+    (chain.folder / "exit_code").write_text("75\n")
+    assert not train.is_done()
+    (chain.folder / "exit_code").write_text("0\n")
+    (chain.folder / "hf").rmdir()
+    assert not train.is_done()
+    (chain.folder / "hf").mkdir()
+    study = paper.Study("laptop", tmp_path, ("run.steps=50",), 1)
+    assert not study.nodes([study.spec["artefacts"]["table2"]])[1][1].nodes[0].is_done()
