@@ -300,6 +300,14 @@ def skips_zero_gradient(o: Mapping[str, Any]) -> bool:
     return bool(o.get("importance_level") != "sequence")
 
 
+def without_gradient(batch: Batch, slopes: Sequence[Tensor]) -> list[bool]:
+    """Samples whose gradient is 0 by their group. One whose tokens are all masked (`importance: mask`) is none of them."""
+    if OBJECTIVES[batch.options["name"]] is policy_gradient and batch.advantages is None:
+        return [float(a) == 0 for a in _advantages(batch)]
+    least = 1e-12 * max(float(slope.abs().max()) for slope in slopes)
+    return [float(slope.abs().max()) <= least for slope in slopes]
+
+
 def passes(o: Mapping[str, Any], index: int) -> Metrics:
     """Forward-only log-prob passes of update `index` (docs/objective.md)."""
     if o["name"] == "pacs":

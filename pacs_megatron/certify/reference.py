@@ -25,6 +25,7 @@ from pacs_megatron.certify.formulas import (
     skips_zero_gradient,
     token_metrics,
     value_loss,
+    without_gradient,
 )
 
 CRITIC = "critic"
@@ -346,9 +347,8 @@ class Reference:
         loss, metrics = OBJECTIVES[o["name"]](batch)
         torch.autograd.backward(loss)
         slopes = [torch.zeros_like(p) if p.grad is None else p.grad for p in logps]
-        least = 1e-12 * max(float(c.abs().max()) for c in slopes)
         skips = index == 0 and skips_zero_gradient(o)
-        skipped = [skips and float(c.abs().max()) <= least for c in slopes]
+        skipped = [skips and zero for zero in without_gradient(batch, slopes)]
         norm, lr = self.adam.norm(), self.adam.rate((step - 1) * case["updates_per_step"] + index + 1)
         self.adam.step(lr)
         critic, critic_metrics = self._update_critic(step, (step - 1) * case["updates_per_step"] + index + 1, rows)
