@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +142,9 @@ def float64(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterat
         (torch.Tensor, "float", torch.Tensor.double),
     ):
         monkeypatch.setattr(owner, name, value)
-    # Its defaults are of the time of its import.
-    types = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    monkeypatch.setattr(optimizer, "OptimizerConfig", partial(OptimizerConfig, **dict.fromkeys(types, double)))
+    # Types of the time of an import.
+    types = dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), double)
+    monkeypatch.setattr(optimizer, "OptimizerConfig", lambda **options: OptimizerConfig(**options | types))
     torch.set_default_dtype(double)
     yield
     torch.set_default_dtype(single)
