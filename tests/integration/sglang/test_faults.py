@@ -109,7 +109,7 @@ def test_an_owned_server_killed_while_it_generates_is_replaced(
         assert until(lambda: not any(sglang_guard.start_ticks(pid) for pid in pids), 30)
         assert until(lambda: engine.status()[0].restarts == 1, 30)
         assert until(lambda: engine.status()[0].health is Health.STALE, START_S)
-        assert "holds weights 'default'" in engine.status()[0].reason or "restarted" in engine.status()[0].reason
+        assert "has weights 'default'" in engine.status()[0].reason or "restarted" in engine.status()[0].reason
         num_before = len(done)
         time.sleep(1.0)
         assert len(done) == num_before  # nothing is sampled from the restarted server's own weights
