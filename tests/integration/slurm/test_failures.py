@@ -150,7 +150,7 @@ def test_status_logs_and_cancel_of_real_jobs(nemo_run: None, slurm: Slurm, tmp_p
     assert re.search(r"ranks +\S.*: \S.*, no progress for at most \d+ s", said)
     assert "metrics    step " in said
     assert command("logs", str(run_dir), "--lines", "3").strip()
-    assert "asked" in command("cancel", "--save", str(run_dir))
+    assert "requested" in command("cancel", "--save", str(run_dir))
     assert (slurm.wait(job)["ExitCode"], len(read_attempts(run_dir))) == ("75:0", 1)
     assert re.search(r"preempted after .* min, step -1 -> \d+", command("status", str(run_dir)))
 
