@@ -19,7 +19,7 @@ from pacs_megatron.contracts import Prompt, Sample, Stop
 from pacs_megatron.errors import ConfigError, DataError, RewardError
 from pacs_megatron.observability.rollout_log import rollout_record, verdict_fields
 from pacs_megatron.rewards.boxed import last_boxed
-from pacs_megatron.rollout.judge import Judge
+from pacs_megatron.rollout.judge import Judge, received
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.files import json_line, naming, parse_lines, write_atomically
 
@@ -135,12 +135,7 @@ class SampleFile(Closing):
                         f"{self.path} has samples of {record['source']}, which evaluation.benchmarks lacks; add it"
                     )
                 judge.submit(_sample_of(record), prompt, answers.put, record["response"])
-            judged: dict[str, Sample] = {}
-            for _ in batch:
-                answer = answers.get()
-                if isinstance(answer, RewardError):
-                    raise answer
-                judged[answer.id] = answer
+            judged = received(answers, len(batch))
             for record in batch:
                 verdict = judged[record["id"]]
                 record.pop("reward_details", None)

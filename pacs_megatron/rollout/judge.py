@@ -78,12 +78,7 @@ class Judge:
         for sample in samples:
             order.append(sample.id)
             self.submit(sample, prompts[sample.prompt_id], answers.put)
-        judged: dict[str, Sample] = {}
-        for _ in order:
-            answer = answers.get()
-            if isinstance(answer, RewardError):
-                raise answer
-            judged[answer.id] = answer
+        judged = received(answers, len(order))
         self.check(list(judged.values()))
         return [judged[sample_id] for sample_id in order]
 
@@ -123,3 +118,14 @@ class Judge:
         return label_sample(
             sample, verdict.reward, label, judge_truncated=self._truncated == "judge", details=verdict.details
         )
+
+
+def received(answers: "queue.SimpleQueue[Sample | RewardError]", count: int) -> dict[str, Sample]:
+    """Waits for `count` judged samples; by sample id. Raises a RewardError that comes instead of one."""
+    judged: dict[str, Sample] = {}
+    for _ in range(count):
+        answer = answers.get()
+        if isinstance(answer, RewardError):
+            raise answer
+        judged[answer.id] = answer
+    return judged

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.hostile import World, check, copy_world, make_world
+from tests.support.hostile import Case, World, check_case, make_world
 
 pytestmark = pytest.mark.full
-CASES: dict[str, tuple[Callable[[World], Any], tuple[str, ...], dict[str, str]]] = {}
+CASES: dict[str, Case] = {}
 
 
 def case(
@@ -289,11 +288,4 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
-    world = copy_world(original, tmp_path / "world")
-    arrange, words, environ = CASES[name]
-    arrange(world)
-    places = {"m": world.model, "c": world.checkpoint, "r": world.run, "w": world.folder}
-    try:
-        check(name, world, [word.format(**places) for word in words], environ)
-    finally:
-        shutil.rmtree(world.folder, ignore_errors=True)
+    check_case(name, CASES[name], original, tmp_path)

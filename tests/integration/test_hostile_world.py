@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,14 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.hostile import World, check, copy_world, make_world, run
+from tests.support.hostile import Case, World, check_case, copy_world, make_world, run
 
 pytestmark = pytest.mark.full
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 3945\n"
 PAGE = "<!DOCTYPE html><html><head><title>404</title></head><body>Not found</body></html>\n"
 ROW = '{"problem": "1 + 1 = ?", "answer": "2"}\n'
 Words = list[str | Path | bytes]
-CASES: dict[str, tuple[Callable[[World], Any], tuple[str, ...], dict[str, str]]] = {}
+CASES: dict[str, Case] = {}
 
 
 def case(
@@ -399,14 +398,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
-    world = copy_world(original, tmp_path / "world")
-    arrange, words, environ = CASES[name]
-    arrange(world)
-    places = {"m": world.model, "c": world.checkpoint, "r": world.run, "w": world.folder}
-    try:
-        check(name, world, [word.format(**places) for word in words], environ)
-    finally:
-        shutil.rmtree(world.folder, ignore_errors=True)
+    check_case(name, CASES[name], original, tmp_path)
 
 
 def test_the_log_that_a_message_names_stays(original: World, tmp_path: Path) -> None:

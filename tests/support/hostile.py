@@ -224,6 +224,22 @@ def serve(reply: bytes, stop: threading.Event, server: socket.socket) -> None:
                 continue
 
 
+Case = tuple[Callable[[World], Any], tuple[str, ...], dict[str, str]]
+"""(arranges the world, words of the command with {m}, {c}, {r} and {w}, environment)"""
+
+
+def check_case(name: str, case: Case, original: World, folder: Path) -> None:
+    """Runs a case in its own copy of the world; {m}, {c}, {r}, {w}: its model, checkpoint, run and folder."""
+    world = copy_world(original, folder / "world")
+    arrange, words, environ = case
+    arrange(world)
+    places = {"m": world.model, "c": world.checkpoint, "r": world.run, "w": world.folder}
+    try:
+        check(name, world, [word.format(**places) for word in words], environ)
+    finally:
+        shutil.rmtree(world.folder, ignore_errors=True)
+
+
 def check(name: str, world: World, command: list[str | Path | bytes], environ: dict[str, str]) -> None:
     """Runs `command` and asserts that it ends as it should."""
     before = set(world.folder.rglob("*"))

@@ -82,21 +82,7 @@ def test_over_sampling_trains_the_first_groups_that_are_admitted(tmp_path: Path)
         [rollouts] = driver._buffer.dispatch(1, 1)
         assert len(rollouts.prompts) == 7
         one_class = {rollouts.prompts[1].id, rollouts.prompts[3].id}
-        for number, request in reversed(list(enumerate(rollouts.requests))):
-            label = 1 if request.prompt_id in one_class else number % 2
-            sample = Sample(
-                id=request.id,
-                prompt_id=request.prompt_id,
-                token_ids=np.concatenate([request.token_ids, np.array([97], dtype=np.int32)]),
-                prompt_len=len(request.token_ids),
-                sampler_logprobs=np.zeros(1, dtype=np.float32),
-                spans=(Span(version=0, digest="weights0", start=0, end=1),),
-                stop=Stop.EOS,
-                reward=float(label),
-                label=label,
-            )
-            rollouts.sampled[sample.id] = sample
-            rollouts.judged.add(sample.id)
+        judge_all(rollouts, one_class=one_class)
         header, arrays = driver._results.step(rollouts, driver._buffer.sent)
     finally:
         driver.close()
@@ -111,8 +97,8 @@ def test_over_sampling_trains_the_first_groups_that_are_admitted(tmp_path: Path)
 
 
 def judge_all(rollouts: StepRollouts, *, one_class: Collection[str]) -> None:
-    """Every request has a judged sample; groups of `one_class` have label 1 only."""
-    for number, request in enumerate(rollouts.requests):
+    """Every request has a judged sample, the last first; groups of `one_class` have label 1 only."""
+    for number, request in reversed(list(enumerate(rollouts.requests))):
         label = 1 if request.prompt_id in one_class else number % 2
         rollouts.sampled[request.id] = Sample(
             id=request.id,
