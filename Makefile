@@ -8,8 +8,10 @@ SHELL := /bin/bash
 PIP_ARGS ?=
 # An interpreter; empty: the first of python3.11 and python3.12 that works.
 PYTHON ?=
-# Extra arguments for pytest, e.g. PYTEST_ARGS="tests/unit/rollout -k greedy".
+# Extra arguments for pytest, e.g. PYTEST_ARGS="tests/unit/rollout -k greedy", or PYTEST_ARGS="-n 8" on a host with many cores.
 PYTEST_ARGS ?=
+# Two test files at once: most tests wait for processes that they start.
+WORKERS := -n 2 --dist=loadfile --no-loadscope-reorder
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -45,10 +47,10 @@ CURRENT_TESTS := $(addprefix tests/unit/,certify checkpoint convert embedded mod
 TEST_TOOLS := install-dev install-sglang install-slurm install-sandbox
 
 test: $(TEST_TOOLS) ## what a change needs: about 12 minutes on two idle cores
-	@$(PY) -m pytest -m "not gpu and not full and not campaign" $(PYTEST_ARGS)
+	@$(PY) -m pytest $(WORKERS) -m "not gpu and not full and not campaign" $(PYTEST_ARGS)
 
 test-full: $(TEST_TOOLS) ## every other test, up to two hours, and test-te and test-current where installed; resumes
-	@$(PY) -m pytest -m full --resume=.pytest_cache/test-full $(PYTEST_ARGS)
+	@$(PY) -m pytest $(WORKERS) -m full --resume=.pytest_cache/test-full $(PYTEST_ARGS)
 	@for name in te current; do if [ -x .venv-$$name/bin/python ]; then $(MAKE) --no-print-directory test-$$name; fi; done
 
 campaign: $(TEST_TOOLS) ## once a release: seeds, kills, studies; the same command resumes
@@ -56,11 +58,11 @@ campaign: $(TEST_TOOLS) ## once a release: seeds, kills, studies; the same comma
 
 test-te: ## tests/te: real Transformer Engine modules without a GPU; PACS_TE_PACK names a folder with its build
 	@tools/install.sh te
-	@.venv-te/bin/python -m pytest tests/te -m "not campaign" $(PYTEST_ARGS)
+	@.venv-te/bin/python -m pytest $(WORKERS) tests/te -m "not campaign" $(PYTEST_ARGS)
 
 test-current: ## layouts, families, checkpoints, conversion, quickstart on today's Megatron-Core (Python 3.12)
 	@tools/install.sh current
-	@.venv-current/bin/python -m pytest -m "not gpu and not campaign and not sglang and not slurm" $(CURRENT_TESTS) $(PYTEST_ARGS)
+	@.venv-current/bin/python -m pytest $(WORKERS) -m "not gpu and not campaign and not sglang and not slurm" $(CURRENT_TESTS) $(PYTEST_ARGS)
 
 test-fresh: ## quickstart and test in a clone of HEAD, with an empty home and pip's defaults
 	@tools/test_fresh.sh

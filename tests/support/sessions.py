@@ -6,7 +6,6 @@ import hashlib
 import json
 import subprocess
 import time
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -36,43 +35,44 @@ def code_version(root: Path) -> str:
 
 
 class _Sessions:
+    """One in each process: the session's own, and those that pytest-xdist starts (workers)."""
+
     def __init__(self, config: pytest.Config) -> None:
         self._start = time.monotonic()
         self._budget_s: float | None = config.getoption("--budget-s")
         self._rotate: str | None = config.getoption("--rotate")
         self._file: Path | None = config.getoption("--resume")
-        self._root = config.rootpath
-        self._selected = 0
-        self._passed_before = 0
+        self._config = config
+        self._is_worker = hasattr(config, "workerinput")
+        self._passed_before = self._read(self._file) if self._file is not None else set()
+        self._selected: list[str] = []
         self._not_started: list[str] = []
         self._failed: set[str] = set()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Removes what passed before; rotates the modules. Runs after the selection by marker."""
-        if self._file is not None:
-            passed = self._read(self._file)
-            done = [item for item in items if item.nodeid in passed]
-            items[:] = [item for item in items if item.nodeid not in passed]
-            self._passed_before = len(done)
+        done = [item for item in items if item.nodeid in self._passed_before]
+        if done:
+            items[:] = [item for item in items if item.nodeid not in self._passed_before]
             config.hook.pytest_deselected(items=done)
         if self._rotate is not None and items:
             modules = list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items))
             first = int(hashlib.sha256(self._rotate.encode()).hexdigest(), 16) % len(modules)
             order = {name: (at - first) % len(modules) for at, name in enumerate(modules)}
             items.sort(key=lambda item: order[item.nodeid.partition("::")[0]])
-            print(f"\nthe session starts at {modules[first]}, module {first + 1} of {len(modules)}")
-        self._selected = len(items)
+        self._selected = [item.nodeid for item in items]
 
     def _read(self, file: Path) -> set[str]:
         """Ids of tests that passed. A file of another code version starts over."""
-        version = code_version(self._root)
+        version = code_version(self._config.rootpath)
         lines = file.read_text().splitlines() if file.exists() else []
-        if not lines or lines[0] != version:
+        if lines and lines[0] == version:
+            return {json.loads(line) for line in lines[1:]}
+        if not self._is_worker:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(version + "\n")
-            return set()
-        return {json.loads(line) for line in lines[1:]}
+        return set()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
@@ -82,29 +82,40 @@ class _Sessions:
         self._not_started.append(item.nodeid)
         return True
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Records a test that passed, its teardown included."""
-        report = yield
         if not report.passed:
-            self._failed.add(item.nodeid)
-        elif report.when == "teardown" and self._file is not None and item.nodeid not in self._failed:
+            self._failed.add(report.nodeid)
+        elif report.when == "teardown" and self._file and not self._is_worker and report.nodeid not in self._failed:
             with self._file.open("a") as file:
-                file.write(json.dumps(item.nodeid) + "\n")
-        return report
+                file.write(json.dumps(report.nodeid) + "\n")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
+        """Every worker collects the same tests."""
+        self._selected = ids
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object, error: object) -> None:
+        """Adds what a worker did not start."""
+        self._not_started += getattr(node, "workeroutput", {}).get("not_started", [])
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Nothing left to run is a success where everything passed before."""
-        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self._passed_before:
+        if self._is_worker:
+            self._config.workeroutput["not_started"] = self._not_started  # type: ignore[attr-defined]
+        elif exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self._passed_before:
             session.exitstatus = pytest.ExitCode.OK
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Prints how much of the selection ran."""
+        """Prints where the session started and how much of the selection ran."""
+        if self._rotate is not None and self._selected:
+            terminalreporter.line(f"the session started at {self._selected[0].partition('::')[0]}")
         if self._file is not None:
             terminalreporter.line(
-                f"{self._passed_before} tests passed in an earlier session on this code: {self._file}"
+                f"{len(self._passed_before)} tests passed in an earlier session on this code: {self._file}"
             )
         if self._budget_s is not None:
-            started = self._selected - len(self._not_started)
-            line = f"{started} of {self._selected} selected tests ran within {self._budget_s:.0f} s"
+            started = len(self._selected) - len(self._not_started)
+            line = f"{started} of {len(self._selected)} selected tests ran within {self._budget_s:.0f} s"
             terminalreporter.line(line + (f"; the next one is {self._not_started[0]}" if self._not_started else ""))

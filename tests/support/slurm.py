@@ -131,7 +131,7 @@ def start_slurm(folder: Path) -> Slurm:
     return slurm
 
 
-def _wait(is_ready: object, what: str, timeout_s: float = 30.0) -> None:
+def _wait(is_ready: object, what: str, timeout_s: float = 300.0) -> None:
     assert callable(is_ready)
     deadline = time.monotonic() + timeout_s
     while not is_ready():

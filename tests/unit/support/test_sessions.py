@@ -29,18 +29,29 @@ def checkout(pytester: pytest.Pytester) -> pytest.Pytester:
     return pytester
 
 
+@pytest.fixture(params=[(), ("-n2", "--dist=loadfile", "--no-loadscope-reorder")], ids=["one-process", "two-workers"])
+def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Options of one process or of two workers, as in `make test`."""
+    monkeypatch.setenv("PYTHONPATH", str(request.config.rootpath))  # the workers import the plugin
+    options: tuple[str, ...] = request.param
+    return options
+
+
 def run(checkout: pytest.Pytester, *options: str) -> pytest.RunResult:
     return checkout.runpytest_inprocess("-p", "tests.support.sessions", "-p", "no:cacheprovider", *options)
 
 
-def test_a_session_resumes_with_the_tests_that_have_not_passed(checkout: pytest.Pytester) -> None:
+def test_a_session_resumes_with_the_tests_that_have_not_passed(
+    checkout: pytest.Pytester, workers: tuple[str, ...]
+) -> None:
     (checkout.path / "broken").touch()
-    run(checkout, "--resume=state/full").assert_outcomes(passed=4, failed=2)
+    run(checkout, "--resume=state/full", *workers).assert_outcomes(passed=4, failed=2)
     (checkout.path / "broken").unlink()
-    run(checkout, "--resume=state/full").assert_outcomes(passed=2, deselected=4)
-    done = run(checkout, "--resume=state/full")
-    done.assert_outcomes(deselected=6)
+    run(checkout, "--resume=state/full", *workers).assert_outcomes(passed=2)
+    done = run(checkout, "--resume=state/full", *workers)
+    done.assert_outcomes()
     assert done.ret == 0
+    done.stdout.fnmatch_lines(["6 tests passed in an earlier session on this code: state/full"])
 
 
 def test_a_change_of_the_code_starts_over(checkout: pytest.Pytester) -> None:
@@ -57,16 +68,16 @@ def test_a_failed_teardown_is_not_recorded_as_passed(checkout: pytest.Pytester) 
     assert (checkout.path / "state").read_text().count("test_second") == 0
 
 
-def test_no_test_starts_after_the_budget(checkout: pytest.Pytester) -> None:
-    result = run(checkout, "--budget-s=0")
+def test_no_test_starts_after_the_budget(checkout: pytest.Pytester, workers: tuple[str, ...]) -> None:
+    result = run(checkout, "--budget-s=0", *workers)
     assert result.ret == 0
     result.stdout.fnmatch_lines(["0 of 6 selected tests ran within 0 s; the next one is test_a.py::test_first"])
 
 
 def test_rotation_starts_at_each_module_and_loses_none(checkout: pytest.Pytester) -> None:
     orders = set()
-    for text in "abcdefgh":
+    for text in "abcd":
         result = run(checkout, f"--rotate={text}", "-v")
         result.assert_outcomes(passed=6)
-        orders.add(next(line[:9] for line in result.outlines if "::test_first" in line))
+        orders.add(next(line[-9:] for line in result.outlines if line.startswith("the session started at")))
     assert orders == {"test_a.py", "test_b.py"}
