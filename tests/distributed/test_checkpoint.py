@@ -248,7 +248,7 @@ def test_a_rank_that_dies_in_a_parallel_save_leaves_no_checkpoint(model: Path, t
         save(policy, tmp_path, 2, model)
 
     with pytest.raises(RankError, match="SIGKILL"):
-        run_ranks(dying, 2, timeout=60)
+        run_ranks(dying, 2)
     newest = run_checkpoint.latest_checkpoint(tmp_path)
     assert newest is not None and newest.name.endswith("1")
     run_ranks(saving(model, tmp_path, {}), 2)

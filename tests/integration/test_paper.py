@@ -87,7 +87,7 @@ def test_killed_and_resumed_gives_the_same_tables(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert process.poll() is None and metrics.exists()
     process.send_signal(signal.SIGKILL)  # of `paper`: its run receives SIGTERM, saves and stops
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     while time.monotonic() < deadline:
         out, err = start(configs, other).communicate(timeout=1800)
         if "is in use by" not in err:  # the run has stopped

@@ -42,7 +42,7 @@ def test_rewards_of_a_server_and_of_a_format(tmp_path: Path) -> None:
             reward = {"name": "weighted", "label_threshold": 0.7, "components": parts}
             command = [sys.executable, "-m", "pacs_megatron", "train", str(config), f"reward={json.dumps(reward)}"]
             command += ["parallel.tp=1", "objective={name: rloo}"]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850, check=False)
         finally:
             server.kill()
     assert done.returncode == 0, done.stderr[-3000:]

@@ -128,7 +128,7 @@ def test_routes_are_recorded_and_replayed(folder: Path, case: str) -> None:
         restored = None if record is None else OpenStep.from_record(record, {}).logprobs
         return own, report, exported, restored
 
-    results = run_ranks(body, world, timeout=120)
+    results = run_ranks(body, world)
     for own, report, exported, restored in results:
         for row, found in own.items():
             np.testing.assert_allclose(found, own_logps[row], atol=2e-5)

@@ -92,7 +92,7 @@ def test_killed_server_and_killed_client_lose_and_repeat_nothing(tmp_path: Path)
         owned = [server_pid(client.out, "server0")]
         client.kill()
         before = client.lines()
-        psutil.wait_procs([psutil.Process(pid) for pid in owned if psutil.pid_exists(pid)], timeout=60)
+        psutil.wait_procs([psutil.Process(pid) for pid in owned if psutil.pid_exists(pid)], timeout=600)
         assert not any(psutil.pid_exists(pid) for pid in owned)  # no server outlives its client
 
         client = Client(tmp_path, config, model)

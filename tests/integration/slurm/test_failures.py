@@ -58,7 +58,7 @@ def test_a_lost_node_requeues_the_job_and_it_goes_on(slurm: Slurm, repo: Path, t
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.05)
     run_dir = tmp_path / "runs" / "tiny"
     job = sbatch(slurm, repo, config, "run.steps=6")
-    wait_for_rows(run_dir, 2, 120)
+    wait_for_rows(run_dir, 2)
     # As at a power failure: the node's rank ends without a message, then Slurm notices.
     lost = [process for process in ranks_of(str(config)) if process.environ()["SLURMD_NODENAME"] == "n2"]
     assert lost
@@ -100,7 +100,7 @@ def test_more_signals_do_not_cut_the_save_short(slurm: Slurm, repo: Path, tmp_pa
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.05)
     run_dir = tmp_path / "runs" / "tiny"
     job = sbatch(slurm, repo, config, "run.steps=6")
-    wait_for_rows(run_dir, 2, 120)
+    wait_for_rows(run_dir, 2)
     slurm.run("scancel", "--signal=USR1", "--batch", job)
     slurm.run("scancel", "--signal=TERM", job)  # to the ranks, as a preemption's grace time does
     slurm.run("scancel", "--signal=TERM", "--batch", job)
@@ -144,7 +144,7 @@ def test_status_logs_and_cancel_of_real_jobs(nemo_run: None, slurm: Slurm, tmp_p
 
     # A job that runs: who does what, its log, save and stop, and a second one that is ended at once.
     job = submit_by_nemo_run(slurm, config, *TWO_NODES, "run.steps=50")["train"]
-    wait_for_rows(run_dir, 1, 120)
+    wait_for_rows(run_dir, 1)
     said = command("status", str(run_dir))
     assert re.search(rf"attempt 1  job {job}: RUNNING \S+ n\[1-2\]", said)
     assert re.search(r"ranks +\S.*: \S.*, no progress for at most \d+ s", said)
@@ -156,7 +156,7 @@ def test_status_logs_and_cancel_of_real_jobs(nemo_run: None, slurm: Slurm, tmp_p
 
     job = submit_by_nemo_run(slurm, config, *TWO_NODES, "run.steps=50")["train"]
     rows = len(steps(run_dir))
-    wait_for_rows(run_dir, rows + 1, 120)
+    wait_for_rows(run_dir, rows + 1)
     assert f"cancelled {job}" in command("cancel", str(run_dir))
     assert slurm.wait(job)["JobState"] == "CANCELLED"
     assert_nothing_runs(str(tmp_path))

@@ -204,7 +204,7 @@ def test_two_nodes_signal_requeue_and_evaluation(nemo_run: None, slurm: Slurm, t
         slurm, config, *two_nodes, benchmark, sampling, "--evaluate", site=f"launcher: {launcher}\n"
     )
     run_dir = tmp_path / "runs" / "tiny"
-    wait_for_rows(run_dir, 2, 150)
+    wait_for_rows(run_dir, 2)
     slurm.run("scancel", "--signal=USR1", jobs["train"])  # to the tasks, as --signal=USR1@300 does
     fields = slurm.wait(jobs["train"])
     logs = "\n".join(path.read_text() for path in (tmp_path / "nemo").rglob("*.out"))
@@ -235,7 +235,7 @@ def test_a_heterogeneous_job_with_a_real_sglang_server_is_requeued(
         f"rollout.servers={servers}",
     ]
     jobs = submit_by_nemo_run(slurm, config, *overrides)
-    wait_for_rows(run_dir, 2, 300)
+    wait_for_rows(run_dir, 2)
     # To the tasks of both parts, as --signal=USR1@300 does: the servers must outlive the trainer's save.
     slurm.run("scancel", "--signal=USR1", jobs["train"])
     fields = slurm.wait(jobs["train"])
