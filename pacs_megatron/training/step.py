@@ -19,20 +19,21 @@ from pacs_megatron.training.sync import release_memory
 def train_step(run: RunContext, progress: RunProgress) -> dict[str, float | None]:
     """Trains the step after `progress.step` and returns its metrics. Collective.
 
-    Raises Interrupted on all ranks when one has a stop request; `progress` then counts the updates that are done, and a
-    later call continues with the next one.
+    Raises on all ranks: Interrupted when one has a stop request, RolloutError, RewardError or SyncError (of colocated
+    servers), and NonFiniteError before the update changes a weight. `progress.open_step` counts the updates that are
+    done. A later call, also after a resume, gets the same samples and continues with the next update.
     """
     step, done = progress.step + 1, progress.open_step
-    samples = collect(run, step)  # from the driver: prompts, responses, verdicts, admission
-    poll(run)
+    samples = collect(run, step)  # admitted groups: facts on all ranks, tokens on rank 0
+    poll(run)  # for stop requests
     release_memory(run)  # of colocated servers
-    minibatches = cut(run, samples)  # whole groups; one plan of micro-batches for all passes of a mini-batch
+    minibatches = cut(run, samples)  # whole groups, this rank's tokens, micro-batches for all passes of a mini-batch
     if done.logprobs is None:  # else they come from the checkpoint: the weights of the step's start no longer exist
         done.logprobs = [logprobs(run, minibatch) for minibatch in minibatches]
     minibatches = [with_logprobs(*pair) for pair in zip(minibatches, done.logprobs, strict=True)]
+    # If admission dropped every group, there is no mini-batch: the step is counted but no weight changes.
     if minibatches and not done.updates:
-        done.sums.add_means(measure_noise(run, minibatches[0], step), 1)
-    # If every group was filtered out, there is no mini-batch: the step is counted but no weight changes.
+        done.sums.add_means(measure_noise(run, minibatches[0], step), 1)  # of the scores, where configured
     minibatches, inputs = step_inputs(run, samples, minibatches)  # e.g. advantages of the whole step
     for minibatch in minibatches[done.updates :]:
         poll(run)
