@@ -120,7 +120,7 @@ def _tiny_model(hf: Mapping[str, Any], first: Layout, second: Layout, *, is_gpu:
     head_dim = 16 if is_gpu else _HEAD_DIM
     sizes: dict[str, Any] = {
         "vocab_size": _VOCAB,
-        # transformers refuses a Llama whose heads do not divide it
+        # transformers rejects a Llama whose heads do not divide it
         "hidden_size": 5 * head_dim if "head_dim" in hf and hf["model_type"] != "llama" else heads * head_dim,
         "intermediate_size": shards * 13,
         "num_hidden_layers": 3 if stages == 1 else 2 * stages,

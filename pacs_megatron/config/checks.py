@@ -257,7 +257,7 @@ _WITH_PARALLEL = {
     "use_precision_aware_optimizer": "distributed_optimizer",
     "tp_comm_overlap": "sequence_parallel",
 }
-"""Option of `parallel.megatron` -> the option without which Megatron ignores or refuses it."""
+"""Option of `parallel.megatron` -> the option without which Megatron ignores or rejects it."""
 
 
 def _megatron(config: RunConfig) -> Iterator[str]:

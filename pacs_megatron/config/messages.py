@@ -21,7 +21,7 @@ RENAMED_KEYS = {
     "rollout.probe_s": "rollout.probe_interval_s",
     "parallel.heartbeat_s": "parallel.heartbeat_interval_s",
 }
-"""Old key -> new key. An old key is refused with the new name."""
+"""Old key -> new key. An old key is rejected with the new name."""
 
 
 def explain_validation(details: Sequence[Detail], root: Node, schema: type[Options] = RunConfig) -> str:

@@ -1,7 +1,7 @@
 """Every option of a run: name, type, default and description. A default is written here and nowhere else.
 
-Unknown keys are refused. Each strategy is a class of its own (a tagged union on `name` or `engine`), so an option that
-the chosen strategy does not use is refused too.
+Unknown keys are rejected. Each strategy is a class of its own (a tagged union on `name` or `engine`), so an option that
+the chosen strategy does not use is rejected too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parses YAML into a tree with the file and line of each value.
 
 Plain scalars follow the core schema of YAML 1.2: `1e-6` is a number, `no` and `12:30` are strings (unlike YAML 1.1,
-PyYAML's default). Tags, anchors and merge keys are refused; `include:` composes files.
+PyYAML's default). Tags, anchors and merge keys are rejected; `include:` composes files.
 
 This is the only reader of YAML. It limits the size, depth and numbers of a file, and every fault is a ConfigError.
 """

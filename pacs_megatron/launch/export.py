@@ -31,7 +31,7 @@ def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = 
         raise ConfigError(f"{folder} does not exist or is incomplete; the newest checkpoint is step {newest}")
     target = out if out is not None else run_dir / "hf_exports" / Position(chosen).name
     setup_logging(None, 0)
-    # A folder elsewhere needs no lock: readers of a run are never refused.
+    # A folder elsewhere needs no lock: readers of a run are never rejected.
     with RunLock(run_dir, "export") if out is None else nullcontext():
         sources = {folder: target}
         if (folder / "critic" / MANIFEST_NAME).is_file():

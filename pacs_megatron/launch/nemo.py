@@ -68,7 +68,7 @@ def _text(script: Path, home: Path, shown_home: Path) -> str:
 
 
 def launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
-    """Slurm id of each task. If sbatch refuses one, cancels the others of the experiment and raises ConfigError."""
+    """Slurm id of each task. If sbatch rejects one, cancels the others of the experiment and raises ConfigError."""
     from invoke.exceptions import UnexpectedExit
 
     try:
@@ -83,7 +83,7 @@ def launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
         reason = "; ".join(line.removeprefix("sbatch: error: ") for line in error.result.stderr.strip().splitlines())
         stay = f"; submitted before it: {', '.join(before)}" if before else ", nothing was submitted"
         raise ConfigError(
-            f"sbatch refused the job: {reason}; correct the cluster's file (--cluster) or `resources`{stay}"
+            f"sbatch rejected the job: {reason}; correct the cluster's file (--cluster) or `resources`{stay}"
         ) from None
     return {str(task.id): _job_id(task) for task in experiment.jobs}
 

@@ -1,4 +1,4 @@
-"""Reads config.json of transformers 4 and 5 into plain values; refuses settings that the model would compute wrongly."""
+"""Reads config.json of transformers 4 and 5 into plain values; rejects settings that the model would compute wrongly."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -56,7 +56,7 @@ class ConfigReader:
         return value
 
     def refuse(self, key: str, *, unless: tuple[Any, ...], reason: str) -> None:
-        """A missing or null key passes; any value outside `unless` is refused."""
+        """A missing or null key passes; any value outside `unless` is rejected."""
         value = self.config.get(key)
         if value is not None and value not in unless:
             allowed = " or ".join(repr(v) for v in unless)

@@ -224,7 +224,7 @@ def build_chunks(
     # Transformer Engine (NameError).
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    # Megatron's output layer refuses the fused weight gradient without Apex's kernel. Its own forward pass computes no
+    # Megatron's output layer rejects the fused weight gradient without Apex's kernel. Its own forward pass computes no
     # gradient here: the head reads its weight. Transformer Engine's layers have their own kernel.
     layers._grad_accum_fusion_available = True
     chunks: list[torch.nn.Module] = []

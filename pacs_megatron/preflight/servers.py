@@ -73,7 +73,7 @@ def _options(loaded: LoadedConfig, rollout: SglangRollout) -> Iterator[Check]:
 
 
 def check_nccl(trainer: tuple[str, ...], servers: tuple[str, ...]) -> Check:
-    """Both sides of a broadcast need the same NCCL: it refuses a process group of different versions."""
+    """Both sides of a broadcast need the same NCCL: it rejects a process group of different versions."""
     key = "rollout.sync.transport"
     found = []
     for side, python in (("trainer", trainer), ("servers", servers)):
@@ -92,7 +92,7 @@ def check_nccl(trainer: tuple[str, ...], servers: tuple[str, ...]) -> Check:
     if nccl == their_nccl:
         return Check("ok", key, text)
     fix = "use one torch on both sides (docs/compatibility.md), or rollout.sync.transport=disk"
-    return Check("fail", key, f"{text}: NCCL refuses to connect them", fix)
+    return Check("fail", key, f"{text}: NCCL rejects the process group", fix)
 
 
 def _last_line(text: str) -> str:

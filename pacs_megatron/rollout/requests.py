@@ -43,7 +43,7 @@ def evaluation_requests(
     options: EvaluationOptions, benchmarks: Sequence[PromptSet], *, run_seed: int, step: int
 ) -> list[SampleRequest]:
     """The requests of an evaluation; `benchmarks` are the prompts of `options.benchmarks`, in their order."""
-    assert options.sampling is not None  # the config refuses benchmarks without it
+    assert options.sampling is not None  # the config rejects benchmarks without it
     return [
         request
         for benchmark, found in zip(options.benchmarks, benchmarks, strict=True)

@@ -25,7 +25,7 @@ _SHOWN_CHARS = 60
 
 
 class _RefusedError(ValueError):
-    """A value that JSON's grammar allows and this reader refuses."""
+    """A value that JSON's grammar allows and this reader rejects."""
 
 
 def read_json(path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES) -> Any:
@@ -95,7 +95,7 @@ def as_object(value: Any, where: str, *, error: type[PacsError] = DataError) -> 
 
 
 def read_text(path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES) -> str:
-    """A text file, without a byte order mark. Raises `error`; a pipe or device is refused before it is opened."""
+    """A text file, without a byte order mark. Raises `error`; a pipe or device is rejected before it is opened."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):

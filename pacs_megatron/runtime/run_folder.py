@@ -67,7 +67,7 @@ def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
     refused = [key for key in changed if any(key.startswith(fixed) for fixed in FIXED_KEYS)]
     if refused:
         raise ConfigError(
-            f"{run_dir} holds a run with another {refused[0]}; continue it with the same value, or choose another run.name"
+            f"{run_dir} contains a run with another {refused[0]}; continue it with the same value, or choose another run.name"
         )
     return changed
 

@@ -192,7 +192,7 @@ class SglangApi:
         self.call("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
     def flush_cache(self) -> None:
-        """Drops the KV cache. The server refuses (400) while requests run."""
+        """Drops the KV cache. The server rejects this (400) while requests run."""
         self.post("/flush_cache", {})
 
     def begin_weight_update(self) -> bool:

@@ -79,7 +79,7 @@ def test_the_same_as_verbs_of_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_hub_id_is_downloaded_and_what_is_no_id_is_refused(tmp_path: Path) -> None:
+def test_a_hub_id_is_downloaded_and_what_is_no_id_is_rejected(tmp_path: Path) -> None:
     """By the hub's real client, from a loopback hub; no pickled weights and no code come along."""
     hf = make_tiny_qwen3(tmp_path / "model")
     (hf / "pytorch_model.bin").write_bytes(b"pickled")

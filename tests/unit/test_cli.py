@@ -59,7 +59,7 @@ def test_config_explain(config: str, capsys: pytest.CaptureFixture[str]) -> None
     assert values["longest samples in a micro-batch"] == "2"
 
 
-def test_config_explain_refuses_ranks_that_do_not_factor(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_explain_rejects_ranks_that_do_not_factor(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "explain", config, "parallel.tp=2", "--ranks", "3"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("ConfigError: 3 ranks are not a multiple of")

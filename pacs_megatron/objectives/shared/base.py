@@ -23,7 +23,7 @@ class CommonOptions(Options):
     compares_siblings: ClassVar[bool] = True
     """Groups of one sample are dropped."""
     trains_on_demonstrations: ClassVar[bool] = False
-    """`rollout.engine: demonstrations` is required, else it is refused."""
+    """`rollout.engine: demonstrations` is required; where this is False, it is rejected."""
 
     name: str
     """Name of the objective."""

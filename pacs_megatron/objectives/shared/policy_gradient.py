@@ -42,7 +42,7 @@ class PolicyGradientOptions(ReferenceOptions):
         default_factory=lambda given: "k3" if given["kl_coef"] > 0 else None
     )
     """Estimate of a token's KL divergence, with q = log pi_reference - log pi. `k1`: -q; `k2`: q^2 / 2; `k3`:
-    exp(q) - q - 1. The gradient of `k1` has mean 0, so `kl_in: loss` refuses it. Default k3."""
+    exp(q) - q - 1. The gradient of `k1` has mean 0, so `kl_in: loss` rejects it. Default k3."""
     kl_in: Literal["loss", "reward"] | None = Field(
         default_factory=lambda given: "loss" if given["kl_coef"] > 0 else None
     )

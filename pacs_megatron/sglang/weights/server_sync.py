@@ -181,7 +181,7 @@ class ServerSync:
     def _release(self, api: SglangApi) -> None:
         api.pause("abort", self._settings.timeout_s)
         api.set_weight_version(updating_version(self.report.version))
-        # The server refuses this while a cancelled request still runs; releasing memory then would crash it.
+        # The server rejects this while a cancelled request still runs; releasing memory then would crash it.
         _flush_cache(api, required=True)
         api.release_memory(("kv_cache", "weights"))
         self._released[api.url] = {"kv_cache", "weights"}
@@ -287,7 +287,7 @@ def _check_mark(api: SglangApi, version: int) -> None:
 def _flush_cache(api: SglangApi, required: bool) -> None:
     """Drops KV cache of the old weights; a request that is about to end may delay it.
 
-    Not `required`: the server refuses while requests that are paused in place need the cache, and then keeps all of it.
+    Not `required`: the server rejects it while requests that are paused in place need the cache, and then keeps all of it.
     """
     tries = FLUSH_TRIES if required else 1
     for attempt in range(tries):

@@ -241,7 +241,7 @@ class BroadcastTransport(Transport):
         call = _in_thread(lambda: api.post("/update_weights_from_distributed", body, self._timeout_s))
         sent = _in_thread(lambda: self._broadcast(group.backend, bucket.data))
         try:
-            call.result()  # first: a server that refuses the request never joins the broadcast
+            call.result()  # first: a server that rejects the request never joins the broadcast
         except ServerRefusedError as error:
             raise SyncError(f"{error}{self._advice(group.kind, str(error))}") from error
         try:
@@ -308,7 +308,7 @@ class BroadcastTransport(Transport):
         }
         call = _in_thread(lambda: api.post("/init_weights_update_group", body, self._timeout_s))
         backend = _in_thread(lambda: self._new_backend(kind, name, num_ranks, store))
-        call.result()  # first: a server that refuses the request never joins the rendezvous
+        call.result()  # first: a server that rejects the request never joins the rendezvous
         try:
             return _Group(name, kind, backend.result(self._timeout_s), store)
         except (RuntimeError, TimeoutError) as error:

@@ -73,7 +73,7 @@ def policy_logits(checkpoint: Path, layout: dict[str, Any], dtype: str) -> torch
         config = model.transformer_config(source.table.spec, ParallelOptions(**axes), options, machine)
         chunks = model.build_chunks(source.table.spec, source.table.padded_vocab, config, machine, rank)
         for chunk in chunks:
-            chunk.eval()  # in training Megatron refuses experts with TP without sequence parallelism
+            chunk.eval()  # in training Megatron rejects experts with TP without sequence parallelism
         weights.load([model.unwrap(chunk) for chunk in chunks], source.table, source.get)
         found = logits(chunks, source.table.spec, fixed_prompts(source.table.spec.vocab_size))
         return None if found is None else found.numpy()

@@ -158,7 +158,7 @@ def float64(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterat
             *case, marks=[] if case == CASES[0] else pytest.mark.full if case in CASES else pytest.mark.campaign
         )
         for case in [*CASES, *OTHERS]
-        if case[1] not in ("dp2", "ep2")  # the distributed optimizer and transformers' experts refuse float64
+        if case[1] not in ("dp2", "ep2")  # the distributed optimizer and transformers' experts reject float64
     ],
 )
 def test_three_updates_in_float64_equal_autograd_to_1e_8(

@@ -127,7 +127,7 @@ def test_an_infinite_weight_stops_update_and_score_pass_on_all_ranks(tiny_qwen3:
     run_ranks(on_rank, world)
 
 
-def test_a_non_finite_coefficient_is_refused_before_any_pass(tiny_qwen3: Path) -> None:
+def test_a_non_finite_coefficient_is_rejected_before_any_pass(tiny_qwen3: Path) -> None:
     def on_rank(_rank: int, world: int) -> None:
         policy = make_policy(tiny_qwen3, world)
         objective = build_objective(PACS, updates_per_step=1)

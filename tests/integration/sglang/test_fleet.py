@@ -185,7 +185,7 @@ def test_one_of_two_servers_answers_wrongly_or_slowly(
         assert proxy.counts["/generate"] > asked  # it is used again
 
 
-def test_connections_are_refused_for_20_s(pair: list[ManagedServer], model: Path, tmp_path: Path) -> None:
+def test_connections_are_rejected_for_20_s(pair: list[ManagedServer], model: Path, tmp_path: Path) -> None:
     with FaultProxy(pair[1].url) as proxy:
         run = attached(tmp_path, model, pair[0].url, proxy.url, steps=8)
         run.start()

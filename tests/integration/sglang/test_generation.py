@@ -69,7 +69,7 @@ def test_stop_rules(lab: Lab) -> None:
                 assert sample.response_len == 200
 
 
-def test_a_prompt_that_is_too_long_is_refused_with_the_servers_reason(lab: Lab) -> None:
+def test_a_prompt_that_is_too_long_is_rejected_with_the_servers_reason(lab: Lab) -> None:
     params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=8)
     request = SampleRequest(id="x", prompt_id="x", token_ids=np.full(5000, 40, np.int32), seed=0, params=params)
     with lab.opened(), pytest.raises(RolloutError, match=r"failed 1 times.*HTTP 400.*longer than"):
@@ -173,7 +173,7 @@ def test_what_one_of_two_servers_spoils_the_other_delivers(lab: Lab, spoil: Spoi
             assert proxy.spoiled >= 10
 
 
-def test_one_of_two_servers_refuses_connections_for_a_while(lab: Lab) -> None:
+def test_one_of_two_servers_rejects_connections_for_a_while(lab: Lab) -> None:
     with FaultProxy(lab.url) as proxy, lab.opened(weights=0):
         changes = {"max_in_flight": 4, "dead_after_s": 1.0, "probe_timeout_s": 0.5}
         with lab.attached(lab.url, proxy.url, **changes) as engine:

@@ -44,7 +44,7 @@ def repo() -> Path:
 def nemo_run(require: Callable[[bool, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require(importlib.util.find_spec("nemo_run") is not None, "nemo-run==0.11.1 with leptonai==0.27.0")
     monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "nemo"))
-    monkeypatch.setattr(sys, "stdin", io.StringIO())  # its tunnel reads it, which pytest's own refuses
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # its tunnel reads it, which pytest's own rejects
 
 
 def job_environment(repo: Path) -> dict[str, str]:

@@ -167,7 +167,7 @@ def test_status_logs_and_cancel_of_real_jobs(nemo_run: None, slurm: Slurm, tmp_p
     assert "give a run folder" in refused("cancel", str(nowhere))
 
 
-def test_what_sbatch_refuses_is_one_line(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
+def test_what_sbatch_rejects_is_one_line(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text("name: x\ngpu_request: none\nexclusive: false\npartition: nosuch\naccount: none\n")

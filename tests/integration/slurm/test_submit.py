@@ -90,7 +90,7 @@ def test_a_sweep_is_every_combination(tmp_path: Path) -> None:
         ({"overrides": ("resources.time_limit=00:01:00",)}, "resources.time_limit=00:01:00 is not longer"),
     ],
 )
-def test_odd_requests_are_refused(tmp_path: Path, changes: dict[str, object], expected: str) -> None:
+def test_odd_requests_are_rejected(tmp_path: Path, changes: dict[str, object], expected: str) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     with pytest.raises(ConfigError) as caught:
         expand(make_request(config, **changes))

@@ -93,7 +93,7 @@ def test_a_wrong_configuration_ends_with_its_code_and_is_not_requeued(slurm: Slu
     assert "Traceback" not in text
 
 
-def test_wrong_number_of_nodes_is_refused_at_once(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
+def test_wrong_number_of_nodes_is_rejected_at_once(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     job_id = submit(slurm, repo, config, "resources.nodes=1", "run.nproc=2")
     assert slurm.wait(job_id)["ExitCode"] == "2:0"

@@ -47,7 +47,7 @@ def ipc_payload(tensors: Sequence[tuple[str, torch.Tensor]], gpu: int) -> str:
 
 
 def mismatch(own: str, other: str) -> str:
-    """torch's message for NCCL's refusal (torch/csrc/distributed/c10d/NCCLUtils.hpp), as SGLang passes it on."""
+    """torch's message for NCCL's rejection (torch/csrc/distributed/c10d/NCCLUtils.hpp), as SGLang passes it on."""
     code, other_code = (int(a) * 10000 + int(b) * 100 + int(c) for a, b, c in (v.split(".") for v in (own, other)))
     return (
         "Failed to receive weights: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage "

@@ -48,7 +48,7 @@ def compared(*, value: float = 1.0) -> Comparison:
     return comparison
 
 
-def test_train_reports_a_certificate_that_fits_and_refuses_others(tmp_path: Path) -> None:
+def test_train_reports_a_certificate_that_fits_and_rejects_others(tmp_path: Path) -> None:
     loaded, green = certificate(tmp_path, compared())
     assert certificate_line(loaded) is None
     green.write()
@@ -129,7 +129,7 @@ def test_every_shipped_run_has_a_tiny_case(tmp_path: Path, name: str) -> None:
         assert len({size for step in sizes for size in step}) > 1 and not all(one_class)
 
 
-def test_a_layout_that_does_not_fit_its_model_is_refused(tmp_path: Path) -> None:
+def test_a_layout_that_does_not_fit_its_model_is_rejected(tmp_path: Path) -> None:
     loaded = load_config(write_run(tmp_path, {"parallel": {"tp": 8}, "run": {"nproc": 8}}))
     with pytest.raises(ConfigError, match=r"parallel\.tp=8 does not divide"):
         make_case(loaded, None)

@@ -41,7 +41,7 @@ def test_megatron_calls_our_strategy_and_does_not_replace_it(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(Version(version("megatron-core")) >= Version("0.17"), reason="0.17 and later read this format")
-def test_a_checkpoint_of_a_later_megatron_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_later_megatron_is_rejected_by_name(tmp_path: Path) -> None:
     from pacs_megatron.checkpoint.dist_files import load_sharded
 
     with pytest.raises(CheckpointError, match=r"megatron-core 0\.17 or later wrote it"):

@@ -1,4 +1,4 @@
-"""torch_dist checkpoints written piece by piece: readable by torch and by us, guarded, complete or refused."""
+"""torch_dist checkpoints written piece by piece: readable by torch and by us, guarded, complete or rejected."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_digests_are_those_of_the_files(tmp_path: Path) -> None:
     assert all(digest_file(tmp_path / "dist" / name) == fact for name, fact in facts.items())
 
 
-def test_incomplete_and_contradicting_pieces_are_refused(tmp_path: Path) -> None:
+def test_incomplete_and_contradicting_pieces_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "dist").mkdir()
     writer = DistWriter(tmp_path / "dist", num_files=1)
     writer.put(Piece(key="m", shape=(8, 6), offset=(0, 0), data=MATRIX[:4]))
@@ -142,7 +142,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_damaged_checkpoint_is_refused_in_one_line(fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_checkpoint_is_rejected_in_one_line(
+    fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder.parent)
     damage, words = FAULTS[fault]
     damage(folder)

@@ -229,7 +229,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_damaged_folder_is_refused_in_one_line(fault: str, sharded: Path) -> None:
+def test_a_damaged_folder_is_rejected_in_one_line(fault: str, sharded: Path) -> None:
     HfFolder(sharded)
     damage, words = FAULTS[fault]
     damage(sharded)

@@ -45,7 +45,7 @@ def swap(left: Path, right: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [Position(20), Position(10, 3)])
-def test_two_swapped_checkpoints_of_a_run_are_refused(tmp_path: Path, other: Position) -> None:
+def test_two_swapped_checkpoints_of_a_run_are_rejected(tmp_path: Path, other: Position) -> None:
     folders = [make_checkpoint(tmp_path, Position(10)), make_checkpoint(tmp_path, other)]
     for folder in folders:
         check_checkpoint(folder)
@@ -55,7 +55,7 @@ def test_two_swapped_checkpoints_of_a_run_are_refused(tmp_path: Path, other: Pos
             check_checkpoint(folder)
 
 
-def test_the_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_the_checkpoint_of_another_run_is_rejected(tmp_path: Path) -> None:
     ours = make_checkpoint(tmp_path / "ours", Position(10), "a")
     theirs = make_checkpoint(tmp_path / "theirs", Position(10), "b")
     swap(ours, theirs)
@@ -63,7 +63,7 @@ def test_the_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         check_checkpoint(ours)
 
 
-def test_files_swapped_between_two_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_files_swapped_between_two_checkpoints_are_rejected(tmp_path: Path) -> None:
     first, second = make_checkpoint(tmp_path, Position(10)), make_checkpoint(tmp_path, Position(20))
     swap(first / "state.json", second / "state.json")
     with pytest.raises(CheckpointError, match=r"state\.json was altered"):
@@ -162,7 +162,7 @@ def test_damaged_indices_give_one_line(tmp_path_factory: pytest.TempPathFactory)
     document=json_documents()
     | st.fixed_dictionaries({"format": st.just(1), "step": json_documents(), "files": json_documents()})
 )
-def test_any_manifest_is_read_or_refused(document: object, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_manifest_is_read_or_rejected(document: object, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp()
     (folder / "manifest.json").write_text(json.dumps(document))
     try:

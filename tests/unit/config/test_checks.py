@@ -1,4 +1,4 @@
-"""Each combination that cannot work is refused with its key and its fix."""
+"""Each combination that cannot work is rejected with its key and its fix."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +147,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["evaluation.every=5"], "`evaluation.every` is not used without evaluation.benchmarks"),
     ],
 )
-def test_refused(base: Path, overrides: list[str], expected: str) -> None:
+def test_rejected(base: Path, overrides: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(base, overrides)
     assert expected in str(caught.value)

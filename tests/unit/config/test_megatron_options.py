@@ -97,7 +97,7 @@ def test_communication_buffers_have_no_blockwise_form() -> None:
         problems(overlap, "precision.fp8={recipe: blockwise, format: e4m3}")
 
 
-def test_a_refused_option_names_its_reason_and_an_unknown_one_its_name() -> None:
+def test_a_rejected_option_names_its_reason_and_an_unknown_one_its_name() -> None:
     with pytest.raises(ConfigError, match=r"fp8_param does not combine with this project: .*read the weights in bf16"):
         load_config(DENSE, ["parallel.megatron.fp8_param=true"])
     with pytest.raises(ConfigError, match=r"parallel.megatron.overlap_grad_reduction"):

@@ -1,4 +1,4 @@
-"""Strings of run and cluster files are validated by their meaning; a refusal is one line with the key."""
+"""Strings of run and cluster files are validated by their meaning; a rejection is one line with the key."""
 
 from __future__ import annotations
 

@@ -325,7 +325,7 @@ def flip_a_bit(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dist/__0_0.distcp", "dist/common.pt", "dist/.metadata", "hf/tokenizer.json"])
-def test_a_flipped_bit_is_refused_and_no_verify_is_recorded(name: str, converted: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_rejected_and_no_verify_is_recorded(name: str, converted: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(converted, tmp_path / "ckpt")
     flip_a_bit(copy / name)
     with pytest.raises(CheckpointError, match=rf"{re.escape(name)} was altered"):

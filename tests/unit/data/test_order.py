@@ -100,7 +100,7 @@ def test_bad_requests():
 @pytest.mark.parametrize(
     ("change", "name"), [((6, 0, True), "num_prompts"), ((5, 1, True), "seed"), ((5, 0, False), "shuffle")]
 )
-def test_state_of_another_run_is_refused(change, name):
+def test_state_of_another_run_is_rejected(change, name):
     state = PromptOrder(5, 0, True).state_dict()
     with pytest.raises(CheckpointError, match=f"the checkpoint has {name}="):
         PromptOrder(*change).load_state_dict(state)

@@ -79,7 +79,7 @@ def test_a_choice_is_at_its_letter_and_a_program_has_its_starter(samples):
         base64.b64encode(b"x").decode(),
     ],
 )
-def test_private_tests_of_another_form_are_refused_and_no_code_of_them_runs(samples, private):
+def test_private_tests_of_another_form_are_rejected_and_no_code_of_them_runs(samples, private):
     row = read_rows(DatasetOptions(path=str(samples / "livecodebench.jsonl"), preset="livecodebench"))[0]
     row = Row(index=0, where="x.jsonl:1", values={**row.values, "private_test_cases": private})
     with pytest.raises(DataError, match=r"x.jsonl:1: the test cases are not in LiveCodeBench's schema"):

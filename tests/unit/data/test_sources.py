@@ -141,7 +141,7 @@ def test_missing(tmp_path):
 
 
 def test_a_path_that_no_file_can_have_ends_in_one_line():
-    """The schema refuses other such paths: tests/unit/config/test_text.py."""
+    """The schema rejects other such paths: tests/unit/config/test_text.py."""
     with pytest.raises(DataError) as caught:
         read("~nobody-of-this-name/a.json")
     assert str(caught.value).isprintable()
@@ -174,6 +174,6 @@ def test_unreachable_hub_id_ends_in_one_line():
 
 
 @pytest.mark.parametrize("changes", [{"split": "test"}, {"subset": "main"}, {"revision": "v1"}])
-def test_options_that_a_file_does_not_use_are_refused(tmp_path, changes):
+def test_options_that_a_file_does_not_use_are_rejected(tmp_path, changes):
     with pytest.raises(ConfigError, match=f"{next(iter(changes))}=.* is not used by a file"):
         read(write(tmp_path, "json"), **changes)

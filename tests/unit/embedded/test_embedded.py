@@ -322,9 +322,9 @@ def test_nothing_leaks_into_training(tiny_qwen3):
         ([5] * 1000, 25, "1000 prompt tokens .* exceed the model's context of 1024"),
     ],
 )
-def test_unusable_requests_are_refused_before_anything_is_sampled(tiny_qwen3, prompt, max_tokens, message):
+def test_unusable_requests_are_rejected_before_anything_is_sampled(tiny_qwen3, prompt, max_tokens, message):
     requests = requests_for([[1, 2], prompt], params=sampling(max_tokens=max_tokens))
-    # Refused on every rank, so that none waits for another.
+    # Rejected on every rank, so that none waits for another.
     for rank in range(2):
         with pytest.raises(RolloutError, match=message):
             list(embedded_engine(tiny_qwen3, rank=rank, num_ranks=2, batch_sequences=1).stream(requests))

@@ -55,7 +55,7 @@ def test_questions_with_fewer_than_two_correct_are_left_out() -> None:
         (np.array([[1.0, 0.0], [np.nan, 0.0]]), "zero or not finite"),
     ],
 )
-def test_embeddings_that_cannot_be_compared_are_refused(vectors: np.ndarray, complaint: str) -> None:
+def test_embeddings_that_cannot_be_compared_are_rejected(vectors: np.ndarray, complaint: str) -> None:
     with pytest.raises(DataError, match=complaint):
         distances({"question 7": ["a", "b"]}, lambda _: vectors)
 

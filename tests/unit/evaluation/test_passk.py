@@ -46,7 +46,7 @@ def test_ends() -> None:
 
 
 @pytest.mark.parametrize("k", [0, -1, 9])
-def test_impossible_k_is_refused_in_one_line(k: int) -> None:
+def test_impossible_k_is_rejected_in_one_line(k: int) -> None:
     with pytest.raises(ConfigError) as raised:
         pass_at_k(8, 0, k)
     assert str(k) in str(raised.value)

@@ -99,7 +99,7 @@ def test_broken(case: Case, sound: Path, tmp_path: Path, taken_port: int, monkey
     ],
     ids=str,
 )
-def test_train_refuses_too(case: Case, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_rejects_too(case: Case, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = copy(sound, tmp_path)
     monkeypatch.delenv("RANK", raising=False)
     case.breaks(tmp_path)

@@ -99,7 +99,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, require: Callable[[
     require(importlib.util.find_spec("nemo_run") is not None, "nemo-run==0.11.1 with leptonai==0.27.0")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("NEMORUN_HOME", raising=False)
-    monkeypatch.setattr(sys, "stdin", io.StringIO())  # its tunnel reads it, which pytest's own refuses
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # its tunnel reads it, which pytest's own rejects
     return Sandbox(tmp_path)
 
 
@@ -250,7 +250,7 @@ def test_a_dry_run_writes_to_standard_output_only(sandbox: Sandbox) -> None:
     "override",
     ["run.dir=runs/q$(touch CANARY)", "run.dir=runs/q;touch CANARY", 'run.dir="runs/q\\ntouch CANARY"', "run.dir=a b"],
 )
-def test_a_folder_that_nemo_run_cannot_contain_is_refused(sandbox: Sandbox, override: str) -> None:
+def test_a_folder_that_nemo_run_cannot_contain_is_rejected(sandbox: Sandbox, override: str) -> None:
     for name in ("home", "tmp"):
         (sandbox.folder / name).mkdir()
     sandbox.cluster()
@@ -262,7 +262,7 @@ def test_a_folder_that_nemo_run_cannot_contain_is_refused(sandbox: Sandbox, over
     assert tree(sandbox.folder) == before
 
 
-def test_a_folder_name_that_nemo_run_replaces_is_refused(sandbox: Sandbox) -> None:
+def test_a_folder_name_that_nemo_run_replaces_is_rejected(sandbox: Sandbox) -> None:
     with pytest.raises(ConfigError, match="NeMo-Run replaces /nemo_run in scripts"):
         sandbox.scripts(["model.path=/data/nemo_run/model"], sandbox.cluster())
 
@@ -271,7 +271,7 @@ def test_container_options_are_covered() -> None:
     assert set(ContainerOptions.model_fields) == {"runtime", "image", "mounts"}
 
 
-def test_too_many_runs_are_refused(sandbox: Sandbox) -> None:
+def test_too_many_runs_are_rejected(sandbox: Sandbox) -> None:
     request = Request(config=sandbox.config, overrides=(), cluster=sandbox.cluster(), seeds=1_000_000)
     with pytest.raises(ConfigError, match="give 1000000 runs, but one request submits at most 256"):
         expand(request)

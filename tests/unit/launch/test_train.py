@@ -193,7 +193,7 @@ def wait_for_start(folder: Path, process: "subprocess.Popen[Any]") -> None:
     assert len(started_pids(folder)) == 2
 
 
-def test_bad_layouts_are_refused_before_anything_starts(
+def test_bad_layouts_are_rejected_before_anything_starts(
     tmp_path: Path, tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

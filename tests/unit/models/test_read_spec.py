@@ -1,4 +1,4 @@
-"""config.json of transformers 4 and 5 -> ModelSpec, and what is refused."""
+"""config.json of transformers 4 and 5 -> ModelSpec, and what is rejected."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_defaults_that_transformers_takes_for_missing_keys() -> None:
         ({"torch_dtype": "int4"}, "dtype='int4'"),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused(change: dict[str, Any], words: str) -> None:
+def test_what_would_be_computed_wrongly_is_rejected(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConversionError) as caught:
         read_spec(QWEN3_14B | change)
     assert words in str(caught.value)
@@ -336,7 +336,7 @@ def test_folder_errors_name_the_file(tmp_path: Path) -> None:
             load_spec(tmp_path)
 
 
-def test_two_scalings_that_differ_are_refused() -> None:
+def test_two_scalings_that_differ_are_rejected() -> None:
     """transformers takes `rope_scaling`, which a user adds for a longer context, over `rope_parameters`."""
     config = PUBLISHED["Qwen3-30B-A3B"][0]
     linear = {"rope_type": "linear", "factor": 4.0}

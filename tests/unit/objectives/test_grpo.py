@@ -158,7 +158,7 @@ def test_importance_of_a_sampler_that_is_the_trainer_changes_nothing() -> None:
     assert torch.equal(objective_gradient(plain, batch, prepared)[0], objective_gradient(corrected, batch, prepared)[0])
 
 
-def test_importance_options_without_use_are_refused() -> None:
+def test_importance_options_without_use_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"importance_cap=3\.0 does not go with importance=none"):
         GrpoOptions(name="grpo", importance_cap=3.0)
     with pytest.raises(ValueError, match=r"importance_floor=0\.1 does not go with importance=truncate"):
@@ -229,7 +229,7 @@ def test_which_passes_an_update_needs(index: int, kl_coef: float, passes: set[st
     assert objective.coupling == "token" and not objective.statistics(index)
 
 
-def test_bugs_of_the_caller_are_refused() -> None:
+def test_bugs_of_the_caller_are_rejected() -> None:
     batch = random_batch(0)
     objective = grpo(updates_per_step=2, kl_coef=0.1)
     prepared = objective.prepare(None, batch.facts, objective.prepare_step(batch.facts))

@@ -213,6 +213,6 @@ def test_real_leaves_groups_of_one_class_out_and_counts_them() -> None:
         ),
     ],
 )
-def test_refused(options: dict[str, Any], words: str) -> None:
+def test_rejected(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         TypeAdapter(ObjectiveOptions).validate_python(options)

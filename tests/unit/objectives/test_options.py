@@ -45,7 +45,7 @@ OPTIONS: TypeAdapter[Any] = TypeAdapter(ObjectiveOptions)
         ({"name": "sft", "beta": 1.0}, "Extra inputs"),
     ],
 )
-def test_refused(options: dict[str, Any], words: str) -> None:
+def test_rejected(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError) as error:
         OPTIONS.validate_python(options)
     # Defaults that depend on a wrong option are reported as well; the loader of the config drops those lines.

@@ -28,7 +28,7 @@ WEIGHTINGS = ("question", "only_positive", "only_negative", "none")
 
 
 def pacs(updates_per_step: int = 1, **options: Any) -> Objective:
-    """A floor far below every standard deviation here stands for none, which `score: grpo` with a reference refuses."""
+    """A floor far below every standard deviation here stands for none, which `score: grpo` with a reference rejects."""
     if options.get("score") == "grpo" and options.get("reference") is not None:
         options = {"score_std_floor": 1e-20} | options
     return build_objective(PacsOptions(name="pacs", **options), updates_per_step=updates_per_step)
@@ -482,7 +482,7 @@ def test_coefficients_of_some_groups_equal_those_of_the_whole_mini_batch(
         np.testing.assert_array_equal(found.numpy(), whole[table.rows])
 
 
-def test_bugs_of_the_caller_are_refused() -> None:
+def test_bugs_of_the_caller_are_rejected() -> None:
     objective = pacs(reference="frozen")
     facts = make_facts([0, 1, 0], [0.0, 1.0, 1.0])
     zeros = torch.zeros(3, dtype=torch.float64)

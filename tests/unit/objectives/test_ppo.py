@@ -1,4 +1,4 @@
-"""GAE, whitening and the value loss against their definitions; refused options."""
+"""GAE, whitening and the value loss against their definitions; rejected options."""
 
 from __future__ import annotations
 
@@ -94,6 +94,6 @@ def test_value_loss_and_its_gradient(value_clip: float | None) -> None:
         ({"name": "ppo", "value_clip": 0.0}, "greater than 0"),
     ],
 )
-def test_refused(options: dict[str, object], words: str) -> None:
+def test_rejected(options: dict[str, object], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         TypeAdapter(ObjectiveOptions).validate_python(options)

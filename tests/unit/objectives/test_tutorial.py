@@ -50,7 +50,7 @@ def test_the_file_of_the_tutorial_trains_two_steps(tiny_qwen3: Path, tmp_path: P
     assert all(row["optimizer/grad_norm"] > 0 and row["objective/loss"] > 0 for row in trained)
 
 
-def test_two_files_of_one_name_are_refused() -> None:
+def test_two_files_of_one_name_are_rejected() -> None:
     from pacs_megatron.objectives.gspo import GspoOptions
     from pacs_megatron.objectives.shared.base import BaseObjective
 

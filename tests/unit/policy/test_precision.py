@@ -73,7 +73,7 @@ def test_an_h100_with_transformer_engine_takes_every_recipe(recipe: str) -> None
         (PrecisionOptions(), {"transformer_engine": (2, 12)}, "needs >= 2.9 and < 2.12"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_line(
+def test_what_cannot_be_done_is_rejected_in_one_line(
     options: PrecisionOptions, changes: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
@@ -111,7 +111,7 @@ def test_options_of_megatron_have_its_own_names_and_types() -> None:
             assert value in get_args(hint) if get_args(hint) else isinstance(value, hint), (target, name)
 
 
-def test_refused_options_are_megatrons_and_name_their_reason() -> None:
+def test_rejected_options_are_megatrons_and_name_their_reason() -> None:
     names = {field.name for target in (TransformerConfig, OptimizerConfig) for field in dataclasses.fields(target)}
     for name in schema._MEGATRON_REFUSED:
         assert name in names
@@ -163,7 +163,7 @@ def test_the_config_of_this_machine_is_valid(tiny_qwen3: Any) -> None:
     assert weight_table(spec).padded_vocab % 128 == 0
 
 
-def test_megatrons_output_layer_refuses_the_fused_gradient_without_apex() -> None:
+def test_megatrons_output_layer_rejects_the_fused_gradient_without_apex() -> None:
     """`build_chunks` sets this private flag. The flag goes when Megatron accepts Transformer Engine's kernel itself."""
     from megatron.core.tensor_parallel import layers
 

@@ -320,7 +320,7 @@ def test_the_command_prints_json_and_returns_an_exit_code(
     ("ours", "theirs", "level", "text"),
     [
         ("2.13.0 2.29.7", "2.13.0 2.29.7", "ok", "NCCL 2.29.7 (torch 2.13.0) in the trainer"),
-        ("2.13.0 2.29.7", "2.14.1 2.30.7", "fail", "NCCL 2.30.7 (torch 2.14.1) in the servers: NCCL refuses"),
+        ("2.13.0 2.29.7", "2.14.1 2.30.7", "fail", "NCCL 2.30.7 (torch 2.14.1) in the servers: NCCL rejects"),
         ("2.13.0 2.29.7", "", "warn", "NCCL of the servers is unknown"),
     ],
 )

@@ -51,7 +51,7 @@ def test_function_in_a_module(make_prompt, tmp_path, monkeypatch):
         ("{broken}:f", "raised ZeroDivisionError"),
     ],
 )
-def test_refused_early_in_one_line(tmp_path, function, message):
+def test_rejected_early_in_one_line(tmp_path, function, message):
     file = write(tmp_path, "number = 3\ndef one(a): return 1.0\n")
     broken = write(tmp_path, "1 / 0\n", "broken.py")
     with pytest.raises(ConfigError, match=message) as caught:

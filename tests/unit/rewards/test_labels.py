@@ -20,7 +20,7 @@ def test_with_threshold(reward, label):
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("threshold", [None, 0.5])
-def test_non_finite_is_refused(reward, threshold):
+def test_non_finite_is_rejected(reward, threshold):
     with pytest.raises(RewardError, match="finite"):
         label_of(reward, threshold)
 

@@ -48,7 +48,7 @@ def test_the_sum_its_components_and_its_label(make_prompt) -> None:
         (given((0.8, given((1.0, MATH), (1.0, FORM))), (0.2, FORM)), "weighted"),
     ],
 )
-def test_bad_combinations_are_refused_by_name(options, reason) -> None:
+def test_bad_combinations_are_rejected_by_name(options, reason) -> None:
     with pytest.raises(ValidationError, match=reason):
         READ.validate_python(options)
 

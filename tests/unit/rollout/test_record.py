@@ -71,7 +71,7 @@ def test_records_go_with_the_rollouts_of_their_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["text", "arrays", "nothing"])
-def test_what_is_no_record_is_refused(tmp_path: Path, content: str) -> None:
+def test_what_is_no_record_is_rejected(tmp_path: Path, content: str) -> None:
     path = tmp_path / "step_000001.safetensors"
     if content == "text":
         path.write_text("no arrays")

@@ -36,7 +36,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_refused_document_is_one_line_with_its_place(name: str) -> None:
+def test_a_rejected_document_is_one_line_with_its_place(name: str) -> None:
     text, message = REFUSED[name]
     with pytest.raises(CheckpointError) as caught:
         parse_json(text, "f.json", error=CheckpointError)
@@ -76,7 +76,7 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing", "a_folder", "a_pipe", "x" * 300, "n\0ul"])
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
+def test_what_is_no_regular_file_is_rejected_at_once(tmp_path: Path, name: str) -> None:
     (tmp_path / "a_folder").mkdir()
     os.mkfifo(tmp_path / "a_pipe")
     with pytest.raises(DataError) as caught:
@@ -84,7 +84,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str) -
     assert "\n" not in str(caught.value) and "\0" not in str(caught.value)
 
 
-def test_a_large_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_a_large_file_is_rejected_before_it_is_read(tmp_path: Path) -> None:
     with (tmp_path / "f.json").open("wb") as file:
         file.truncate(2**40)
     with pytest.raises(DataError, match="1099511627776 bytes; at most 268435456 are read"):

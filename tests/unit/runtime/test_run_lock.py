@@ -58,7 +58,7 @@ def without_flock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock.fcntl, "flock", flock)
 
 
-def test_a_second_writer_is_refused_and_named(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_a_second_writer_is_rejected_and_named(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     with pytest.raises(FolderInUseError, match=rf"in use by `train` \(pid {holder.pid} on "):
         RunLock(tmp_path, "export")
     with pytest.raises(FolderInUseError):
@@ -66,7 +66,7 @@ def test_a_second_writer_is_refused_and_named(tmp_path: Path, holder: subprocess
     assert lease_of(tmp_path).pid == holder.pid
 
 
-def test_without_flock_the_lease_refuses(
+def test_without_flock_the_lease_rejects(
     tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_flock(monkeypatch)
@@ -185,7 +185,7 @@ def test_a_lease_of_yesterday_is_stale_at_once(tmp_path: Path, monkeypatch: pyte
     assert lock_owner(tmp_path) is None
 
 
-def test_a_heartbeat_of_another_host_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_of_another_host_rejects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lease = leave_remote_lease(tmp_path, age_s=0.0)
 
     def sleep(_seconds: float) -> None:

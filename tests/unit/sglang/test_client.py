@@ -208,7 +208,7 @@ def test_a_silent_server_loses_its_requests_to_the_others_and_comes_back(
         assert sum(stopped.asked.values()) > before
 
 
-def test_refused_connections_for_a_while(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_rejected_connections_for_a_while(fakes: Callable[..., list[FakeSglang]]) -> None:
     servers = fakes(2, latency_s=lambda _: 0.02)
     asked = requests(80)
     with engine(servers, max_in_flight=8) as client:
@@ -309,7 +309,7 @@ def test_a_response_before_set_current_is_accepted_afterwards(
         assert client.status()[0].health is Health.HEALTHY
 
 
-def test_an_answer_with_weights_of_an_update_that_failed_is_refused(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_an_answer_with_weights_of_an_update_that_failed_is_rejected(fakes: Callable[..., list[FakeSglang]]) -> None:
     broken, other = fakes(2)
     with engine([broken, other]) as client:
         broken.latency_s = other.latency_s = lambda _: 0.3
@@ -328,7 +328,7 @@ def test_an_answer_with_weights_of_an_update_that_failed_is_refused(fakes: Calla
 
 
 def test_weights_that_change_behind_our_back_are_noticed(fakes: Callable[..., list[FakeSglang]]) -> None:
-    """A server that falls back to older weights between two probes: its answer is refused, then it is STALE."""
+    """A server that falls back to older weights between two probes: its answer is rejected, then it is STALE."""
     [server] = fakes(1)
     with engine([server], probe_interval_s=1.0, all_down_after_s=1.5, max_failures=100) as client:
         client.set_current(0, "old")
@@ -366,7 +366,7 @@ def test_leaving_a_stream_early_cancels_the_rest(fakes: Callable[..., list[FakeS
         assert until(lambda: client.status()[0].in_flight == 0)
 
 
-def test_a_refused_request_is_not_tried_again(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_a_rejected_request_is_not_tried_again(fakes: Callable[..., list[FakeSglang]]) -> None:
     servers = fakes(2)
     with (
         engine(servers) as client,
@@ -383,7 +383,7 @@ def test_a_refused_request_is_not_tried_again(fakes: Callable[..., list[FakeSgla
         ([], "the prompt has no tokens"),
     ],
 )
-def test_what_would_end_or_refuse_the_server_is_not_sent(
+def test_what_would_end_or_reject_the_server_is_not_sent(
     fakes: Callable[..., list[FakeSglang]], ids: list[int], reason: str
 ) -> None:
     """The real server crashes at a token id outside its vocabulary: not one of the stream's requests may go out."""
@@ -398,7 +398,7 @@ def test_what_would_end_or_refuse_the_server_is_not_sent(
         check_all_there(list(client.stream(good)), good)
 
 
-def test_an_answer_outside_the_vocabulary_is_refused(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_an_answer_outside_the_vocabulary_is_rejected(fakes: Callable[..., list[FakeSglang]]) -> None:
     [server] = fakes(1)
     [request] = requests(1, tokens=251)  # the fake's tokens go up to 250
     with engine([server], max_failures=100) as client:
@@ -503,12 +503,12 @@ def test_decode_of_a_good_answer_with_two_versions() -> None:
         ({"output_ids": [7, 8, 2**31], "output_token_logprobs": [[-1.0, 7], [-1.0, 8], [-1.0, 2**31]]}, "out of range"),
     ],
 )
-def test_decode_refuses(changes: dict[str, Any], reason: str) -> None:
+def test_decode_rejects(changes: dict[str, Any], reason: str) -> None:
     max_tokens = changes.pop("max", 3)
     with pytest.raises(BadResponseError, match=reason):
         decode(answer(**changes), "r/1", max_tokens)
 
 
-def test_decode_refuses_half_an_answer() -> None:
+def test_decode_rejects_half_an_answer() -> None:
     with pytest.raises(BadResponseError, match="malformed response of 100 bytes"):
         decode(answer()[:100], "r/1", 3)

@@ -279,7 +279,7 @@ def test_a_key_that_no_header_can_carry_is_named_and_not_shown(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("second", ["http://host:1/", "http://HOST:1"])
-def test_a_server_named_twice_is_refused(second: str) -> None:
+def test_a_server_named_twice_is_rejected(second: str) -> None:
     urls = ("http://host:1", "http://host:2", second)
     with pytest.raises(ValidationError, match=r"rollout\.urls: http://host:1 is named twice"):
         options(urls=urls)

@@ -279,7 +279,7 @@ def test_disk_keeps_nothing_but_the_newest(server: WeightServer, tmp_path: Path)
     assert names(tmp_path) == ["views"]
 
 
-def test_a_refusal_with_a_status_of_200_is_one(server: WeightServer, tmp_path: Path) -> None:
+def test_a_rejection_with_a_status_of_200_is_one(server: WeightServer, tmp_path: Path) -> None:
     sync = made([server], DiskTransport(tmp_path, 5.0), verify="off")
     server.refuse_kindly = True
     with pytest.raises(SyncError, match=r"update_weights_from_disk: HTTP 200, but no success: .*not a model folder"):
@@ -351,7 +351,7 @@ def test_shared_memory_that_is_full_is_named_and_the_export_goes_on(
 
 
 # ------------------------------------------------------------------------------------------------------------ broadcast
-def test_a_refused_group_fails_at_once(server: WeightServer) -> None:
+def test_a_rejected_group_fails_at_once(server: WeightServer) -> None:
     sync = made([server], BroadcastTransport("127.0.0.1", 60.0), timeout_s=60.0)
     with pytest.raises(SyncError, match=r"init_weights_update_group: HTTP 400, expected 200: .*no such backend"):
         push(1, weights(1).items(), [sync])
@@ -367,11 +367,11 @@ with WeightServer(bf16(weights(0))) as server:
     try:
         push(1, weights(1).items(), [sync])
     except SyncError as error:
-        print("refused")
+        print("rejected")
     sync.close()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "rejected\n"), done.stderr
 
 
 def test_a_host_that_is_not_ours_names_the_option(server: WeightServer) -> None:

@@ -37,7 +37,7 @@ def test_each_limit_acts_on_its_metric_alone(option: str, limit: float, metric: 
 
 
 @pytest.mark.parametrize("option", ["max_score_noise", "min_score_snr"])
-def test_a_limit_that_nothing_measures_is_refused(option: str) -> None:
+def test_a_limit_that_nothing_measures_is_rejected(option: str) -> None:
     with pytest.raises(ValueError, match=rf"mismatch\.{option} needs mismatch\.score_noise_every"):
         MismatchOptions(**{option: 1.0})
 

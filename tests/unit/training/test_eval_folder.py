@@ -22,7 +22,7 @@ class Receiver:
     def end_update(self, digest: str) -> None: ...
 
 
-def test_an_altered_weight_of_an_export_is_refused(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_an_altered_weight_of_an_export_is_rejected(tiny_qwen3: Path, tmp_path: Path) -> None:
     hf_to_megatron(str(tiny_qwen3), Options(out=tmp_path / "ckpt", show_progress=False))
     options = Options(out=tmp_path / "hf", show_progress=False)
     megatron_to_hf(tmp_path / "ckpt", options, step=None, max_shard_bytes=10**9)

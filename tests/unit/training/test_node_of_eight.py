@@ -199,7 +199,7 @@ def test_the_model_ends_a_server_that_gets_a_handle_of_another_gpu(stack: ExitSt
 def test_the_first_meeting_of_two_nccl_versions_names_both_and_the_fallback(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL refuses the group inside the first broadcast, on both sides; the update must not wait for its timeout."""
+    """NCCL rejects the group inside the first broadcast, on both sides; the update must not wait for its timeout."""
 
     class Backend:
         def broadcast(self, *_: Any) -> Any:

@@ -52,7 +52,7 @@ def test_settings_may_not_change_inside_a_step() -> None:
         OpenStep.from_record((header, {}), {**SETTINGS, "objective.*": []})
 
 
-def test_the_record_of_an_earlier_release_is_refused_by_name(tmp_path: Path) -> None:
+def test_the_record_of_an_earlier_release_is_rejected_by_name(tmp_path: Path) -> None:
     assert read_open_step(tmp_path) is None
     (tmp_path / "begun.json").write_text("{}")
     with pytest.raises(CheckpointError, match="saved inside a step by an earlier release"):

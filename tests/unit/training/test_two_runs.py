@@ -12,7 +12,7 @@ from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 
 
-def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_second_run_is_rejected_and_changes_nothing(tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     folder = tmp_path / "runs" / "tiny"
     with RunLock(folder, "train"):
