@@ -108,7 +108,7 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
-        create_gloo_process_groups=not on_cpu,
+        create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=on_cpu)
     control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=control_timeout_s))

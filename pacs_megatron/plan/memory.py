@@ -206,19 +206,23 @@ def _state_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int)
     return items
 
 
-_WIDTH = {"bf16": 2, "fp32": 4}
-"""bytes"""
+_WIDTH = {"bf16": 2, "fp32": 4}  # bytes
 
 
-def cpu_adam_bytes(config: RunConfig, spec: ModelSpec, layout: Layout) -> float:
-    """Host memory of one rank for `optimizer_cpu_offload`: weights, gradients and moments, all in fp32."""
+def host_state_bytes(config: RunConfig, spec: ModelSpec, layout: Layout) -> float:
+    """Host memory of one rank of GPUs: of `optimizer_cpu_offload` (weights, gradients and moments in fp32), and of a save (fp32
+    weights, moments and weights that this rank writes, and its frozen reference)."""
+    width = _WIDTH[config.precision.dtype]
+    sizes = []
+    for stage in range(layout.pp):
+        parameters = [rank_parameters(own, layout, stage) for own in trained_models(config, spec).values()]
+        buffers = [buffer_elements(own, layout, distributed_optimizer=True) for own in parameters]
+        share = sum(dense // (layout.dp * layout.cp) + experts // expert_replicas(layout) for dense, experts in buffers)
+        reference = parameters[0].total * width if needs_reference_snapshot(config) else 0
+        sizes.append((share, share * (12 + width) + reference))
     options = config.parallel.megatron
-    if not options.optimizer_cpu_offload:
-        return 0.0
-    parameters = (rank_parameters(spec, layout, stage) for stage in range(layout.pp))
-    elements = (buffer_elements(stage, layout, distributed_optimizer=True) for stage in parameters)
-    owned = max(dense // (layout.dp * layout.cp) + experts // expert_replicas(layout) for dense, experts in elements)
-    return 16 * owned * options.optimizer_offload_fraction
+    adam = 16 * max(share for share, _ in sizes) * options.optimizer_offload_fraction * options.optimizer_cpu_offload
+    return adam + max(saved for _, saved in sizes)
 
 
 _OFFLOADED = {"none": (), "optimizer": ("Adam", "master"), "all": ("Adam", "master", "weights")}

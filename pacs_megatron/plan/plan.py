@@ -122,9 +122,10 @@ class Plan:
 
     @property
     def host_bytes_per_rank(self) -> float:
-        """Host memory of the reference snapshot and of the off-loaded state on the fullest rank."""
+        """Host memory of the reference snapshot, of the off-loaded state and, with a GPU, of a save on the fullest rank."""
         offloaded = memory.most_offloaded_bytes(self.config, self.spec, self.layout)
-        offloaded += memory.cpu_adam_bytes(self.config, self.spec, self.layout)
+        if self.gpu is not None:
+            offloaded += memory.host_state_bytes(self.config, self.spec, self.layout)
         if not memory.needs_reference_snapshot(self.config):
             return offloaded
         width = 2 if self.config.precision.dtype == "bf16" else 4
@@ -410,7 +411,7 @@ def _disk_lines(plan: Plan) -> list[str]:
     )
     if plan.host_bytes_per_rank:
         lines.append(
-            f"host memory for reference snapshot and off-loaded state: {_gib(plan.host_bytes_per_rank)} a rank"
+            f"host memory for reference snapshot, off-loaded state and a save: {_gib(plan.host_bytes_per_rank)} a rank"
         )
     return lines
 

@@ -8,7 +8,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -48,11 +47,8 @@ class Optimizer:
         )
         with cpu_redirects.cuda_type_names():
             self.megatron: MegatronOptimizer = get_megatron_optimizer(
-                optimizer_config, chunks, use_gloo_process_groups=torch.cuda.is_available()
+                optimizer_config, chunks, use_gloo_process_groups=False
             )
-        for part in self.optimizers():
-            if isinstance(part, DistributedOptimizer) and part.data_parallel_group_gloo is None:
-                part.data_parallel_group_gloo = part.data_parallel_group  # on CPU it is a gloo group
         self._clip_grad = clip_grad
         self._create_state()
         warmup = min(options.warmup_updates, max(total_updates - 1, 0))

@@ -4,7 +4,9 @@ Keys: `model.*` (global layer numbers, so any layout reads them), `reference.*` 
 `optimizer.state.{param,exp_avg,exp_avg_sq}.model.*`, with or without the distributed optimizer, in fp32.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from pacs_megatron.policy import weights
 from pacs_megatron.policy.engine import MegatronPolicy
 
 MODEL, REFERENCE, OPTIMIZER = "model", "reference", "optimizer"
+_STATE = ("param", "exp_avg", "exp_avg_sq")
 OPTIMIZER_FORMAT = 2
 """Recorded in a checkpoint. 2: the same keys for every layout and optimizer."""
 
@@ -30,11 +33,6 @@ def sharding_metadata() -> dict[str, Any]:
         # One key per layer, numbered over the whole model, so a stage can be read without the others.
         "non_homogeneous_layers": True,
         "singleton_local_shards": False,
-        # The only format that loads at another tensor- or pipeline-parallel size.
-        "distrib_optim_sharding_type": "fully_reshardable",
-        # Without it every rank gathers whole fp32 buffers on its GPU (distrib_optimizer.py:1085-1095), beside resident
-        # servers; with it data-parallel rank 0 gathers them over gloo in host memory.
-        "distrib_optim_fully_reshardable_mem_efficient": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
 
@@ -69,10 +67,10 @@ def sharded_state(policy: MegatronPolicy, *, is_loading: bool, with_reference: b
     if with_reference:
         assert policy.reference is not None
         with policy.reference.swapped_in():
-            # The sharded tensors alias the parameters, so their values are cloned while the snapshot is in the model.
+            # The sharded tensors alias the parameters, so their values are copied while the snapshot is in the model.
             reference = _model_state(policy, REFERENCE)
             state |= {
-                name: _with_data(chunk, lambda data: readable(data).detach().clone())
+                name: _with_data(chunk, lambda data: readable(data).detach().to("cpu", copy=True))
                 for name, chunk in reference.items()
             }
     return state
@@ -80,30 +78,121 @@ def sharded_state(policy: MegatronPolicy, *, is_loading: bool, with_reference: b
 
 def _optimizer_tensors(
     part: Any, model_state: dict[str, Any], readable: Callable[[torch.Tensor], torch.Tensor], *, is_loading: bool
-) -> dict[int, dict[str, Any]] | None:
+) -> dict[int, dict[str, Any]]:
     """Number -> master weight and moments of one parameter, each with the key and the shards of its weight.
 
     Every optimizer writes the keys of Megatron's distributed optimizer, also for fp32 weights, so each reads the files
-    of every other. The distributed optimizer returns None on ranks that gather nothing.
+    of every other. The distributed optimizer has ranges of weights: see `_boxes`.
     """
-    if isinstance(part, DistributedOptimizer):
-        found: dict[int, dict[str, Any]] | None = part.sharded_param_state_fully_reshardable(
-            model_state, is_loading, sharding_metadata()
-        )
-        return found
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
+    if isinstance(part, DistributedOptimizer):
+        by_weight = {id(weight.data): weight for weight in nested_values(sharded)}
+        return {
+            number: {
+                name: _boxes(by_weight[id(weight)], name, start, tensor)
+                for name, tensor in _range_tensors(part, weight, stop - start, readable, is_loading=is_loading).items()
+            }
+            for number, (weight, start, stop) in enumerate(_ranges(part))
+        }
     by_master = {id(getattr(weight.data, "main_param", weight.data)): weight for weight in nested_values(sharded)}
     return {
         number: {
-            name: make_sharded_optimizer_tensor(by_master[id(master)], readable(tensor), f"optimizer.state.{name}")
+            name: make_sharded_optimizer_tensor(
+                # Not an fp32 weight itself, into which its `model.` tensor is read too.
+                by_master[id(master)],
+                torch.empty(tensor.shape) if is_loading else readable(tensor),
+                f"optimizer.state.{name}",
+            )
             for name, tensor in _tensors_of(part, master).items()
         }
         for number, master in enumerate(part.get_parameters())
     }
 
 
+def _ranges(part: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """The weights of which this rank has optimizer state, each with the range of its flattened elements."""
+    for by_type in part.gbuf_ranges:
+        for buckets in by_type.values():
+            for bucket in buckets:
+                for weight, places in bucket["param_map"].items():
+                    yield weight, places["param"].start, places["param"].end
+
+
+def _range_tensors(
+    part: Any, weight: torch.Tensor, size: int, readable: Callable[[torch.Tensor], torch.Tensor], *, is_loading: bool
+) -> dict[str, torch.Tensor]:
+    """Master weight and moments of this rank's range of `weight`: flat, fp32, in host memory."""
+    if is_loading:
+        return {name: torch.empty(size) for name in _STATE}
+    found = part._get_main_param_and_optimizer_states(weight)
+    # Now: the precision-aware optimizer returns new fp32 tensors on the GPU.
+    return {name: readable(found[name]).detach().float().cpu() for name in _STATE}
+
+
+def _boxes(
+    weight: ShardedTensor | ShardedTensorFactory, name: str, start: int, data: torch.Tensor
+) -> list[ShardedTensor]:
+    """`data`, flat elements from `start` on of the local shard `weight`, as views with a place in the whole tensor.
+
+    Megatron's own fully reshardable form gathers whole weights on one data-parallel rank, or on every GPU
+    (distrib_optimizer.py:977-1124). Here each rank writes what it has, and torch's planner reads any boxes.
+    """
+    whole = torch.empty(weight.data.shape, device="meta")
+    if isinstance(weight, ShardedTensorFactory):  # gate over up
+        shards = weight.build_fn(weight.key, whole, weight.replica_id, None)
+    else:
+        shards = [replace(weight, data=whole, dtype=whole.dtype)]
+    found, done = [], 0
+    for shard in shards:
+        assert shard.data.untyped_storage()._cdata == whole.untyped_storage()._cdata, (
+            f"{shard.key} is no part of a weight"
+        )
+        first = shard.data.storage_offset()
+        prepended = (0,) * shard.prepend_axis_num
+        begin, end = (min(max(at - first, 0), shard.data.numel()) for at in (start, start + data.numel()))
+        for offset, shape in _rows(shard.local_shape, begin, end):
+            box = data[done : done + math.prod(shape)].view((1,) * len(prepended) + shape)
+            done += box.numel()
+            found.append(
+                replace(
+                    shard,
+                    key=f"optimizer.state.{name}.{shard.key}",
+                    data=box,
+                    local_shape=tuple(box.shape),
+                    global_offset=tuple(map(sum, zip(shard.global_offset, (*prepended, *offset), strict=True))),
+                    axis_fragmentations=None,  # no regular grid
+                    prepend_axis_num=0,
+                    allow_shape_mismatch=False,
+                    replica_id=(*shard.replica_id[:2], 0),  # no other data-parallel rank has it
+                )
+            )
+    assert done == data.numel(), weight.key
+    return found
+
+
+def _rows(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, shape) of boxes that cover the flat elements `start` to `stop`, in order: part of a row, rows, part of a row."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # whole rows
+
+    def within(row: int, begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        for offset, size in _rows(shape[1:], begin - row * inner, end - row * inner):
+            yield (row, *offset), (1, *size)
+
+    yield from within(first - 1, start, min(stop, first * inner))
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if first <= last:
+        yield from within(last, last * inner, stop)
+
+
 def _tensors_of(part: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"param": master, **{name: part.optimizer.state[master][name] for name in ("exp_avg", "exp_avg_sq")}}
+    return {"param": master, **{name: part.optimizer.state[master][name] for name in _STATE[1:]}}
 
 
 def own_copy(*policies: MegatronPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -140,7 +229,9 @@ def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
             if isinstance(part, DistributedOptimizer) and tensors:
                 for entry in part.optimizer.state.values():
                     entry.pop("step", None)  # Megatron takes every entry for a moment tensor
-                part.load_parameter_state_from_fully_reshardable(tensors)
+                for index, (weight, _, _) in enumerate(_ranges(part)):
+                    flat = {name: torch.cat([box.flatten() for box in boxes]) for name, boxes in tensors[index].items()}
+                    part._set_main_param_and_optimizer_states(weight, flat)
             elif tensors:
                 for index, master in enumerate(part.get_parameters()):
                     for name, tensor in _tensors_of(part, master).items():

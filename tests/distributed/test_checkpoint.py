@@ -115,33 +115,39 @@ def test_resume_at_the_same_and_at_other_layouts(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_only_one_data_parallel_rank_gathers_the_optimizer_state(tmp_path: Path, family: str) -> None:
-    """The others would hold whole fp32 buffers, on a GPU beside the servers."""
+def test_each_data_parallel_rank_keeps_its_own_optimizer_state(tmp_path: Path, family: str) -> None:
+    """A save takes no more than this rank's share: no rank gathers the others', in host memory or on a GPU."""
     folder = make_family(tmp_path, family)
 
-    def on_rank(_rank: int, world: int) -> int:
+    def on_rank(_rank: int, world: int) -> tuple[int, int]:
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+
         from pacs_megatron.policy import state
 
         policy = make_policy(folder, world, distributed_optimizer=True)
         optimizer = state.sharded_state(policy, is_loading=False, with_reference=False)[state.OPTIMIZER]
-        found: list[int] = []
+        del optimizer["step"]
+        own = sum(tensor.numel() for tensor in policy.optimizer.tensors() if tensor.dim())
+        return sum(box.data.numel() for box in nested_values(optimizer)), own
 
-        def count(value: Any) -> None:
-            if isinstance(value, dict):
-                for item in value.values():
-                    count(item)
-            elif isinstance(value, list | tuple):
-                for item in value:
-                    count(item)
-            elif isinstance(getattr(value, "data", None), torch.Tensor):
-                found.append(value.data.numel())
+    for found, own in run_ranks(on_rank, 2):
+        assert found == own > 0
 
-        count(optimizer)
-        return sum(found)
 
-    first, second = run_ranks(on_rank, 2)
-    assert first > 0
-    assert second == 0
+@pytest.mark.parametrize("shape", [(7,), (1, 5), (4, 3), (3, 1), (2, 3, 4), (1, 1, 6), (3, 1, 2)])
+def test_boxes_cover_every_flat_range(shape: tuple[int, ...]) -> None:
+    from pacs_megatron.policy.state import _rows
+
+    whole = torch.arange(int(np.prod(shape))).view(shape)
+    for start in range(whole.numel()):
+        for stop in range(start, whole.numel() + 1):
+            boxes = [
+                whole[tuple(slice(at, at + size) for at, size in zip(offset, sizes, strict=True))].flatten()
+                for offset, sizes in _rows(shape, start, stop)
+            ]
+            found = torch.cat([*boxes, torch.empty(0, dtype=torch.long)])
+            assert found.tolist() == list(range(start, stop))
+            assert len(boxes) <= 2 * len(shape) - 1
 
 
 @pytest.mark.parametrize(
@@ -208,7 +214,12 @@ def dist_bytes(checkpoint: Path) -> dict[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("world", "options"), [(2, {}), pytest.param(4, {"tp": 2, "distributed_optimizer": True}, marks=pytest.mark.full)]
+    ("world", "options"),
+    [
+        (2, {}),
+        (2, {"distributed_optimizer": True, "dtype": "bf16"}),
+        pytest.param(4, {"tp": 2, "distributed_optimizer": True}, marks=pytest.mark.full),
+    ],
 )
 def test_data_parallel_ranks_divide_a_checkpoint(
     model: Path, tmp_path: Path, world: int, options: dict[str, Any]
@@ -219,8 +230,7 @@ def test_data_parallel_ranks_divide_a_checkpoint(
     assert checkpoint is not None
     sizes = dist_bytes(checkpoint)
     assert set(sizes) == set(range(world))
-    if "distributed_optimizer" not in options:  # its state is gathered by the first data-parallel rank
-        assert max(sizes.values()) < 1.2 * min(sizes.values())
+    assert max(sizes.values()) < 1.2 * min(sizes.values())
     files = {file.relative_to(checkpoint).as_posix() for file in (checkpoint / "dist").iterdir()}
     listed = json.loads((checkpoint / "manifest.json").read_text())["files"]
     assert files <= set(listed)

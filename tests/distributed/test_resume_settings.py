@@ -106,7 +106,7 @@ DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {"cp": 2}),
     "tp2-pp2": (4, {"tp": 2, "pp": 2}),
     "dp2-distopt": (2, {"distributed_optimizer": True}),
-    "tp2-distopt": (2, {"tp": 2, "distributed_optimizer": True}),
+    "tp2-dp2-distopt": (4, {"tp": 2, "distributed_optimizer": True}),
     "pp2-distopt": (2, {"pp": 2, "distributed_optimizer": True}),
 }
 MOE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -116,7 +116,7 @@ MOE: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"ep": 2}),
     "pp2-ep2": (4, {"pp": 2, "ep": 2}),
     "dp2-distopt": (2, {"distributed_optimizer": True}),
-    "ep2-distopt": (2, {"ep": 2, "distributed_optimizer": True}),
+    "ep2-dp4-distopt": (4, {"ep": 2, "distributed_optimizer": True}),
 }
 TABLE = [(family, saved) for family, layouts in (("qwen3", DENSE), ("qwen3_moe", MOE)) for saved in layouts]
 
@@ -132,14 +132,14 @@ def test_every_layout_resumes_in_every_other(tmp_path: Path, family: str, saved:
 
 def test_a_plain_optimizer_and_a_distributed_one_exchange_their_state(tmp_path: Path) -> None:
     """Both directions, with experts on one rank and on two."""
-    one, spread = MOE["one"], MOE["ep2-distopt"]
+    one, spread = MOE["one"], MOE["ep2-dp4-distopt"]
     check_resumes(tmp_path / "gather", "qwen3_moe", spread, {"one": one})
-    check_resumes(tmp_path / "spread", "qwen3_moe", one, {"ep2-distopt": spread})
+    check_resumes(tmp_path / "spread", "qwen3_moe", one, {"ep2-dp4-distopt": spread})
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtypes", [("bf16", "fp32"), ("fp32", "bf16")])
-@pytest.mark.parametrize(("saved", "loaded"), [("ep2-distopt", "one"), ("one", "ep2-distopt")])
+@pytest.mark.parametrize(("saved", "loaded"), [("ep2-dp4-distopt", "one"), ("one", "ep2-dp4-distopt")])
 def test_the_optimizer_keeps_its_bits_in_another_layout_and_dtype(
     tmp_path: Path, saved: str, loaded: str, dtypes: tuple[str, str]
 ) -> None:

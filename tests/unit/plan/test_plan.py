@@ -282,6 +282,14 @@ def test_a_colocated_server_leaves_something_behind() -> None:
     assert not [item for item in make_plan(load_config(BIG)).stages[0].items if "released" in item.name]
 
 
+def test_the_critic_counts_in_a_save() -> None:
+    """Qwen3-8B at tp=2 and dp=4, as below: a second model of the same size without its output matrix, and no reference."""
+    path = ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml"
+    ppo = ["objective.name=ppo", "mismatch.score_noise_every=null", "mismatch.max_score_noise=null"]
+    alone, both = (make_plan(load_config(path, options)).host_bytes_per_rank for options in ([], ppo))
+    assert both - alone == pytest.approx(14 / 4 * (4.0956e9 - 151936 * 4096 / 2), rel=2e-3)
+
+
 def test_offloaded_state_by_hand() -> None:
     """Qwen3-8B at tp=2 and dp=4: 4,095,552,512 parameters a rank (8,190,735,360 in all, norms on both ranks), padded."""
     path = ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml"
@@ -294,7 +302,8 @@ def test_offloaded_state_by_hand() -> None:
         assert sum(item.num_bytes for item in plan.rollout.items if item.name.startswith("trainer's")) == pytest.approx(
             resident[kind], rel=1e-3
         )
-        assert plan.host_bytes_per_rank == pytest.approx(moved[kind], rel=1e-3)
+        saved = (12 + 2) / 4 * number  # fp32 weights, two moments, bf16 weights: this rank's quarter
+        assert plan.host_bytes_per_rank == pytest.approx(moved[kind] + saved, rel=1e-3)
         seconds = [phase.seconds for phase in plan.phases if phase.name == "off-load"]
         assert seconds == ([pytest.approx(2 * moved[kind] / 40e9, rel=1e-3)] if moved[kind] else [])
         assert plan.stages[0].total == plans["none"].stages[0].total
