@@ -17,7 +17,7 @@ Verb = Callable[[argparse.Namespace], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and return its exit code. Every error is one line on stderr."""
+    """Runs one verb and returns its exit code. Every error is one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a text of a file may not fit the terminal's encoding

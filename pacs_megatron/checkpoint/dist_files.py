@@ -89,7 +89,10 @@ def save_sharded(state: dict[str, Any], folder: Path) -> None:
 
 
 def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Fills the sharded tensors of `state` from `folder` and returns the whole state dict. Collective."""
+    """Fills the sharded tensors of `state` from `folder` and returns the whole state dict. Collective.
+
+    Raises CheckpointError if a later Megatron-Core wrote the folder than the installed one reads.
+    """
     installed = version("megatron-core")
     if not (folder / COMMON_NAME).is_file() and Version(installed) < Version("0.17"):
         raise CheckpointError(

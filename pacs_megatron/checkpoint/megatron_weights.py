@@ -38,10 +38,11 @@ class MegatronWeights:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Hugging Face names in the table's order"""
+        """Hugging Face names, in the table's order."""
         return tuple(self.table.by_hf)
 
     def dtype(self, entry: Entry) -> torch.dtype:
+        """The dtype in the checkpoint."""
         return self._reader.dtype(MODEL_PREFIX + entry.checkpoint_key)
 
     def get_entry(self, entry: Entry) -> torch.Tensor:
@@ -53,11 +54,11 @@ class MegatronWeights:
         return self._reader.get_blocks(MODEL_PREFIX + entry.checkpoint_key, entry.expert)
 
     def release_entry(self, entry: Entry) -> None:
-        """Drops from memory what `get_entry` read; views of it read it again."""
+        """Frees the memory of `get_entry`'s tensor. A view that is used later reads the file again."""
         self._reader.release(MODEL_PREFIX + entry.checkpoint_key, entry.expert)
 
     def get(self, name: str) -> torch.Tensor:
-        """One Hugging Face tensor; the Megatron tensor that it is a part of is read whole, and kept until the next."""
+        """One Hugging Face tensor. Reads the whole Megatron tensor that contains it, and keeps that until the next one."""
         if name not in self.table.by_hf:
             raise CheckpointError(f"{self.path} has no tensor {name}; it belongs to another model")
         entry = self.table.by_hf[name]
@@ -73,7 +74,7 @@ class MegatronWeights:
         found = {k for k in self._reader.keys if k.startswith(MODEL_PREFIX) and _NOT_WEIGHTS not in k}
         family = self.table.spec.family
         for key in sorted(found - expected.keys()):
-            raise CheckpointError(f"{folder} holds {key}, which no row of the table of family {family} maps")
+            raise CheckpointError(f"{folder} contains {key}, which no row of the table of family {family} maps")
         for key in sorted(expected.keys() - found):
             raise CheckpointError(f"{folder} lacks {key}, which the table of family {family} needs")
         for key, entry in expected.items():

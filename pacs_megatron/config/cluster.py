@@ -112,7 +112,7 @@ class ClusterConfig(Options):
 
 
 def load_cluster(path: Path) -> ClusterConfig:
-    """Read and validate a cluster file. Raises ConfigError."""
+    """Reads and validates a cluster file. Raises ConfigError."""
     tree = read_yaml(path, str(path))
     try:
         return ClusterConfig.model_validate(tree.plain())

@@ -24,7 +24,7 @@ class SamplingOptions(Options):
 
 
 class RolloutEngineOptions(Options):
-    """Facts about a rollout engine that other packages read, so that they need not know its class."""
+    """Facts about a rollout engine that other packages read, so that they do not depend on its class."""
 
     @property
     def is_sampled(self) -> bool:
@@ -74,7 +74,7 @@ class EmbeddedRollout(RolloutEngineOptions):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the sampler's weights."""
     max_staleness: int = Field(default=0, ge=0)
-    """Maximum off-policy lag, in steps. Sampling and training do not overlap on the same ranks; use it to study the
+    """Maximum staleness, in steps. Sampling and training do not overlap on the same ranks; use it to study the
     effect of stale samples."""
 
     @property
@@ -250,7 +250,7 @@ class SglangRollout(RolloutEngineOptions):
     decode_workers: int = Field(default=1, ge=1, le=1024)
     """Number of processes that decode long responses."""
     max_staleness: int = Field(default=0, ge=0)
-    """Maximum off-policy lag, in steps; 0 is synchronous. With the weights after s steps, step t may be sampled if
+    """Maximum staleness, in steps; 0 is synchronous. With the weights after s steps, step t may be sampled if
     t <= s + 1 + max_staleness. See `sync.pause` and the importance correction of the objectives."""
 
     @property

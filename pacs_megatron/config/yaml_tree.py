@@ -68,7 +68,7 @@ class Node:
 
 
 def parse_yaml(text: str, source: str, *, fixed_origin: str | None = None) -> Node:
-    """Parse `text`. Messages and origins are `source:line`, or `fixed_origin` if it is given.
+    """Parses `text`. Messages and origins are `source:line`, or `fixed_origin` if it is given.
 
     Raises ConfigError for malformed YAML, a duplicate key, a tag, an anchor, or a key that is not a string.
     """
@@ -88,7 +88,7 @@ def parse_yaml(text: str, source: str, *, fixed_origin: str | None = None) -> No
 
 
 def read_yaml(path: Path, display: str) -> Node:
-    """Read and parse one file, named `display` in messages. Raises ConfigError."""
+    """Reads and parses one file, named `display` in messages. Raises ConfigError."""
     node = parse_yaml(_read_text(path, display), display)
     if not isinstance(node.value, dict):
         kind = "nothing" if node.value is None else f"a {type(node.value).__name__}"

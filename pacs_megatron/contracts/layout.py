@@ -17,7 +17,7 @@ class Layout:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one replica of the model and see the same samples."""
+        """Ranks of one replica of the model, which train the same samples."""
         return self.tp * self.pp * self.cp
 
     @property

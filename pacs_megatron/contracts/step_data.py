@@ -80,7 +80,7 @@ class MicroBatchPlan:
 
     by_dp_rank: tuple[tuple[np.ndarray, ...], ...]
     together: np.ndarray
-    """bool [n], samples of groups that are kept in one micro-batch; such a micro-batch holds whole groups only"""
+    """bool [n], samples of groups that are kept in one micro-batch; such a micro-batch contains whole groups only"""
 
     def loads(self, facts: SampleFacts) -> list[int]:
         """Tokens of each data-parallel rank."""

@@ -125,10 +125,11 @@ class EmbeddedEngine:
 
     # ------------------------------------------------------------------------------------------------ WeightReceiver
     def begin_update(self, version: int) -> None:
+        """Discards the present weights: nothing is sampled before `end_update`."""
         self._inbox.begin(version)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises SyncError for an unknown, repeated or misshapen weight."""
+        """One weight under its Hugging Face name. Raises SyncError for an unknown or repeated name, or a wrong shape."""
         self._inbox.put(name, tensor)
 
     def end_update(self, digest: str) -> None:
@@ -224,7 +225,7 @@ class EmbeddedEngine:
             ids[row, pads[row] :] = prompt  # on the left: all rows then continue in the same column
         column = np.arange(longest)
         real = column[None, :] >= pads[:, None]
-        # Padding sees itself, because a row of the mask without any column would give NaN.
+        # A padding token attends to itself: a row of the mask without any column would give NaN.
         visible = (real[:, None, :] & (column[:, None] >= column[None, :])[None]) | np.eye(longest, dtype=bool)[None]
         cache = DecodingCache(self._model.config.num_hidden_layers)
         logits = self._forward(
@@ -237,14 +238,14 @@ class EmbeddedEngine:
         rows = torch.from_numpy(row_of).to(device)
         cache.keep(rows)
         params = [request.params for request in requests]
-        room = np.ones((len(prompts), max(p.max_tokens for p in params)), dtype=bool)
+        future = np.ones((len(prompts), max(p.max_tokens for p in params)), dtype=bool)
         state = _Rows(
             requests=requests,
             sampler=RowSampler(params, [request.seed for request in requests], device),
             stops=_StopStrings([p.stop for p in params], self._vocabulary.decode),
             cache=cache,
             number=torch.tensor(alive, device=device),
-            mask=self._additive(np.concatenate([real, room], axis=1))[rows, None, None],
+            mask=self._additive(np.concatenate([real, future], axis=1))[rows, None, None],
             positions=torch.from_numpy(longest - pads).to(device)[rows, None],
             limits=torch.tensor([p.max_tokens for p in params], device=device),
         )
@@ -274,7 +275,7 @@ class EmbeddedEngine:
             num_alive = num_rows - int(ended.sum())
             if num_alive == 0:
                 return
-            # Compacting copies the cache, so it must pay: only when at least half of the rows have ended.
+            # Compacting copies the cache, so it runs only when at least half of the rows have ended.
             if 2 * num_alive <= num_rows:
                 alive = (~ended).nonzero()[:, 0]
                 rows.keep(alive)
@@ -394,7 +395,7 @@ def _build(model_path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     try:
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
         with torch.random.fork_rng(devices=[]), torch.device(device):
-            # Initialisation draws random numbers; the trainer's generator must not notice.
+            # Initialisation draws random numbers; the trainer's generator must not change.
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
             )

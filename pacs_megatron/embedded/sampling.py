@@ -1,7 +1,7 @@
 """Samples one token for each row of a batch, with its own parameters and its own stream of random numbers.
 
 The distribution that is sampled from: softmax(logits / temperature), then only the `top_k` most likely tokens, then
-the smallest set of most likely tokens that holds `top_p` of what is left, renormalised (the order of Hugging Face
+the smallest set of most likely tokens with at least `top_p` of the remaining probability, renormalised (the order of Hugging Face
 `generate`). The log-prob that is returned is of this distribution, so with filters on it is not the model's. With
 `temperature = 0` (greedy) there is no distribution: the log-prob is the model's own, at temperature 1.
 """
@@ -89,7 +89,7 @@ class RowSampler:
         cut = (self._top_k > 0) & (rank >= self._top_k)
         probs = torch.softmax(values.double().masked_fill(cut, -torch.inf), dim=-1)
         before = probs.cumsum(dim=-1) - probs
-        # A token stays while the more likely ones hold less than top_p; so the first always stays.
+        # A token stays while the more likely ones have less than top_p together; so the first always stays.
         probs = probs.masked_fill((before >= self._top_p) & (rank > 0) & (self._top_p < 1), 0.0)
         picked = _inverse_cdf(probs, uniform)
         mass = probs.sum(dim=-1)

@@ -11,7 +11,7 @@ from pacs_megatron.errors import SyncError
 class WeightInbox:
     """The receiving end of an export. `version` and `digest` are None while sampling is not allowed.
 
-    A failed or broken-off update leaves it so until a complete one: the module holds a mixture.
+    A failed or broken-off update leaves it so until a complete one: the module contains a mixture.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -85,12 +85,12 @@ class WeightInbox:
 def _targets(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Checkpoint name -> tensor to fill; second name of a tied tensor -> its first name.
 
-    Mixture-of-experts modules hold all experts of a layer in one tensor, a checkpoint has one tensor for each.
+    Mixture-of-experts modules have all experts of a layer in one tensor, a checkpoint has one tensor for each.
     """
     targets: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     first_names: dict[int, str] = {}
-    # state_dict names what a checkpoint holds, tied weights under both names.
+    # state_dict has the names of a checkpoint, tied weights under both names.
     for name, tensor in module.state_dict(keep_vars=True).items():
         first = first_names.setdefault(id(tensor), name)
         if first != name:

@@ -1,4 +1,4 @@
-"""`data preview`: prompts, lengths and verified answers of the data sets, as the model and the verifier will see them."""
+"""`data preview`: prompts, lengths and verified answers of the data sets, as the model and the verifier receive them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -127,15 +127,15 @@ class SampleFile(Closing):
     def _judged_again(self, judge: Judge) -> Iterator[bytes]:
         records = (record for _, record in itertools.islice(read_samples(self.path), 1, None))
         while batch := list(itertools.islice(records, _BATCH)):
-            answers: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
+            verdicts: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
             for record in batch:
                 prompt = self._prompts.get(record["prompt_id"])
                 if prompt is None:
                     raise ConfigError(
                         f"{self.path} has samples of {record['source']}, which evaluation.benchmarks lacks; add it"
                     )
-                judge.submit(_sample_of(record), prompt, answers.put, record["response"])
-            judged = received(answers, len(batch))
+                judge.submit(_sample_of(record), prompt, verdicts.put, record["response"])
+            judged = received(verdicts, len(batch))
             for record in batch:
                 verdict = judged[record["id"]]
                 record.pop("reward_details", None)

@@ -21,7 +21,7 @@ from pacs_megatron.runtime.processes import AGENT_PID, die_with_parent
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run torchrun; returns 0, the exit code of the first failed rank, or 128 + its signal."""
+    """Runs torchrun; returns 0, the exit code of the first failed rank, or 128 + its signal."""
     die_with_parent(signal.SIGTERM)
     os.environ[AGENT_PID] = str(os.getpid())
     _pass_on_usr1()
@@ -56,7 +56,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _listen_on_loopback() -> None:
-    """Make the stores of a run on one host listen on 127.0.0.1. torchrun's listen on all interfaces.
+    """Makes the stores of a run on one host listen on 127.0.0.1. torchrun's listen on all interfaces.
 
     A store executes the commands of every process that connects. torchrun's modules import the class after this.
     """

@@ -27,7 +27,7 @@ def are_on_every_node(config: RunConfig) -> bool:
 
 
 def attach(config: RunConfig, config_path: Path, overrides: Sequence[str], place: RankPlace) -> list[str]:
-    """Start this node's servers, wait for those of all nodes, and return the overrides that attach this rank to them.
+    """Starts this node's servers, waits for those of all nodes, and returns the overrides that attach this rank to them.
 
     Raises ConfigError outside of a batch script, the error of a node, or RolloutError on timeout.
     """

@@ -9,7 +9,7 @@ from pacs_megatron.runtime.run_lock import RunLock
 
 
 def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = True) -> str:
-    """Write the weights of `step` (default: the newest checkpoint) to `out`, and those of its critic beside it.
+    """Writes the weights of `step` (default: the newest checkpoint) to `out`, and those of its critic beside it.
 
     Returns the lines to print.
 

@@ -29,7 +29,7 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EP
 
 
 def fetch(config_path: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """Download everything; yields one line per item.
+    """Downloads everything; yields one line per item.
 
     Raises ConfigError for a failed download and DataError for an unreadable data set.
     """
@@ -65,7 +65,7 @@ def _fetch_model(path: str) -> str:
 
 
 def _check_free_space(path: str, wanted: Sequence[DryRunFileInfo]) -> None:
-    """Check the free space before the download starts."""
+    """Checks the free space before the download starts."""
     from huggingface_hub import constants
 
     missing = sum(file.file_size or 0 for file in wanted if file.will_download)
@@ -113,7 +113,7 @@ def _named(path: str, error: Exception) -> PacsError:
 
 
 def _compare(path: str, folder: Path) -> None:
-    """Compare the downloaded architecture with the one that `plan` assumes for this hub id."""
+    """Compares the downloaded architecture with the one that `plan` assumes for this hub id."""
     known = KNOWN_MODELS.get(path)
     found = load_spec(folder)
     if known is not None and read_spec(known) != found:

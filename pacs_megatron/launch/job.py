@@ -65,7 +65,7 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
 
 
 def begin(run_dir: Path, job_id: str) -> Path:
-    """Open the next attempt: its log folder, the link `logs/latest`, a row in attempts.jsonl. Returns the folder.
+    """Opens the next attempt: its log folder, the link `logs/latest`, a row in attempts.jsonl. Returns the folder.
 
     Removes the stop request of the previous attempt. Raises ConfigError if another job trains this run.
     """
@@ -95,7 +95,7 @@ def begin(run_dir: Path, job_id: str) -> Path:
 
 
 def end(run_dir: Path, code: int, max_attempts: int) -> tuple[int, bool, str]:
-    """Close the attempt; returns (exit code, whether to requeue, reason).
+    """Closes the attempt; returns (exit code, whether to requeue, reason).
 
     Rank 0's code in `<run>/exit_code` has precedence over `code`: srun reports the largest code of all ranks.
     """
@@ -202,7 +202,7 @@ def _append(run_dir: Path, row: Row, name: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; returns the exit code. `describe` and `begin` print for the shell."""
+    """Runs one command; returns the exit code. `describe` and `begin` print for the shell."""
     parser = OneLineParser(prog="python -m pacs_megatron.launch.job")
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("describe")

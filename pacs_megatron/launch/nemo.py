@@ -48,7 +48,7 @@ def check_folder(folder: Path, key: str) -> None:
 
 
 def dry_run(experiment: Any, jobs: Sequence[Job], home: Path, shown_home: Path) -> Iterator[str]:
-    """Yield the batch scripts that a submission would write. They are written below `home`, a temporary folder."""
+    """Yields the batch scripts that a submission would write. They are written below `home`, a temporary folder."""
     experiment.dryrun(log=False, delete_exp_dir=False)
     folder = Path(experiment._exp_dir)
     for job in jobs:
@@ -126,7 +126,7 @@ def add_tasks(run: Any, experiment: Any, jobs: Sequence[Job], request: Request) 
 
 
 def _add_trainer(run: Any, experiment: Any, job: Job, request: Request, place: tuple[str, list[str]]) -> str:
-    """Add the trainer, with rollout nodes as one heterogeneous job. `place` is its name and its dependencies."""
+    """Adds the trainer, with rollout nodes as one heterogeneous job. `place` is its name and its dependencies."""
     config, (name, before) = job.loaded.config, place
     per_node = ranks_to_start(config) // config.resources.nodes
     tasks = 1 if request.cluster.launcher == "torchrun" else per_node

@@ -135,7 +135,7 @@ def _is_trained(config: Path, overrides: Sequence[str], folder: Path) -> bool:
 
 
 def run_paper(study: Study, names: Sequence[str], *, cluster: Path | None, dry_run: bool) -> Iterator[str]:
-    """Runs or submits what the artefacts lack, and yields lines to print: progress, then tables and paths of figures.
+    """Runs or submits the missing nodes of the artefacts, and yields lines to print: progress, then tables and paths of figures.
 
     Raises ConfigError for a folder of another study, and PacsError with the exit code of a node that failed.
     """

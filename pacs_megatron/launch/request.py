@@ -111,7 +111,7 @@ def _axis(text: str) -> list[str]:
 
 
 def _split(values: str) -> list[str]:
-    """Split at commas outside of brackets and quotes: `[a,b],[c]` are two values."""
+    """Splits at commas outside of brackets and quotes: `[a,b],[c]` are two values."""
     parts, depth, quote = [""], 0, ""
     for letter in values:
         if quote:

@@ -131,7 +131,7 @@ def log_lines(run_dir: Path, attempt: int | None, num_lines: int, *, follow: boo
 
 
 def cancel(run_dir: Path, *, save: bool) -> str:
-    """Cancel all jobs of a run, pending ones too. With `save`, request a save and stop instead."""
+    """Cancels all jobs of a run, pending ones too. With `save`, requests a save and stop instead."""
     _check(run_dir)
     jobs = list(known_jobs(run_dir))
     alive = job_states(jobs)

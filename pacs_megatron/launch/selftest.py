@@ -68,7 +68,7 @@ class SelfTest:
         self.outcomes: list[Outcome] = []
 
     def run(self) -> bool:
-        """Run every part; returns whether none failed."""
+        """Runs every part; returns whether none failed."""
         self._folder.mkdir(parents=True, exist_ok=True)
         make_model(self._folder / "model")
         (self._folder / "reward.py").write_text(REWARD, encoding="utf-8")
@@ -288,7 +288,7 @@ def certificate(outcomes: Sequence[Outcome], gpus: int) -> dict[str, object]:
 
 
 def make_folder(folder: Path) -> None:
-    """Create or empty the folder. Raises ConfigError if it contains files of anything but a self-test."""
+    """Creates or empties the folder. Raises ConfigError if it contains files of anything but a self-test."""
     marker = folder / MARKER
     if folder.exists() and not marker.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty and not of a self-test; name a new or empty folder")

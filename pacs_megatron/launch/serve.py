@@ -93,7 +93,7 @@ class Ending:
 
 
 def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
-    """Start the servers, publish their URLs, run until `ending` is due, and stop them. Returns the exit code."""
+    """Starts the servers, publishes their URLs, runs until `ending` is due, and stops them. Returns the exit code."""
     from pacs_megatron.sglang.build import server_specs, start_servers
 
     # With several slurmd on one host (tests), nodes differ in name but not in address.
@@ -141,7 +141,7 @@ def _watch(servers: Sequence[ManagedServer], max_restarts: int, ending: Ending) 
             server.start()
             if server.url != url:
                 _log.error(
-                    "server %s restarted at %s: its old port is in use, and the trainer does not know the new one",
+                    "server %s restarted at %s: its old port is in use, and the trainer uses the old one",
                     url,
                     server.url,
                 )
@@ -154,7 +154,7 @@ def _watch(servers: Sequence[ManagedServer], max_restarts: int, ending: Ending) 
 def wait_for_urls(
     folder: Path, num_nodes: int, timeout_s: float, exit_code: Callable[[], int | None] = lambda: None
 ) -> list[str]:
-    """Wait until all nodes have published their servers, and return the URLs.
+    """Waits until all nodes have published their servers, and returns the URLs.
 
     `exit_code` returns the exit code of this node's own serve process, None while it runs. Raises the error that a node
     wrote, or RolloutError on timeout or if the own process exits without an error file.

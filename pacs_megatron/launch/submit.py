@@ -27,7 +27,7 @@ EXPERIMENTS = ".nemo_run"
 
 
 def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
-    """Submit, and yield lines to print: the job ids, or for a dry run each batch script and resolved configuration.
+    """Submits, and yields lines to print: the job ids, or for a dry run each batch script and resolved configuration.
 
     A dry run writes nothing but a temporary folder, which it removes. Raises ConfigError before anything is submitted.
     """

@@ -36,7 +36,7 @@ _POLL_S = 1.0
 
 
 def run_train(config_path: Path, overrides: Sequence[str]) -> int:
-    """Train and return the exit code. Raises ConfigError before anything is started or written."""
+    """Trains and returns the exit code. Raises ConfigError before anything is started or written."""
     loaded = load_config(config_path, overrides)
     place = find_rank(os.environ)
     world_size = place.world_size if place is not None else ranks_to_start(loaded.config)
@@ -106,7 +106,7 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
 
 
 def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path, *, lead_s: float = math.inf) -> int:
-    """Run `python -m <command>` on `num_ranks` ranks of this host under torchrun; returns the exit code.
+    """Runs `python -m <command>` on `num_ranks` ranks of this host under torchrun; returns the exit code.
 
     The first SIGTERM or SIGINT goes to the ranks only, which save and stop within `lead_s` (torchrun kills them after
     30 s); processes that SIGSTOP holds continue. The second goes to torchrun too. The third, and the end of `lead_s`, kill

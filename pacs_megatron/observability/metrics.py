@@ -56,13 +56,13 @@ class MetricSums:
     extremes: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, total: float, count: float) -> None:
-        """Add `total` over `count` samples, tokens or groups to the mean `name`."""
+        """Adds `total` over `count` samples, tokens or groups to the mean `name`."""
         if _extreme_of(name) is not None:
             raise ValueError(f"{name} has the suffix of an extreme; use add_extreme, or rename the mean")
         self.sums[name] = self.sums.get(name, MetricSum(0.0, 0.0)) + MetricSum(float(total), float(count))
 
     def add_extreme(self, name: str, value: float) -> None:
-        """Keep the larger value of a name that ends in `_max`, the smaller of one that ends in `_min`."""
+        """Keeps the larger value of a name that ends in `_max`, the smaller of one that ends in `_min`."""
         choose = _extreme_of(name)
         if choose is None:
             raise ValueError(f"{name} must end in _max or _min")
@@ -75,7 +75,7 @@ class MetricSums:
             self.extremes[name] = choose(self.extremes[name], value)
 
     def add_means(self, metrics: Mapping[str, float | None], count: float) -> None:
-        """Add the metrics of one update: means over `count` samples, and extremes by their suffix.
+        """Adds the metrics of one update: means over `count` samples, and extremes by their suffix.
 
         None (an empty mean) adds nothing to the denominator.
         """
@@ -88,7 +88,7 @@ class MetricSums:
                 self.add(name, value * count, count)
 
     def merge(self, other: "MetricSums") -> None:
-        """Add the sums and extremes of another part of the step."""
+        """Adds the sums and extremes of another part of the step."""
         for name, item in other.sums.items():
             self.add(name, item.total, item.count)
         for name, value in other.extremes.items():
@@ -125,7 +125,7 @@ class MetricsWriter(Closing):
         self._file: IO[bytes] = self.path.open("ab")
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row: `step` first, the other keys sorted.
+        """Writes one row: `step` first, the other keys sorted.
 
         Raises NonFiniteError with the key of a NaN or Inf, ValueError if the step is not after the last one.
         """

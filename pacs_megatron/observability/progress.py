@@ -31,7 +31,7 @@ class Progress(Closing):
     """Shows the progress of a run, its last results, its speed and the time left.
 
     On a terminal it draws one bar and updates it at every call. Elsewhere it logs a line at the first and the last
-    step and at most one per `LINE_INTERVAL_S` between. The log file gets these lines in both cases. Use it on rank 0
+    step and at most one per `LINE_INTERVAL_S` between. The log file has these lines in both cases. Use it on rank 0
     only, or pass `enabled=False` on the other ranks: then it shows nothing. `stream` defaults to stderr.
     """
 
@@ -68,7 +68,7 @@ class Progress(Closing):
         )
 
     def advance(self, done: int, fields: Mapping[str, float] | None = None) -> None:
-        """Report `done` of `total` units; `fields` (name to value) are shown until they are replaced."""
+        """Reports `done` of `total` units; `fields` (name to value) are shown until they are replaced."""
         self._fields.update(fields or {})
         self._show(done)
         if not self._enabled:
@@ -81,12 +81,12 @@ class Progress(Closing):
             logger.info("%s", " ".join(text.split()))
 
     def phase(self, names: tuple[str, ...] | str) -> None:
-        """Show the open spans `names`, a value for `Timer.on_change`, or a text (`rollout 512/8192`)."""
+        """Shows the open spans `names`, a value for `Timer.on_change`, or a text (`rollout 512/8192`)."""
         self._phase = names if isinstance(names, str) else " ".join(names)
         self._show(self._bar.n)
 
     def samples(self, names: tuple[str, ...], done: int, total: int) -> None:
-        """Show the progress of sampling within the open spans `names`: beside the bar, or in occasional log lines."""
+        """Shows the progress of sampling within the open spans `names`: beside the bar, or in occasional log lines."""
         self.phase(" ".join([*names, f"{done}/{total}"]))
         now = self._elapsed_s
         if self._enabled and not self._live and now - self._last_samples >= SAMPLES_INTERVAL_S:
@@ -94,7 +94,7 @@ class Progress(Closing):
             logger.info("%s %s/%s %s", self._bar.desc, self._bar.n, self._bar.total, self._phase)
 
     def close(self) -> None:
-        """Leave the bar's last state on the terminal."""
+        """Leaves the bar's last state on the terminal."""
         self.phase("")
         self._bar.close()
 

@@ -74,7 +74,7 @@ class _Run:
 
 
 def write_report(run_dir: Path, *, num_samples: int) -> Path:
-    """Write `<run_dir>/report.html` with up to `num_samples` samples of the first and of the last step.
+    """Writes `<run_dir>/report.html` with up to `num_samples` samples of the first and of the last step.
 
     Reads metrics.jsonl, config.yaml, environment.json and rollouts/; the part of a missing file is omitted. Raises
     DataError if one is malformed. Returns the path of the report.

@@ -33,7 +33,7 @@ def rollout_path(run_dir: Path, step: int, kind: RolloutKind = "step") -> Path:
 def write_rollouts(
     path: Path, samples: Sequence[Sample], prompts: Mapping[str, Prompt], decode: Callable[[np.ndarray], str]
 ) -> None:
-    """Write `samples` ordered by prompt id and sample number, so the bytes do not depend on the order of arrival.
+    """Writes `samples` ordered by prompt id and sample number, so the bytes do not depend on the order of arrival.
 
     `prompts` is indexed by prompt id; `decode` maps int32 [response] token ids to text.
     """
@@ -82,7 +82,7 @@ def _files(run_dir: Path, pattern: str) -> list[tuple[int, Path]]:
 
 
 def truncate_after(run_dir: Path, step: int) -> None:
-    """Remove metrics and rollouts after `step`, the step of the checkpoint that the run resumes from.
+    """Removes metrics and rollouts after `step`, the step of the checkpoint that the run resumes from.
 
     `step = -1` (no checkpoint) removes every row, including that of the evaluation before step 1. Idempotent: after a
     kill the next call completes the work.

@@ -23,7 +23,7 @@ class Timer:
         self._since = clock()
 
     def on_change(self, hook: PhaseHook) -> None:
-        """Call `hook` at the start and end of every span (heartbeats, the progress bar, hang reports)."""
+        """Calls `hook` at the start and end of every span (heartbeats, the progress bar, hang reports)."""
         self._hooks.append(hook)
 
     @property

@@ -46,7 +46,7 @@ class TensorBoardWriter(Closing):
             self._writer.flush()
 
     def write(self, row: Mapping[str, MetricValue]) -> None:
-        """Write one scalar per key, without nulls."""
+        """Writes one scalar per key, without nulls."""
         event = self._pb.Event(wall_time=time.time(), step=int(row["step"] or 0))
         for key, value in row.items():
             if key != "step" and value is not None:
@@ -93,7 +93,7 @@ class WandbWriter(Closing):
         )
 
     def write(self, row: Mapping[str, MetricValue]) -> None:
-        """Log one W&B step, without nulls."""
+        """Logs one W&B step, without nulls."""
         values = {key: value for key, value in row.items() if key != "step" and value is not None}
         self._run.log(values, step=row["step"])
 

@@ -196,10 +196,10 @@ def cuda_type_names() -> Iterator[None]:
     real_type, real_cuda = torch.Tensor.type, torch.Tensor.cuda
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = real_type(self, *args, **kwargs)
-        if isinstance(answer, str) and answer.startswith("torch.") and not answer.startswith("torch.cuda."):
-            return "torch.cuda." + answer.removeprefix("torch.")
-        return answer
+        name = real_type(self, *args, **kwargs)
+        if isinstance(name, str) and name.startswith("torch.") and not name.startswith("torch.cuda."):
+            return "torch.cuda." + name.removeprefix("torch.")
+        return name
 
     torch.Tensor.type = type_name  # type: ignore[method-assign,assignment]
     torch.Tensor.cuda = lambda self, *_a, **_k: self  # type: ignore[method-assign]

@@ -387,7 +387,7 @@ def _time_lines(plan: Plan) -> list[str]:
 
 
 def _group_lines(plan: Plan) -> Iterator[str]:
-    """Whether the token budget holds whole groups, which need no score pass, and the largest budget that fits."""
+    """Whether whole groups fit into the token budget, which need no score pass, and the largest budget that fits."""
     groups = timing.group_tokens(plan.config, plan.lengths)
     if groups is None or plan.gpu is None:
         return

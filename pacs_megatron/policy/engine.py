@@ -282,7 +282,7 @@ class MegatronPolicy:
         """One optimizer update on the whole mini-batch.
 
         Where coefficients depend on this update's log-probs, they are computed between forward and backward of the
-        micro-batch that holds the whole group, or from a score pass over the groups that are not together.
+        micro-batch that contains the whole group, or from a score pass over the groups that are not together.
         Raises NonFiniteError on every rank, before any weight changes, if a statistic, coefficient or gradient is not
         finite; Interrupted, before any weight changes, as `logprobs`.
         """

@@ -143,7 +143,7 @@ def _transformer_engine() -> Iterator[Check]:
     if found is None:
         yield Check("none", key, "not installed", f"{install}>=2.9,<2.12' (needs CUDA): bf16 kernels, FP8")
     elif not low <= Version(found) < high:
-        yield Check("fail", key, found, f"megatron-core 0.16.1 wants >= {low}, < {high}")
+        yield Check("fail", key, found, f"megatron-core 0.16.1 needs >= {low}, < {high}")
     elif find_spec("transformer_engine_torch") is None:
         yield Check("fail", key, found, f"the PyTorch extension is missing: {install}'")
     else:

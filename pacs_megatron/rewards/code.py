@@ -2,7 +2,7 @@
 
 The answer of a row is `{"inputs": [...], "outputs": [...], "fn_name": null or name}` (APPS' `input_output`, and the form in
 which LiveCodeBench hands its tests to its judge). The program is the last fenced block of the response. The judge
-compares outside of the sandbox; the sandbox never sees an expected output.
+compares outside of the sandbox; the sandbox never receives an expected output.
 """
 
 import json
@@ -43,19 +43,19 @@ class Code:
         total = len(tests.inputs)
         if program is None:
             return Judgement(0.0, {"passed": 0, "tests": total, "reason": NO_PROGRAM})
-        answers = sandbox.run_tests(
+        results = sandbox.run_tests(
             sandbox.Program(program, tests.inputs, tests.function),
             sandbox.Limits(
                 time.monotonic() + self._options.timeout_s, self._options.test_timeout_s, self._options.test_memory_gib
             ),
             self._options.sandbox,
         )
-        for number, (answer, expected) in enumerate(zip(answers, tests.expected, strict=True)):
-            reason = answer.get("error")
-            if reason is None and not _is_right(answer.get("output"), expected, tests.function is not None):
+        for number, (result, expected) in enumerate(zip(results, tests.expected, strict=True)):
+            reason = result.get("error")
+            if reason is None and not _is_right(result.get("output"), expected, tests.function is not None):
                 reason = "wrong output"
             if reason is not None:
-                answers.close()  # type: ignore[attr-defined]
+                results.close()  # type: ignore[attr-defined]
                 return Judgement(0.0, {"passed": number, "tests": total, "reason": str(reason)[:200]})
         return Judgement(1.0, {"passed": total, "tests": total})
 

@@ -1,7 +1,7 @@
 """Rewards of a server over HTTP.
 
-Request, as JSON: `{"samples": [{"prompt_id", "problem", "prompt", "answer", "response"}, ...]}`. Answer: `{"rewards": [number,
-...]}` in the same order, and optionally `model` and `version` as text, which the rollout file records.
+Request, as JSON: `{"samples": [{"prompt_id", "problem", "prompt", "answer", "response"}, ...]}`. Response: `{"rewards":
+[number, ...]}` in the same order, and optionally `model` and `version` as text, which the rollout file records.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from pacs_megatron.rewards.judging import Job
 from pacs_megatron.rewards.labels import as_reward
 from pacs_megatron.runtime.json_reader import as_object, parse_json
 
-_ANSWER_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20
 _FIRST_PAUSE_S = 0.2
 _LABEL_CHARS = 200
 
@@ -28,7 +28,7 @@ class _Again(Exception):  # noqa: N818  (no error of the package: `judge_batch` 
 
 
 class Http:
-    """Judges batches with one request each, and retries it. Every answer is checked before one of its rewards counts."""
+    """Judges batches with one request each, and retries it. Every response is checked before one of its rewards counts."""
 
     def __init__(self, options: HttpReward) -> None:
         """Raises ConfigError if the key's environment variable is not set."""
@@ -41,7 +41,7 @@ class Http:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def judge_batch(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """As `judge_all`. Raises RewardError with server and attempts if no valid answer arrives in time."""
+        """As `judge_all`. Raises RewardError with server and attempts if no valid response arrives in time."""
         samples = [
             {"prompt_id": p.id, "problem": p.problem, "prompt": p.text, "answer": p.answer, "response": response}
             for p, response in jobs
@@ -61,7 +61,7 @@ class Http:
                 except _Again as error:
                     reasons.append(str(error))
                 except TimeoutError:
-                    reasons.append(f"no answer within {share_s:g} s")
+                    reasons.append(f"no response within {share_s:g} s")
                 except (aiohttp.ClientError, OSError) as error:
                     reasons.append(" ".join(f"{type(error).__name__}: {error}".split()))
                 else:
@@ -77,18 +77,18 @@ class Http:
     ) -> tuple[list[float], dict[str, str]]:
         where = f"reward server {self._options.url}"
         # A redirect would take the key to another server.
-        async with session.post(self._options.url, json=body, allow_redirects=False) as answer:
-            if answer.status == 429 or answer.status >= 500:
-                raise _Again(f"status {answer.status}")
-            if answer.status != 200:
+        async with session.post(self._options.url, json=body, allow_redirects=False) as reply:
+            if reply.status == 429 or reply.status >= 500:
+                raise _Again(f"status {reply.status}")
+            if reply.status != 200:
                 raise RewardError(
-                    f"{where}: status {answer.status}, expected 200; check reward.url and the server's log"
+                    f"{where}: status {reply.status}, expected 200; check reward.url and the server's log"
                 )
             data = bytearray()
-            async for piece in answer.content.iter_any():
+            async for piece in reply.content.iter_any():
                 data += piece
-                if len(data) > _ANSWER_BYTES:
-                    raise RewardError(f"{where}: an answer of more than {_ANSWER_BYTES >> 20} MiB; correct the server")
+                if len(data) > _MAX_BYTES:
+                    raise RewardError(f"{where}: a response of more than {_MAX_BYTES >> 20} MiB; correct the server")
         found = as_object(parse_json(bytes(data), where, error=RewardError, any_text=True), where, error=RewardError)
         rewards = found.get("rewards")
         if not isinstance(rewards, list) or len(rewards) != len(body["samples"]):

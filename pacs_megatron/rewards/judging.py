@@ -18,7 +18,7 @@ class BatchRewardFn(Protocol):
     """A reward that judges several samples with one call."""
 
     def judge_batch(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """One answer of `judge_all` for each job. A RewardError fails all of them."""
+        """One result, as of `judge_all`, for each job. A RewardError fails all of them."""
         ...
 
 
@@ -61,11 +61,11 @@ class Weighted:
         columns = [judge_all(reward, jobs) for _, _, reward in self._parts]
         return [self._sum(row) for row in zip(*columns, strict=True)]
 
-    def _sum(self, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _sum(self, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         total, components = 0.0, []
-        for (name, weight, _), answer in zip(self._parts, answers, strict=True):
-            if "failure" in answer:
-                return {"failure": f"component {name}: {answer['failure']}"}
-            total += weight * answer["reward"]
-            components.append({"name": name, "weight": weight, **answer})
+        for (name, weight, _), result in zip(self._parts, results, strict=True):
+            if "failure" in result:
+                return {"failure": f"component {name}: {result['failure']}"}
+            total += weight * result["reward"]
+            components.append({"name": name, "weight": weight, **result})
         return {"reward": as_reward(total), "details": {"components": components}}

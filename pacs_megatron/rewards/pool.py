@@ -243,11 +243,11 @@ class _Worker:
             "sys_path": [os.path.abspath(entry) for entry in sys.path],
             "memory_limit_bytes": int(self._options.memory_limit_gib * 2**30),
         }
-        answer = self._exchange(json.dumps(setup).encode() + b"\n", _START_LIMIT_S)
-        if "error" in answer:
-            raise ConfigError(answer["error"])
-        if "failure" in answer:
-            raise RewardError(f"reward worker did not start: {answer['failure']}; its stderr has the reason")
+        reply = self._exchange(json.dumps(setup).encode() + b"\n", _START_LIMIT_S)
+        if "error" in reply:
+            raise ConfigError(reply["error"])
+        if "failure" in reply:
+            raise RewardError(f"reward worker did not start: {reply['failure']}; its stderr has the reason")
 
     def _copy_output(self, source: int) -> None:
         """Copies the process's output to stderr, a limited part per response: a flood would fill the disk."""
@@ -263,34 +263,34 @@ class _Worker:
     def judge(self, jobs: Sequence[_Job]) -> list[Verdict]:
         self._output_left = _OUTPUT_BYTES
         line = encode_jobs([(job.prompt, job.response) for job in jobs])
-        answer = self._exchange(line, self._options.call_limit_s)
-        answers = answer["answers"] if "answers" in answer else [answer] * len(jobs)
+        reply = self._exchange(line, self._options.call_limit_s)
+        verdicts = reply["verdicts"] if "verdicts" in reply else [reply] * len(jobs)
         return [
             Verdict(job.key, found.get("reward"), found.get("failure"), found.get("details"))
-            for job, found in zip(jobs, answers, strict=True)
+            for job, found in zip(jobs, verdicts, strict=True)
         ]
 
     def _exchange(self, line: bytes, limit_s: float) -> dict[str, Any]:
         try:
-            answer = self._answer_to(line, limit_s)
+            reply = self._reply_to(line, limit_s)
         except (TimeoutError, MemoryError) as error:
             self.kill()
             return {"failure": f"{error}; the worker was killed"}
         except OSError:
-            answer = b""
-        if not answer.endswith(b"\n"):
+            reply = b""
+        if not reply.endswith(b"\n"):
             return {"failure": f"the worker died ({_describe_exit(self.kill())})"}
-        return json.loads(answer)  # type: ignore[no-any-return]
+        return json.loads(reply)  # type: ignore[no-any-return]
 
-    def _answer_to(self, line: bytes, limit_s: float) -> bytes:
+    def _reply_to(self, line: bytes, limit_s: float) -> bytes:
         """One line; an incomplete one if the process has ended. Raises TimeoutError, MemoryError."""
         assert self._process is not None and self._socket is not None
         deadline = time.monotonic() + limit_s
         check = time.monotonic() + _MEMORY_INTERVAL_S
         self._socket.settimeout(limit_s)
         self._socket.sendall(line)
-        answer = bytearray()
-        while not answer.endswith(b"\n"):
+        reply = bytearray()
+        while not reply.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no verdict within {limit_s:g} s")
@@ -308,8 +308,8 @@ class _Worker:
                 break
             if not piece:
                 break
-            answer += piece
-        return bytes(answer)
+            reply += piece
+        return bytes(reply)
 
     def end(self) -> None:
         """Kills the process; `start` raises RewardError from now on."""

@@ -69,10 +69,10 @@ def find_problem() -> str | None:
         return f"no filter of system calls for {platform.machine()}; expected {' or '.join(_SYSTEM_CALLS)}"
     try:
         limits = Limits(time.monotonic() + _START_LIMIT_S, 5.0, 1.0)
-        answers = list(run_tests(Program("print(input())", ["ok"], None), limits, "bubblewrap"))
+        results = list(run_tests(Program("print(input())", ["ok"], None), limits, "bubblewrap"))
     except RewardError as error:
         return str(error)
-    return None if answers == [{"output": "ok\n"}] else f"a program that prints `ok` gave {answers}"
+    return None if results == [{"output": "ok\n"}] else f"a program that prints `ok` gave {results}"
 
 
 def check(sandbox: str) -> None:
@@ -106,7 +106,7 @@ class Limits(NamedTuple):
 
 
 def run_tests(program: Program, limits: Limits, sandbox: str) -> Iterator[dict[str, Any]]:
-    """One answer for each input, `{"output": text}` or `{"error": reason}`; ends with the first error.
+    """One result for each input, `{"output": text}` or `{"error": reason}`; ends with the first error.
 
     Raises RewardError if the sandbox does not start.
     """
@@ -144,9 +144,9 @@ def run_tests(program: Program, limits: Limits, sandbox: str) -> Iterator[dict[s
                 reason = " ".join(errors.read(2000).decode("utf-8", "replace").split()) or first.get("error")
                 raise RewardError(f"the sandbox ({sandbox}) does not start: {reason}")
             for _ in program.inputs:
-                answer = frames.send(min(limits.deadline, time.monotonic() + limits.test_s + _GRACE_S))
-                yield answer
-                if "output" not in answer:
+                result = frames.send(min(limits.deadline, time.monotonic() + limits.test_s + _GRACE_S))
+                yield result
+                if "output" not in result:
                     return
         finally:
             _end(process)
@@ -184,7 +184,7 @@ def _parse(line: bytes) -> dict[str, Any]:
     try:
         return {**json.loads(line)}
     except (ValueError, RecursionError, TypeError):
-        return {"error": "no valid answer of the sandbox"}
+        return {"error": "no valid response of the sandbox"}
 
 
 def _descendants(pid: int) -> list[psutil.Process]:

@@ -1,6 +1,6 @@
 """Runs one program on its tests, inside the sandbox: a script of the standard library, never imported by the package.
 
-It knows the inputs of the tests and not the expected outputs: a program that takes over this process gains nothing.
+It receives the inputs of the tests and not the expected outputs: a program that takes over this process gains nothing.
 Standard input: the job as JSON. Standard output: a line `{"ready": true}`, then one line for each test.
 """
 

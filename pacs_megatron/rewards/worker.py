@@ -1,8 +1,8 @@
 """One reward worker process: `main()` with the pool's process id and a socket's descriptor as arguments.
 
-JSON lines in both directions; nothing is unpickled. First `{"options", "sys_path", ...}`, answered by `{"ready": true}` or
-`{"error"}`; then a list of jobs per line, answered by `{"answers": [...]}` of `judge_all`. The process ends when the socket
-closes.
+JSON lines in both directions; nothing is unpickled. The pool first sends `{"options", "sys_path", ...}`, and the worker
+replies `{"ready": true}` or `{"error"}`. Then the pool sends lists of jobs, and the worker replies to each with
+`{"verdicts": [...]}` of `judge_all`. The process ends when the socket closes.
 """
 
 import json
@@ -51,7 +51,7 @@ def main() -> None:
     ignore_job_signals()
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
-    jobs, verdicts = connection.makefile("r", encoding="utf-8"), connection.makefile("w", encoding="utf-8")
+    jobs, replies = connection.makefile("r", encoding="utf-8"), connection.makefile("w", encoding="utf-8")
     setup = json.loads(jobs.readline())
     sys.path[:] = setup["sys_path"]
     _limit_memory(setup["memory_limit_bytes"])
@@ -59,20 +59,20 @@ def main() -> None:
     try:
         reward = build_reward(options)
     except ConfigError as error:
-        _send(verdicts, {"error": str(error)})
+        _send(replies, {"error": str(error)})
         return
-    _send(verdicts, {"ready": True})
+    _send(replies, {"ready": True})
     for line in jobs:
-        _send(verdicts, {"answers": judge_all(reward, decode_jobs(line))})
+        _send(replies, {"verdicts": judge_all(reward, decode_jobs(line))})
 
 
 def _limit_memory(limit_bytes: int) -> None:
-    """A larger allocation raises MemoryError in this process; the host's out-of-memory killer stays out of it."""
+    """A larger allocation raises MemoryError in this process, before the host's out-of-memory killer ends one."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     soft = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def _send(verdicts: TextIO, message: dict[str, Any]) -> None:
-    verdicts.write(json.dumps(message) + "\n")
-    verdicts.flush()
+def _send(replies: TextIO, message: dict[str, Any]) -> None:
+    replies.write(json.dumps(message) + "\n")
+    replies.flush()

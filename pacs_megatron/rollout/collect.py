@@ -1,7 +1,7 @@
 """A step's samples on every rank: requests to the driver, sampling with the embedded engine, distribution of the facts.
 
-Concurrency: collective. Rank 0 talks to the driver and sends decisions; the other ranks wait in `ControlChannel.receive`
-until GENERATE (sample this rank's share) or the last decision of the request.
+Concurrency: collective. Rank 0 exchanges messages with the driver and sends decisions. The other ranks wait in
+`ControlChannel.receive` until GENERATE (sample this rank's share) or the last decision of the request.
 """
 
 import logging

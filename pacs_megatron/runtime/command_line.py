@@ -27,7 +27,7 @@ class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser whose usage errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit with code 2."""
+        """Prints the error and exits with code 2."""
         self.exit(ExitCode.MISCONFIGURED, f"ConfigError: {one_line(message)}; see `{self.prog} --help`\n")
 
 
@@ -57,7 +57,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Run `command` and return its exit code. Every error becomes one line on stderr and a non-zero code."""
+    """Runs `command` and returns its exit code. Every error becomes one line on stderr and a non-zero code."""
     try:
         return int(command())
     except KeyboardInterrupt:
@@ -71,7 +71,7 @@ def run_command(command: Callable[[], int]) -> int:
 
 
 def report_error(error: Exception) -> int:
-    """Print `error` as one line, with a crash report if it is not of a path or of the disk; returns the exit code."""
+    """Prints `error` as one line, with a crash report if it is not of a path or of the disk; returns the exit code."""
     if isinstance(error, PacsError):
         return _fail(type(error).__name__, str(error), error.exit_code)
     if isinstance(error, ImportError | MemoryError):
@@ -89,7 +89,7 @@ def report_error(error: Exception) -> int:
 
 
 def write_report(error: BaseException) -> str:
-    """Write a crash report to the folder of temporary files; returns where it is, for the message."""
+    """Writes a crash report to the folder of temporary files; returns where it is, for the message."""
     lines = [
         f"pacs-megatron {__version__}, Python {platform.python_version()}, {platform.platform()}",
         ", ".join(f"{name} {installed(name) or 'not installed'}" for name in _PACKAGES),

@@ -80,7 +80,7 @@ def _changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
 
 
 def write_environment(run_dir: Path, extra: Mapping[str, str]) -> None:
-    """Write `environment.json`: versions of this program, Python and the packages that matter, and `extra`."""
+    """Writes `environment.json`: versions of this program, Python and the packages that matter, and `extra`."""
     found = {"pacs-megatron": __version__, "python": platform.python_version(), "platform": platform.platform()}
     packages = {name: version for name in _PACKAGES if (version := installed(name)) is not None}
     text = json.dumps({**found, **packages, **extra}, indent=2, ensure_ascii=False)

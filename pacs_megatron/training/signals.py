@@ -36,7 +36,7 @@ class StopFlag:
         self._with_file = with_file
         for number in JOB_SIGNALS:
             signal.signal(number, self._on_signal)
-        # Python's handlers do not run while the main thread waits in a collective; a thread notices the signal then.
+        # Python's handlers do not run while the main thread waits in a collective; a thread receives the signal then.
         self._wakeup, notify = socket.socketpair()
         self._wakeup.settimeout(FILE_CHECK_S)
         notify.setblocking(False)

@@ -1,6 +1,6 @@
 """Detects a hang before NCCL's timeout ends the job, and reports the phase and the stack of every rank.
 
-torch's own watchdogs see NCCL calls only, and faulthandler's timer knows neither phases nor other ranks.
+torch's own watchdogs cover NCCL calls only, and faulthandler's timer reports neither phases nor other ranks.
 
 Concurrency: a daemon thread in every rank. The main thread reports each phase and each sign of progress. Collectives
 release the interpreter lock while they wait, so the thread runs while the main thread is blocked. Every rank decides

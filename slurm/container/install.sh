@@ -36,7 +36,7 @@ problems = [str(check) for check in version_problems()]
 low, high = TE_RANGE
 found = installed("transformer-engine") or transformer_engine.__version__
 if not low <= Version(found) < high:
-    problems.append(f"Transformer Engine {found}; megatron-core {megatron.core.__version__} wants >= {low}, < {high}")
+    problems.append(f"Transformer Engine {found}; megatron-core {megatron.core.__version__} needs >= {low}, < {high}")
 print(f"torch {torch.__version__}, Transformer Engine {found}, megatron-core {megatron.core.__version__}")
 sys.exit("\n".join(problems) or 0)
 PYTHON

@@ -151,7 +151,7 @@ def test_a_stop_keeps_the_samples_and_a_resumed_run_has_the_same_bits(tmp_path: 
     assert start(write(tmp_path / "whole", model), 1, *overrides) is ExitCode.OK
     whole, run_dir = tmp_path / "whole" / "runs" / "tiny", tmp_path / "cut" / "runs" / "tiny"
     calls = tmp_path / "cut" / "calls"
-    # Steps 1 to 3 are sampled first, 16 answers each: number 40 is one of the third.
+    # Steps 1 to 3 are sampled first, 16 responses each: number 40 is one of the third.
     config = write(tmp_path / "cut", model, stop_at=40)
     assert start(config, 1, *overrides) is ExitCode.PREEMPTED
     [folder] = (run_dir / "checkpoints").iterdir()

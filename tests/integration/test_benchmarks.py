@@ -77,7 +77,7 @@ def test_overlap_shows_that_steps_ahead_hide_the_rollout() -> None:
     synchronous, one_ahead, two_ahead = results
     # Half of the time is idle without steps ahead, next to none with them; a busy host blurs both.
     assert synchronous["idle"] > 1.5 * two_ahead["idle"] and synchronous["idle"] > one_ahead["idle"]
-    # A server that the host holds up answers after the next update, from younger weights.
+    # A server that the host delays responds after the next update, from younger weights.
     assert (
         synchronous["lag_mean"] == 0 < one_ahead["lag_mean"] <= 1 and one_ahead["lag_mean"] < two_ahead["lag_mean"] <= 2
     )

@@ -42,7 +42,7 @@ class World:
 
     folder: Path
     server: str = ""
-    """URL of a server that answers garbage"""
+    """URL of a server that responds with garbage"""
 
     @property
     def model(self) -> Path:
@@ -119,14 +119,14 @@ def copy_world(original: World, folder: Path) -> World:
 
 @dataclass
 class Outcome:
-    """Of one command."""
+    """How one command ended."""
 
     code: int | None
     """None: it did not end."""
     text: str
     silence_s: float
     starved_s: float
-    """time in which the process could run and a busy host let it wait"""
+    """time in which the process was runnable and a busy host did not run it"""
     cpu_s: float
     wall_s: float
 
@@ -176,6 +176,7 @@ def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, s
 
 
 def run(command: list[str | Path | bytes], folder: Path, environ: dict[str, str]) -> Outcome:
+    """Runs a command to its end, or kills it after LIMIT_S."""
     begin = time.monotonic()
     reader, writer = os.pipe()
     pid = _start(command, folder, environ, writer)
@@ -210,6 +211,7 @@ def run(command: list[str | Path | bytes], folder: Path, environ: dict[str, str]
 
 
 def serve(reply: bytes, stop: threading.Event, server: socket.socket) -> None:
+    """Sends `reply` to every connection until `stop` is set."""
     while not stop.is_set():
         try:
             connection, _ = server.accept()

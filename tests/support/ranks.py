@@ -63,7 +63,7 @@ def run_ranks(
     if threading.active_count() > 1:
         # A fork copies only this thread; a lock of another thread would never be released.
         names = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
-        _log(f"run_ranks: forking while other threads live: {names}")
+        _log(f"run_ranks: forking while other threads exist: {names}")
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         store = f"file://{folder}/store" if init_process_group else None

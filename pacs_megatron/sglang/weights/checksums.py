@@ -117,7 +117,8 @@ class ExpectedChecksums:
 def compare(url: str, expected: Mapping[str, list[str]], got: list[dict[str, str]], complete: bool) -> int:
     """Number of compared hashes. Raises SyncError with the first parameters that differ.
 
-    With `complete` the server must have no parameter beyond the expected ones.
+    `expected`: parameter -> hash by tensor-parallel rank. `got`: by rank, parameter -> hash. With `complete` the server
+    must have no parameter beyond the expected ones.
     """
     wrong: list[str] = []
     num_ranks = {len(hashes) for hashes in expected.values()}
@@ -126,19 +127,23 @@ def compare(url: str, expected: Mapping[str, list[str]], got: list[dict[str, str
             f"{url}: checksums of {len(got)} ranks, expected {sorted(num_ranks) or 'some parameters'}; "
             "sync.verify supports servers with tensor parallelism only, use verify=off with others"
         )
-    for rank, held in enumerate(got):
+    for rank, reported in enumerate(got):
         for name, hashes in expected.items():
-            if name not in held:
+            if name not in reported:
                 wrong.append(f"{name} (not on the server)")
-            elif held[name] != hashes[rank]:
-                wrong.append(f"{name} (rank {rank}: {held[name]}, expected {hashes[rank]})")
+            elif reported[name] != hashes[rank]:
+                wrong.append(f"{name} (rank {rank}: {reported[name]}, expected {hashes[rank]})")
         if complete:
-            wrong += [f"{name} (never sent)" for name in held if name not in expected]
+            wrong += [f"{name} (never sent)" for name in reported if name not in expected]
     if wrong:
         raise SyncError(
             f"{url}: {len(wrong)} of {len(expected)} parameters differ from the export by the server's checksums: "
             + ", ".join(wrong[:3])
-            + ("; is rollout.dtype the servers', and model.path their model?" if len(wrong) >= len(expected) else "")
+            + (
+                "; check that rollout.dtype and model.path are those of the servers"
+                if len(wrong) >= len(expected)
+                else ""
+            )
         )
     return len(expected) * len(got)
 

@@ -73,7 +73,7 @@ def server_pid(out: Path, name: str) -> int:
 
 
 def direct_pass_at_k(labels: list[int], k: int) -> float:
-    """Over every k-subset of the responses, one by one; complements by symmetry where there are too many."""
+    """The share of k-subsets of the responses with a right one, counted one by one."""
     subsets = list(itertools.combinations(labels, k))
     return sum(any(subset) for subset in subsets) / len(subsets)
 

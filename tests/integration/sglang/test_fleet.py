@@ -165,7 +165,7 @@ FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_one_of_two_servers_answers_wrongly_or_slowly(
+def test_one_of_two_servers_responds_wrongly_or_slowly(
     pair: list[ManagedServer], model: Path, tmp_path: Path, name: str
 ) -> None:
     with FaultProxy(pair[1].url) as proxy:

@@ -76,7 +76,7 @@ def test_a_prompt_that_is_too_long_is_rejected_with_the_servers_reason(lab: Lab)
         list(lab.engine.stream([request]))
 
 
-def test_the_fake_server_answers_like_the_real_one(lab: Lab) -> None:
+def test_the_fake_server_responds_like_the_real_one(lab: Lab) -> None:
     """Every field that our code reads is there in both, with the same JSON type; statuses agree."""
     params = {
         "temperature": 1.0,
@@ -160,7 +160,7 @@ def _nan(body: bytes) -> bytes:
     "spoil", [lambda _: 500, lambda body: body[: len(body) // 2], _nan], ids=["500", "truncated", "nan"]
 )
 def test_what_one_of_two_servers_spoils_the_other_delivers(lab: Lab, spoil: Spoil) -> None:
-    """The real server twice, once behind a proxy that spoils its first ten answers: every sample comes, once, and right."""
+    """The real server twice, once behind a proxy that spoils its first ten responses: every sample arrives once and is right."""
     with FaultProxy(lab.url) as proxy:
 
         def first_ten(body: bytes) -> bytes | int:

@@ -117,7 +117,7 @@ def test_a_run_is_the_same_bits_given_the_recorded_samples(
     lab: Lab, tmp_path: Path, max_staleness: int, pause: str
 ) -> None:
     sync = f"{{transport: broadcast, verify: sample, pause: {pause}}}"
-    # Long where an update shall come in the middle of answers, however slow the trainer is.
+    # Long where an update is due in the middle of responses, however slow the trainer is.
     options = {"max_staleness": max_staleness, "tokens": 160 if pause == "abort" else 480}
     finish(start(tmp_path / "recorded", lab.folders[0], lab.url, **options, sync=sync))
     recorded, replayed = (tmp_path / name / "runs" / "tiny" for name in ("recorded", "replayed"))

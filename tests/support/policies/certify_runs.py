@@ -1,4 +1,4 @@
-"""Configurations to certify: one by its differences from BASE, and legal ones at random."""
+"""Configurations to certify: one by its differences from BASE, and random ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_run(folder: Path, changes: Mapping[str, Any], family: str = "qwen3") -
 
 
 def random_run(seed: int) -> tuple[str, dict[str, Any]]:
-    """(model of CASES, changes) at random; not every draw is legal."""
+    """(model of CASES, changes) at random; not every draw is valid."""
     draw = random.Random(seed)
     family = draw.choice(["qwen2", "qwen3", "qwen3", "qwen3-tied-mha-odd-vocabulary", "qwen3_moe", "llama", "mistral"])
     is_moe = family == "qwen3_moe"

@@ -15,7 +15,7 @@ from tests.support.ranks import run_ranks
 
 
 def _save_and_load(folder: Path) -> tuple[int, bool]:
-    """(calls of our strategy, whether the tensor came back)."""
+    """(calls of our strategy, whether the loaded tensor is equal)."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
     from pacs_megatron.checkpoint import dist_files

@@ -106,7 +106,7 @@ def test_a_manifest_names_no_file_outside_its_folder(tmp_path: Path, name: str) 
 
 
 def test_a_manifest_lists_all_weights(tmp_path: Path) -> None:
-    """A file without digest would leave unchecked."""
+    """Otherwise a file without digest would be exported unchecked."""
     folder = make_checkpoint(tmp_path, Position(10))
     (folder / "dist").mkdir(exist_ok=True)
     (folder / "dist" / "__9_0.distcp").write_bytes(b"x")

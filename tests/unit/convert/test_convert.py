@@ -301,7 +301,7 @@ CHECKPOINT_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "no complete checkpoint"),
     "file missing": (lambda f: (f / "dist" / "__0_0.distcp").unlink(), r"__0_0\.distcp is missing"),
     "file truncated": (lambda f: os.truncate(f / "dist" / "__0_0.distcp", 10), "truncated or altered"),
-    "key without a row": (_deeper_config, r"holds model\.decoder\.layers\.1\..*which no row"),
+    "key without a row": (_deeper_config, r"contains model\.decoder\.layers\.1\..*which no row"),
     "row without a key": (_drop_key, r"lacks model\.decoder\.final_layernorm\.weight"),
     "wrong shape": (_wider_config, r"linear_fc1\.weight is \[256, 64\], expected \[320, 64\]"),
 }

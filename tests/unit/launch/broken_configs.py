@@ -167,7 +167,7 @@ SERVERS = [
         breaks=bad_server("echo out of memory; exit 3"),
     ),
     Case(
-        "server that never answers",
+        "server that never responds",
         [*CPU_SERVER, "rollout.servers.python=[./bin/python]", "rollout.servers.start_timeout_s=1"],
         key="rollout.servers",
         fix="start_timeout_s",

@@ -62,7 +62,7 @@ def test_transformer_engine_that_megatron_takes(version: str, level: str, monkey
     assert next(doctor._transformer_engine()).level == level
 
 
-def test_a_controller_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_that_does_not_respond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sinfo = tmp_path / "sinfo"
     sinfo.write_text('#!/bin/sh\n[ "$1" = --version ] && echo slurm 22.05 || exec sleep 60\n')
     sinfo.chmod(0o755)

@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback that answers well, badly, late, or not at all."""
+"""A real HTTP server on loopback that responds well, badly, late, or not at all."""
 
 import http.server
 import json
@@ -94,7 +94,7 @@ def test_the_pool_batches_and_keeps_order_and_provenance(make_prompt) -> None:
         ((302, b""), "status 302"),
     ],
 )
-def test_a_bad_answer_fails_its_samples_with_one_line(make_prompt, answer, reason) -> None:
+def test_a_bad_response_fails_its_samples_with_one_line(make_prompt, answer, reason) -> None:
     with Server(answer) as server:
         answers = judge_all(build_reward(options(server)), [(make_prompt("1"), "1")] * 2)
         assert len(server.requests) == 1  # a bad answer is not repeated
@@ -129,7 +129,7 @@ def test_a_stuck_server_is_bounded_and_named(make_prompt, caplog, monkeypatch) -
             pool.submit("a", make_prompt("1"), "1")
             (verdict,) = pool.results()
     assert time.monotonic() - started < 10
-    assert verdict.failure == f"reward server {server.url}: 2 attempts failed; the last one: no answer within 0.6 s"
+    assert verdict.failure == f"reward server {server.url}: 2 attempts failed; the last one: no response within 0.6 s"
     assert f"waiting for the reward server {server.url}" in caplog.text
 
 

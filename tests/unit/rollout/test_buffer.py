@@ -64,7 +64,7 @@ def rollouts(step: int, first: int, count: int = 2) -> StepRollouts:
     return StepRollouts(step=step, prompts=prompts, requests=tuple(requests_of(prompts, step)), epoch=step)
 
 
-# ---------------------------------------------------------------------------------------------------------------- lags
+# ----------------------------------------------------------------------------------------------------------- staleness
 def test_staleness_counts_steps_from_the_oldest_weights() -> None:
     sent = SentWeights()
     for step, digest in enumerate(["a", "b", "c"]):
@@ -105,7 +105,7 @@ def test_the_buffer_keeps_every_sample_and_every_verdict(states: list[str]) -> N
         if state == "judged":
             found = replace(found, reward=0.1 * number, label=number % 2)
         if state == "failed":
-            found = replace(found, failure="time-out")
+            found = replace(found, failure="timeout")
         if state != "missing":
             owner.sampled[request.id] = found
         if state in ("judged", "failed"):
@@ -184,14 +184,14 @@ def test_concurrent_streams_receive_their_own_verdicts(judge: Judge) -> None:
 
 def test_a_sample_may_be_submitted_again_before_its_verdict(judge: Judge) -> None:
     [request] = requests_of([prompt(0)], 1)[:1]
-    answers: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
+    verdicts: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
     for _ in range(20):
-        judge.submit(sample(request, "a"), prompt(0), answers.put)
-    found = [answers.get(timeout=600) for _ in range(20)]
-    assert all(isinstance(answer, Sample) and answer.id == request.id and answer.label == 1 for answer in found)
+        judge.submit(sample(request, "a"), prompt(0), verdicts.put)
+    found = [verdicts.get(timeout=600) for _ in range(20)]
+    assert all(isinstance(verdict, Sample) and verdict.id == request.id and verdict.label == 1 for verdict in found)
 
 
-def test_a_closed_judge_has_delivered_every_verdict_and_starts_no_other(tmp_path: Path) -> None:
+def test_a_closed_judge_has_returned_every_verdict_and_starts_no_job(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text(
         "import time\nfrom pathlib import Path\ncalls = Path(__file__).with_name('calls')\n\n\n"
@@ -200,14 +200,14 @@ def test_a_closed_judge_has_delivered_every_verdict_and_starts_no_other(tmp_path
     )
     options = CustomReward(name="custom", function=f"{file}:reward", workers=1, timeout_s=3600, max_failure_frac=0.5)
     judge = Judge(RewardPool(options), lambda _ids: "", options=options, truncated="label0")
-    answers: list[Sample | RewardError] = []
+    verdicts: list[Sample | RewardError] = []
     for request in requests_of([prompt(k) for k in range(4)], 1):
-        judge.submit(sample(request, "a"), prompt(0), answers.append)
+        judge.submit(sample(request, "a"), prompt(0), verdicts.append)
     calls = tmp_path / "calls"
     while not calls.exists() or calls.stat().st_size < 4:
         time.sleep(0.01)
     judge.close()
-    assert [isinstance(answer, RewardError) for answer in answers] == [False] * 3 + [True] * 5
+    assert [isinstance(verdict, RewardError) for verdict in verdicts] == [False] * 3 + [True] * 5
     assert calls.stat().st_size == 4
 
 
@@ -232,7 +232,7 @@ def test_a_reward_that_is_no_label_fails_its_step_only(judge: Judge) -> None:
     assert [saved["step"] for saved in buffer.state()[0]["steps"]] == [2]
 
 
-def test_a_sample_that_comes_twice_counts_once(judge: Judge) -> None:
+def test_a_sample_that_arrives_twice_counts_once(judge: Judge) -> None:
     buffer = RolloutBuffer(judge, None, lambda step: rollouts(step, step), lambda: None)
     buffer.sent.add("a", 0)
     [one] = buffer.dispatch(1, 1)

@@ -309,7 +309,7 @@ def test_a_response_before_set_current_is_accepted_afterwards(
         assert client.status()[0].health is Health.HEALTHY
 
 
-def test_an_answer_with_weights_of_an_update_that_failed_is_rejected(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_a_response_with_weights_of_an_update_that_failed_is_rejected(fakes: Callable[..., list[FakeSglang]]) -> None:
     broken, other = fakes(2)
     with engine([broken, other]) as client:
         broken.latency_s = other.latency_s = lambda _: 0.3
@@ -328,7 +328,7 @@ def test_an_answer_with_weights_of_an_update_that_failed_is_rejected(fakes: Call
 
 
 def test_weights_that_change_behind_our_back_are_noticed(fakes: Callable[..., list[FakeSglang]]) -> None:
-    """A server that falls back to older weights between two probes: its answer is rejected, then it is STALE."""
+    """A server that falls back to older weights between two probes: its response is rejected, then it is STALE."""
     [server] = fakes(1)
     with engine([server], probe_interval_s=1.0, all_down_after_s=1.5, max_failures=100) as client:
         client.set_current(0, "old")
