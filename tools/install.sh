@@ -8,15 +8,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit((3, 11) > sys.version_info[:2] or sys.version_info[:2] > (3, 12))' \
+    # pyenv's shim of a version that is not selected exists and fails, so its folders come last.
+    for candidate in ${PYTHON:-$pythons "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python3.12}; do
+        if "$candidate" -c "import sys, venv, ensurepip; sys.exit(($oldest) > sys.version_info[:2] or sys.version_info[:2] > (3, 12))" \
             2>/dev/null; then
             "$candidate" -c 'import sys; print(sys.executable)'
             return
         fi
     done
-    echo "install: no usable Python 3.11 or 3.12 with the venv module among: ${PYTHON:-python3.11 python3.12 python3}." \
-        "Install one, or set PYTHON=/path/to/python3.11." >&2
+    echo "install: no usable Python from ${oldest/, /.} to 3.12 with the venv module among: ${PYTHON:-$pythons}." \
+        "Install one, or set PYTHON=/path/to/python3.12." >&2
     return 1
 }
 
@@ -52,11 +53,11 @@ torch_of() { # lock
     echo "$torch"
 }
 
+oldest="3, 11" pythons="python3.11 python3.12 python3"
 case "$*" in
     sglang | docs) venv=.venv-$1 ;;
     te | current)
-        venv=.venv-$1
-        PYTHON=${PYTHON:-python3.12}
+        venv=.venv-$1 oldest="3, 12" pythons=python3.12
         ;;
     "base" | "base dev") venv=.venv ;;
     *) echo "usage: tools/install.sh base [dev] | sglang | docs | te | current" >&2 && exit 2 ;;

@@ -94,7 +94,7 @@ class MegatronOptions(Options):
 
 
 _MEGATRON_REFUSED = {
-    "cuda_graph_impl": "Megatron's graphed layers take no packed sequences (transformer_layer.py, _should_call_cuda_graph)",
+    "cuda_graph_impl": "Megatron's graphed attention takes no packed sequences (transformer_layer.py, _te_cuda_graph_replay)",
     "fp8_param": "weight sync, the frozen reference and checkpoints read the weights in bf16",
     "moe_router_fusion": "the fused top-k ignores routing replay, so passes of a step could use other experts",
 }

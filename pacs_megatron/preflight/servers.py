@@ -15,7 +15,8 @@ from pacs_megatron.errors import PacsError
 from pacs_megatron.preflight.check import Check, attempt
 from pacs_megatron.runtime.waiting import run_program
 
-TESTED_VERSION = "0.5.23"
+EXPECTED = {"cpu": "0.5.23", "cuda": "0.5.20"}
+"""Version of SGLang by device: of requirements/sglang.lock and requirements/sglang-gpu.txt."""
 _VERSION_CODE = "from importlib.metadata import version; print(version('sglang'))"
 NCCL_CODE = """
 import torch
@@ -110,8 +111,10 @@ def _version(servers: SglangServers) -> Check:
     if done.returncode or not found:
         fix = "install sglang there (make install-sglang), or set the interpreter that has it"
         return Check("fail", key, f"{program} has no sglang", fix)
-    if found != TESTED_VERSION:
-        return Check("warn", key, f"sglang {found}; tested: {TESTED_VERSION}", f"pip install sglang=={TESTED_VERSION}")
+    expected = EXPECTED[servers.device]
+    if found != expected:
+        message = f"sglang {found}; expected {expected} with rollout.servers.device={servers.device}"
+        return Check("warn", key, message, f"pip install sglang=={expected}")
     return Check("ok", key, f"sglang {found}")
 
 

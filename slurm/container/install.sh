@@ -8,7 +8,7 @@ set -euo pipefail
 checkout=$1
 kept='torch|triton|numpy|setuptools|pip'
 lock=$(grep -E '^[A-Za-z0-9_.-]+==' "$checkout/requirements/base.lock" | grep -vE "^($kept)==")
-sglang=$(grep -E '^sglang==' "$checkout/requirements/sglang.lock")
+sglang=$(grep -E '^sglang==' "$checkout/requirements/sglang-gpu.txt")
 if [ "${2:-}" = --list ]; then
     printf '%s\n' "$lock" "$sglang"
     exit

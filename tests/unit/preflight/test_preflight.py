@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from pacs_megatron.preflight import run as preflight
 from pacs_megatron.preflight.check import Check
 from pacs_megatron.preflight.ranks import run_everywhere, run_rank_checks
 from pacs_megatron.preflight.run import planned_ending_s, run_preflight
-from pacs_megatron.preflight.servers import NCCL_CODE, check_nccl
+from pacs_megatron.preflight.servers import EXPECTED, NCCL_CODE, check_nccl
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -117,6 +118,21 @@ def test_another_version_and_a_server_that_is_none(tmp_path: Path, model: Path) 
     assert find(checks, "rollout.servers.python").level == "warn"
     assert find(checks, "rollout.servers").level == "fail"
     assert "is it SGLang?" in find(checks, "rollout.servers").message
+
+
+@pytest.mark.parametrize(("device", "file"), [("cpu", "sglang.lock"), ("cuda", "sglang-gpu.txt")])
+def test_locks_documents_and_preflight_name_one_sglang_for_each_device(device: str, file: str) -> None:
+    """With GPUs the one that requires the torch of base.lock, and so its NCCL."""
+    root = Path(__file__).parents[3]
+    text = (root / "requirements" / file).read_text()
+    assert f"\nsglang=={EXPECTED[device]}\n" in text
+    documents = (root / "docs" / "compatibility.md").read_text()
+    (torch,) = re.findall(r"^torch==(\S+)$", (root / "requirements" / "base.lock").read_text(), re.MULTILINE)
+    if device == "cpu":
+        assert f"\ntorch=={torch}\n" in text and f"| {EXPECTED[device]} |" in documents
+    else:
+        assert f"torch {torch}" in text and f"| SGLang {EXPECTED[device]} | torch {torch}," in documents
+        assert f"requirements/{file}" in (root / "docs" / "operations.md").read_text()
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks
