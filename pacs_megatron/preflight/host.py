@@ -58,7 +58,7 @@ def check_software(loaded: LoadedConfig) -> Iterator[Check]:
         level: Level = "fail" if config.precision.fp8 is not None and in_a_job() else "warn"
         key = "precision.fp8" if config.precision.fp8 is not None else "transformer-engine"
         message = "Transformer Engine is not installed here: no FP8, and bf16 runs on torch's own kernels"
-        yield Check(level, key, message, "pip install --no-build-isolation '.[gpu]', or use slurm/container/Dockerfile")
+        yield Check(level, key, message, "`pacs-megatron doctor` prints the command; or use slurm/container/Dockerfile")
 
 
 def version_problems(package: str = "pacs-megatron") -> Iterator[Check]:
