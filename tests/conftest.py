@@ -31,6 +31,12 @@ from tests.support.tiny_models import make_tiny_qwen3
 pytest_plugins = ["pytester", "tests.support.sessions"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides the GPUs of a host that has some, but for a session that names tests/gpu."""
+    if not any("gpu" in Path(name.partition("::")[0]).parts for name in config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 folder with untied embeddings; read only."""

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.waiting import run_program
@@ -15,6 +16,8 @@ _KNOWN_WARNINGS = (
 )
 
 
+DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
+"""Files of a host with an NVIDIA driver."""
 VISIBLE_GPUS = "PACS_VISIBLE_GPUS"
 """CUDA_VISIBLE_DEVICES of the trainer, for a process that itself sees no GPU but starts servers (the driver)."""
 
@@ -23,6 +26,12 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """Names of the GPUs that the trainer's ranks see, by local rank; empty without CUDA_VISIBLE_DEVICES (all GPUs)."""
     text = environ.get(VISIBLE_GPUS, environ.get("CUDA_VISIBLE_DEVICES", ""))
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def hide_gpus() -> bool:
+    """Keeps torch, which has not used CUDA yet, from this host's GPUs. Returns whether there may be some."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return any(path.exists() for path in DRIVER_FILES)
 
 
 def installed(package: str) -> str | None:

@@ -19,6 +19,8 @@ LOG_FOLDER = "logs"
 HEARTBEAT_FOLDER = "heartbeats"
 EXIT_CODE_FILE = "exit_code"
 """Rank 0 writes its exit code here: torchrun hides it."""
+FAILED_RANK_FILE = "failed_rank"
+"""The exit code of another rank that failed before training: rank 0 learns of it only by a SIGTERM."""
 ATTEMPT_VARIABLE = "PACS_ATTEMPT"
 """Set by batch scripts: the log folder of the attempt."""
 TENSORBOARD_FOLDER = "tensorboard"
@@ -37,10 +39,10 @@ _PACKAGES = (
 )
 
 
-def write_exit_code(run_dir: Path, code: int) -> None:
+def write_exit_code(run_dir: Path, code: int, name: str = EXIT_CODE_FILE) -> None:
     """How the run ended; does nothing on a full disk, which is a reason of the code."""
     with suppress(OSError):
-        write_atomically(run_dir / EXIT_CODE_FILE, [f"{int(code)}\n".encode()])
+        write_atomically(run_dir / name, [f"{int(code)}\n".encode()])
 
 
 def read_exit_code(file: Path, otherwise: int) -> int:

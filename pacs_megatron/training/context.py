@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,8 +94,9 @@ class RunContext:
 
 
 def join(config: RunConfig) -> tuple[Rank, ControlChannel]:
-    """Process groups and the control channel. Collective."""
+    """Process groups and the control channel. Collective. Raises ConfigError if this host has too few GPUs."""
     _, _, world_size = groups.world_from_environment()
+    _check_gpus(config)
     sglang = config.rollout.sglang
     if sglang is not None and sglang.sync.transport == "broadcast":
         # SGLang sets this for itself (entrypoints/engine.py:1905); members of one NCCL group need the same value.
@@ -106,6 +108,16 @@ def join(config: RunConfig) -> tuple[Rank, ControlChannel]:
         layout_of(config, world_size), seed=config.run.seed, control_timeout_s=config.parallel.control_timeout_s
     )
     return rank, ControlChannel(rank)
+
+
+def _check_gpus(config: RunConfig) -> None:
+    wanted, ranks = config.resources.gpus_per_node, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted and found < ranks:
+        raise ConfigError(
+            f"resources.gpus_per_node={wanted}: torch finds {found} GPUs for {ranks} ranks on {socket.gethostname()}; "
+            "run `pacs-megatron preflight` for the reason, or set it to 0 to train on the CPU"
+        )
 
 
 def build_on_all_ranks(

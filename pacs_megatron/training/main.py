@@ -20,13 +20,17 @@ from pacs_megatron.errors import ConfigError, ExitCode, PacsError, RewardError, 
 from pacs_megatron.models.hub import model_folder
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.runtime.command_line import report_error
+from pacs_megatron.runtime.environment import hide_gpus
 from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.processes import AGENT_PID, die_with_parent
 from pacs_megatron.runtime.run_folder import (
     ATTEMPT_VARIABLE,
     CONFIG_FILE,
+    EXIT_CODE_FILE,
+    FAILED_RANK_FILE,
     LOG_FOLDER,
     changed_since,
+    read_exit_code,
     run_folder,
     write_environment,
     write_exit_code,
@@ -56,10 +60,13 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
     run_dir = run_folder(loaded)
     rank_number = int(os.environ.get("RANK", "0"))
     setup_logging(None, rank_number)
+    if not loaded.config.resources.gpus_per_node and hide_gpus() and not rank_number:
+        logger.info("resources.gpus_per_node=0: the run uses the CPU, not this host's GPUs")
     if rank_number:
         return _train(loaded, run_dir, rank_number)
     is_new = not run_dir.exists()
     with RunLock(run_dir, "train") as lock:
+        (run_dir / FAILED_RANK_FILE).unlink(missing_ok=True)
         return _train(loaded, run_dir, rank_number, lock, is_new=is_new)
 
 
@@ -103,11 +110,15 @@ def _train(
 
 def _end_during_start(run_dir: Path, lock: RunLock | None, reason: str) -> None:
     """Ends this process: nothing was computed, and the main thread may wait for other ranks or read a model for minutes."""
+    code = int(ExitCode.PREEMPTED)
     if lock is not None:
+        failed = run_dir / FAILED_RANK_FILE
+        if failed.exists():
+            code, reason = read_exit_code(failed, ExitCode.FAILED), "another rank failed"
         sys.stderr.write(f"{reason} before training: nothing to save; {describe_newest(run_dir)}\n")
-        write_exit_code(run_dir, ExitCode.PREEMPTED)
+        write_exit_code(run_dir, code)
         lock.close()
-    os._exit(int(ExitCode.PREEMPTED))
+    os._exit(code)
 
 
 def _build(
@@ -154,6 +165,7 @@ def main(arguments: Sequence[str]) -> int:
         die_with_parent(signal.SIGTERM, int(os.environ[AGENT_PID]))
     config_path, overrides = Path(arguments[0]), arguments[1:]
     is_first = os.environ.get("RANK", "0") == "0"
+    exit_code_file = EXIT_CODE_FILE if is_first else FAILED_RANK_FILE
     is_refused = False  # the run folder belongs to another process, so nothing is written there
     try:
         code = run_rank(config_path, overrides)
@@ -173,8 +185,8 @@ def main(arguments: Sequence[str]) -> int:
             code = ExitCode.FAILED
         else:
             code = ExitCode(report_error(error))
-    if is_first and not is_refused:
-        _write_exit_code(config_path, overrides, code)
+    if not is_refused and (is_first or code not in (ExitCode.OK, ExitCode.PREEMPTED)):
+        _write_exit_code(config_path, overrides, exit_code_file, code)
     # Other ranks may hang in a collective that this one left: exit without waiting for them.
     logging.shutdown()
     sys.stdout.flush()
@@ -195,13 +207,13 @@ def _print_after_rank_0(error: PacsError) -> None:
     sys.stderr.write(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}\n")
 
 
-def _write_exit_code(config_path: Path, overrides: Sequence[str], code: ExitCode) -> None:
+def _write_exit_code(config_path: Path, overrides: Sequence[str], name: str, code: ExitCode) -> None:
     try:
         run_dir = run_folder(load_config(config_path, overrides))
     except ConfigError:
         return  # there is no run folder
     if run_dir.is_dir():
-        write_exit_code(run_dir, code)
+        write_exit_code(run_dir, code, name)
 
 
 if __name__ == "__main__":

@@ -206,6 +206,7 @@ def run_on_gpu(rank: int, config_path: Path, overrides: tuple[str, ...], host: H
     from pacs_megatron.training.main import run_rank
 
     context, step, sync = cast("Any", context_module), cast("Any", step_module), cast("Any", sync_module)
+    context._check_gpus = lambda config: None
     if host is not None:
         # torch passes a GPU's UUID in a handle (torch/multiprocessing/reductions.py, patched by SGLang); a CPU has none.
         transports.shared_memory_payload = lambda tensors: ipc_payload(tensors, rank)
