@@ -264,6 +264,9 @@ class _Worker:
         self._output_left = _OUTPUT_BYTES
         line = encode_jobs([(job.prompt, job.response) for job in jobs])
         reply = self._exchange(line, self._options.call_limit_s)
+        if reply.get("killed"):  # by the kernel or a person, rarely by the response: a fresh process judges once more
+            self.start()
+            reply = self._exchange(line, self._options.call_limit_s)
         verdicts = reply["verdicts"] if "verdicts" in reply else [reply] * len(jobs)
         return [
             Verdict(job.key, found.get("reward"), found.get("failure"), found.get("details"))
@@ -279,7 +282,8 @@ class _Worker:
         except OSError:
             reply = b""
         if not reply.endswith(b"\n"):
-            return {"failure": f"the worker died ({_describe_exit(self.kill())})"}
+            code = self.kill()
+            return {"failure": f"the worker died ({_describe_exit(code)})", "killed": code == -signal.SIGKILL}
         return json.loads(reply)  # type: ignore[no-any-return]
 
     def _reply_to(self, line: bytes, limit_s: float) -> bytes:

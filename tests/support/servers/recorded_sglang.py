@@ -24,9 +24,9 @@ POLL_S = 0.002
 
 
 class RecordedSglang(FakeSglang):
-    """`run_dir` is the recorded run's. While `holds(sample)` is true, the response is delayed."""
+    """`run_dir` is the recorded run's, `options` are FakeSglang's. While `holds(sample)` is true, the response is delayed."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, **options: Any) -> None:
         self.samples: dict[str, Sample] = {}
         for path in sorted((run_dir / ROLLOUT_FOLDER).glob(f"*{RECORD_SUFFIX}")):
             self.samples |= {sample.id: sample for sample in read_record(path)}
@@ -39,7 +39,7 @@ class RecordedSglang(FakeSglang):
         self.holds: Callable[[Sample], bool] = lambda _: False
         self.finished: set[str] = set()
         """ids of samples whose response was sent"""
-        super().__init__()
+        super().__init__(**options)
 
     def _routes(self, app: web.Application) -> None:
         super()._routes(app)

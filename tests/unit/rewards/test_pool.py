@@ -18,11 +18,16 @@ from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards import RewardPool, build_reward
 
 CUSTOM = """
-import ctypes, os, signal, subprocess, sys, time
+import ctypes, os, pathlib, signal, subprocess, sys, time
 import numpy as np
 class Mute(Exception):
     def __str__(self): return 1 / 0
 def judge(prompt, response):
+    if response.startswith("killed"):
+        mark = pathlib.Path(response.split()[-1])
+        if not mark.exists():
+            if mark.is_absolute(): mark.touch()
+            os.kill(os.getpid(), 9)
     match response:
         case "hang": time.sleep(3600)
         case "spin":
@@ -258,16 +263,23 @@ def test_bad_options_end_in_one_error_and_no_process(tmp_path):
     assert workers() == []
 
 
-def test_a_killed_idle_worker_is_replaced(custom, make_prompt):
+def test_a_killed_worker_loses_no_sample(custom, make_prompt, tmp_path):
     with RewardPool(custom()) as pool:
         (worker,) = workers()
         worker.send_signal(signal.SIGKILL)
-        worker.wait(600)
-        pool.submit("lost", make_prompt("5"), "fine")
+        while worker.status() != psutil.STATUS_ZOMBIE:  # the pool reaps it
+            time.sleep(0.01)
+        pool.submit("idle", make_prompt("5"), "fine")
+        pool.submit("judging", make_prompt("5"), f"killed once {tmp_path / 'was_killed'}")
+        pool.submit("always", make_prompt("5"), "killed")
         pool.submit("next", make_prompt("5"), "fine")
         verdicts = {verdict.key: verdict for verdict in pool.results()}
-    assert "died" in verdicts["lost"].failure
-    assert verdicts["next"].reward == 1.0
+    assert verdicts["always"].failure == "the worker died (signal 9)"
+    assert {key: verdict.reward for key, verdict in verdicts.items() if key != "always"} == {
+        "idle": 1.0,
+        "judging": 1.0,
+        "next": 1.0,
+    }
 
 
 def test_close_leaves_nothing_even_in_the_middle_of_work(custom, make_prompt):
