@@ -133,7 +133,8 @@ class Attempt:
 
     @property
     def phase(self) -> str:
-        return "between phases" if self._shared[0] == 255 else PHASES[self._shared[0]]
+        index = self._shared[0]
+        return PHASES[index] if index < len(PHASES) else "between phases"
 
     def entered(self, phase: str) -> int:
         return self._shared[1 + PHASES.index(phase)]
@@ -141,7 +142,7 @@ class Attempt:
     @property
     def is_over(self) -> bool:
         """Whether any rank has ended."""
-        return any([rank.poll() is not None for rank in self.ranks])
+        return any(rank.poll() is not None for rank in self.ranks)
 
     def victims(self, who: str, rng: random.Random) -> list[int]:
         if who == "all ranks":
