@@ -32,7 +32,10 @@ def cut_step(
             groups=batch.groups if depends_on_groups else "apart",
         )
         mine = _share(tokens, rows, plan.owners(selected.num_samples), rank)
-        minibatches.append(MiniBatch(facts=selected, tokens=mine, plan=plan, index=index))
+        routes = None
+        if mine.routes is not None:
+            routes = {int(row): mine.routes_of(position) for position, row in enumerate(mine.index)}
+        minibatches.append(MiniBatch(facts=selected, tokens=mine, plan=plan, index=index, routes=routes))
     return minibatches
 
 

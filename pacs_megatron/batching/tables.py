@@ -5,11 +5,16 @@ from dataclasses import fields
 
 import numpy as np
 
-from pacs_megatron.contracts import Group, SampleFacts, Stop, TokenBuffers
+from pacs_megatron.config.schema import RoutingKind
+from pacs_megatron.contracts import Group, Sample, SampleFacts, Stop, TokenBuffers
+from pacs_megatron.errors import RolloutError
 
 
-def tabulate(groups: Sequence[Group]) -> tuple[SampleFacts, TokenBuffers]:
-    """Admitted groups (labels set) in the given order; samples of a group in the group's order."""
+def tabulate(groups: Sequence[Group], routing: RoutingKind = "own") -> tuple[SampleFacts, TokenBuffers]:
+    """Admitted groups (labels set) in the given order; samples of a group in the group's order.
+
+    Raises RolloutError if `routing` replays the sampler's experts and a sample has none.
+    """
     samples = [(number, sample) for number, group in enumerate(groups) for sample in group.samples]
     facts = SampleFacts(
         ids=tuple(s.id for _, s in samples),
@@ -26,8 +31,19 @@ def tabulate(groups: Sequence[Group]) -> tuple[SampleFacts, TokenBuffers]:
         offsets=_offsets(facts.lens),
         sampler_logprobs=_concat([s.sampler_logprobs for _, s in samples], np.float32),
         response_offsets=_offsets(facts.response_lens),
+        routes=None if routing == "own" or not samples else _recorded_routes([s for _, s in samples]),
     )
     return facts, tokens
+
+
+def _recorded_routes(samples: Sequence[Sample]) -> np.ndarray:
+    for sample in samples:
+        if sample.routes is None:
+            raise RolloutError(
+                f"sample {sample.id} has no experts: it was sampled without policy.routing=replay_sampler; resume with "
+                "policy.routing=own until its step is trained"
+            )
+    return np.concatenate([sample.routes for sample in samples])
 
 
 def select_tokens(tokens: TokenBuffers, positions: np.ndarray, new_index: np.ndarray) -> TokenBuffers:
@@ -42,6 +58,9 @@ def select_tokens(tokens: TokenBuffers, positions: np.ndarray, new_index: np.nda
         offsets=_offsets(np.array([len(part) for part in token_parts], dtype=np.int64)),
         sampler_logprobs=_concat(logp_parts, np.float32),
         response_offsets=_offsets(np.array([len(part) for part in logp_parts], dtype=np.int64)),
+        routes=None
+        if tokens.routes is None
+        else np.concatenate([tokens.routes[:0], *(tokens.routes_of(int(p)) for p in positions)]),
     )
 
 
@@ -62,7 +81,8 @@ def facts_from_arrays(arrays: Mapping[str, np.ndarray]) -> SampleFacts:
 
 def tokens_to_arrays(tokens: TokenBuffers) -> dict[str, np.ndarray]:
     """Arrays for transport. `TokenBuffers(**arrays)` is the inverse."""
-    return {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+    values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _offsets(sizes: np.ndarray) -> np.ndarray:

@@ -86,6 +86,14 @@ def _offload(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _routing(config: RunConfig) -> Iterator[str]:
+    if config.policy.routing != "own" and config.rollout.sglang is None:
+        yield (
+            f"policy.routing={config.policy.routing} needs rollout.engine=sglang, got {config.rollout.engine}, which returns no "
+            "experts; set policy.routing=own"
+        )
+
+
 def _rollout_place(config: RunConfig) -> Iterator[str]:
     resources, rollout = config.resources, config.rollout.sglang
     if rollout is None:
@@ -435,6 +443,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _sampling,
     _rollout_place,
     _offload,
+    _routing,
     _ahead,
     _oversample,
     _batch,

@@ -101,12 +101,16 @@ _MEGATRON_REFUSED = {
 
 
 OffloadKind = Literal["none", "optimizer", "all"]
+RoutingKind = Literal["own", "replay_sampler"]
 
 
 class PolicyOptions(Options):
     offload: OffloadKind = "none"
     """State of the trainer that is in pinned host memory while colocated servers sample; it makes space for a larger
     `rollout.servers.mem_fraction`. `optimizer`: fp32 weights and moments; the gradients are freed. `all`: the weights too."""
+    routing: RoutingKind = "own"
+    """Experts of a sample's tokens in training. `own`: as the policy chooses at the step's start. `replay_sampler`: those
+    that SGLang used for the sample; needs servers with `--enable-return-routed-experts`."""
 
 
 class ParallelOptions(Options):

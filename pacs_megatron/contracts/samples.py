@@ -79,6 +79,10 @@ class SampleRequest:
     """63-bit seed of this sample's generator."""
     params: SamplingParams
 
+    @property
+    def is_for_training(self) -> bool:
+        return not self.id.startswith("eval")
+
 
 def check_request(request: SampleRequest, vocab_size: int) -> None:
     """Raises RolloutError for a request without a token, or with one outside the vocabulary, which crashes a server."""
@@ -106,6 +110,8 @@ class Sample:
     """float32 [response], nats, under the sampling distribution (with temperature, without filters)."""
     spans: tuple[Span, ...]
     stop: Stop
+    routes: np.ndarray | None = None
+    """int16 [prompt + response - 1, layers, top k], the sampler's experts; None: not recorded"""
     reward: float | None = None
     label: int | None = None
     reward_details: Mapping[str, Any] | None = None

@@ -68,6 +68,13 @@ class TokenBuffers:
     """float32 [sum of response lens], nats"""
     response_offsets: np.ndarray
     """int64 [m + 1], into sampler_logprobs"""
+    routes: np.ndarray | None = None
+    """int16 [sum of (lens - 1), layers, top k], the sampler's experts that training replays; None: it chooses its own"""
+
+    def routes_of(self, position: int) -> np.ndarray:
+        """int16 [prompt + response - 1, layers, top k] of the sample at `position`."""
+        assert self.routes is not None
+        return self.routes[self.offsets[position] - position : self.offsets[position + 1] - position - 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +120,7 @@ class MiniBatch:
     reference_logprobs: dict[int, np.ndarray] | None = None
     """log pi of the frozen reference snapshot, from the trainer"""
     routes: dict[int, np.ndarray] | None = None
-    """experts of this rank's samples that score pass and update use, see policy/routing.py; None: those of their own weights"""
+    """experts of this rank's samples that score pass and update use, see policy/routing.py; None: those of their own weights.
+    The sampler's experts are set before any pass, and the `step_start` pass uses them too"""
     estimates: Mapping[str, dict[int, np.ndarray]] = field(default_factory=dict)
     """with a critic: `value` at the step's start, whitened `advantage`, `return`; by row as log-probs"""

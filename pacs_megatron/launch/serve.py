@@ -104,7 +104,8 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
     assert rollout is not None and rollout.servers is not None
     folder.mkdir(parents=True, exist_ok=True)
     here = rollout.servers.model_copy(update={"count": count})
-    specs = [replace(spec, host=host) for spec in server_specs(rollout, here, config.model, folder / node)]
+    specs = server_specs(rollout, here, config.model, folder / node, config.policy.routing)
+    specs = [replace(spec, host=host) for spec in specs]
     servers = start_servers(specs, rollout.servers.start_timeout_s, ending.is_due)
     try:
         write_atomically(folder / f"{node}.urls", [f"{server.url}\n".encode() for server in servers])

@@ -43,6 +43,8 @@ def _shape(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str
     for name in changed(parallel.megatron):
         if name.startswith("moe_") and moe is None:
             yield f"parallel.megatron.{name} is for a model with experts, {model_name} has none; remove it"
+    if config.policy.routing != "own" and moe is None:
+        yield f"policy.routing={config.policy.routing}, but {model_name} has no experts; set policy.routing=own"
     if parallel.ep > 1 and moe is None:
         yield (f"parallel.ep={parallel.ep}, but {model_name} has no experts; set parallel.ep=1")
     if moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:

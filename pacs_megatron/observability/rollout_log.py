@@ -81,19 +81,21 @@ def _files(run_dir: Path, pattern: str) -> list[tuple[int, Path]]:
     return sorted((int(match[2]), path) for match, path in matches if match)
 
 
-def truncate_after(run_dir: Path, step: int) -> None:
-    """Removes metrics and rollouts after `step`, the step of the checkpoint that the run resumes from.
+def truncate_after(run_dir: Path, step: int, trained: int) -> None:
+    """Removes metrics and evaluations after `step`, and samples of steps after `trained`.
 
-    `step = -1` (no checkpoint) removes every row, including that of the evaluation before step 1. Idempotent: after a
+    A checkpoint before the evaluation of its step has no row of that step, but its samples are trained: `step` is then
+    `trained - 1`. `step = -1` removes every row, including that of the evaluation before step 1. Idempotent: after a
     kill the next call completes the work.
     """
     truncate_metrics(run_dir, step)
-    truncate_rollouts(run_dir, step)
+    truncate_rollouts(run_dir, step, trained)
 
 
-def truncate_rollouts(run_dir: Path, step: int) -> int:
-    """Delete unfinished files and the files of steps after `step`. Returns the number of deleted files."""
-    gone = [path for number, path in _files(run_dir, "*") if number > step]
+def truncate_rollouts(run_dir: Path, step: int, trained: int) -> int:
+    """Deletes unfinished files, those of evaluations after `step` and of steps after `trained`. Returns their number."""
+    limits = {"eval": step, "step": trained}
+    gone = [path for kind, limit in limits.items() for number, path in _files(run_dir, f"{kind}_*") if number > limit]
     gone += (run_dir / ROLLOUT_FOLDER).glob(f"*{PARTIAL_SUFFIX}")
     for path in gone:
         path.unlink()

@@ -176,10 +176,11 @@ class MegatronPolicy:
             assert self.reference is not None, "take_reference comes first"
             weights.complete(self.chunks)
             swapped = self.reference.swapped_in()
-        routing = None if source == "reference" else self._routing(None)
+        given = minibatch.routes if source == "step_start" else None
+        routing = None if source == "reference" else self._routing(given)
         with swapped:
             batches, results = self._forward(minibatch, should_stop, routing)
-        self.routes = self.routes if routing is None else routing.recorded()
+        self.routes = self.routes if routing is None else given or routing.recorded()
         found: dict[int, np.ndarray] = {}
         for batch, logprobs in zip(batches, results, strict=False):
             pieces = np.split(batch.gather(logprobs).cpu().numpy(), np.cumsum(batch.response_lens)[:-1])

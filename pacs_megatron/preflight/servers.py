@@ -144,7 +144,8 @@ def _start(loaded: LoadedConfig, rollout: SglangRollout, servers: SglangServers,
         model = loaded.config.model.model_copy(update={"path": str(model_dir)})
         begin = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="pacs-preflight-") as folder:
-            (server,) = start_servers(server_specs(rollout, servers, model, Path(folder))[:1], servers.start_timeout_s)
+            specs = server_specs(rollout, servers, model, Path(folder), loaded.config.policy.routing)
+            (server,) = start_servers(specs[:1], servers.start_timeout_s)
             try:
                 ready_s = time.monotonic() - begin
                 return f"started in {ready_s:.0f} s and {_request(rollout, server.url)}; ended"

@@ -84,7 +84,7 @@ class Driver:
             if config.rollout.starts_servers_on_trainer_gpus:
                 self._await_trainer()
             model = config.model.model_copy(update={"path": str(model_dir)})
-            self._engine = open_engine(config.rollout.sglang, model, run_dir / "servers")
+            self._engine = open_engine(config.rollout.sglang, model, run_dir / "servers", config.policy.routing)
         self._results = StepResults(config, run_dir, self._data, self._judge, self._decode)
         self._buffer = RolloutBuffer(self._judge, self._engine, self._data.take, self._wake, self._results.admits)
 

@@ -1,7 +1,8 @@
 """Requests and samples as flat arrays, for messages between driver and ranks, checkpoints and records.
 
 A record, `rollouts/step_000012.safetensors`, has the samples of a step bit for bit: int32 token ids, float32 log-probs, the
-reason of each response's end, and its spans with version and digest of their weights, with the sample ids in the metadata.
+reason of each response's end, its spans with version and digest of their weights, and the sampler's experts where they were
+recorded, with the sample ids in the metadata.
 A run can train the step again from it. A sample's seed follows from its id and the run's seed (`requests`).
 
 A msgpack encoder would need the same conversion: samples are objects with arrays of different lengths, and one array per
@@ -68,7 +69,7 @@ def requests_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.nda
 
 
 def samples_to_message(samples: Sequence[Sample]) -> Message:
-    """Token ids, log-probs and weight versions, without rewards and labels."""
+    """Token ids, log-probs, experts and weight versions, without rewards and labels."""
     token_ids, offsets = _flat([s.token_ids for s in samples], np.int32)
     logprobs, logprob_offsets = _flat([s.sampler_logprobs for s in samples], np.float32)
     spans = [span for s in samples for span in s.spans]
@@ -77,6 +78,12 @@ def samples_to_message(samples: Sequence[Sample]) -> Message:
         "prompt_ids": [s.prompt_id for s in samples],
         "digests": sorted({span.digest for span in spans}),
     }
+    routes: dict[str, np.ndarray] = {}
+    if any(s.routes is not None for s in samples):
+        shape = next(s.routes.shape[1:] for s in samples if s.routes is not None)
+        none = np.empty((0, *shape), dtype=np.int16)
+        values, bounds = _flat([none if s.routes is None else s.routes for s in samples], np.int16)
+        routes = {"routes": values, "route_offsets": bounds}
     digest_number = {digest: k for k, digest in enumerate(header["digests"])}
     return header, {
         "token_ids": token_ids,
@@ -89,13 +96,14 @@ def samples_to_message(samples: Sequence[Sample]) -> Message:
         "spans": np.array(
             [[span.version, digest_number[span.digest], span.start, span.end] for span in spans], dtype=np.int64
         ).reshape(-1, 4),
-    }
+    } | routes
 
 
 def samples_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[Sample]:
     """Inverse of `samples_to_message`."""
     samples = []
     next_span = 0
+    routes = list(pairwise(arrays["route_offsets"])) if "routes" in arrays else [(0, 0)] * len(header["ids"])
     for k, (sample_id, prompt_id) in enumerate(zip(header["ids"], header["prompt_ids"], strict=True)):
         rows = arrays["spans"][next_span : next_span + int(arrays["num_spans"][k])]
         next_span += len(rows)
@@ -111,6 +119,7 @@ def samples_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.ndar
                     for v, d, start, end in rows
                 ),
                 stop=_STOPS[int(arrays["stops"][k])],
+                routes=arrays["routes"][slice(*routes[k])] if routes[k][0] < routes[k][1] else None,
             )
         )
     return samples

@@ -73,7 +73,7 @@ class StepResults:
             kept = shuffle_labels(kept, seed=config.run.seed, step=step)
         if is_sampled:
             self._to_write = partial(self._write, rollouts, judged)
-        facts, tokens = tabulate(kept)
+        facts, tokens = tabulate(kept, routing=config.policy.routing)
         arrays = {f"facts.{name}": value for name, value in facts_to_arrays(facts).items()}
         arrays |= {f"tokens.{name}": value for name, value in tokens_to_arrays(tokens).items()}
         metrics = rollout_metrics(judged, admitted.counts) | {"data/epoch": float(rollouts.epoch)}

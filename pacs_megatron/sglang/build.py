@@ -6,12 +6,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
-from pacs_megatron.config.schema import ModelOptions
+from pacs_megatron.config.schema import ModelOptions, RoutingKind
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.models import load_spec
 from pacs_megatron.runtime.environment import visible_gpus
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.client import SglangEngine
+from pacs_megatron.sglang.decode import RoutesShape
 from pacs_megatron.sglang.fleet import Server
 from pacs_megatron.sglang.server import ManagedServer, ServerSpec, reap
 
@@ -47,10 +48,17 @@ def server_apis(options: SglangRollout, urls: tuple[str, ...]) -> tuple[SglangAp
     return tuple(SglangApi(url=url, api_key=key, timeout_s=options.sync.timeout_s) for url in urls)
 
 
-def server_specs(options: SglangRollout, servers: SglangServers, model: ModelOptions, folder: Path) -> list[ServerSpec]:
+def server_specs(
+    options: SglangRollout,
+    servers: SglangServers,
+    model: ModelOptions,
+    folder: Path,
+    routing: RoutingKind = "own",
+) -> list[ServerSpec]:
     """One per managed server; logs and pid files go to `folder`."""
     key = api_key(options)
     quantized = FP8_BLOCKWISE_ARGS if options.sync.quantize == "fp8_blockwise" else ()
+    routed = () if routing == "own" else ("--enable-return-routed-experts",)
     return [
         ServerSpec(
             name=f"server{i}",
@@ -68,7 +76,7 @@ def server_specs(options: SglangRollout, servers: SglangServers, model: ModelOpt
             deterministic=servers.deterministic,
             api_key=key,
             trust_remote_code=model.trust_remote_code,
-            extra_args=(*quantized, *servers.extra_args),
+            extra_args=(*quantized, *routed, *servers.extra_args),
         )
         for i in range(servers.count)
     ]
@@ -143,23 +151,29 @@ def _await(waiting: set[Future[None]], is_over: Callable[[], bool]) -> None:
             raise RolloutError("stop request while the rollout servers were starting")
 
 
-def open_engine(options: SglangRollout, model: ModelOptions, folder: Path) -> SglangEngine:
+def open_engine(
+    options: SglangRollout, model: ModelOptions, folder: Path, routing: RoutingKind = "own"
+) -> SglangEngine:
     """The engine, with all servers running and STALE: push weights, then call `set_current`.
 
     Raises RolloutError if a managed server does not start, ConfigError for a bad url or key, ConversionError for an
     unreadable model folder.
     """
-    vocab_size = load_spec(model.path).vocab_size
+    spec = load_spec(model.path)
+    routes = None
+    if routing != "own":
+        assert spec.moe is not None, "the configuration was checked"
+        routes = RoutesShape(spec.num_layers, spec.moe.top_k, spec.moe.num_experts)
     if options.servers is None:
         servers = [
             Server(api, trainer_rank=_feeder(options, i)) for i, api in enumerate(server_apis(options, options.urls))
         ]
     else:
-        specs = server_specs(options, options.servers, model, folder)
+        specs = server_specs(options, options.servers, model, folder, routing)
         owned = start_servers(specs, options.servers.start_timeout_s)
         servers = [Server(own.api, own, trainer_rank=_feeder(options, i, own)) for i, own in enumerate(owned)]
     try:
-        return SglangEngine(servers, options, vocab_size=vocab_size)
+        return SglangEngine(servers, options, vocab_size=spec.vocab_size, routes=routes)
     except BaseException:
         for server in servers:
             if server.own is not None:

@@ -32,7 +32,7 @@ from pacs_megatron.contracts.samples import Sample, SampleRequest, Span, Stop, c
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.sglang.api import WeightVersion, excerpt, hint
-from pacs_megatron.sglang.decode import BadResponseError, Response, decode, init_worker
+from pacs_megatron.sglang.decode import BadResponseError, Response, RoutesShape, decode, init_worker
 from pacs_megatron.sglang.fleet import Fleet, Health, Server
 from pacs_megatron.sglang.request import allow_connections, request_body
 
@@ -91,7 +91,16 @@ class _Job:
 class SglangEngine(Closing):
     """A `RolloutEngine` over a fleet of servers. `close` ends its thread, worker processes and managed servers."""
 
-    def __init__(self, servers: Sequence[Server], options: SglangRollout, *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        options: SglangRollout,
+        *,
+        vocab_size: int,
+        routes: RoutesShape | None = None,
+    ) -> None:
+        """`routes`: samples for training have the experts of their tokens."""
+        self._routes = routes
         self._options = options
         self._vocab_size = vocab_size
         self._pending: deque[_Job] = deque()
@@ -319,10 +328,14 @@ class SglangEngine(Closing):
             self._pending.appendleft(job)
 
     async def _generate(self, job: _Job, server: Server, rid: str) -> Sample:
-        limit = RESPONSE_BYTES + TOKEN_BYTES * job.request.params.max_tokens
+        routes, max_tokens = None, job.request.params.max_tokens
+        if self._routes is not None and job.request.is_for_training:
+            routes = self._routes._replace(prompt_len=len(job.request.token_ids))
+        limit = RESPONSE_BYTES + TOKEN_BYTES * max_tokens + (0 if routes is None else routes.num_bytes(max_tokens))
+        body = request_body(job.request, rid, with_routes=routes is not None)
         timeout_s = self._options.request_timeout_s
         try:
-            status, data = await self._exchange(server, "/generate", timeout_s, request_body(job.request, rid), limit)
+            status, data = await self._exchange(server, "/generate", timeout_s, body, limit)
         except TimeoutError as error:
             raise _ServerFaultError(f"no response within {timeout_s:g} s") from error
         except CONNECTION_ERRORS as error:
@@ -331,7 +344,7 @@ class SglangEngine(Closing):
             raise RequestRefusedError(f"HTTP 400: {excerpt(data)}")
         if status != 200:
             raise _ServerFaultError(f"HTTP {status}: {excerpt(data)}{hint(status)}")
-        response = await self._decode(data, rid, job.request.params.max_tokens)
+        response = await self._decode(data, rid, max_tokens, routes)
         try:
             await self._fleet.wait_for_versions((version for version, _, _ in response.spans), timeout_s)
         except TimeoutError as error:
@@ -359,17 +372,17 @@ class SglangEngine(Closing):
                     raise aiohttp.ClientPayloadError(f"response longer than {limit} bytes")
             return response.status, bytes(data)
 
-    async def _decode(self, data: bytes, rid: str, max_tokens: int) -> Response:
+    async def _decode(self, data: bytes, rid: str, max_tokens: int, routes: RoutesShape | None) -> Response:
         if len(data) <= INLINE_BYTES:
-            return decode(data, rid, max_tokens)
+            return decode(data, rid, max_tokens, routes)
         pool = self._pool
         try:
-            return await self._loop.run_in_executor(pool, decode, data, rid, max_tokens)
+            return await self._loop.run_in_executor(pool, decode, data, rid, max_tokens, routes)
         except BrokenProcessPool:
             logger.warning("a decoding process was killed; starting new ones")
             if self._pool is pool:
                 self._pool = self._new_pool()
-            return await self._loop.run_in_executor(self._pool, decode, data, rid, max_tokens)
+            return await self._loop.run_in_executor(self._pool, decode, data, rid, max_tokens, routes)
 
     def _sample(self, job: _Job, response: Response) -> Sample:
         if response.stop is Stop.ABORTED:
@@ -386,6 +399,7 @@ class SglangEngine(Closing):
             sampler_logprobs=response.logprobs,
             spans=spans,
             stop=response.stop,
+            routes=response.routes,
         )
 
     def _span(self, job: _Job, version: str, start: int, end: int) -> Span:

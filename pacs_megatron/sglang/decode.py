@@ -3,7 +3,10 @@
 A response of 8k tokens is 250 kB of JSON, about 3 ms; thousands of them on the event loop would delay other requests.
 """
 
-from dataclasses import dataclass
+import base64
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import orjson
@@ -17,6 +20,20 @@ class BadResponseError(RolloutError):
     """A response of status 200 with invalid content."""
 
 
+class RoutesShape(NamedTuple):
+    """Of the experts of one sample."""
+
+    layers: int
+    top_k: int
+    experts: int
+    """of a layer"""
+    prompt_len: int = 0
+
+    def num_bytes(self, max_tokens: int) -> int:
+        """Of the JSON text: int32 in base64."""
+        return (self.prompt_len + max_tokens) * self.layers * self.top_k * 4 * 4 // 3
+
+
 @dataclass(frozen=True, slots=True)
 class Response:
     """One checked response."""
@@ -28,6 +45,8 @@ class Response:
     stop: Stop
     spans: tuple[tuple[str, int, int], ...]
     """(weight_version, start, end), contiguous, from 0 to the end of the response"""
+    routes: np.ndarray | None = None
+    """int16 [prompt + response - 1, layers, top k]"""
 
 
 def init_worker() -> None:
@@ -36,8 +55,8 @@ def init_worker() -> None:
     ignore_job_signals()
 
 
-def decode(body: bytes, rid: str, max_tokens: int) -> Response:
-    """The response to request `rid`. Raises BadResponseError with the first problem."""
+def decode(body: bytes, rid: str, max_tokens: int, routes: RoutesShape | None = None) -> Response:
+    """The response to request `rid`, with the experts of its tokens. Raises BadResponseError with the first problem."""
     try:
         data = orjson.loads(body)
         meta = data["meta_info"]
@@ -57,7 +76,40 @@ def decode(body: bytes, rid: str, max_tokens: int) -> Response:
         raise BadResponseError(
             f"malformed response of {len(body)} bytes ({type(error).__name__}: {error}): {text}"
         ) from error
-    return _checked(ids, entry_ids, logprobs, _stop(kind, finish, len(ids), max_tokens), spans)
+    response = _checked(ids, entry_ids, logprobs, _stop(kind, finish, len(ids), max_tokens), spans)
+    if routes is None or response.stop is Stop.ABORTED:
+        return response
+    return replace(response, routes=_routes(meta.get("routed_experts"), routes, len(ids)))
+
+
+def _routes(text: object, shape: RoutesShape, num_tokens: int) -> np.ndarray:
+    """SGLang's text (srt/state_capturer/routed_experts.py in 0.5.23): int32 in base64, of every token but the last."""
+    if not isinstance(text, str):
+        raise BadResponseError(
+            "no routed_experts, which policy.routing=replay_sampler needs; start the server with "
+            "--enable-return-routed-experts"
+        )
+    expected = (shape.prompt_len + num_tokens - 1, shape.layers, shape.top_k)
+    try:
+        found = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
+    except ValueError as error:
+        raise BadResponseError(f"routed_experts is no base64 of int32 ({error})") from error
+    if found.size != math.prod(expected):
+        raise BadResponseError(
+            f"routed_experts has {found.size} numbers, expected {math.prod(expected)} ({expected[0]} tokens, "
+            f"{shape.layers} layers, top {shape.top_k}): the server has another model"
+        )
+    if found.min() < 0 or found.max() >= shape.experts:
+        raise BadResponseError(
+            f"routed_experts has {found.min()} to {found.max()}, expected 0 to {shape.experts - 1}: the server has another model"
+        )
+    ordered = np.sort(found.reshape(expected), axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any((1, 2))
+    if twice.any():  # the server's buffer starts as zeros
+        raise BadResponseError(
+            f"routed_experts has an expert twice at token {twice.argmax()}: the server did not record it"
+        )
+    return found.reshape(expected).astype(np.int16)
 
 
 def _stop(kind: str, finish: dict[str, object], num_tokens: int, max_tokens: int) -> Stop:

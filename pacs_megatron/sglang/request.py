@@ -31,8 +31,8 @@ def allow_connections(num: int) -> None:
         )
 
 
-def request_body(request: SampleRequest, rid: str) -> bytes:
-    """The JSON of `/generate` for one sample, under the id `rid`."""
+def request_body(request: SampleRequest, rid: str, *, with_routes: bool = False) -> bytes:
+    """The JSON of `/generate` for one sample, under the id `rid`. `with_routes`: with the experts of its tokens."""
     params = request.params
     sampling: dict[str, Any] = {
         "temperature": params.temperature,
@@ -50,4 +50,6 @@ def request_body(request: SampleRequest, rid: str) -> bytes:
         "sampling_params": sampling,
         "return_logprob": True,
     }
+    if with_routes:
+        body["return_routed_experts"] = True
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

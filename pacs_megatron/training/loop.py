@@ -19,7 +19,7 @@ from pacs_megatron.evaluation.passk import benchmark_metrics
 from pacs_megatron.observability.metrics import MetricsWriter
 from pacs_megatron.observability.progress import Progress, training_fields
 from pacs_megatron.observability.report import write_report
-from pacs_megatron.observability.rollout_log import truncate_after
+from pacs_megatron.observability.rollout_log import rollout_path, truncate_after
 from pacs_megatron.observability.writers import open_sinks
 from pacs_megatron.policy import state as policy_state
 from pacs_megatron.policy.engine import MegatronPolicy
@@ -37,12 +37,13 @@ logger = logging.getLogger(__name__)
 class Outputs:
     """Metrics, progress bar and report of rank 0; does nothing on the other ranks."""
 
-    def __init__(self, run: RunContext, first_step: int, stack: ExitStack) -> None:
+    def __init__(self, run: RunContext, progress: RunProgress, stack: ExitStack) -> None:
         self._on = run.rank.rank == 0
         self._run = run
         if not self._on:
             return
-        truncate_after(run.run_dir, first_step)
+        first_step = progress.step if progress.row is None else progress.step - 1
+        truncate_after(run.run_dir, first_step, progress.step)
         self._metrics = stack.enter_context(MetricsWriter(run.run_dir))
         self._sinks = open_sinks(
             run.run_dir,
@@ -86,10 +87,9 @@ def train(run: RunContext) -> ExitCode:
     """Trains to the last step, from the newest checkpoint if there is one. Returns how the run ended."""
     with report_wait("" if run.rank.rank else "for the newest checkpoint to load"):
         progress = resume(run) or RunProgress(row={})
-    written = progress.step if progress.row is None else progress.step - 1
     with ExitStack() as stack:
         stack.callback(run.saver.close)
-        out = Outputs(run, written, stack)
+        out = Outputs(run, progress, stack)
         run.rollouts.send_weights = partial(sync, run)
         if (
             not progress.open_step.updates
@@ -171,6 +171,9 @@ def _save_before_exit(run: RunContext, progress: RunProgress, reason: Exception)
         if run.rank.rank == 0:
             logger.warning("%s: %s", saved, error)
         return saved
+    file = rollout_path(run.run_dir, progress.step)
+    if run.rank.rank == 0 and run.config.rollout.is_sampled and progress.step and not file.exists():
+        logger.warning("step %d was trained, but the driver ended before it wrote %s", progress.step, file)
     return "saved"
 
 
@@ -271,6 +274,7 @@ def _settings(run: RunContext) -> dict[str, Any]:
     return {
         "batch.updates_per_step": run.config.batch.updates_per_step,
         "batch.epochs": run.config.batch.epochs,
+        "policy.routing": run.config.policy.routing,
         "objective.*": sorted(run.objective.logprob_passes(1)),
     }
 

@@ -41,18 +41,18 @@ def logprobs(run: RunContext, minibatch: MiniBatch) -> Logprobs:
         found: Logprobs = {
             source: run.model_of(source).logprobs(minibatch, source, run.stop.is_set) for source in sources
         }
-        if "step_start" in found and run.policy.routes is not None:
+        if "step_start" in found and minibatch.routes is None and run.policy.routes is not None:
             found["routes"] = run.policy.routes
         return found
 
 
 def with_logprobs(minibatch: MiniBatch, found: Logprobs) -> MiniBatch:
-    """`minibatch` with its log-probs and values, and the experts of its `step_start` pass."""
+    """`minibatch` with its log-probs and values, and the experts of its `step_start` pass if it has no other ones."""
     return replace(
         minibatch,
         step_start_logprobs=found.get("step_start"),
         reference_logprobs=found.get("reference"),
-        routes=found.get("routes"),
+        routes=found.get("routes") if minibatch.routes is None else minibatch.routes,
         estimates={"value": found["value"]} if "value" in found else {},
     )
 

@@ -75,11 +75,12 @@ class OpenStep:
         Raises CheckpointError when a setting differs.
         """
         header, arrays = record
-        changed = [key for key, value in settings.items() if header["settings"].get(key, 1) != value]
+        saved = {"batch.epochs": 1, "policy.routing": "own"} | header["settings"]  # earlier checkpoints
+        changed = [key for key, value in settings.items() if saved.get(key) != value]
         if changed:
             raise CheckpointError(
                 f"the newest checkpoint is inside a step, after {header['updates']} of its updates, and {changed[0]} was "
-                f"{header['settings'].get(changed[0])!r} then: resume with that value and change it after the step's "
+                f"{saved.get(changed[0])!r} then: resume with that value and change it after the step's "
                 "checkpoint, or remove the folder step_*_plus_* to repeat the step"
             )
         logprobs: list[Logprobs] = [{} for _ in range(header["minibatches"])]

@@ -13,7 +13,7 @@ from pacs_megatron.certify.certificate import Certificate
 from pacs_megatron.certify.run import certify
 from pacs_megatron.runtime.shipped import run_file
 from tests.support.policies.certify_runs import random_run, write_run
-from tests.support.policies.planted import PLANTED
+from tests.support.policies.planted_more import PLANTED
 from tests.support.tiers import in_test
 
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "runs").glob("*.yaml"))

@@ -27,6 +27,8 @@ class Fault:
     version: int
     to_driver: signal.Signals
     to_rank: signal.Signals | None = None
+    is_before_the_file: bool = False
+    """the driver has not written the samples of the step"""
 
 
 def attempt(folder: Path, model: Path, fault: Fault | None) -> int | str:
@@ -49,6 +51,8 @@ def attempt(folder: Path, model: Path, fault: Fault | None) -> int | str:
         def updated(policy: Any, *args: Any) -> Any:
             if fault is not None and policy.version == fault.version:
                 os.kill(drivers[0]._process.pid, fault.to_driver)
+                if fault.is_before_the_file:
+                    (folder / "runs" / "tiny" / "rollouts" / "step_000002.jsonl").unlink()
                 if fault.to_rank is not None:
                     os.kill(os.getpid(), fault.to_rank)
             return update(policy, *args)
@@ -69,6 +73,12 @@ def attempt(folder: Path, model: Path, fault: Fault | None) -> int | str:
     [
         # The step's updates are completed; the order of the prompts came with its samples.
         pytest.param(Fault(3, signal.SIGKILL), "RolloutError: the rollout driver", "step_000002", id="killed"),
+        pytest.param(
+            Fault(3, signal.SIGKILL, is_before_the_file=True),
+            "RolloutError: the rollout driver",
+            "step_000002",
+            id="no file",
+        ),
         pytest.param(Fault(3, signal.SIGSTOP, signal.SIGTERM), ExitCode.PREEMPTED, "step_000002", id="stopped"),
         # Inside a step its samples are needed, which only the driver has.
         pytest.param(Fault(2, signal.SIGSTOP, signal.SIGTERM), ExitCode.PREEMPTED, None, id="stopped inside a step"),
@@ -86,6 +96,10 @@ def test_a_boundary_is_saved_without_the_driver(
     assert (newest and newest.name) == checkpoint
     log = (cut / "logs" / "rank0.log").read_text()
     assert ("saved without samples of later steps" if checkpoint else "not saved; there is no checkpoint") in log
+    lost = f"step 2 was trained, but the driver ended before it wrote {cut}/rollouts/step_000002.jsonl"
+    assert (lost in log) == fault.is_before_the_file
     assert attempt(tmp_path / "cut", model, None) == ExitCode.OK
     assert reproducible_bytes(cut) == reproducible_bytes(whole)
+    files = [sorted(path.name for path in (folder / "rollouts").iterdir()) for folder in (cut, whole)]
+    assert (files[0] != files[1]) == fault.is_before_the_file, "the samples of a trained step stay when the run resumes"
     assert (cut / "hf" / "model.safetensors").read_bytes() == (whole / "hf" / "model.safetensors").read_bytes()

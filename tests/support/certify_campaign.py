@@ -27,7 +27,7 @@ from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.shipped import run_file
 from tests.distributed.test_certify import RIVALS, SHIPPED
 from tests.support.policies.certify_runs import random_run, write_run
-from tests.support.policies.planted import PLANTED
+from tests.support.policies.planted_more import PLANTED
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "objectives"
 

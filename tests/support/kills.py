@@ -180,15 +180,10 @@ class Server:
 
     def start(self) -> None:
         def serve() -> None:
-            from tests.support.servers.recorded_sglang import RecordedSglang
-
-            class Server(RecordedSglang):
-                def _is_due(self, sample: Any) -> bool:
-                    version = self.weight_version.partition(":")[0]
-                    return version.isdigit() and int(version) >= sample.spans[-1].version
+            from tests.support.servers.recorded_sglang import SynchronousSglang
 
             # Seeded by the request: responses of one step arrive over a quarter of a second.
-            Server(
+            SynchronousSglang(
                 self._recorded,
                 address=("127.0.0.1", self.port),
                 latency_s=lambda body: random.Random(body["rid"]).uniform(0, 0.25),
@@ -341,12 +336,12 @@ def difference_of(run_dir: Path, expected: Path) -> str | None:
         for name in sorted({*got, *row}):
             if got.get(name) != row.get(name):
                 return f"metrics of step {row['step']}: {name} is {got.get(name)} for {row.get(name)}"
-    names, others = (sorted(path.name for path in (folder / "rollouts").iterdir()) for folder in (run_dir, expected))
-    if names != others:
-        return f"files of rollouts: {sorted({*names} ^ {*others})}"
-    for name in names:
+    names, others = ({path.name for path in (folder / "rollouts").iterdir()} for folder in (run_dir, expected))
+    for name in sorted(names & others):
         if (run_dir / "rollouts" / name).read_bytes() != (expected / "rollouts" / name).read_bytes():
             return f"rollouts/{name}"
+    if names != others:
+        return f"equal weights, metrics and samples, but without the files {sorted(names ^ others)}"
     return None
 
 

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from pacs_megatron.batching.distribute import cut_step
 from pacs_megatron.certify.reference import Adam, Model
+from pacs_megatron.config.schema import BatchOptions
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.policy.routing import Routing
+from pacs_megatron.training.phases import with_logprobs
 from pacs_megatron.training.progress import OpenStep
 from tests.support.policies.policy_cases import (
     CLIP_GRAD,
@@ -140,3 +143,43 @@ def test_routes_are_recorded_and_replayed(folder: Path, case: str) -> None:
             for row, found in restored[0]["routes"].items():
                 own_sets = np.sort(own_routes[row], axis=-1)
                 np.testing.assert_array_equal(np.sort(found.reshape(own_sets.shape), axis=-1), own_sets)
+
+
+@pytest.mark.parametrize("case", in_test(CASES, "tp2ep2"))
+def test_training_follows_the_experts_of_the_sampler(folder: Path, case: str) -> None:
+    """Recorded with the samples, cut with the tokens: the `step_start` pass and the update use them, and a wrong one shows."""
+    world, parallel = CASES[case]
+    routes = other_routes()
+    _, logps, norm, weights = reference(folder, routes)
+    wrong_row, token = 2, int(FACTS.prompt_lens[2])
+    wrong = {row: found.copy() for row, found in routes.items()}
+    wrong[wrong_row][token] = (wrong[wrong_row][token] + 1) % EXPERTS
+    starts = {row: (0.99 * logp).astype(np.float32) for row, logp in enumerate(logps)}
+    options = BatchOptions(prompts_per_step=4, samples_per_prompt=4, tokens_per_microbatch=64)
+
+    def body(_rank: int, world_size: int) -> Any:
+        policy = make_policy(folder, world_size, tokens_per_microbatch=64, **parallel)
+        objective = build_objective(PacsOptions(name="pacs"), updates_per_step=2)
+        found = []
+        for planted in (routes, wrong):
+            tokens = replace(TOKENS, routes=np.concatenate([planted[row] for row in range(FACTS.num_samples)]))
+            own = tokens if policy.rank.rank == 0 else None
+            [minibatch] = cut_step(FACTS, own, policy.rank, options, objective)
+            found.append(policy.logprobs(minibatch, "step_start"))
+            assert policy.routes is minibatch.routes
+        [minibatch] = cut_step(
+            FACTS, replace(tokens, routes=other) if own is not None else None, policy.rank, options, objective
+        )
+        minibatch = with_logprobs(replace(minibatch, index=1), {"step_start": starts, "routes": {}})
+        report = policy.update(minibatch, objective, None)
+        return *found, report, {name: tensor.float().numpy().copy() for name, tensor in policy.export_weights()}
+
+    other = np.concatenate([routes[row] for row in range(FACTS.num_samples)])
+    for right, changed, report, exported in run_ranks(body, world, timeout=120):
+        for row, found in right.items():
+            np.testing.assert_allclose(found, logps[row], atol=2e-5)
+            is_other = np.abs(changed[row] - found) > 1e-4
+            assert is_other.any() if row == wrong_row else not is_other.any(), "a wrong expert of one token"
+        assert report.grad_norm == pytest.approx(norm, rel=1e-4)
+        for name, value in exported.items():
+            np.testing.assert_allclose(value, weights[name], atol=0.01 * OPTIMIZER["lr"], err_msg=name)

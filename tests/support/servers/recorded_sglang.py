@@ -69,9 +69,14 @@ class RecordedSglang(FakeSglang):
                 [value, token, None] for value, token in zip(sample.sampler_logprobs.tolist(), ids, strict=True)
             ],
         }
+        meta |= self._meta(sample, body)
         self.answered += 1
         self.finished.add(sample_id)
         return web.json_response({"text": "", "output_ids": ids, "meta_info": meta})
+
+    def _meta(self, sample: Sample, body: dict[str, Any]) -> dict[str, Any]:
+        """Changes of the response."""
+        return {}
 
     def _with_weights_before(self, step: int) -> set[str]:
         """Samples that the recorded run started with weights from before the update of `step` (one update a step)."""
@@ -87,3 +92,11 @@ class RecordedSglang(FakeSglang):
             return True
         begun = self._begun_by[int(sample.id.partition(":")[0])]
         return all(other in self.asked or other in self.finished for other in begun)
+
+
+class SynchronousSglang(RecordedSglang):
+    """For runs without steps ahead, with any number of updates a step; it may be restarted during the run."""
+
+    def _is_due(self, sample: Sample) -> bool:
+        held = WeightVersion.parse(self.weight_version)
+        return held is not None and held.version >= sample.spans[-1].version

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from pacs_megatron.batching.tables import (
     tokens_to_arrays,
 )
 from pacs_megatron.contracts import Group, Layout, Sample, SampleFacts, Stop, TokenBuffers
-from pacs_megatron.errors import ConfigError
+from pacs_megatron.errors import ConfigError, RolloutError
 
 BUDGET = 64
 
@@ -141,6 +143,22 @@ def test_tables_keep_every_sample_and_survive_the_wire() -> None:
         np.testing.assert_array_equal(tokens.token_ids[own], samples[row].token_ids)
         logp = slice(int(tokens.response_offsets[position]), int(tokens.response_offsets[position + 1]))
         np.testing.assert_array_equal(tokens.sampler_logprobs[logp], samples[row].sampler_logprobs)
+
+
+def test_the_experts_of_a_sample_go_with_its_tokens() -> None:
+    routes = [np.full((3 + 2 * n, 2, 2), n, np.int16) + np.arange(2, dtype=np.int16) for n in range(4)]
+    samples = [replace(sample(n, 3, 2 * n + 1), routes=routes[n]) for n in range(4)]
+    groups = [Group(prompt_id="p0", samples=tuple(samples[2:])), Group(prompt_id="p1", samples=tuple(samples[:2]))]
+    _, tokens = tabulate(groups, "replay_sampler")
+    mine = TokenBuffers(**tokens_to_arrays(select_tokens(tokens, np.array([3, 0]), np.array([3, 0]))))
+    np.testing.assert_array_equal(mine.routes_of(0), routes[1])
+    np.testing.assert_array_equal(mine.routes_of(1), routes[2])
+    none = select_tokens(tokens, np.array([], np.int64), np.array([], np.int64))
+    assert none.routes is not None and none.routes.shape == (0, 2, 2)
+    assert tabulate(groups)[1].routes is None, "policy.routing=own"
+    bare = Group(prompt_id="p2", samples=(samples[0], replace(samples[3], routes=None)))
+    with pytest.raises(RolloutError, match=r"sample 3:p1#1 has no experts.*resume with policy\.routing=own"):
+        tabulate([*groups, bare], "replay_sampler")
 
 
 def test_no_samples_are_no_parts() -> None:

@@ -103,6 +103,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             [*SERVERS, "policy.offload=all"],
             "policy.offload=all frees the trainer's GPUs for servers that the run starts on them after it; set",
         ),
+        (["policy.routing=replay_sampler"], "policy.routing=replay_sampler needs rollout.engine=sglang, got embedded"),
         (["policy.offload=optimizer"], "policy.offload=optimizer frees the trainer's GPUs"),
         ([*AHEAD, "rollout.shares_gpus=true"], "rollout.max_staleness=1 with rollout.shares_gpus=true"),
         ([*SFT, "rollout.max_staleness=1"], "max_staleness"),

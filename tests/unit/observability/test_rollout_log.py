@@ -127,9 +127,11 @@ def test_resume_truncates_metrics_and_rollouts_to_the_same_step(tmp_path: Path) 
     note = tmp_path / "rollouts" / "step_notes.jsonl"
     note.write_text("kept")
     for _ in range(2):
-        truncate_after(tmp_path, 2)
+        truncate_after(tmp_path, 2, trained=3)
         assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
-        assert [step for step, _ in rollout_files(tmp_path)] == [0, 1, 2]
+        assert [step for step, _ in rollout_files(tmp_path)] == [0, 1, 2, 3], (
+            "step 3 is trained, its row is not written"
+        )
         assert [step for step, _ in rollout_files(tmp_path, "eval")] == [0, 1, 2]
         assert not torn.exists()
         assert note.exists()
@@ -139,7 +141,7 @@ def test_files_sort_by_step_beyond_six_digits(tmp_path: Path) -> None:
     for step in (10**6, 999_999, 2):
         write_rollouts(rollout_path(tmp_path, step), [], {}, decode)
     assert [step for step, _ in rollout_files(tmp_path)] == [2, 999_999, 10**6]
-    assert truncate_rollouts(tmp_path, 999_999) == 1
+    assert truncate_rollouts(tmp_path, 999_999, 999_999) == 1
 
 
 def test_malformed_rollouts_name_the_line(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ def assert_same(a: Sample, b: Sample) -> None:
     assert (a.id, a.prompt_id, a.prompt_len, a.spans, a.stop) == (b.id, b.prompt_id, b.prompt_len, b.spans, b.stop)
     np.testing.assert_array_equal(a.token_ids, b.token_ids)
     np.testing.assert_array_equal(a.sampler_logprobs, b.sampler_logprobs)
+    assert (a.routes is None) == (b.routes is None)
+    np.testing.assert_array_equal(a.routes, b.routes)
 
 
 @settings(max_examples=30, deadline=None)
@@ -56,7 +58,8 @@ def test_samples_survive_the_wire(lengths: list[int], seed: int) -> None:
         cut = int(rng.integers(0, length + 1))
         spans = (Span(version=1, digest="a", start=0, end=cut), Span(version=2, digest="b", start=cut, end=length))
         stop = [Stop.EOS, Stop.LENGTH, Stop.ABORTED][number % 3]
-        samples.append(sample(number, length=length, spans=spans, stop=stop))
+        routes = rng.integers(0, 9, (3 + length, 2, 3)).astype(np.int16) if number % 2 else None
+        samples.append(sample(number, length=length, spans=spans, stop=stop, routes=routes))
     ours, theirs = socket.socketpair()
     left, right = Connection(ours, "left"), Connection(theirs, "right")
     left.send(*samples_to_message(samples))

@@ -65,7 +65,7 @@ def test_records_go_with_the_rollouts_of_their_steps(tmp_path: Path) -> None:
             write_record(rollout_path(tmp_path, step, kind).with_suffix(RECORD_SUFFIX), samples())  # type: ignore[arg-type]
             rollout_path(tmp_path, step, kind).write_bytes(b"{}\n")  # type: ignore[arg-type]
     assert [number for number, _ in rollout_files(tmp_path)] == [1, 2]
-    assert truncate_rollouts(tmp_path, 1) == 4
+    assert truncate_rollouts(tmp_path, 1, 1) == 4
     left = {path.name for path in (tmp_path / "rollouts").iterdir()}
     assert left == {f"{kind}_000001.{suffix}" for kind in ("step", "eval") for suffix in ("jsonl", "safetensors")}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from pacs_megatron.errors import RolloutError
 from pacs_megatron.sglang import client as sglang_client
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.client import SglangEngine
-from pacs_megatron.sglang.decode import BadResponseError, decode
+from pacs_megatron.sglang.decode import BadResponseError, RoutesShape, decode
 from pacs_megatron.sglang.fleet import Health, Server
 from tests.support.servers.fake_sglang import FakeSglang, Fault
 
@@ -507,6 +508,40 @@ def test_decode_rejects(changes: dict[str, Any], reason: str) -> None:
     max_tokens = changes.pop("max", 3)
     with pytest.raises(BadResponseError, match=reason):
         decode(answer(**changes), "r/1", max_tokens)
+
+
+ROUTES = np.array([[[0, 3], [2, 1]], [[1, 0], [3, 2]], [[2, 3], [0, 1]], [[1, 3], [0, 2]]], dtype="<i4")
+"""of 2 prompt tokens and 3 response tokens: all but the last"""
+
+
+def encoded(routes: np.ndarray) -> str:
+    return base64.b64encode(routes.astype("<i4").tobytes()).decode()
+
+
+def test_decode_returns_the_experts() -> None:
+    shape = RoutesShape(layers=2, top_k=2, experts=4, prompt_len=2)
+    got = decode(answer(routed_experts=encoded(ROUTES)), "r/1", 3, shape).routes
+    assert got is not None and got.dtype == np.int16
+    np.testing.assert_array_equal(got, ROUTES)
+    assert decode(answer(routed_experts=encoded(ROUTES)), "r/1", 3).routes is None
+    assert len(encoded(np.tile(ROUTES, (25, 1, 1)))) <= shape.num_bytes(100)
+
+
+@pytest.mark.parametrize(
+    ("experts", "reason"),
+    [
+        (None, "no routed_experts, which policy.routing=replay_sampler needs; start the server with --enable-return"),
+        ("%%%", "no base64"),
+        (encoded(ROUTES)[:-5], "no base64"),
+        (encoded(ROUTES[:-1]), r"12 numbers, expected 16 \(4 tokens, 2 layers, top 2\)"),
+        (encoded(ROUTES + 1), "1 to 4, expected 0 to 3"),
+        (encoded(ROUTES - 1), "-1 to 2, expected 0 to 3"),
+        (encoded(ROUTES * [[[1]], [[1]], [[0]], [[1]]]), "an expert twice at token 2"),
+    ],
+)
+def test_decode_rejects_other_experts(experts: str | None, reason: str) -> None:
+    with pytest.raises(BadResponseError, match=reason):
+        decode(answer(routed_experts=experts), "r/1", 3, RoutesShape(layers=2, top_k=2, experts=4, prompt_len=2))
 
 
 def test_decode_rejects_half_an_answer() -> None:
