@@ -90,7 +90,7 @@ def _rolled_moments(run: Any) -> None:
 
 
 def _exchanged_norms(original: Any, self: Any, read: Any) -> None:
-    """In the import and in the export: the weight table has them the other way round."""
+    """In the import and in the export."""
 
     def swap(name: str) -> str:
         other = name.replace("q_norm", "\0").replace("k_norm", "q_norm")
