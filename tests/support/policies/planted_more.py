@@ -185,7 +185,7 @@ THIRD: dict[str, Planted] = {
     ),
     "the critic has the policy's learning rate": Planted(
         target="pacs_megatron.training.context.critic_optimizer",
-        change=lambda original, config, *args: config.optimizer,
+        change=lambda original, options, lr: options,
         changes=CRITIC,
     ),
     "gamma is 1 in the last step of GAE": Planted(
