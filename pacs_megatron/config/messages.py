@@ -19,7 +19,6 @@ RENAMED_KEYS = {
     "optimizer.clip_grad": "objective.clip_grad",
     "rollout.answer_s": "rollout.probe_timeout_s",
     "rollout.probe_s": "rollout.probe_interval_s",
-    "parallel.heartbeat_s": "parallel.heartbeat_interval_s",
 }
 """Old key -> new key. An old key is rejected with the new name."""
 

@@ -207,8 +207,8 @@ class SglangSync(Options):
     timeout_s: float = Field(default=600.0, gt=0)
     """Timeout of each request of a weight update, in seconds."""
     verify: Literal["off", "sample", "full"] = "sample"
-    """Compare the servers' checksums with the exported weights: `sample` compares 8 parameters, others at each update;
-    `full` compares all."""
+    """Compare the servers' checksums with the exported weights: `full` compares all parameters in every update, `sample` all
+    in an update with a server that was just started, else 8, others at each update."""
 
 
 class SglangRollout(RolloutEngineOptions):

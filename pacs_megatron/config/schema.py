@@ -137,8 +137,6 @@ class ParallelOptions(Options):
     hang_timeout_s: float = Field(default=1500.0, gt=0)
     """Seconds without progress after which a rank writes all stacks and ends the job with exit code 70. Must be below
     NCCL's timeout (1,800 s) and above the longest update, checkpoint or embedded generation."""
-    heartbeat_interval_s: float = Field(default=5.0, gt=0)
-    """Interval of the heartbeat from rank 0 to the other ranks, in seconds."""
 
 
 Truncated = Literal["label0", "judge", "drop"]

@@ -34,7 +34,7 @@ _POLL_S = 1.0
 class DriverClient:
     """One driver process."""
 
-    def __init__(self, run_dir: Path, model_dir: Path, *, timeout_s: float, heartbeat_interval_s: float) -> None:
+    def __init__(self, run_dir: Path, model_dir: Path, *, timeout_s: float) -> None:
         self._number = 0
         """of the last request"""
         self.is_lost = False
@@ -43,7 +43,6 @@ class DriverClient:
         """called with finished samples, all samples, and whether every sample is there and only verdicts are missing"""
         self.should_stop: Callable[[], bool] = lambda: False
         self._timeout_s = timeout_s
-        self._heartbeat_s = heartbeat_interval_s
         ours, theirs = socket.socketpair()
         log_dir = run_dir / "logs"
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -103,7 +102,7 @@ class DriverClient:
         return is_stopped(self._process.pid)
 
     def receive(self, on_wait: Callable[[], None] | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """The response to the open request. Calls `on_wait` every second (or `heartbeat_interval_s`) until it arrives.
+        """The response to the open request. Calls `on_wait` every second until it arrives.
 
         The timeout restarts with every progress report. Without `on_wait` a stop request shortens it. Raises the driver's
         error, or RolloutError after a timeout and after the death of the driver.
@@ -123,7 +122,7 @@ class DriverClient:
     def _wait(self, on_wait: Callable[[], None] | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         start = time.monotonic()
         while True:
-            while not self._connection.poll(min(self._heartbeat_s, _POLL_S)):
+            while not self._connection.poll(_POLL_S):
                 waited_s, limit_s = time.monotonic() - start, self._timeout_s
                 if on_wait is None and self.should_stop():
                     limit_s = min(limit_s, STOPPED_PATIENCE_S if self.is_stopped else PATIENCE_S)

@@ -139,12 +139,7 @@ def _build(
     if rank_number == 0:
         prepare_folder(loaded, run_dir)
         # The driver loads data while this process builds the model.
-        driver = DriverClient(
-            run_dir,
-            model_dir,
-            timeout_s=loaded.config.parallel.control_timeout_s,
-            heartbeat_interval_s=loaded.config.parallel.heartbeat_interval_s,
-        )
+        driver = DriverClient(run_dir, model_dir, timeout_s=loaded.config.parallel.control_timeout_s)
         driver.should_stop = stop.is_set
         stack.callback(driver.close)
     run = context.build_on_all_ranks(loaded.config, run_dir, model_dir, driver, stop)

@@ -243,7 +243,7 @@ def test_a_sample_that_arrives_twice_counts_once(judge: Judge) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- driver
 def test_responses_to_abandoned_requests_are_discarded(tmp_path: Path) -> None:
-    client = DriverClient(tmp_path, tmp_path, timeout_s=600.0, heartbeat_interval_s=1.0)
+    client = DriverClient(tmp_path, tmp_path, timeout_s=600.0)
     client._process.kill()
     client._connection.close()
     ours, theirs = socket.socketpair()

@@ -22,7 +22,7 @@ MOST_RESENDS = 5
 
 def connected(folder: str) -> tuple[DriverClient, Connection]:
     """Rank 0's client, and the other end of its socket instead of the process."""
-    client = DriverClient(Path(folder), Path(folder), timeout_s=600.0, heartbeat_interval_s=1.0)
+    client = DriverClient(Path(folder), Path(folder), timeout_s=600.0)
     client._process.kill()
     client._connection.close()
     ours, theirs = socket.socketpair()

@@ -232,7 +232,7 @@ def test_servers_use_the_trainers_gpus_although_their_driver_sees_none(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     environment: dict[str, str] = {}
     monkeypatch.setattr(driver_client.subprocess, "Popen", lambda *_, env, **__: environment.update(env))
-    driver_client.DriverClient(tmp_path, tmp_path, timeout_s=1.0, heartbeat_interval_s=1.0)
+    driver_client.DriverClient(tmp_path, tmp_path, timeout_s=1.0)
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
