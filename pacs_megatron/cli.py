@@ -143,7 +143,7 @@ def _add_planning(verbs: _SubParsers) -> None:
     parser.add_argument("--out", type=Path, help="folder of the certificate; default: <run folder>/certificate")
     _add_config_verb(verbs, "fetch", "download model, tokenizer and data for jobs without a network", _fetch)
     _add_jobs(verbs)
-    parser = _add_verb(verbs, "paper", "run what a table or figure of the PACS paper needs, and print it", _paper)
+    parser = _add_verb(verbs, "paper", "run and print tables and figures of the PACS paper", _paper)
     parser.add_argument("overrides", nargs="+", metavar="TABLE|FIGURE", help="or all; and key=value for all runs")
     parser.add_argument("--scale", choices=("paper", "laptop"), default="paper", help="laptop: two cores")
     parser.add_argument("--dir", type=Path, help="folder of the runs and tables; default: runs/paper-<scale>")

@@ -1,4 +1,4 @@
-"""The certificate of a configuration: JSON and a page, the digest of what it covers, and the check before a run."""
+"""The certificate of a configuration: JSON and a page, the digest of the options that it covers, and the check before a run."""
 
 from __future__ import annotations
 

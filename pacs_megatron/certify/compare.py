@@ -1,4 +1,4 @@
-"""Compares what the ranks of a certified run wrote with what the reference wrote. numpy only."""
+"""Compares the records of a certified run's ranks with those of the reference. numpy only."""
 
 import json
 from collections.abc import Mapping

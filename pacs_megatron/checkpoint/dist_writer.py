@@ -177,6 +177,6 @@ class _Stream(io.RawIOBase):
         return FileFacts(self.position, self._digest.hexdigest())
 
     def close(self) -> None:
-        with naming(self.path):  # it writes what a failed write has left
+        with naming(self.path):  # it writes the bytes that a failed write has left
             self._file.close()
         super().close()

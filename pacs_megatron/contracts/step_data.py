@@ -16,7 +16,7 @@ class SampleFacts:
     labels: np.ndarray
     """float64 [n], verifiable outcome in {0, 1}"""
     rewards: np.ndarray
-    """float64 [n], what the verifier returned"""
+    """float64 [n], the verifier's number"""
     prompt_lens: np.ndarray
     """int64 [n]"""
     response_lens: np.ndarray

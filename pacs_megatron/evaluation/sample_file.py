@@ -1,7 +1,8 @@
 r"""`samples-<digest>.jsonl`: every response of an evaluation, appended as it is judged.
 
-The first line records what produced the responses and what judged them; the name contains the digest of the former. So
-an evaluation that was killed resumes with the samples that are missing, and other weights or settings use another file.
+The first line has `produced_by` (weights, sampling, prompt template, ...) and `judged_by` (the verifier); the name has the
+digest of `produced_by`. So an evaluation that was killed resumes with the missing samples, and other weights or settings
+use another file.
 Token ids are not kept: a verdict needs the text only.
 """
 

@@ -1,7 +1,7 @@
 """`paper`: train -> evaluate -> diversity -> tables and figures of arXiv:2509.02522, here or through Slurm.
 
 `configs/paper/studies/` lists methods, artefacts and published numbers. A node is done when its own output is whole: a
-call runs what is missing, and a call of a finished study only prints its tables. Runs and evaluations resume by themselves.
+call runs the missing nodes, and a call of a finished study only prints its tables. Runs and evaluations resume by themselves.
 """
 
 import json

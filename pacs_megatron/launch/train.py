@@ -192,7 +192,7 @@ class _Forwarding:
         return code
 
     def kill(self) -> None:
-        """Kill what is left of torchrun, its ranks and their processes. torchrun gives every rank a session of its own."""
+        """Kills the remaining processes of torchrun and its ranks. torchrun gives every rank a session of its own."""
         _send(self._tree(), signal.SIGKILL)
 
     def _tree(self) -> list[psutil.Process]:

@@ -1,4 +1,4 @@
-"""The model families: what each one rejects and reads of config.json, and the rows of one layer."""
+"""The model families: the keys of config.json that each one reads or rejects, and the rows of one layer."""
 
 from pacs_megatron.models.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader, wrong_value
 from pacs_megatron.models.decoder import ATTENTION, DENSE_MLP, EXPERTS, MLP_NORM, QK_NORM, QKV_BIAS, read_decoder

@@ -83,7 +83,7 @@ class _RankFile(logging.FileHandler):
             sys.stderr.write(f"{self.baseFilename}: lines are missing ({sys.exc_info()[1]})\n")
 
     def close(self) -> None:
-        with suppress(OSError):  # it writes what a failed write has left
+        with suppress(OSError):  # it writes the bytes that a failed write has left
             super().close()
 
 

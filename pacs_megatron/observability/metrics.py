@@ -140,7 +140,7 @@ class MetricsWriter(Closing):
         self.last_step = step  # type: ignore[assignment]
 
     def close(self) -> None:
-        with naming(self.path):  # it writes what a failed write has left
+        with naming(self.path):  # it writes the bytes that a failed write has left
             self._file.close()
 
 

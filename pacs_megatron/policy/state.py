@@ -135,7 +135,7 @@ def _boxes(
     """`data`, flat elements from `start` on of the local shard `weight`, as views with a place in the whole tensor.
 
     Megatron's own fully reshardable form gathers whole weights on one data-parallel rank, or on every GPU
-    (distrib_optimizer.py:977-1124). Here each rank writes what it has, and torch's planner reads any boxes.
+    (distrib_optimizer.py:977-1124). Here each rank writes its own elements, and torch's planner reads any boxes.
     """
     whole = torch.empty(weight.data.shape, device="meta")
     if isinstance(weight, ShardedTensorFactory):  # gate over up

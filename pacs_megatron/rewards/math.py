@@ -60,8 +60,8 @@ class AuthorsMath:
     r"""The label rule of the PACS authors' code: math-verify's metric on the whole response.
 
     The final expression counts wherever it stands, in a `\boxed{}` or not: LaTeX or plain numbers, with math-verify's own
-    priorities and time limits. Source: ritzz-ai/PACS, src/reward_function.py (bbe1dc6). One difference: what fails is 0
-    there and raises here, such as a gold answer without LaTeX. math-verify evaluates plain expressions as Python; its
+    priorities and time limits. Source: ritzz-ai/PACS, src/reward_function.py (bbe1dc6). One difference: an error, such as a
+    gold answer without LaTeX, is a 0 there and raises here. math-verify evaluates plain expressions as Python; its
     grammar lets only digits, operators and parentheses through.
     """
 

@@ -172,7 +172,7 @@ class RewardPool(Closing):
             worker.kill()
 
     def _take(self) -> list[_Job]:
-        """At least one job, and what else waits, up to the reward's batch; empty: the pool has ended."""
+        """At least one job, and further waiting ones up to the reward's batch; empty: the pool has ended."""
         jobs, job = [], self._jobs.get()
         while job is not None:
             jobs.append(job)
@@ -298,7 +298,7 @@ class _Worker:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no verdict within {limit_s:g} s")
-            if time.monotonic() > check:  # its own limit does not count what it forks
+            if time.monotonic() > check:  # its own limit does not count its child processes
                 check = time.monotonic() + _MEMORY_INTERVAL_S
                 limit_gib = self._options.memory_limit_gib
                 if _memory_bytes(self._process.pid, self._mark) > limit_gib * 2**30:

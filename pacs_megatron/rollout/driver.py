@@ -277,7 +277,7 @@ class Driver:
                 self._send(number, lambda: self.set_current(request["version"], request["digest"], request["trained"]))
 
     def _advance(self, request: OpenRequest) -> None:
-        """Sends what the open request has for rank 0: requests to sample, its response, or progress."""
+        """Sends the next message of the open request to rank 0: requests to sample, its response, or progress."""
         self._send(request.number, lambda: request.advance(self._buffer))
         if request.is_closed:
             self._request = None

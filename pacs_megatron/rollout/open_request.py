@@ -30,7 +30,7 @@ class OpenRequest:
     ) -> None:
         """`respond` makes the response once `rollouts` are judged; the ranks sample `for_ranks` before that.
 
-        `refill` may add prompts to the judged rollouts. It returns what the ranks sample then, None if it added none.
+        `refill` may add prompts to the judged rollouts. It returns the rollouts that the ranks sample next, or None.
         """
         self.number = number
         self.rollouts = rollouts

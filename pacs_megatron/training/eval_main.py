@@ -203,7 +203,7 @@ class _Evaluation:
         }
 
     def _sample(self, model: _Model, samples: SampleFile, sampler: Sampler, judge: Judge) -> None:
-        """Samples and judges what the file lacks. Raises RewardError for a reward that is no label."""
+        """Samples and judges the samples that the file lacks. Raises RewardError for a reward that is no label."""
         if self._rejudge and not samples.path.exists():
             raise ConfigError(
                 f"--rejudge: {samples.path} does not exist: these weights and settings have no samples; run without it"

@@ -124,7 +124,7 @@ def _end_during_start(run_dir: Path, lock: RunLock | None, reason: str) -> None:
 def _build(
     loaded: LoadedConfig, run_dir: Path, rank_number: int, stack: ExitStack, end_now: Callable[[str], None]
 ) -> "RunContext":
-    """The driver process, on rank 0, and everything in this process. `stack` closes what needs to be closed."""
+    """The driver process, on rank 0, and everything in this process. `stack` closes them."""
     from pacs_megatron.rollout.driver_client import DriverClient
     from pacs_megatron.training import context
     from pacs_megatron.training.signals import StopFlag

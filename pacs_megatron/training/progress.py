@@ -44,7 +44,7 @@ class OpenStep:
     def to_record(self, rank: Rank, settings: Mapping[str, Any]) -> Record | None:
         """The checkpoint's record on rank 0, None elsewhere. Collective.
 
-        `settings`: what must not change before the step is complete.
+        `settings`: values that must not change before the step is complete.
         """
         # The last pipeline stage has log-probs; its tensor- and context-parallel ranks have the same ones.
         is_sender = rank.rank == rank.model_parallel_ranks[-1]
