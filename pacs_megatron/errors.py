@@ -72,7 +72,7 @@ class NonFiniteError(PacsError):
 def named_error(name: str, message: str) -> PacsError:
     """The PacsError of that class name, as received from another process.
 
-    A class that another module derives becomes its base in this module, which every process knows.
+    A class that another module derives becomes its base in this module, which every process imports.
     """
     found = next((kind for kind in _kinds(PacsError) if kind.__name__ == name), PacsError)
     public: type[PacsError] = next(kind for kind in found.__mro__ if kind.__module__ == __name__)

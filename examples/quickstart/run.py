@@ -33,7 +33,7 @@ def run(*command: str) -> None:
 
 
 def make_inputs(folder: Path, seed: int) -> None:
-    """The model with random weights, and the problems; kept when they are there."""
+    """The model with random weights, and the problems; kept if they exist."""
     if (folder / "done").is_file():
         return
     build_model(folder / "model", seed)

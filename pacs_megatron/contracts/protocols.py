@@ -193,9 +193,13 @@ class UpdateReport:
 class WeightReceiver(Protocol):
     """Takes new weights; nothing is sampled between begin_update and end_update."""
 
-    def begin_update(self, version: int) -> None: ...
+    def begin_update(self, version: int) -> None:
+        """Starts an update; the present weights are not used any more."""
+        ...
 
-    def put(self, name: str, tensor: torch.Tensor) -> None: ...
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """One whole weight under its Hugging Face name. Raises SyncError."""
+        ...
 
     def end_update(self, digest: str) -> None:
         """Raises SyncError unless every weight has arrived; afterwards samples carry (version, digest)."""
@@ -210,7 +214,9 @@ class RolloutEngine(Protocol):
         """Samples as they finish, in any order; exactly one for each request."""
         ...
 
-    def cancel(self, ids: Sequence[str]) -> None: ...
+    def cancel(self, ids: Sequence[str]) -> None:
+        """Cancels these requests. Ignores unknown ids."""
+        ...
 
 
 @runtime_checkable

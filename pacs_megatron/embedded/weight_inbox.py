@@ -11,7 +11,7 @@ from pacs_megatron.errors import SyncError
 class WeightInbox:
     """The receiving end of an export. `version` and `digest` are None while sampling is not allowed.
 
-    A failed or broken-off update leaves it so until a complete one: the module contains a mixture.
+    They stay None after a failed or incomplete update, until a complete one: the module contains a mixture.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -32,7 +32,7 @@ class WeightInbox:
         self._hash = WeightDigest()
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies one weight. Raises SyncError for an unknown, repeated or misshapen one."""
+        """Copies one weight. Raises SyncError for an unknown or repeated name, or a wrong shape."""
         if self._hash is None:
             raise SyncError(f"weight {name} arrived outside an update; call begin_update first")
         if name in self._received:

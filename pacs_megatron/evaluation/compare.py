@@ -74,7 +74,7 @@ class Comparison:
     """(x, y) -> probability that a run of x has a higher score than a run of y"""
 
     def sentences(self) -> list[str]:
-        """One plain sentence for each pair, on what the runs show."""
+        """One sentence for each pair of methods: which is better, and whether the difference is significant."""
         found = []
         for (x, y), chance in self.improvements.items():
             one, other = (next(m for m in self.methods if m.label == label) for label in (x, y))

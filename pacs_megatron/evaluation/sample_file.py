@@ -118,7 +118,7 @@ class SampleFile(Closing):
                 self._file.close()
 
     def rejudge(self, judge: Judge) -> None:
-        """Judges every response again and replaces the file when all verdicts are there.
+        """Judges every response again and replaces the file when all have a verdict.
 
         Raises RewardError as `Judge.judge` does, ConfigError for samples of a benchmark without prompts.
         """

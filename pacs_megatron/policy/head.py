@@ -69,7 +69,7 @@ class _Head:
         return logits
 
     def local_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(column of each target in this rank's logits, whether it is there)"""
+        """(column of each target in this rank's logits, whether it is one of them)"""
         local = targets - self.vocab_start
         inside = (local >= 0) & (local < self.num_valid)
         return local.clamp(0, max(self.num_valid - 1, 0)), inside

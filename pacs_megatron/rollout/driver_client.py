@@ -40,7 +40,7 @@ class DriverClient:
         self.is_lost = False
         """the driver died or exceeded its timeout; further requests fail"""
         self.on_progress: Callable[[int, int, bool], None] = lambda _done, _total, _waits_for_rewards: None
-        """called with finished samples, all samples, and whether every sample is there and only verdicts are missing"""
+        """called with finished samples, all samples, and whether all samples are finished and only verdicts are missing"""
         self.should_stop: Callable[[], bool] = lambda: False
         self._timeout_s = timeout_s
         ours, theirs = socket.socketpair()

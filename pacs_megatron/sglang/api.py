@@ -52,7 +52,7 @@ class WeightVersion:
     digest: str
 
     def __str__(self) -> str:
-        """The server's `weight_version`, which also comes back with every token span."""
+        """The server's `weight_version`, which every token span of a response has too."""
         return f"{self.version}:{self.digest}"
 
     @classmethod

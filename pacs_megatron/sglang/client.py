@@ -282,7 +282,7 @@ class SglangEngine(Closing):
             self._home.clear()
 
     def _rid(self, job: _Job) -> str:
-        """The id of a job's latest attempt. A server rejects an id that is in work, also one of a client that was just
+        """The id of a job's latest attempt. A server rejects an id that is in progress, also one of a client that was just
         killed and whose run was resumed: the tag makes ids of two clients differ."""
         return f"{job.request.id}/{job.sent}-{self._tag}"
 

@@ -83,7 +83,7 @@ def _check(loaded: LoadedConfig) -> None:
 
 
 def _folder_of(model: str) -> HfFolder:
-    """The Hugging Face folder of an argument; a checkpoint is exported to the run's hf_exports/ unless it is there."""
+    """The Hugging Face folder of an argument; a checkpoint is exported to the run's hf_exports/, once."""
     path = Path(model)
     if (path / CONFIG_FILE).is_file() and not (path / "config.json").exists():  # a run
         step = newest_step(path)

@@ -182,7 +182,7 @@ def test_a_shipped_configuration_trains_two_steps_and_saves(tmp_path: Path, name
 
 
 def check_run(run: NodeRun) -> None:
-    """Runs it; every step, sample, checkpoint and server is there, and all servers have the exported weights."""
+    """Runs it; every step, sample, checkpoint and server exists, and all servers have the exported weights."""
     run.run()
     rows = read_metrics(run.run_dir)
     assert [row["step"] for row in rows if row["step"]] == [1, 2]

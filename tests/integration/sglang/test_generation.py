@@ -77,7 +77,7 @@ def test_a_prompt_that_is_too_long_is_rejected_with_the_servers_reason(lab: Lab)
 
 
 def test_the_fake_server_responds_like_the_real_one(lab: Lab) -> None:
-    """Every field that our code reads is there in both, with the same JSON type; statuses agree."""
+    """Every field that our code reads exists in both, with the same JSON type; statuses agree."""
     params = {
         "temperature": 1.0,
         "max_new_tokens": 3,

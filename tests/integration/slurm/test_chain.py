@@ -44,7 +44,7 @@ def test_convert_train_evaluate_by_nemo_run_and_again(nemo_run: None, slurm: Slu
     assert 0 <= metrics_of_evaluation(run_dir)["eval/sums/pass@1"] <= 1
     assert [row["code"] for row in read_attempts(run_dir)] == [0]
 
-    # The same command again: the conversion is there, the run goes on to the new last step.
+    # The same command again: the conversion exists, the run continues to the new last step.
     again = submit_by_nemo_run(slurm, config, *overrides, "run.steps=3", "--convert", "--evaluate")
     assert slurm.wait(again["eval"])["JobState"] == "COMPLETED"
     assert [(row["begin_step"], row["end_step"]) for row in read_attempts(run_dir)] == [(-1, 2), (2, 3)]
