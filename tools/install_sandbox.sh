@@ -9,5 +9,6 @@ if ! command -v apt-get >/dev/null || [ "$(id -u)" -ne 0 ]; then
 fi
 echo "install-sandbox: bubblewrap from apt" >&2
 export DEBIAN_FRONTEND=noninteractive
-apt-get update -qq
-apt-get install -y -qq --no-install-recommends bubblewrap >/dev/null
+if ! { apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap >/dev/null; }; then
+    echo "install-sandbox: apt-get failed; tests of the sandbox skip" >&2
+fi

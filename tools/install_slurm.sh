@@ -20,5 +20,6 @@ if [ ! -e $policy ]; then
     chmod +x $policy
     trap 'rm -f $policy' EXIT
 fi
-apt-get update -qq
-apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null
+if ! { apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null; }; then
+    echo "install-slurm: apt-get failed; tests of Slurm skip" >&2
+fi
