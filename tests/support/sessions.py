@@ -6,7 +6,9 @@ import hashlib
 import json
 import subprocess
 import time
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +34,16 @@ def code_version(root: Path) -> str:
 
     changes = git("diff", "HEAD")
     return f"{git('rev-parse', 'HEAD').decode().strip()} {hashlib.sha256(changes).hexdigest()[:16]}"
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_encodable(item) for item in value)
+    return value
 
 
 class _Sessions:
@@ -89,6 +101,11 @@ class _Sessions:
         elif report.when == "teardown" and self._file and not self._is_worker and report.nodeid not in self._failed:
             with self._file.open("a") as file:
                 file.write(json.dumps(report.nodeid) + "\n")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_report_to_serializable(self) -> Generator[None, Any, Any]:
+        """Escapes lone surrogates in captured output, which a worker cannot send."""
+        return _encodable((yield))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,13 @@ def test_a_session_resumes_with_the_tests_that_have_not_passed(
     done.assert_outcomes()
     assert done.ret == 0
     done.stdout.fnmatch_lines(["6 tests passed in an earlier session on this code: state/full"])
+
+
+def test_a_worker_reports_output_that_is_no_unicode(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest-xdist ends the whole session on such a report."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    pytester.makepyfile("import logging\ndef test_one():\n    logging.warning('\\udc80')\n    assert '\\udc80' == 1")
+    pytester.runpytest_inprocess("-p", "tests.support.sessions", "-n1").assert_outcomes(failed=1)
 
 
 def test_a_change_of_the_code_starts_over(checkout: pytest.Pytester) -> None:
