@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from pacs_megatron.config import load_config
 from pacs_megatron.observability.metrics import read_metrics
+from pacs_megatron.plan.plan import make_plan
 from tests.support.metrics import reproducible_bytes
 from tests.support.node.host import SITE, Fault, Host, digest_of, run_on_gpu, tiny_model
 from tests.support.node.servers import NUM_GPUS
@@ -111,7 +112,7 @@ class NodeRun:
 
     def run(self) -> None:
         """Raises RankError when a rank fails."""
-        config = load_config(self.config_path).config
+        config = load_config(self.config_path, self.more).config
         assert config.resources.gpu is not None
         model, scale = tiny_model(self.folder / "model", config.model.path, head_dim=16 if self.emulates_fp8 else 8)
         sockets = [self.folder / f"host{i}" for i in range(1 + config.resources.rollout_nodes)]
@@ -255,22 +256,65 @@ _undisturbed: dict[str, str] = {}
 def test_a_server_killed_in_any_phase_comes_back_and_seven_work_on(
     tmp_path: Path, name: str, transport: str, path: str
 ) -> None:
-    """SIGKILL of server 5. Its requests restart on the others, so the samples and the weights are those without it."""
-    more = (f"rollout.sync.transport={transport}",)
-    killed = NodeRun(name, tmp_path / "killed", steps=4, faults=frozenset({(5, path)}), more=more)
+    check_kill(tmp_path, name, transport, path, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "transport", "path", "tp"),
+    [
+        pytest.param(COLOCATED, "ipc", "/update_weights_from_tensor", 2, marks=pytest.mark.full),
+        pytest.param(COLOCATED, "ipc", "/resume_memory_occupation", 4, marks=pytest.mark.campaign),
+        pytest.param(COLOCATED, "disk", "/release_memory_occupation", 2, marks=pytest.mark.campaign),
+        pytest.param(APART, "broadcast", "/update_weights_from_distributed", 4, marks=pytest.mark.full),
+        pytest.param(APART, "broadcast", "/init_weights_update_group", 2, marks=pytest.mark.campaign),
+        pytest.param(APART, "disk", "/update_weights_from_disk", 2, marks=pytest.mark.campaign),
+    ],
+)
+def test_a_server_with_several_gpus_killed_in_any_phase_comes_back(
+    tmp_path: Path, name: str, transport: str, path: str, tp: int
+) -> None:
+    check_kill(tmp_path, name, transport, path, tp)
+
+
+def check_kill(tmp_path: Path, name: str, transport: str, path: str, tp: int) -> None:
+    """SIGKILL of the last server but two, or the last. Its requests restart on the others, so the samples and the weights
+    are those without it."""
+    more = (f"rollout.sync.transport={transport}", f"rollout.servers.count={8 // tp}", f"rollout.servers.tp={tp}")
+    gpu = 5 if tp == 1 else 8 - tp
+    killed = NodeRun(name, tmp_path / "killed", steps=4, faults=frozenset({(gpu, path)}), more=more)
     killed.folder.mkdir()
     killed.run()
     servers = killed.hosts[-1]["servers"]
-    assert [server["gpus"] for server in servers] == [[gpu] for gpu in range(8)]
-    assert sorted(killed.hosts[-1]["starts"]) == [0, 1, 2, 3, 4, 5, 5, 6, 7]
-    assert f"server[5]: killed in {path}" in killed.hosts[-1]["ended"]
+    firsts = range(0, 8, tp)
+    assert [server["gpus"] for server in servers] == [list(range(first, first + tp)) for first in firsts]
+    assert sorted(killed.hosts[-1]["starts"]) == sorted([*firsts, gpu])
+    killings = [reason for reason in killed.hosts[-1]["ended"] if reason.endswith(f": killed in {path}")]
+    assert len(killings) == 1 and str(gpu) in killings[0]
     assert all(server["answered"] for server in servers)
     assert {server["held"] for server in servers} == {killed.exported()}
     assert len({server["version"] for server in servers}) == 1
     if name == COLOCATED:  # ahead of training, the samples' weights depend on time
         if name not in _undisturbed:
-            plain = NodeRun(name, tmp_path / "plain", steps=4)
+            plain = NodeRun(name, tmp_path / "plain", steps=4)  # the samples do not depend on the servers' number
             plain.folder.mkdir()
             plain.run()
             _undisturbed[name] = plain.exported()
         assert killed.exported() == _undisturbed[name]
+
+
+@pytest.mark.full
+def test_a_critic_counts_on_the_node_and_in_plan(tmp_path: Path) -> None:
+    """8B and its critic: 2 x 34 GiB of state beside 16 GiB of working memory do not fit 80 GiB, and fit 141."""
+    ppo = ("objective.name=ppo", "mismatch.score_noise_every=null", "mismatch.max_score_noise=null")
+    path = RUNS / f"{COLOCATED}.yaml"
+    assert not make_plan(load_config(path, ppo)).fits
+    with pytest.raises(RankError, match=r"trainer needs"):
+        _in(tmp_path / "h100", ppo).run()
+    larger = (*ppo, "resources.gpu=h200", "policy.offload=all")
+    assert make_plan(load_config(path, larger)).fits
+    check_run(_in(tmp_path / "h200", larger))
+
+
+def _in(folder: Path, more: tuple[str, ...]) -> NodeRun:
+    folder.mkdir()
+    return NodeRun(COLOCATED, folder, more=more)

@@ -213,7 +213,7 @@ def run_on_gpu(rank: int, config_path: Path, overrides: tuple[str, ...], host: H
         empty_caches, release_memory = sync._empty_caches, step.release_memory
 
         def hold(run: RunContext, working: int) -> None:
-            found = host.call(op="hold", gpu=rank, num_bytes=int(scale * live_bytes(run.policy)) + working)
+            found = host.call(op="hold", gpu=rank, num_bytes=int(scale * sum(map(live_bytes, run.models))) + working)
             assert not found["error"], found["error"]
 
         def emptied(run: RunContext) -> None:
