@@ -308,8 +308,8 @@ def test_a_critic_counts_on_the_node_and_in_plan(tmp_path: Path) -> None:
     ppo = ("objective.name=ppo", "mismatch.score_noise_every=null", "mismatch.max_score_noise=null")
     path = RUNS / f"{COLOCATED}.yaml"
     assert not make_plan(load_config(path, ppo)).fits
-    with pytest.raises(RankError, match=r"trainer needs"):
-        _in(tmp_path / "h100", ppo).run()
+    with pytest.raises(RankError, match=r"waiting for GPU memory|trainer needs"):
+        _in(tmp_path / "h100", (*ppo, "rollout.servers.start_timeout_s=15")).run()
     larger = (*ppo, "resources.gpu=h200", "policy.offload=all")
     assert make_plan(load_config(path, larger)).fits
     check_run(_in(tmp_path / "h200", larger))

@@ -36,6 +36,7 @@ def test_conversion_both_ways(family: str, layout: str, recipe: str | None, tmp_
     check_loading(hf, convert(hf, tmp_path / "ckpt"), {"world": world, **options}, dtype="bf16")
 
     def on_rank(rank: int, world: int) -> dict[str, torch.Tensor]:
+        from pacs_megatron.checkpoint.manifest import DIST_FOLDER
         from pacs_megatron.checkpoint.names import Position
         from pacs_megatron.checkpoint.run_checkpoint import Contents, save_checkpoint
         from pacs_megatron.objectives.pacs import PacsOptions
@@ -46,7 +47,7 @@ def test_conversion_both_ways(family: str, layout: str, recipe: str | None, tmp_
         objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
         train(policy, objective, STEPS[:1], tokens_per_microbatch=TOKENS)
         contents = Contents(
-            sharded=state.sharded_state(policy, is_loading=False, with_reference=False),
+            sharded={DIST_FOLDER: state.sharded_state(policy, is_loading=False, with_reference=False)},
             state={},
             rng=state.rng_state(),
             hf_metadata=hf,

@@ -99,7 +99,8 @@ def test_the_default_reads_their_checkpoints_and_they_read_its(options: dict[str
 
         sharded = state.sharded_state(policy, is_loading=False, with_reference=False)[state.OPTIMIZER]
         entries = [entry for part in sharded.values() if isinstance(part, dict) for entry in part.values()]
-        return {tensor.key: tensor.data.clone() for entry in entries for tensor in entry.values()}
+        boxes = [box for entry in entries for boxes in entry.values() for box in boxes]
+        return {f"{box.key} {box.global_offset}": box.data.clone() for box in boxes}
 
     def written(given: dict[str, Any], path: Path) -> Any:
         def on_rank(_rank: int, world: int) -> Any:
