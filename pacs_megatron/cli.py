@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from pacs_megatron import __version__
+from pacs_megatron.errors import ExitCode
 from pacs_megatron.runtime.command_line import OneLineParser, check_arguments, integer_from, run_command
 from pacs_megatron.runtime.shipped import cluster_file, run_file
 
-Verb = Callable[[argparse.Namespace], int]
+Verb = Callable[..., "str | Iterable[str] | int | tuple[str, int]"]
+"""Receives the parsed arguments by name; returns the text or lines to print, the exit code, or both."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,9 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     check_arguments(arguments)
-    parsed = _parse(arguments)
-    verb: Verb = parsed.run_verb
-    return verb(parsed)
+    options = vars(_parse(arguments))
+    result, code = function_of(options.pop("run_verb"))(**options), int(ExitCode.OK)
+    if isinstance(result, int):
+        return result
+    if isinstance(result, tuple):
+        result, code = result
+    for text in [result] if isinstance(result, str) else result:
+        print(text, flush=True)
+    return code
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -47,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="pacs-megatron", description="Post-train reasoning models with PACS on Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"pacs-megatron {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="<verb>", required=True)
-    _add_config_verb(verbs, "train", "train; the same command resumes a run", _train)
+    _add_config_verb(verbs, "train", "train; the same command resumes a run", "launch.train:run_train")
     _add_evaluation(verbs)
     _add_groups(verbs)
     _add_convert(verbs)
@@ -55,19 +64,36 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def function_of(run_verb: Verb | str) -> Verb:
+    """The function of a verb, which may be given as `module:function` of this package."""
+    if not isinstance(run_verb, str):
+        return run_verb
+    module, _, name = run_verb.partition(":")
+    function: Verb = getattr(importlib.import_module(f"pacs_megatron.{module}"), name)
+    return function
+
+
 # ------------------------------------------------------------------------------------------------------------- parsing
-def _add_verb(verbs: _SubParsers, name: str, text: str, run_verb: Verb) -> argparse.ArgumentParser:
+def _add_verb(verbs: _SubParsers, name: str, text: str, run_verb: Verb | str) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=text, description=text)
     parser.set_defaults(run_verb=run_verb)
     return parser
 
 
-def _add_config_verb(verbs: _SubParsers, name: str, text: str, run_verb: Verb) -> argparse.ArgumentParser:
+def _add_config_verb(verbs: _SubParsers, name: str, text: str, run_verb: Verb | str) -> argparse.ArgumentParser:
     parser = _add_verb(verbs, name, text, run_verb)
-    parser.add_argument("config", type=run_file, help="a run's YAML file, or the name of one in configs/runs/")
+    parser.add_argument(
+        "config_path", metavar="config", type=run_file, help="a run's YAML file, or the name of one in configs/runs/"
+    )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="an override, such as optimizer.lr=1e-6; the last one wins"
     )
+    return parser
+
+
+def _add_run_verb(verbs: _SubParsers, name: str, text: str, place: str) -> argparse.ArgumentParser:
+    parser = _add_verb(verbs, name, text, place)
+    parser.add_argument("run_dir", metavar="run", type=Path, help="the run folder")
     return parser
 
 
@@ -76,16 +102,20 @@ def _add_group(verbs: _SubParsers, name: str, text: str) -> _SubParsers:
     return group.add_subparsers(title="verbs", metavar="<verb>", required=True)
 
 
-def _add_evaluation(verbs: _SubParsers) -> None:
-    from pacs_megatron.convert.commands import NO_VERIFY_HELP
+def _add_no_verify(parser: argparse.ArgumentParser, dest: str) -> None:
+    text = "do not check the digests of the checkpoint's files; the certificate records it"
+    parser.add_argument("--no-verify", dest=dest, action="store_false", help=text)
 
+
+def _add_evaluation(verbs: _SubParsers) -> None:
     parser = _add_config_verb(verbs, "eval", "pass@k of a model on the configured benchmarks", _eval)
     parser.add_argument(
         "--model", nargs="+", default=[], help="Hugging Face folders, runs or checkpoints, instead of model.path"
     )
     parser.add_argument("--out", type=Path, help="folder for the results; default: <run folder>/eval")
     parser.add_argument("--rejudge", action="store_true", help="judge the existing samples again, without sampling")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare the weights with their certificate")
+    text = "do not compare the weights with their certificate"
+    parser.add_argument("--no-verify", dest="verify", action="store_false", help=text)
     parser = _add_verb(verbs, "compare", "compare runs that differ in configuration and seed", _compare)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
     parser.add_argument("--out", type=Path, default=Path("compare.html"), help="the page (default: compare.html)")
@@ -99,49 +129,74 @@ def _add_evaluation(verbs: _SubParsers) -> None:
     parser.add_argument("--out", type=Path, default=Path("diversity.html"), help="the page (default: diversity.html)")
     parser.add_argument("--benchmark", nargs="+", default=[], help="names of benchmarks; default: all")
     parser.add_argument("--save", type=Path, metavar="FILE", help="also write the embeddings, as .npz")
-    parser = _add_verb(verbs, "export", "write the weights of a run as a Hugging Face checkpoint", _export)
-    parser.add_argument("run", type=Path, help="the run folder")
+    text = "write the weights of a run as a Hugging Face checkpoint"
+    parser = _add_run_verb(verbs, "export", text, "launch.export:export")
     parser.add_argument("--step", type=integer_from(0), help="the checkpoint to export; default: the newest")
     parser.add_argument("--out", type=Path, help="target folder; default: <run>/hf_exports/step_<n>")
-    parser.add_argument("--no-verify", action="store_true", help=NO_VERIFY_HELP)
+    _add_no_verify(parser, "verify")
 
 
 def _add_groups(verbs: _SubParsers) -> None:
     config = _add_group(verbs, "config", "show or explain a configuration")
-    _add_config_verb(config, "show", "the resolved configuration with the origin of each key", _config_show)
-    parser = _add_config_verb(config, "explain", "values derived from the configuration", _config_explain)
+    text = "the resolved configuration with the origin of each key"
+    _add_config_verb(config, "show", text, "config.explain:show")
+    text = "values derived from the configuration"
+    parser = _add_config_verb(config, "explain", text, "config.explain:explain")
     parser.add_argument("--ranks", type=integer_from(1), help="number of ranks; default: as `train` starts here")
-    _add_verb(config, "schema", "the JSON schema of a run file, for editors", _config_schema)
+    _add_verb(config, "schema", "the JSON schema of a run file, for editors", "config.explain:schema_json")
     data = _add_group(verbs, "data", "inspect the data")
-    parser = _add_config_verb(data, "preview", "rendered prompts, counts and verified gold answers", _data_preview)
+    text = "rendered prompts, counts and verified gold answers"
+    parser = _add_config_verb(data, "preview", text, "evaluation.preview:preview_text")
     parser.add_argument("--rows", type=integer_from(0), default=3, help="prompts to print (default: 3)")
 
 
 def _add_convert(verbs: _SubParsers) -> None:
-    from pacs_megatron.convert.commands import DESCRIPTIONS, add_arguments
-
-    convert = _add_group(verbs, "convert", "between Hugging Face and Megatron checkpoints")
-    for verb, text in DESCRIPTIONS.items():
-        parser = _add_verb(convert, verb, text, _convert)
-        parser.set_defaults(conversion=verb)
-        add_arguments(verb, parser)
+    group = _add_group(verbs, "convert", "between Hugging Face and Megatron checkpoints")
+    text = "Hugging Face folder -> Megatron checkpoint that loads at any TP x PP x EP"
+    to_megatron = _add_verb(group, "to-megatron", text, "convert.commands:to_megatron")
+    text = "converted or training checkpoint -> Hugging Face folder"
+    to_hf = _add_verb(group, "to-hf", text, "convert.commands:to_hf")
+    text = "compare both sides tensor by tensor, write a certificate"
+    verify = _add_verb(group, "verify", text, "convert.commands:verify")
+    for parser in (to_megatron, verify):
+        parser.add_argument("--hf", required=True, metavar="DIR_OR_HUB_ID", help="folder or hub id")
+    for parser in (to_hf, verify):
+        parser.add_argument("--checkpoint", required=True, type=Path, metavar="CKPT", help="checkpoint or run")
+        parser.add_argument("--step", type=integer_from(0), help="step of the run's checkpoint (default: the newest)")
+    for parser in (to_megatron, to_hf):
+        parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="target; must not exist")
+        text = "cast the weights (default: keep their dtype)"
+        parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help=text)
+        parser.add_argument("--verify", action="store_true", help="read the result back and compare every bit")
+    _add_no_verify(to_hf, "verify_source")
+    verify.add_argument("--certificate", required=True, type=Path, metavar="FILE", help="JSON file to write")
+    verify.add_argument("--logits", action="store_true", help="also compare logits with transformers")
+    for axis in ("tp", "pp", "ep"):
+        text = f"{axis} for the logits comparison (default: 1)"
+        verify.add_argument(f"--{axis}", type=integer_from(1), default=1, help=text)
+    text = "dtype of both models (default: fp32)"
+    verify.add_argument("--logits-dtype", dest="dtype", choices=("fp32", "bf16"), default="fp32", help=text)
+    text = "with --logits: allow transformers to run code from the checkpoint"
+    verify.add_argument("--trust-remote-code", action="store_true", help=text)
 
 
 def _add_planning(verbs: _SubParsers) -> None:
     parser = _add_config_verb(verbs, "plan", "estimate memory and time of a run, without a GPU", _plan)
     parser.add_argument("--search", action="store_true", help="compare all layouts of the same GPUs")
     parser.add_argument("--compare", action="store_true", help="compare H100 and H200, with and without recomputation")
-    parser.add_argument("--json", action="store_true", help="print bytes and seconds as JSON")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print bytes and seconds as JSON")
     parser.add_argument("--response-tokens", type=float, help="mean response length; default: a fraction of the limit")
     parser = _add_config_verb(verbs, "preflight", "check a run before submission, or inside its job", _preflight)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
     parser.add_argument(
         "--cluster", type=cluster_file, help="also check this cluster file, or a name in configs/clusters/"
     )
-    parser.add_argument("--skip-servers", action="store_true", help="do not start or probe SGLang servers")
+    text = "do not start or probe SGLang servers"
+    parser.add_argument("--skip-servers", dest="start_servers", action="store_false", help=text)
     parser = _add_config_verb(verbs, "certify", "compare a tiny run of this configuration with a reference", _certify)
     parser.add_argument("--out", type=Path, help="folder of the certificate; default: <run folder>/certificate")
-    _add_config_verb(verbs, "fetch", "download model, tokenizer and data for jobs without a network", _fetch)
+    text = "download model, tokenizer and data for jobs without a network"
+    _add_config_verb(verbs, "fetch", text, "launch.fetch:fetch")
     _add_jobs(verbs)
     parser = _add_verb(verbs, "paper", "run and print tables and figures of the PACS paper", _paper)
     parser.add_argument("overrides", nargs="+", metavar="TABLE|FIGURE", help="or all; and key=value for all runs")
@@ -150,7 +205,7 @@ def _add_planning(verbs: _SubParsers) -> None:
     parser.add_argument("--seeds", type=integer_from(1), help="runs of each method; default: 1, or 3 on a laptop")
     parser.add_argument("--cluster", type=cluster_file, help="submit what is missing to Slurm; default: run here")
     parser.add_argument("--dry-run", action="store_true", help="only print the nodes of the DAG with their state")
-    _add_verb(verbs, "doctor", "report what works on this machine and what to install", _doctor)
+    _add_verb(verbs, "doctor", "report what works on this machine and what to install", "preflight.doctor:report")
 
 
 def _add_jobs(verbs: _SubParsers) -> None:
@@ -167,220 +222,93 @@ def _add_jobs(verbs: _SubParsers) -> None:
         "--convert", action="store_true", help="first convert the model to a Megatron checkpoint, in a job of its own"
     )
     parser.add_argument("--evaluate", action="store_true", help="then evaluate the exported model, in a job of its own")
-    parser = _add_verb(verbs, "status", "show attempts, jobs, checkpoint and last metrics of a run", _status)
-    parser.add_argument("run", type=Path, help="the run folder")
-    parser = _add_verb(verbs, "logs", "print the end of a run's log", _logs)
-    parser.add_argument("run", type=Path, help="the run folder")
+    text = "show attempts, jobs, checkpoint and last metrics of a run"
+    _add_run_verb(verbs, "status", text, "launch.runs:status")
+    parser = _add_run_verb(verbs, "logs", "print the end of a run's log", "launch.runs:log_lines")
     parser.add_argument("--attempt", type=integer_from(1), help="number of the attempt; default: the latest")
-    parser.add_argument("--lines", type=integer_from(1), default=40, help="number of lines (default: 40)")
+    text = "number of lines (default: 40)"
+    parser.add_argument("--lines", dest="num_lines", type=integer_from(1), default=40, help=text)
     parser.add_argument("--follow", action="store_true", help="print new lines as they are written")
-    parser = _add_verb(verbs, "cancel", "cancel a run's jobs", _cancel)
-    parser.add_argument("run", type=Path, help="the run folder")
+    parser = _add_run_verb(verbs, "cancel", "cancel a run's jobs", "launch.runs:cancel")
     parser.add_argument("--save", action="store_true", help="request a save and stop instead")
 
 
 _SubParsers: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
 
 
-# --------------------------------------------------------------------------------------------------------------- verbs
-def _train(args: argparse.Namespace) -> int:
-    from pacs_megatron.launch.train import run_train
-
-    return run_train(args.config, args.overrides)
-
-
-def _eval(args: argparse.Namespace) -> int:
+# ------------------------------------------------------------------------------------ verbs that are more than one call
+def _eval(*, overrides: list[str], model: list[str], **options: Any) -> str:
     from pacs_megatron.training.eval_main import run_eval
 
     # Overrides may follow the list of models.
-    models = [word for word in args.model if "=" not in word or Path(word).exists()]
-    overrides = [*args.overrides, *(word for word in args.model if word not in models)]
-    options = {"verify": not args.no_verify, "rejudge": args.rejudge}
-    print(run_eval(args.config, overrides, models=models, out=args.out, **options))
-    return 0
+    models = [word for word in model if "=" not in word or Path(word).exists()]
+    overrides = [*overrides, *(word for word in model if word not in models)]
+    return run_eval(overrides=overrides, models=models, **options)
 
 
-def _compare(args: argparse.Namespace) -> int:
+def _compare(*, runs: list[Path], out: Path, **files: Path | None) -> list[str]:
     from pacs_megatron.evaluation import compare_page
     from pacs_megatron.evaluation.compare import compare
     from pacs_megatron.runtime.files import write_atomically
 
-    found = compare(args.runs)
-    write_atomically(args.out, [compare_page.compare_html(found).encode()])
-    for path, write in (
-        (args.json, compare_page.compare_json),
-        (args.csv, compare_page.compare_csv),
-        (args.latex, compare_page.compare_latex),
-    ):
+    found = compare(runs)
+    write_atomically(out, [compare_page.compare_html(found).encode()])
+    for form, path in files.items():
         if path is not None:
-            write_atomically(path, [write(found).encode()])
-    print("\n".join([*found.sentences(), str(args.out)]))
-    return 0
+            write_atomically(path, [getattr(compare_page, f"compare_{form}")(found).encode()])
+    return [*found.sentences(), str(out)]
 
 
-def _diversity(args: argparse.Namespace) -> int:
+def _diversity(*, paths: list[Path], embedder: str, benchmark: list[str], out: Path, save: Path | None) -> list[str]:
     from pacs_megatron.evaluation.diversity import diversity_page, embedded, save_vectors
     from pacs_megatron.runtime.files import write_atomically
 
-    described, vectors = embedded(args.paths, args.embedder, args.benchmark)
+    described, vectors = embedded(paths, embedder, benchmark)
     lines, text = diversity_page(described, vectors)
-    write_atomically(args.out, [text.encode()])
-    if args.save is not None:
-        save_vectors(args.save, described, vectors)
-    print("\n".join([*lines, str(args.out)]))
-    return 0
+    write_atomically(out, [text.encode()])
+    if save is not None:
+        save_vectors(save, described, vectors)
+    return [*lines, str(out)]
 
 
-def _export(args: argparse.Namespace) -> int:
-    from pacs_megatron.launch.export import export
-
-    print(export(args.run, step=args.step, out=args.out, verify=not args.no_verify))
-    return 0
-
-
-def _config_show(args: argparse.Namespace) -> int:
-    from pacs_megatron.config import load_config
-    from pacs_megatron.config.explain import show
-
-    print(show(load_config(args.config, args.overrides)))
-    return 0
-
-
-def _config_explain(args: argparse.Namespace) -> int:
-    from pacs_megatron.config import load_config
-    from pacs_megatron.config.explain import explain
-    from pacs_megatron.config.layout import ranks_to_start
-
-    loaded = load_config(args.config, args.overrides)
-    print(explain(loaded, args.ranks if args.ranks is not None else ranks_to_start(loaded.config)))
-    return 0
-
-
-def _config_schema(args: argparse.Namespace) -> int:
-    from pacs_megatron.config.explain import schema_json
-
-    print(schema_json())
-    return 0
-
-
-def _data_preview(args: argparse.Namespace) -> int:
-    from pacs_megatron.evaluation.preview import preview_text
-
-    print(preview_text(args.config, args.overrides, args.rows))
-    return 0
-
-
-def _convert(args: argparse.Namespace) -> int:
-    from pacs_megatron.convert.commands import run
-    from pacs_megatron.observability.logs import setup_logging
-
-    setup_logging(None, 0)
-    print(run(args.conversion, args))
-    return 0
-
-
-def _plan(args: argparse.Namespace) -> int:
-    from pacs_megatron.errors import ExitCode
+def _plan(**options: Any) -> tuple[str, int]:
     from pacs_megatron.plan.plan import run_plan
 
-    text, fits = run_plan(
-        args.config,
-        args.overrides,
-        search=args.search,
-        compare=args.compare,
-        as_json=args.json,
-        response_tokens=args.response_tokens,
-    )
-    print(text)
-    return ExitCode.OK if fits else ExitCode.MISCONFIGURED
+    text, fits = run_plan(**options)
+    return text, ExitCode.OK if fits else ExitCode.MISCONFIGURED
 
 
-def _preflight(args: argparse.Namespace) -> int:
-    from pacs_megatron.errors import ExitCode
+def _preflight(*, as_json: bool, **options: Any) -> tuple[str, int] | int:
     from pacs_megatron.preflight.ranks import run_everywhere
     from pacs_megatron.preflight.run import render
     from pacs_megatron.runtime.waiting import report_wait
 
     with report_wait("for the checks, which are printed together"):
-        checks = run_everywhere(args.config, args.overrides, cluster=args.cluster, start_servers=not args.skip_servers)
-    if checks:
-        print(render(checks, as_json=args.json))
-    return ExitCode.MISCONFIGURED if any(check.level == "fail" for check in checks) else ExitCode.OK
+        checks = run_everywhere(**options)
+    code = ExitCode.MISCONFIGURED if any(check.level == "fail" for check in checks) else ExitCode.OK
+    return (render(checks, as_json=as_json), code) if checks else code
 
 
-def _certify(args: argparse.Namespace) -> int:
+def _certify(**options: Any) -> tuple[str, int] | int:
     from pacs_megatron.certify.run import certify
-    from pacs_megatron.errors import ExitCode
 
-    certificate = certify(args.config, args.overrides, out=args.out)
+    certificate = certify(**options)
     if certificate is None:  # a rank of a job that does not report
         return ExitCode.OK
-    print(certificate.line())
-    return ExitCode.OK if certificate.is_green else ExitCode.FAILED
+    return certificate.line(), ExitCode.OK if certificate.is_green else ExitCode.FAILED
 
 
-def _fetch(args: argparse.Namespace) -> int:
-    from pacs_megatron.launch.fetch import fetch
-
-    for line in fetch(args.config, args.overrides):
-        print(line, flush=True)
-    return 0
-
-
-def _submit(args: argparse.Namespace) -> int:
+def _submit(*, config_path: Path, cluster: Path, dry_run: bool, **options: Any) -> Iterable[str]:
     from pacs_megatron.config.cluster import load_cluster
     from pacs_megatron.launch.request import Request
     from pacs_megatron.launch.submit import submit
 
-    request = Request(
-        config=args.config,
-        overrides=tuple(args.overrides),
-        cluster=load_cluster(args.cluster),
-        sweep=tuple(args.sweep),
-        seeds=args.seeds,
-        convert=args.convert,
-        evaluate=args.evaluate,
-    )
-    for text in submit(request, dry_run=args.dry_run):
-        print(text)
-    return 0
+    return submit(Request(config=config_path, cluster=load_cluster(cluster), **options), dry_run=dry_run)
 
 
-def _paper(args: argparse.Namespace) -> int:
+def _paper(*, overrides: list[str], scale: str, dir: Path | None, seeds: int | None, **options: Any) -> Iterable[str]:
     from pacs_megatron.launch.paper import Study, run_paper
 
-    names, overrides = ([word for word in args.overrides if ("=" in word) == wanted] for wanted in (False, True))
-    folder = args.dir or Path("runs", f"paper-{args.scale}")
-    study = Study(args.scale, folder.resolve(), overrides, args.seeds)
-    for text in run_paper(study, names, cluster=args.cluster, dry_run=args.dry_run):
-        print(text, flush=True)
-    return 0
-
-
-def _status(args: argparse.Namespace) -> int:
-    from pacs_megatron.launch.runs import status
-
-    print(status(args.run))
-    return 0
-
-
-def _logs(args: argparse.Namespace) -> int:
-    from pacs_megatron.launch.runs import log_lines
-
-    for line in log_lines(args.run, args.attempt, args.lines, follow=args.follow):
-        print(line, flush=args.follow)
-    return 0
-
-
-def _cancel(args: argparse.Namespace) -> int:
-    from pacs_megatron.launch.runs import cancel
-
-    print(cancel(args.run, save=args.save))
-    return 0
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    from pacs_megatron.preflight.doctor import report
-
-    print(report())
-    return 0
+    names, changes = ([word for word in overrides if ("=" in word) == wanted] for wanted in (False, True))
+    study = Study(scale, (dir or Path("runs", f"paper-{scale}")).resolve(), changes, seeds)
+    return run_paper(study, names, **options)

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from pacs_megatron.config.checks import layout_problems, max_response_tokens, max_sequence_tokens
-from pacs_megatron.config.layout import layout_of
-from pacs_megatron.config.load import LoadedConfig, leaves
+from pacs_megatron.config.layout import layout_of, ranks_to_start
+from pacs_megatron.config.load import leaves, load_config
 from pacs_megatron.config.schema import RunConfig
 
 
@@ -42,16 +43,20 @@ def derived_values(config: RunConfig, world_size: int) -> list[tuple[str, str, s
     return values
 
 
-def show(loaded: LoadedConfig) -> str:
+def show(config_path: Path, overrides: Sequence[str] = ()) -> str:
     """The resolved configuration, one line `key = value  # origin` per value."""
+    loaded = load_config(config_path, overrides)
     rows = [(f"{key} = {json.dumps(_plain(value), ensure_ascii=False)}", key) for key, value in leaves(loaded.config)]
     width = min(max(len(text) for text, _ in rows), 72)
     origins = loaded.origins
     return "\n".join(f"{text:<{width}}  # {origins[key]}" for text, key in rows)
 
 
-def explain(loaded: LoadedConfig, world_size: int) -> str:
-    """The derived values as a table. Raises ConfigError if the layout does not divide `world_size`."""
+def explain(config_path: Path, overrides: Sequence[str] = (), ranks: int | None = None) -> str:
+    """The derived values as a table, for `ranks` or as many as `train` starts. Raises ConfigError if the layout does not
+    divide them."""
+    loaded = load_config(config_path, overrides)
+    world_size = ranks or ranks_to_start(loaded.config)
     problems = layout_problems(loaded.config, world_size)
     if problems:
         raise loaded.fail(problems[0])

@@ -166,7 +166,7 @@ def plan_of(config: RunConfig, spec: ModelSpec, response_tokens: float | None = 
 
 
 def run_plan(
-    path: Path,
+    config_path: Path,
     overrides: Sequence[str],
     *,
     search: bool = False,
@@ -175,7 +175,7 @@ def run_plan(
     response_tokens: float | None = None,
 ) -> tuple[str, bool]:
     """(text to print, whether the run fits)."""
-    loaded = load_config(path, overrides)
+    loaded = load_config(config_path, overrides)
     limit = max_response_tokens(loaded.config)
     if response_tokens is not None and not 0 < response_tokens <= limit:
         raise ConfigError(

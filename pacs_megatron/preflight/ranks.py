@@ -36,7 +36,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def run_everywhere(
-    path: Path, overrides: Sequence[str], *, cluster: Path | None = None, start_servers: bool = True
+    config_path: Path, overrides: Sequence[str], *, cluster: Path | None = None, start_servers: bool = True
 ) -> list[Check]:
     """All checks on rank 0 or outside a job; failures only on other ranks.
 
@@ -46,10 +46,10 @@ def run_everywhere(
     checks = []
     if place is None or place.local_rank == 0:
         with stdout_for_the_report():
-            checks = run_preflight(path, overrides, cluster=cluster, start_servers=start_servers)
+            checks = run_preflight(config_path, overrides, cluster=cluster, start_servers=start_servers)
         if place is not None and place.rank:
             checks = [check for check in checks if check.level == "fail"]  # rank 0 alone reports the rest
-    return checks + run_rank_checks(path, overrides)
+    return checks + run_rank_checks(config_path, overrides)
 
 
 def run_rank_checks(path: Path, overrides: Sequence[str]) -> list[Check]:

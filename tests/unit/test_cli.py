@@ -1,19 +1,22 @@
 """The command line: parsing, errors in one line, and speed."""
 
+import argparse
 import contextlib
 import errno
 import importlib
+import inspect
 import io
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pacs_megatron.cli import build_parser, main
+from pacs_megatron.cli import build_parser, function_of, main
 from tests.support.fuzz import fuzz
 from tests.unit.config.test_load import BASE
 
@@ -120,6 +123,23 @@ def test_every_verb_has_help() -> None:
         assert caught.value.code == 0
 
 
+def verbs_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for group in groups:
+        for inner in group.choices.values():
+            yield from verbs_of(inner)
+    if not groups:
+        yield parser
+
+
+def test_every_verb_calls_a_function_that_takes_its_arguments() -> None:
+    verbs = list(verbs_of(build_parser()))
+    assert len(verbs) > 20
+    for parser in verbs:
+        options = {action.dest: None for action in parser._actions if action.dest != "help"}
+        inspect.signature(function_of(parser.get_default("run_verb"))).bind(**options)
+
+
 def test_a_closed_pipe_is_quiet(config: str) -> None:
     command = f"{sys.executable} -m pacs_megatron config schema | head -1"
     done = subprocess.run(
@@ -169,7 +189,7 @@ def test_a_bug_is_one_line_with_a_report(
         def __str__(self) -> str:
             raise ValueError
 
-    def show(_loaded: object) -> str:
+    def show(**_options: object) -> str:
         raise BadError
 
     monkeypatch.setattr("pacs_megatron.config.explain.show", show)
@@ -219,7 +239,7 @@ def test_a_process_without_output_or_folder_is_one_line(
 def test_faults_of_the_host_are_one_line(
     config: str, error: Exception, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def show(_loaded: object) -> str:
+    def show(**_options: object) -> str:
         raise error
 
     monkeypatch.setattr("pacs_megatron.config.explain.show", show)
