@@ -16,7 +16,7 @@ from typing import Any
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.config.text import HUB_ID
 from pacs_megatron.errors import ConfigError, DataError
-from pacs_megatron.runtime.json_reader import as_object, decode_json, parse_json, read_text, skip_space
+from pacs_megatron.runtime.json_reader import as_object, parse_json, read_text
 from pacs_megatron.runtime.waiting import hub_wait
 
 _FORMATS = ".json (an array of objects), .jsonl (one object per line), .parquet, a folder or a hub id"
@@ -26,7 +26,7 @@ _MAX_BYTES = 8 * 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row: its 0-based index in the data set, its place (`file:line`), and its columns."""
+    """One row: its 0-based index in the data set, its place (file with line or index), and its columns."""
 
     index: int
     where: str
@@ -116,33 +116,12 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    """Element by element, so that each row has its line number."""
     text = _text(path)
-    position = skip_space(text, 0)
-    if text[position] != "[":
-        raise DataError(f"{path}: expected an array of objects, got {text[position]!r} first; is it .jsonl?")
-    position, line, counted, index = skip_space(text, position + 1), 1, 0, 0
-    mark = text[position : position + 1]
-    while mark != "]":
-        line, counted = line + text.count("\n", counted, position), position
-        where = f"{path}:{line} (row {index})"
-        value, end = decode_json(text, position, str(path))
+    if not text.lstrip().startswith("["):
+        raise DataError(f"{path}: expected an array of objects, got {text.lstrip()[0]!r} first; is it .jsonl?")
+    for index, value in enumerate(parse_json(text, str(path))):
+        where = f"{path} (row {index})"
         yield Row(index=index, where=where, values=as_object(value, where))
-        index += 1
-        position = skip_space(text, end)
-        mark = text[position : position + 1]
-        if mark == ",":
-            position = skip_space(text, position + 1)
-        elif mark != "]":
-            place = line + text.count("\n", counted, position)
-            raise DataError(
-                f"{path}:{place}: malformed JSON after row {index - 1}: expected ',' or ']', got "
-                f"{mark or 'the end of the file'!r}; correct it"
-            )
-    rest = skip_space(text, position + 1)
-    if rest < len(text):
-        place = line + text.count("\n", counted, rest)
-        raise DataError(f"{path}:{place}: text after the array's ']' ({text[rest : rest + 20]!r}); remove it")
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:

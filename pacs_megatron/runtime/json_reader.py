@@ -7,7 +7,6 @@ that no file name or UTF-8 file can contain (NUL, lone surrogates).
 
 import json
 import math
-import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ MAX_DEPTH = 64
 MAX_DIGITS = 300
 """Of one number; an integer below the limit always fits into a float."""
 
-_SPACE = re.compile(r"[ \t\r\n]*")
+_SPACE = " \t\r\n"
+"""JSON's white space."""
 _SHOWN_CHARS = 60
 
 
@@ -55,36 +55,22 @@ def parse_json(
     """
     if isinstance(text, bytes):
         text = _decode(text, where if line is None else f"{where}:{line}", error)
-    value, end = decode_json(text, skip_space(text, 0), where, line=line, error=error, any_text=any_text)
-    rest = skip_space(text, end)
-    if rest < len(text):
-        place = _place(where, line, text, rest)
-        raise error(f"{place}: text after the JSON value ({shown(text[rest:])}); remove it")
-    return value
-
-
-def decode_json(
-    text: str,
-    position: int,
-    where: str,
-    *,
-    line: int | None = None,
-    error: type[PacsError] = DataError,
-    any_text: bool = False,
-) -> tuple[Any, int]:
-    """The value that starts at `text[position]`, and the index behind it. Arguments as in `parse_json`."""
+    start = len(text) - len(text.lstrip(_SPACE))
     try:
-        value, end = _DECODER.raw_decode(text, position)
+        value, end = _DECODER.raw_decode(text, start)
         _check(value, any_text)
     except json.JSONDecodeError as found:
         place = _place(where, line, text, found.pos)
         raise error(f"{place}: malformed JSON at column {found.colno}: {found.msg}; correct it") from found
     except RecursionError as found:
-        place = _place(where, line, text, position)
+        place = _place(where, line, text, start)
         raise error(f"{place}: nested deeper than {MAX_DEPTH} levels; write it flatter") from found
     except _RefusedError as found:
-        raise error(f"{_place(where, line, text, position)}: {found}") from found
-    return value, end
+        raise error(f"{_place(where, line, text, start)}: {found}") from found
+    if rest := text[end:].lstrip(_SPACE):
+        place = _place(where, line, text, len(text) - len(rest))
+        raise error(f"{place}: text after the JSON value ({shown(rest)}); remove it")
+    return value
 
 
 def as_object(value: Any, where: str, *, error: type[PacsError] = DataError) -> dict[str, Any]:
@@ -107,13 +93,6 @@ def read_text(path: Path, *, error: type[PacsError] = DataError, max_bytes: int 
         reason = found.strerror if isinstance(found, OSError) and found.strerror else str(found)
         raise error(f"{shown(str(path), limit=300)}: cannot read the file: {reason}") from found
     return _decode(content, str(path), error)
-
-
-def skip_space(text: str, position: int) -> int:
-    """First index from `position` on that is no white space."""
-    match = _SPACE.match(text, position)
-    assert match is not None
-    return match.end()
 
 
 def _decode(content: bytes, where: str, error: type[PacsError]) -> str:
