@@ -1,8 +1,8 @@
-"""Line and stacked-bar charts as inline SVG, with colours from the page's style sheet.
+"""Line charts as inline SVG, with colours from the page's style sheet.
 
 No chart library: Plotly inlines a script of 4.8 MB into every report, and Matplotlib's SVG has fixed colours and no hover.
-Colours are CSS variables (`--s0` ...), so one drawing fits light and dark. Each
-figure contains its values as JSON for the page's hover script.
+Colours are CSS variables (`--s0` ...), so one drawing fits light and dark. Each figure contains its values as JSON for the
+page's hover script.
 """
 
 import json
@@ -19,7 +19,6 @@ LEFT, RIGHT, TOP, BOTTOM = 48, 18, 10, 26
 NUM_COLOURS = 8
 MAX_POINTS = 400
 """A longer series is reduced to the extremes of each interval of steps, so that spikes remain visible."""
-MAX_BARS = 80
 MEANS_FROM = 120
 """A curve with at least this many points is drawn faint, under a line through means of neighbouring points."""
 _NUM_MEANS = 60
@@ -63,9 +62,7 @@ def line_chart(chart: Chart) -> str:
     steps = [step for series in chart.series for step, _ in series.points]
     x_axis = _step_axis(min(steps), max(steps))
     y_axis = _value_axis(chart)
-    body = [_grid(x_axis, y_axis)]
-    for number, series in enumerate(chart.series):
-        body.append(_curve(series, _colour(number), x_axis, y_axis))
+    curves = [_curve(series, _colour(number), x_axis, y_axis) for number, series in enumerate(chart.series)]
     hover = {
         "x": chart.x,
         "left": round(x_axis.position(min(steps)), 1),
@@ -73,92 +70,30 @@ def line_chart(chart: Chart) -> str:
         "first": min(steps),
         "last": max(steps),
         "series": [
-            {"name": series.name, "points": [[step, _short(value)] for step, value in _thin(series.points)]}
+            {"name": series.name, "points": [[step, float(f"{value:.5g}")] for step, value in _thin(series.points)]}
             for series in chart.series
         ],
     }
-    latest = ", ".join(f"{series.name} {format_number(series.points[-1][1])}" for series in chart.series)
-    value = format_number(chart.series[0].points[-1][1]) if len(chart.series) == 1 else ""
-    legend = [(_colour(i), s.name, format_number(s.points[-1][1])) for i, s in enumerate(chart.series)]
-    return _figure(
-        Heading(chart.title, chart.note, value),
-        body,
-        f"{chart.title}: {latest}",
-        legend if len(legend) > 1 else [],
-        hover,
-    )
-
-
-def stacked_bars(title: str, note: str, steps: Sequence[int], stacks: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """Returns stacked bars of `stacks` (name, value per step); above MAX_BARS, neighbouring steps share a bar (mean)."""
-    size = max(1, math.ceil(len(steps) / MAX_BARS))
-    starts = range(0, len(steps), size)
-    bars = [(name, [_mean(values[i : i + size]) for i in starts]) for name, values in stacks]
-    tops = [sum(values[i] for _, values in bars) for i in range(len(starts))]
-    y_axis = _linear_axis(0.0, max(tops))
-    x_axis = _step_axis(steps[0], steps[-1] + (1 if len(steps) > 1 else 0))
-    body = [_grid(x_axis, y_axis)]
-    for index, start in enumerate(starts):
-        end = steps[start + size] if start + size < len(steps) else steps[-1] + 1
-        left = x_axis.position(steps[start]) if len(steps) > 1 else LEFT + 0.3 * (WIDTH - LEFT - RIGHT)
-        right = x_axis.position(end) if len(steps) > 1 else LEFT + 0.7 * (WIDTH - LEFT - RIGHT)
-        gap = min(1.0, 0.15 * (right - left))
-        below = 0.0
-        for number, (_, values) in enumerate(bars):
-            top, bottom = y_axis.position(below + values[index]), y_axis.position(below)
-            below += values[index]
-            body.append(
-                f'<rect class="f{number % NUM_COLOURS}" x="{left:.1f}" y="{top:.1f}" '
-                f'width="{max(right - left - gap, 0.4):.1f}" height="{max(bottom - top, 0):.1f}"/>'
-            )
-    whole = sum(sum(values) for _, values in stacks)
-    legend = [(_colour(i), name, _percent(sum(values), whole)) for i, (name, values) in enumerate(stacks)]
-    hover = {
-        "x": "step",
-        "left": LEFT,
-        "right": WIDTH - RIGHT,
-        "first": steps[0],
-        "last": steps[-1] + 1,
-        "bar": size,
-        "series": [
-            {"name": name, "points": [[steps[s], _short(v)] for s, v in zip(starts, values, strict=True)]}
-            for name, values in bars
-        ],
-    }
-    label = f"{title}: " + ", ".join(f"{name} {share}" for _, name, share in legend)
-    return _figure(Heading(title, note, ""), body, label, legend, hover)
-
-
-# ------------------------------------------------------------------------------------------------------------- pieces
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """Title, unit or denominator, and the latest value."""
-
-    title: str
-    note: str
-    value: str
-
-
-def _figure(
-    heading: Heading, body: Sequence[str], label: str, legend: Sequence[tuple[str, str, str]], hover: dict[str, object]
-) -> str:
     # "<" could end the data block early; \u003c is the same string in JSON.
     data = json.dumps(hover, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    latest = [(series.name, format_number(series.points[-1][1])) for series in chart.series]
+    label = f"{chart.title}: {', '.join(f'{name} {value}' for name, value in latest)}"
     items = "".join(
-        f'<li><i class="{escape(colour)}"></i>{escape(name)} <b>{escape(value)}</b></li>'
-        for colour, name, value in legend
+        f'<li><i class="{_colour(number)}"></i>{escape(name)} <b>{value}</b></li>'
+        for number, (name, value) in enumerate(latest)
     )
-    note = f"<small>{escape(heading.note)}</small>" if heading.note else ""
-    value = f"<output>{escape(heading.value)}</output>" if heading.value else ""
+    note = f"<small>{escape(chart.note)}</small>" if chart.note else ""
     return (
-        f'<figure class="chart"><figcaption><span>{escape(heading.title)} {note}</span>{value}</figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(body)}'
-        f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
-        + (f"<ul>{items}</ul>" if items else "")
+        f'<figure class="chart"><figcaption><span>{escape(chart.title)} {note}</span>'
+        + (f"<output>{latest[0][1]}</output>" if len(latest) == 1 else "")
+        + f'</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">'
+        f'{_grid(x_axis, y_axis)}{"".join(curves)}<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
+        + (f"<ul>{items}</ul>" if len(latest) > 1 else "")
         + f'<script type="application/json">{data}</script></figure>'
     )
 
 
+# ------------------------------------------------------------------------------------------------------------- pieces
 def _grid(x_axis: _Axis, y_axis: _Axis) -> str:
     parts = []
     for value, text in zip(y_axis.ticks, y_axis.labels, strict=True):
@@ -303,14 +238,6 @@ def format_number(value: float) -> str:
     if size < 1e-3:
         return f"{value:.1e}"
     return f"{value:.3g}" if size < 100 else f"{value:.4g}"
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f}%" if whole else "0%"
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
 
 
 def _mean(values: Sequence[float]) -> float:

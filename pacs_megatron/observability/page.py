@@ -48,7 +48,6 @@ p{margin:.3em 0}
 .tiles b{font-size:1.25rem;font-weight:600;font-variant-numeric:tabular-nums;white-space:nowrap}
 .card{padding:6px 14px}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 18px;margin:8px 0}
-@media(min-width:900px){dl{grid-template-columns:max-content 1fr max-content 1fr}}
 dt{color:var(--soft)}
 dd{margin:0;overflow-wrap:anywhere}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,380px),1fr));gap:12px}
@@ -91,7 +90,7 @@ font:13px/1.45 ui-monospace,Menlo,Consolas,monospace;white-space:pre-wrap;overfl
 max-height:24em;overflow:auto;unicode-bidi:isolate}
 """
 _STYLE += "".join(
-    f".curve.s{i}{{stroke:var(--s{i})}}.dot.s{i},.band.s{i},.f{i}{{fill:var(--s{i})}}ul i.s{i}{{background:var(--s{i})}}"
+    f".curve.s{i}{{stroke:var(--s{i})}}.dot.s{i},.band.s{i}{{fill:var(--s{i})}}ul i.s{i}{{background:var(--s{i})}}"
     for i in range(8)
 )
 
@@ -102,8 +101,7 @@ for (const figure of document.querySelectorAll("figure.chart")) {
   const width = svg.viewBox.baseVal.width;
   const tip = document.createElement("div");
   tip.className = "tip"; tip.hidden = true; figure.append(tip);
-  const pick = (points, step) => points.reduce((a, b) =>
-    data.bar ? (b[0] <= step ? b : a) : (Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a));
+  const pick = (points, step) => points.reduce((a, b) => Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a);
   svg.addEventListener("pointermove", event => {
     const box = svg.getBoundingClientRect();
     const x = (event.clientX - box.left) / box.width * width;
@@ -112,7 +110,7 @@ for (const figure of document.querySelectorAll("figure.chart")) {
     const found = data.series.map(s => pick(s.points, data.first + share * (data.last - data.first)));
     const step = found.map(p => p[0]).reduce((a, b) => Math.max(a, b));
     const at = span > 0 && data.last > data.first
-      ? data.left + span * (step + (data.bar || 0) / 2 - data.first) / (data.last - data.first) : data.left;
+      ? data.left + span * (step - data.first) / (data.last - data.first) : data.left;
     tip.textContent = data.x + " " + step + data.series.map((s, i) =>
       "\\n" + s.name + "  " + found[i][1] + (found[i][0] === step ? "" : " (" + data.x + " " + found[i][0] + ")")).join("");
     tip.hidden = false;

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import yaml
 from tqdm import tqdm
 
 from pacs_megatron.config.yaml_tree import read_yaml
 from pacs_megatron.errors import DataError
 from pacs_megatron.objectives.registry import REGISTRY
-from pacs_megatron.observability.charts import MEANS_FROM, Chart, Series, format_number, line_chart, stacked_bars
+from pacs_megatron.observability.charts import MEANS_FROM, Chart, Series, format_number, line_chart
 from pacs_megatron.observability.metrics import Row, read_metrics
 from pacs_megatron.observability.page import page, safe_text
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_files
@@ -45,22 +46,6 @@ _GUIDES = {
     ),
 }
 """Section -> a metric, and how to read the section's charts in a run that has this metric."""
-
-_SUMMARY = (
-    ("model", ("model.path",)),
-    (
-        "objective",
-        ("objective.name", "objective.score", "objective.reward_proxy", "objective.reference", "objective.clip_grad"),
-    ),
-    ("reward", ("reward.name",)),
-    ("data", ("data.train.preset", "data.train.path")),
-    ("batch", ("batch.prompts_per_step", "batch.samples_per_prompt", "batch.updates_per_step")),
-    ("rollout", ("rollout.engine", "rollout.sampling.temperature", "rollout.sampling.max_response_tokens")),
-    ("layout", ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep")),
-    ("precision", ("precision.dtype", "precision.fp8.recipe")),
-    ("optimizer", ("optimizer.lr", "optimizer.schedule")),
-    ("seed", ("run.seed",)),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,34 +96,12 @@ def _read(run_dir: Path) -> _Run:
 
 # ------------------------------------------------------------------------------------------------------------- header
 def _header(run: _Run) -> str:
-    lines = []
-    for label, keys in _SUMMARY:
-        values = [(key, _look_up(run.config, key)) for key in keys]
-        text = ", ".join(_described(key, value) for key, value in values if value is not None)
-        if text:
-            lines.append(f"<dt>{label}</dt><dd>{safe_text(text)}</dd>")
-    summary = f'<div class="card"><dl>{"".join(lines)}</dl>{_whole_config(run.config)}</div>' if lines else ""
     versions = " · ".join(f"{name} {version}" for name, version in run.environment.items())
-    return f'<h1>{safe_text(run.name)}</h1><p class="soft"><small>{safe_text(versions)}</small></p>{summary}'
-
-
-def _whole_config(config: Mapping[str, Any]) -> str:
-    text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-    return f'<details><summary class="soft">{CONFIG_FILE}</summary><pre>{safe_text(text)}</pre></details>'
-
-
-def _look_up(config: Mapping[str, Any], key: str) -> Any:
-    found: Any = config
-    for part in key.split("."):
-        if not isinstance(found, Mapping) or part not in found:
-            return None
-        found = found[part]
-    return found
-
-
-def _described(key: str, value: Any) -> str:
-    word = key.rpartition(".")[2]
-    return f"{value}" if word in ("name", "path", "engine", "seed", "dtype", "preset") else f"{word} {value}"
+    head = f'<h1>{safe_text(run.name)}</h1><p class="soft"><small>{safe_text(versions)}</small></p>'
+    if not run.config:
+        return head
+    text = yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True)
+    return f'{head}<details class="card"><summary>{CONFIG_FILE}</summary><pre>{safe_text(text)}</pre></details>'
 
 
 def _tiles(rows: Sequence[Row]) -> str:
@@ -238,14 +201,14 @@ def _phases(rows: Sequence[Row], left: set[str]) -> list[str]:
         return []
     phases = [key for key in _matching(timed, lambda key: key.startswith("time/")) if key.count("/") == 1]
     phases.remove("time/step_s")
-    stacks = [(key.removeprefix("time/").removesuffix("_s"), [_number(row, key) for row in timed]) for key in phases]
-    covered = [sum(values[i] for _, values in stacks) for i in range(len(timed))]
-    rest = [max(0.0, _number(row, "time/step_s") - known) for row, known in zip(timed, covered, strict=True)]
-    stacks.sort(key=lambda stack: -sum(stack[1]))
+    curves = {key.removeprefix("time/").removesuffix("_s"): [_number(row, key) for row in timed] for key in phases}
+    covered = sum(map(np.array, curves.values()), np.zeros(len(timed)))
+    curves["other"] = np.maximum([_number(row, "time/step_s") for row in timed] - covered, 0.0).tolist()
     left.difference_update({*phases, "time/step_s"})
-    return [
-        stacked_bars("time of each phase", "seconds a step", [_step(row) for row in timed], [*stacks, ("other", rest)])
-    ]
+    steps = [_step(row) for row in timed]
+    longest = sorted(curves, key=lambda name: -sum(curves[name]))
+    series = [Series(name=name, points=list(zip(steps, curves[name], strict=True))) for name in longest]
+    return [line_chart(Chart(title="time of each phase", series=series, note="seconds a step"))]
 
 
 def _short_names(keys: Sequence[str]) -> list[str]:
