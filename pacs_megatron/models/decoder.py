@@ -4,36 +4,40 @@ from pacs_megatron.errors import ConversionError
 from pacs_megatron.models.config_reader import MAX_LAYERS, ConfigReader, wrong_value
 from pacs_megatron.models.spec import ModelSpec, MoeSpec
 from pacs_megatron.models.table import Row
-from pacs_megatron.models.transforms import GatedUp, Plain, Qkv
+from pacs_megatron.models.transforms import Qkv, Rows
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 ATTENTION = (
-    Row("input_layernorm.weight", ("input_layernorm.weight",), Plain(("hidden",))),
+    Row("input_layernorm.weight", ("input_layernorm.weight",), Rows(("hidden",))),
     Row("self_attention.linear_qkv.weight", tuple(f"{n}.weight" for n in _QKV), Qkv(("hidden",))),
-    Row("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Plain(("hidden", "heads"), tp_dim=1)),
+    Row("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Rows(("hidden", "heads"), tp_dim=1)),
 )
 QKV_BIAS = (Row("self_attention.linear_qkv.bias", tuple(f"{n}.bias" for n in _QKV), Qkv(())),)
 QK_NORM = (
-    Row("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), Plain(("head_dim",))),
-    Row("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), Plain(("head_dim",))),
+    Row("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), Rows(("head_dim",))),
+    Row("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), Rows(("head_dim",))),
 )
-MLP_NORM = (Row("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Plain(("hidden",))),)
+MLP_NORM = (Row("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Rows(("hidden",))),)
 DENSE_MLP = (
-    Row("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GatedUp("ffn")),
-    Row("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Plain(("hidden", "ffn"), tp_dim=1)),
+    Row(
+        "mlp.linear_fc1.weight",
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        Rows(("ffn", "hidden"), tp_dim=0, tp_parts=2),
+    ),
+    Row("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Rows(("hidden", "ffn"), tp_dim=1)),
 )
 EXPERTS = (
-    Row("mlp.router.weight", ("mlp.gate.weight",), Plain(("experts", "hidden"))),
+    Row("mlp.router.weight", ("mlp.gate.weight",), Rows(("experts", "hidden"))),
     Row(
         "mlp.experts.local_experts.{e}.linear_fc1.weight",
         ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
-        GatedUp("expert_ffn"),
+        Rows(("expert_ffn", "hidden"), tp_dim=0, tp_parts=2),
     ),
     Row(
         "mlp.experts.local_experts.{e}.linear_fc2.weight",
         ("mlp.experts.{e}.down_proj.weight",),
-        Plain(("hidden", "expert_ffn"), tp_dim=1),
+        Rows(("hidden", "expert_ffn"), tp_dim=1),
     ),
 )
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models.config_reader import ConfigReader
 from pacs_megatron.models.spec import ModelSpec
-from pacs_megatron.models.transforms import Dims, Plain, Shape, Transform, Vocabulary
+from pacs_megatron.models.transforms import Dims, Rows, Shape, Transform
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,10 +116,7 @@ class Entry:
     def to_megatron_parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """`to_megatron` as `tp_parts` equal parts along `tp_dim`, without concatenating gate and up."""
         self.check(tensors)
-        if len(tensors) == self.transform.tp_parts:
-            return list(tensors) if len(tensors) > 1 else [self.transform.to_megatron(tensors, self.dims)]
-        full = self.transform.to_megatron(tensors, self.dims)
-        return list(full.chunk(self.transform.tp_parts, dim=self.transform.tp_dim or 0))
+        return list(tensors) if self.transform.tp_parts > 1 else [self.transform.to_megatron(tensors, self.dims)]
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raises ConversionError unless these are the Hugging Face tensors of this entry: count, shapes, one dtype."""
@@ -142,7 +139,7 @@ class Entry:
         """`to_hf` of a tensor given as consecutive blocks of rows; each result is a list of blocks as well."""
         import torch
 
-        if len(blocks) == 1 or not self.transform.in_row_order:
+        if len(blocks) == 1 or not isinstance(self.transform, Rows):
             return [[t] for t in self.to_hf(blocks[0] if len(blocks) == 1 else torch.cat(list(blocks)))]
         shape = (sum(block.shape[0] for block in blocks), *blocks[0].shape[1:])
         _check_shape(self.megatron_name, shape, self.megatron_shape)
@@ -219,12 +216,14 @@ class WeightTable:
         return sum(math.prod(shape) for e in self.entries for shape in e.hf_shapes)
 
 
-_EMBEDDING = Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Vocabulary())
-_FINAL_NORM = Row("decoder.final_layernorm.weight", ("model.norm.weight",), Plain(("hidden",)))
-_OUTPUT = Row("output_layer.weight", ("lm_head.weight",), Vocabulary())
+_EMBEDDING = Row(
+    "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Rows(("vocab", "hidden"), tp_dim=0)
+)
+_FINAL_NORM = Row("decoder.final_layernorm.weight", ("model.norm.weight",), Rows(("hidden",)))
+_OUTPUT = Row("output_layer.weight", ("lm_head.weight",), Rows(("vocab", "hidden"), tp_dim=0))
 _VALUE = (
-    Row("output_layer.weight", ("score.weight",), Plain(("value", "hidden"))),
-    Row("output_layer.bias", ("score.bias",), Plain(("value",))),
+    Row("output_layer.weight", ("score.weight",), Rows(("value", "hidden"))),
+    Row("output_layer.bias", ("score.bias",), Rows(("value",))),
 )
 CRITIC_CLASS = "ForTokenClassification"
 """End of transformers' class of a critic's folder: one label, `score`, is the value before the next token. verl has
@@ -240,7 +239,8 @@ def build_table(family: Family, spec: ModelSpec, vocab_multiple: int) -> WeightT
         yield _entry(_EMBEDDING, dims, place="embedding")
         for layer in range(spec.num_layers):
             for row in family.layer_rows:
-                for expert in _experts_of(row, spec):
+                experts = range(spec.moe.num_experts) if spec.moe is not None and "{e}" in row.megatron else (None,)
+                for expert in experts:
                     yield _entry(row, dims, place="layer", layer=layer, expert=expert)
         yield _entry(_FINAL_NORM, dims, place="final_norm")
         if spec.head == "value":
@@ -249,14 +249,6 @@ def build_table(family: Family, spec: ModelSpec, vocab_multiple: int) -> WeightT
             yield _entry(_OUTPUT, dims, place="output")
 
     return WeightTable(spec, padded_vocab, tuple(entries()))
-
-
-def _experts_of(row: Row, spec: ModelSpec) -> Sequence[int | None]:
-    if "{e}" not in row.megatron:
-        return (None,)
-    if spec.moe is None:
-        raise ConversionError(f"row {row.megatron} of family {spec.family} needs experts, and the model has none")
-    return range(spec.moe.num_experts)
 
 
 def _entry(row: Row, dims: Dims, *, place: Place, layer: int | None = None, expert: int | None = None) -> Entry:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pacs_megatron.models.spec import ModelSpec
 
@@ -35,7 +35,6 @@ class Dims:
             "heads": spec.num_heads * spec.head_dim,
             "kv_heads": spec.num_kv_heads * spec.head_dim,
             "vocab": spec.vocab_size,
-            "padded_vocab": self.padded_vocab,
             "value": 1,
         }
         if spec.moe is not None:
@@ -46,90 +45,37 @@ class Dims:
         return tuple(self.sizes[name] for name in names)
 
 
-class Transform(Protocol):
-    """Shapes are of full tensors of the model of `Dims`."""
-
-    @property
-    def tp_dim(self) -> int | None:
-        """The dimension that tensor parallelism splits; None: every rank has the whole tensor."""
-        ...
-
-    @property
-    def tp_parts(self) -> int:
-        """Equal parts along `tp_dim` that are split separately (2 for gate and up: each rank has [gate_r; up_r])."""
-        ...
-
-    @property
-    def in_row_order(self) -> bool:
-        """Whether the Hugging Face tensors, concatenated, are the first rows of the Megatron tensor."""
-        ...
-
-    def tp_units(self, dims: Dims) -> int:
-        """Units that the tensor-parallel size must divide: rows or columns of a part, for qkv the query groups."""
-        ...
-
-    def hf_shapes(self, dims: Dims) -> tuple[Shape, ...]: ...
-
-    def megatron_shape(self, dims: Dims) -> Shape: ...
-
-    def to_megatron(self, tensors: Sequence[Tensor], dims: Dims) -> Tensor: ...
-
-    def to_hf(self, tensor: Tensor, dims: Dims) -> tuple[Tensor, ...]: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Plain:
-    """The same tensor on both sides."""
+class Rows:
+    """`tp_parts` tensors of one shape, concatenated along the rows; the vocabulary is padded with zero rows."""
 
     dims: tuple[str, ...]
     tp_dim: int | None = None
-    tp_parts: int = field(default=1, init=False)
-    in_row_order: bool = field(default=True, init=False)
+    """The dimension that tensor parallelism splits; None: every rank has the whole tensor."""
+    tp_parts: int = 1
+    """Equal parts along `tp_dim` that are split separately (2 for gate and up: each rank has [gate_r; up_r])."""
 
     def tp_units(self, dims: Dims) -> int:
-        return 1 if self.tp_dim is None else dims.sizes[self.dims[self.tp_dim]]
+        """Units that the tensor-parallel size must divide: rows or columns of a part, for qkv the query groups."""
+        return 1 if self.tp_dim is None else self.megatron_shape(dims)[self.tp_dim] // self.tp_parts
 
     def hf_shapes(self, dims: Dims) -> tuple[Shape, ...]:
-        return (dims.shape(self.dims),)
+        return (dims.shape(self.dims),) * self.tp_parts
 
     def megatron_shape(self, dims: Dims) -> Shape:
-        return dims.shape(self.dims)
+        rows, *rest = dims.shape(self.dims)
+        return (dims.padded_vocab if self.dims[0] == "vocab" else rows * self.tp_parts, *rest)
 
     def to_megatron(self, tensors: Sequence[Tensor], dims: Dims) -> Tensor:
-        return tensors[0]
+        import torch
+
+        padding = self.megatron_shape(dims)[0] - sum(tensor.shape[0] for tensor in tensors)
+        zeros = [tensors[0].new_zeros(padding, *tensors[0].shape[1:])] if padding else []
+        return torch.cat([*tensors, *zeros]) if len(tensors) > 1 or padding else tensors[0]
 
     def to_hf(self, tensor: Tensor, dims: Dims) -> tuple[Tensor, ...]:
-        return (tensor,)
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """[vocab, hidden], padded with zero rows to [padded_vocab, hidden]."""
-
-    tp_dim: int = field(default=0, init=False)
-    tp_parts: int = field(default=1, init=False)
-    in_row_order: bool = field(default=True, init=False)
-
-    def tp_units(self, dims: Dims) -> int:
-        return dims.padded_vocab
-
-    def hf_shapes(self, dims: Dims) -> tuple[Shape, ...]:
-        return (dims.shape(("vocab", "hidden")),)
-
-    def megatron_shape(self, dims: Dims) -> Shape:
-        return dims.shape(("padded_vocab", "hidden"))
-
-    def to_megatron(self, tensors: Sequence[Tensor], dims: Dims) -> Tensor:
-        (rows,) = tensors
-        num_pad = dims.padded_vocab - rows.shape[0]
-        if num_pad == 0:
-            return rows
-        padded = rows.new_zeros(self.megatron_shape(dims))
-        padded[: rows.shape[0]] = rows
-        return padded
-
-    def to_hf(self, tensor: Tensor, dims: Dims) -> tuple[Tensor, ...]:
-        return (tensor[: dims.spec.vocab_size],)
+        rows = dims.sizes[self.dims[0]]
+        return tuple(tensor[part * rows : (part + 1) * rows] for part in range(self.tp_parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +89,6 @@ class Qkv:
     rest: tuple[str, ...]
     tp_dim: int = field(default=0, init=False)
     tp_parts: int = field(default=1, init=False)
-    in_row_order: bool = field(default=False, init=False)
 
     def tp_units(self, dims: Dims) -> int:
         return dims.spec.num_kv_heads
@@ -174,30 +119,5 @@ class Qkv:
         return tuple(t.reshape(-1, *rest) for t in (q, k, v))
 
 
-@dataclass(frozen=True, slots=True)
-class GatedUp:
-    """gate and up, each [rows, hidden], concatenated along the rows."""
-
-    rows: str
-    tp_dim: int = field(default=0, init=False)
-    tp_parts: int = field(default=2, init=False)
-    in_row_order: bool = field(default=True, init=False)
-
-    def tp_units(self, dims: Dims) -> int:
-        return dims.sizes[self.rows]
-
-    def hf_shapes(self, dims: Dims) -> tuple[Shape, ...]:
-        shape = dims.shape((self.rows, "hidden"))
-        return (shape, shape)
-
-    def megatron_shape(self, dims: Dims) -> Shape:
-        return (2 * dims.sizes[self.rows], dims.sizes["hidden"])
-
-    def to_megatron(self, tensors: Sequence[Tensor], dims: Dims) -> Tensor:
-        import torch
-
-        return torch.cat(list(tensors), dim=0)
-
-    def to_hf(self, tensor: Tensor, dims: Dims) -> tuple[Tensor, ...]:
-        gate, up = tensor.chunk(2, dim=0)
-        return gate, up
+Transform = Rows | Qkv
+"""Shapes and tensors are full (not split by tensor parallelism), of the model of `Dims`."""

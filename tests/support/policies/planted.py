@@ -341,7 +341,7 @@ PLANTED: dict[str, Planted] = {
     ),
     # --------------------------------------------------------------------------------------------------- conversion
     "gate and up are swapped": Planted(
-        target="pacs_megatron.models.transforms.GatedUp.to_hf", change=lambda original, *args: original(*args)[::-1]
+        target="pacs_megatron.models.transforms.Rows.to_hf", change=lambda original, *args: original(*args)[::-1]
     ),
     "key and value are swapped": Planted(
         target="pacs_megatron.models.transforms.Qkv.to_megatron",
