@@ -83,7 +83,7 @@ def setup_lines(job: Job, request: Request) -> str:
     if config.resources.rollout_nodes:
         lines.append('touch "$PACS_ATTEMPT/servers/stop"')
     lines += [
-        f'{python} -m pacs_megatron.launch.job end --requeue {run_dir} "$pacs_code" {config.resources.max_attempts}',
+        f'{python} -m pacs_megatron.launch.job end {run_dir} "$pacs_code" {config.resources.max_attempts}',
         "exit",
         "}",
         "trap pacs_end EXIT",

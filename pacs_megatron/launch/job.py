@@ -4,14 +4,13 @@ A run is a chain of attempts (Slurm jobs, or requeues of one job). `begin` opens
 requeues the job, except after success, an invalid configuration, or several attempts without progress.
 """
 
-import argparse
 import json
 import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pacs_megatron.checkpoint.names import Position, newest_position
@@ -20,7 +19,7 @@ from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.launch.serve import servers_here, wait_for_urls
 from pacs_megatron.launch.train import check_model_and_layout
-from pacs_megatron.runtime.command_line import OneLineParser, run_command
+from pacs_megatron.runtime.command_line import run_command
 from pacs_megatron.runtime.files import has_fields, json_line, read_rows, write_atomically
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, read_exit_code, run_folder
 from pacs_megatron.runtime.waiting import report_wait, run_program
@@ -202,53 +201,44 @@ def _append(run_dir: Path, row: Row, name: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one command; returns the exit code. `describe` and `begin` print for the shell."""
-    parser = OneLineParser(prog="python -m pacs_megatron.launch.job")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    verb = verbs.add_parser("describe")
-    verb.add_argument("config", type=Path)
-    verb.add_argument("overrides", nargs="*")
-    verb = verbs.add_parser("begin")
-    verb.add_argument("run_dir", type=Path)
-    verb = verbs.add_parser("end")
-    verb.add_argument("run_dir", type=Path)
-    verb.add_argument("code", type=int)
-    verb.add_argument("max_attempts", type=int)
-    verb.add_argument("--requeue", action="store_true", help="requeue this job if another attempt makes sense")
-    verb = verbs.add_parser("urls")
-    verb.add_argument("folder", type=Path)
-    verb.add_argument("timeout_s", type=float)
-    verb.add_argument("num_nodes", type=int)
-    args = parser.parse_args(arguments)
-    return run_command(lambda: _run_verb(args))
+    """Run one command of a batch script; returns the exit code. `describe`, `begin` and `urls` print for the shell."""
+    return run_command(lambda: _run_verb(*arguments))
 
 
-def _run_verb(args: argparse.Namespace) -> int:
+def _run_verb(verb: str, *words: str) -> int:
     try:
-        return _verb(args)
+        return _VERBS[verb](*words)
     except OSError as error:  # the exit code of a wrong configuration: the job is not requeued
         raise ConfigError(
             f"{error.filename}: {error.strerror}; correct run.dir or its permissions, or free some space"
         ) from None
 
 
-def _verb(args: argparse.Namespace) -> int:
-    if args.verb == "describe":
-        lines = [f"{key}={shlex.quote(value)}" for key, value in describe(args.config, args.overrides).items()]
-        sys.stdout.write("\n".join(lines) + "\n")
-    elif args.verb == "begin":
-        sys.stdout.write(f"{begin(args.run_dir, os.environ.get('SLURM_JOB_ID', 'none'))}\n")
-    elif args.verb == "urls":
-        sys.stdout.write(",".join(wait_for_urls(args.folder, args.num_nodes, args.timeout_s)) + "\n")
-    else:
-        code, again, reason = end(args.run_dir, args.code, args.max_attempts)
-        sys.stdout.write(f"exit code {code}: {'requeue' if again else 'stop'}: {reason}\n")
-        sys.stdout.flush()
-        if again and args.requeue:
-            requeue(os.environ["SLURM_JOB_ID"])
-        return code
-    return 0
+def _describe(config: str, *overrides: str) -> int:
+    sys.stdout.writelines(f"{key}={shlex.quote(value)}\n" for key, value in describe(Path(config), overrides).items())
+    return ExitCode.OK
 
+
+def _begin(run_dir: str) -> int:
+    sys.stdout.write(f"{begin(Path(run_dir), os.environ.get('SLURM_JOB_ID', 'none'))}\n")
+    return ExitCode.OK
+
+
+def _urls(folder: str, timeout_s: str, num_nodes: str) -> int:
+    sys.stdout.write(",".join(wait_for_urls(Path(folder), int(num_nodes), float(timeout_s))) + "\n")
+    return ExitCode.OK
+
+
+def _end(run_dir: str, code: str, max_attempts: str) -> int:
+    ended_with, again, reason = end(Path(run_dir), int(code), int(max_attempts))
+    sys.stdout.write(f"exit code {ended_with}: {'requeue' if again else 'stop'}: {reason}\n")
+    sys.stdout.flush()
+    if again:
+        requeue(os.environ["SLURM_JOB_ID"])
+    return ended_with
+
+
+_VERBS: dict[str, Callable[..., int]] = {"describe": _describe, "begin": _begin, "urls": _urls, "end": _end}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

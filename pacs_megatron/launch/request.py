@@ -4,8 +4,11 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import yaml
 
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.cluster import ClusterConfig
@@ -103,28 +106,16 @@ def _check_axes(request: Request) -> None:
 
 
 def _axis(text: str) -> list[str]:
+    """`key=value` for each value. A comma inside brackets or quotes belongs to its value: `[a,b],[c]` are two."""
     key, equals, values = text.partition("=")
-    found = _split(values)
-    if not equals or not key or not all(value.strip() for value in found):
+    nodes: list[yaml.Node] = []
+    with suppress(yaml.YAMLError, RecursionError, ValueError):
+        whole = yaml.compose(f"[{values},]", Loader=yaml.BaseLoader)
+        nodes = whole.value if whole.end_mark.index == len(values) + 3 else []
+    found = [values[node.start_mark.index - 1 : node.end_mark.index - 1] for node in nodes]
+    if not equals or not key or not found or not all(value.strip() for value in found):
         raise ConfigError(f"--sweep {text!r}: expected key=a,b,c such as objective.beta=0.5,1,2")
     return [f"{key}={value}" for value in found]
-
-
-def _split(values: str) -> list[str]:
-    """Splits at commas outside of brackets and quotes: `[a,b],[c]` are two values."""
-    parts, depth, quote = [""], 0, ""
-    for letter in values:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
-        else:
-            depth += (letter in "[{") - (letter in "]}")
-        if letter == "," and not depth and not quote:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
 
 
 def _short(override: str) -> str:

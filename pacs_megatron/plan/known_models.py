@@ -1,6 +1,7 @@
 """Architectures of published models by hub id, so that `plan` needs neither the checkpoint nor a network.
 
-The values are those of each repository's config.json; `fetch` compares them with the file it gets.
+The values are those of each repository's config.json that are not transformers' defaults; `fetch` compares the
+architecture with the file it gets.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,6 @@ from pacs_megatron.models.hub import config_folder
 def _qwen3(hidden: int, layers: int, heads: int, ffn: int, *, tied: bool) -> Mapping[str, Any]:
     return {
         "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -27,11 +27,7 @@ def _qwen3(hidden: int, layers: int, heads: int, ffn: int, *, tied: bool) -> Map
         "max_position_embeddings": 40960,
         "tie_word_embeddings": tied,
         "rope_theta": 1000000,
-        "rope_scaling": None,
         "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "use_sliding_window": False,
         "torch_dtype": "bfloat16",
     }
 
@@ -39,31 +35,18 @@ def _qwen3(hidden: int, layers: int, heads: int, ffn: int, *, tied: bool) -> Map
 _QWEN3_30B_A3B: Mapping[str, Any] = {
     **_qwen3(2048, 48, 32, 6144, tied=False),
     "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
     "num_key_value_heads": 4,
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
 }
 _QWEN25_7B: Mapping[str, Any] = {
+    **{key: value for key, value in _qwen3(3584, 28, 28, 18944, tied=False).items() if key != "head_dim"},
     "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
     "num_key_value_heads": 4,
-    "intermediate_size": 18944,
     "vocab_size": 152064,
     "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "use_sliding_window": False,
-    "torch_dtype": "bfloat16",
 }
 
 KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(

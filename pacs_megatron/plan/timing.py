@@ -208,26 +208,27 @@ def _rollout(
     concurrency.
     """
     samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
-    replicas, tp = sampling_replicas(config, layout)
+    servers, rollout, embedded = config.rollout.managed_servers, config.rollout.sglang, config.rollout.embedded
+    replicas, tp = (layout.world_size, 1) if servers is None else (servers.count, servers.tp)
     if sampling is None:
         return Phase("rollout", 0.0, 0.0, "attached servers: not estimated")
-    cache = kv_cache_bytes(sampling)
-    per_token = kv_bytes_per_token(spec, tp)
-    fits = cache / (per_token * (lengths.prompt + lengths.response / 2))
-    limit = _max_running(config)
-    concurrent = max(1.0, min(fits, limit, samples / replicas))
-    rollout = config.rollout.sglang
+    per_token, mean = kv_bytes_per_token(spec, tp), lengths.prompt + lengths.response / 2
+    limit = math.inf if rollout is None else rollout.max_in_flight
+    limit = limit if embedded is None else embedded.batch_sequences
+    concurrent = max(1.0, min(kv_cache_bytes(sampling) / (per_token * mean), limit, samples / replicas))
     bytes_held = 4 * num_parameters(spec) if rollout is None else sampler_weight_bytes(rollout, spec)
     weights = bytes_held / tp
     if spec.moe is not None:  # few sequences read few experts; many read all
-        touched = min(1.0, concurrent * spec.moe.top_k / spec.moe.num_experts)
-        weights *= touched
-    server = _Server(tp=tp, weight_bytes=weights, token_bytes=per_token)
-    step = _decode_step(spec, gpu, server, concurrent, lengths)
+        weights *= min(1.0, concurrent * spec.moe.top_k / spec.moe.num_experts)
+    step = _decode_step(spec, gpu, tp, weights + per_token * concurrent * mean, concurrent, lengths)
     tokens = samples * lengths.response / replicas
     steady = tokens / concurrent * step
     longest = max_response_tokens(config)
-    tail = max(0.0, longest - lengths.response) * _decode_step(spec, gpu, server, 8, lengths) / 2
+    tail = (
+        max(0.0, longest - lengths.response)
+        * _decode_step(spec, gpu, tp, weights + per_token * 8 * mean, 8, lengths)
+        / 2
+    )
     prefill = forward_flops(spec, config.batch.prompts_per_step * lengths.prompt, lengths.prompt, 0)
     seconds = steady + tail + prefill / (replicas * tp * gpu.bf16_tflops * 1e12 * constants.FORWARD_MFU.value)
     rate = samples * lengths.response / seconds / (replicas * tp)
@@ -236,37 +237,12 @@ def _rollout(
     return Phase("rollout", seconds, flops, note, _inverse(constants.DECODE_BANDWIDTH_FRAC))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Server:
-    """Bytes that decoding reads on each GPU of one server."""
-
-    tp: int
-    weight_bytes: float
-    token_bytes: float
-
-
-def _decode_step(spec: ModelSpec, gpu: Gpu, server: _Server, concurrent: float, lengths: Lengths) -> float:
-    tp = server.tp
-    read = server.weight_bytes + server.token_bytes * concurrent * (lengths.prompt + lengths.response / 2)
+def _decode_step(spec: ModelSpec, gpu: Gpu, tp: int, read: float, concurrent: float, lengths: Lengths) -> float:
+    """Seconds of one decoding step of `concurrent` sequences that reads `read` bytes on each GPU."""
     by_bandwidth = read / (gpu.memory_gb_s * 1e9 * constants.DECODE_BANDWIDTH_FRAC.value)
     flops = forward_flops(spec, concurrent, lengths.total, concurrent) / tp
     by_compute = flops / (gpu.bf16_tflops * 1e12 * constants.DECODE_MFU.value)
     return max(by_bandwidth, by_compute) + constants.DECODE_OVERHEAD_S.value
-
-
-def sampling_replicas(config: RunConfig, layout: Layout) -> tuple[int, int]:
-    """(samplers, GPUs of each)."""
-    servers = config.rollout.managed_servers
-    if servers is not None:
-        return servers.count, servers.tp
-    return layout.world_size, 1
-
-
-def _max_running(config: RunConfig) -> float:
-    if config.rollout.embedded is not None:
-        return config.rollout.embedded.batch_sequences
-    assert config.rollout.sglang is not None
-    return config.rollout.sglang.max_in_flight
 
 
 def _sync(config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu) -> Phase:

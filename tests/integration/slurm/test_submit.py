@@ -49,7 +49,7 @@ def test_every_shipped_config_dry_runs(nemo_run: None, tmp_path: Path) -> None:
         assert f"--signal=USR1@{load_config(path).config.resources.signal_lead_s}" in together
         assert "#SBATCH --requeue" in together
         assert "launch.job begin" in together
-        assert "launch.job end --requeue" in together
+        assert "launch.job end" in together
         assert ("#SBATCH hetjob" in together) == ("rollout_nodes" in path.read_text())
         assert ("--container-image" in together) == (cluster == "example-pyxis")
         assert ("apptainer exec --nv" in together) == (cluster == "example-apptainer")
@@ -60,7 +60,7 @@ def test_the_quickstart_dry_runs_before_it_ran(nemo_run: None, tmp_path: Path) -
     for path in sorted((ROOT / "configs" / "runs").glob("quickstart*.yaml")):
         texts = list(submit(make_request(path, overrides=(f"run.dir={tmp_path}",)), dry_run=True))
         assert texts[0].startswith(f"# {load_config(path).config.run.name}: resolved configuration")
-        assert "launch.job end --requeue" in "\n".join(texts)
+        assert "launch.job end" in "\n".join(texts)
 
 
 def test_a_sweep_is_every_combination(tmp_path: Path) -> None:
