@@ -19,34 +19,35 @@ def derived_values(config: RunConfig, world_size: int) -> list[tuple[str, str, s
     layout = layout_of(config, world_size)
     samples = batch.prompts_per_step * batch.samples_per_prompt
     updates = run.steps * batch.num_updates
-    shares = _share(batch.prompts_per_step, batch.updates_per_step)
+    low, rest = divmod(batch.prompts_per_step, batch.updates_per_step)
+    shares = [low, low + 1] if rest else [low]
     per_update = " or ".join(str(groups * batch.samples_per_prompt) for groups in shares)
     response = max_response_tokens(config)
     is_demo = not config.rollout.is_sampled
     values = [
         ("ranks", str(world_size), "run.nproc, or tp * pp * cp, or what torchrun / srun starts"),
         ("data-parallel replicas", str(layout.dp), "ranks / (tp * pp * cp)"),
-        ("samples a step", _count(samples), "batch.prompts_per_step * batch.samples_per_prompt"),
+        ("samples a step", f"{samples:,}", "batch.prompts_per_step * batch.samples_per_prompt"),
         ("samples an update", per_update, "whole groups of a step, shared over batch.updates_per_step"),
-        ("updates in the run", _count(updates), "run.steps * batch.updates_per_step * batch.epochs"),
-        ("samples in the run", _count(samples * run.steps), "samples a step * run.steps"),
-        ("longest sample", f"{_count(max_sequence_tokens(config))} tokens", "prompt limit + response limit"),
+        ("updates in the run", f"{updates:,}", "run.steps * batch.updates_per_step * batch.epochs"),
+        ("samples in the run", f"{samples * run.steps:,}", "samples a step * run.steps"),
+        ("longest sample", f"{max_sequence_tokens(config):,} tokens", "prompt limit + response limit"),
         (
             "longest samples in a micro-batch",
             str(batch.tokens_per_microbatch // max_sequence_tokens(config)),
             "batch.tokens_per_microbatch / longest sample",
         ),
-        ("response tokens a step, at most", _count(samples * response), "samples a step * response limit"),
+        ("response tokens a step, at most", f"{samples * response:,}", "samples a step * response limit"),
     ]
     if not is_demo:
-        values.append(("reward calls a step", _count(samples), "one for each sample"))
+        values.append(("reward calls a step", f"{samples:,}", "one for each sample"))
     return values
 
 
 def show(config_path: Path, overrides: Sequence[str] = ()) -> str:
     """The resolved configuration, one line `key = value  # origin` per value."""
     loaded = load_config(config_path, overrides)
-    rows = [(f"{key} = {json.dumps(_plain(value), ensure_ascii=False)}", key) for key, value in leaves(loaded.config)]
+    rows = [(f"{key} = {json.dumps(value, ensure_ascii=False)}", key) for key, value in leaves(loaded.config)]
     width = min(max(len(text) for text, _ in rows), 72)
     origins = loaded.origins
     return "\n".join(f"{text:<{width}}  # {origins[key]}" for text, key in rows)
@@ -74,16 +75,3 @@ def schema_json() -> str:
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     return json.dumps(schema, indent=2)
-
-
-def _share(groups: int, parts: int) -> Sequence[int]:
-    low, rest = divmod(groups, parts)
-    return [low] if rest == 0 else [low, low + 1]
-
-
-def _count(number: int) -> str:
-    return f"{number:,}"
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value

@@ -17,8 +17,6 @@ class PromptOrder:
     """
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool) -> None:
-        if num_prompts < 1:
-            raise ConfigError(f"the order needs at least one prompt, got {num_prompts}")
         self._fixed = {"num_prompts": num_prompts, "seed": seed, "shuffle": shuffle}
         self._num_prompts, self._seed, self._shuffle = num_prompts, seed, shuffle
         self._epoch = 0

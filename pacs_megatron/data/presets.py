@@ -9,7 +9,7 @@ from typing import Any
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.data.benchmarks import BENCHMARKS
 from pacs_megatron.data.sources import Row
-from pacs_megatron.errors import ConfigError, DataError
+from pacs_megatron.errors import DataError
 
 _GSM8K_ANSWER = re.compile(r"####\s*(.+?)\s*$")
 _GSM8K_CALCULATION = re.compile(r"<<[^<>]*>>")
@@ -79,12 +79,7 @@ PRESETS: dict[str, Columns] = {
 
 
 def columns_of(options: DatasetOptions) -> Columns:
-    """The columns of the preset or of the configuration. Raises ConfigError unless exactly one of the two is given."""
-    if (options.preset is None) == (options.columns is None):
-        given = "neither" if options.preset is None else "both"
-        raise ConfigError(
-            f"{options.path}: give exactly one of preset ({', '.join(PRESETS)}) and columns, got {given} of them"
-        )
+    """The columns of the preset or of the configuration, which has exactly one of them."""
     if options.preset is not None:
         return PRESETS[options.preset]
     named = options.columns

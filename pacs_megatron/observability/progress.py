@@ -22,6 +22,7 @@ SAMPLES_INTERVAL_S = 30.0
 _RATE_WEIGHT = 0.3
 """Weight of the newest step in tqdm's moving average of the speed."""
 _ROWS = 20
+_DISCARD = open(os.devnull, "w")  # noqa: SIM115  (for bars that are not drawn: tqdm still measures the speed)
 _FALLBACK_COLUMNS = 80
 _LINE = "{desc} {n_fmt}/{total_fmt}, {rate_fmt}, {remaining} left{postfix}"
 _BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {rate_fmt}, {remaining} left{postfix}"
@@ -58,7 +59,7 @@ class Progress(Closing):
             initial=done,
             unit="B" if unit == "bytes" else unit,
             unit_scale=unit == "bytes",
-            file=stream if self._live else _Discard(),
+            file=stream if self._live else _DISCARD,
             bar_format=_BAR,
             smoothing=_RATE_WEIGHT,
             mininterval=0,
@@ -111,16 +112,6 @@ class Progress(Closing):
             self._bar.refresh()
         else:
             self._bar.update(min(done, self._bar.total) - self._bar.n)
-
-
-class _Discard:
-    """A stream for a bar that is not drawn: tqdm still measures the speed."""
-
-    def write(self, text: str) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
 
 
 def _columns(stream: TextIO) -> int:

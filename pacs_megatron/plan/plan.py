@@ -186,7 +186,9 @@ def run_plan(
         return _compare(plan, response_tokens), plan.fits
     if search:
         found = search_layouts(plan, response_tokens)
-        return (search_json(found, plan) if as_json else render_search(found, plan)), any(each.fits for each in found)
+        entries = {"configured": _search_entry(plan), "layouts": [_search_entry(each) for each in found]}
+        text = json.dumps(entries, indent=2) if as_json else render_search(found, plan)
+        return text, any(each.fits for each in found)
     return (to_json(plan) if as_json else render(plan)), plan.fits
 
 
@@ -215,19 +217,10 @@ def _candidates(plan: Plan) -> Iterator[RunConfig]:
                     candidate = _with_layout(config, tp, pp, ep, granularity)
                     broken = find_problems(candidate) + layout_problems(candidate, world_size)
                     if not broken and not shape_problems(candidate, spec, ""):
-                        yield from _with_budgets(candidate, plan)
-
-
-BUDGET_STEP = 1024
-"""tokens"""
-
-
-def _with_budgets(config: RunConfig, plan: Plan) -> Iterator[RunConfig]:
-    """`config`, and with the largest token budget that fits, if more of PACS's groups are whole in it."""
-    yield config
-    found = _with_budget(config, largest_budget(config, plan))
-    if found.batch.tokens_per_microbatch > config.batch.tokens_per_microbatch:
-        yield found
+                        yield candidate
+                        budget = largest_budget(candidate, plan)  # more of PACS's groups may be whole in it
+                        if budget > config.batch.tokens_per_microbatch:
+                            yield _with_budget(candidate, budget)
 
 
 def largest_budget(config: RunConfig, plan: Plan) -> int:
@@ -262,6 +255,8 @@ def _with_layout(config: RunConfig, tp: int, pp: int, ep: int, granularity: str)
 
 
 # --------------------------------------------------------------------------------------------------------------- compare
+BUDGET_STEP = 1024
+"""tokens"""
 _COMPARED = ("rollout", "scores", "updates", "off-load", "sync")
 
 
@@ -432,13 +427,6 @@ def render_search(plans: Sequence[Plan], current: Plan) -> str:
     else:
         lines.extend(["", "no layout fits: raise resources.nodes or lower batch.tokens_per_microbatch"])
     return "\n".join(lines)
-
-
-def search_json(plans: Sequence[Plan], current: Plan) -> str:
-    """All layouts, best first, and the configured one: bytes and seconds."""
-    return json.dumps(
-        {"configured": _search_entry(current), "layouts": [_search_entry(plan) for plan in plans]}, indent=2
-    )
 
 
 def _search_entry(plan: Plan) -> dict[str, object]:

@@ -9,7 +9,7 @@ import pytest
 from pacs_megatron.config.schema import ColumnOptions, DatasetOptions
 from pacs_megatron.data.presets import PRESETS, columns_of, problem_of
 from pacs_megatron.data.sources import Row, read_rows
-from pacs_megatron.errors import ConfigError, DataError
+from pacs_megatron.errors import DataError
 
 SAMPLE_FILES = {
     "deepscaler": "deepscaler.json",
@@ -125,10 +125,3 @@ def test_bad_rows_name_row_and_column(values, message):
 def test_gsm8k_row_without_answer():
     with pytest.raises(DataError, match="ends without an answer"):
         problem_of(Row(index=0, where="g:1", values={"question": "?", "answer": "18"}), PRESETS["gsm8k"])
-
-
-@pytest.mark.parametrize("both", [True, False])
-def test_exactly_one_of_preset_and_columns(both):
-    given = {"preset": "aime", "columns": ColumnOptions(problem="q", answer="a")} if both else {}
-    with pytest.raises(ConfigError, match="exactly one of preset"):
-        columns_of(DatasetOptions(path="x.json", **given))
