@@ -224,8 +224,8 @@ def attempt(case: Case, folder: Path, number: int) -> None:
 def convert(folder: Path) -> None:
     """The last checkpoint to Hugging Face and back, and their tensors as the ranks write theirs."""
     product = folder / "product"
-    megatron_to_hf(folder / "run", Options(out=product / "to_hf", show_progress=False), step=None)
-    hf_to_megatron(str(product / "to_hf"), Options(out=product / "to_megatron", show_progress=False))
+    megatron_to_hf(folder / "run", Options(out=product / "to_hf"), step=None)
+    hf_to_megatron(str(product / "to_hf"), Options(out=product / "to_megatron"))
     critic = find_checkpoint(folder / "run", None) / "critic"
     sources: dict[str, HfFolder | MegatronWeights] = {
         "export": HfFolder(product / "hf"),
@@ -234,7 +234,7 @@ def convert(folder: Path) -> None:
     }
     if critic.is_dir():
         to = product / "critic_to_hf"
-        megatron_to_hf(critic, Options(out=to, show_progress=False), step=None)
+        megatron_to_hf(critic, Options(out=to), step=None)
         sources["critic to-hf"] = HfFolder(to)
     for name, source in sources.items():
         tensors: dict[str, Any] = {key: source.get(key).float().numpy() for key in source.names}

@@ -1,6 +1,6 @@
 """HF folder -> Megatron checkpoint and back, tensor by tensor: memory use does not depend on the model's size."""
 
-import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,8 +35,6 @@ from pacs_megatron.convert.verify import compare, files_check
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import Entry, WeightTable, read_spec, weight_table
 
-logger = logging.getLogger(__name__)
-
 _MAX_PIECES = 8
 _MIN_PIECE_BYTES = 1 << 20
 
@@ -50,8 +48,6 @@ class Options:
     verify: bool = False
     verify_source: bool = True
     """compare the files of a Megatron checkpoint with its manifest's digests before reading them"""
-    show_progress: bool = True
-    workers: int = WORKERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +93,7 @@ def hf_to_megatron(hf: str, options: Options) -> Report:
     total = sum(_target_bytes(entry, cast or folder.dtype(entry.hf_names[0])) for entry in table.entries)
     check_free_disk(options.out, total)
     with StagedFolder(options.out) as staged:
-        files = _write_dist(folder, table, staged.path, cast, certificate, options)
+        files = _write_dist(folder, table, staged.path, cast, certificate)
         (staged.path / HF_FOLDER).mkdir()
         dtypes = {folder.dtype(name) for name in table.by_hf} if cast is None else {cast}
         copy_hf_metadata(folder.path, staged.path / HF_FOLDER, dtypes=dtypes)
@@ -108,7 +104,7 @@ def hf_to_megatron(hf: str, options: Options) -> Report:
         convert_s = time.perf_counter() - start
         verify_s = None
         if options.verify:
-            verify_s = _verified(folder, MegatronWeights(staged.path, digests=False), certificate, options)
+            verify_s = _verified(folder, MegatronWeights(staged.path, digests=False), certificate)
         certificate.write(staged.path / CERTIFICATE_NAME)
         staged.commit()
     return Report(out=options.out, num_tensors=len(table.by_hf), nbytes=total, convert_s=convert_s, verify_s=verify_s)
@@ -140,27 +136,22 @@ def megatron_to_hf(
             )
             for entry in table.entries
         ]
-        run_jobs("to hf", jobs, workers=options.workers, show_progress=options.show_progress)
+        run_jobs("to hf", jobs)
         writer.seal(weights.metadata_folder)
         convert_s = time.perf_counter() - start
         verify_s = None
         if options.verify:
-            verify_s = _verified(HfFolder(writer.path), weights, certificate, options)
+            verify_s = _verified(HfFolder(writer.path), weights, certificate)
         certificate.write(writer.path / CERTIFICATE_NAME)
         writer.commit()
     return Report(out=options.out, num_tensors=len(infos), nbytes=total, convert_s=convert_s, verify_s=verify_s)
 
 
 def _write_dist(
-    folder: HfFolder,
-    table: WeightTable,
-    target: Path,
-    cast: torch.dtype | None,
-    certificate: Certificate,
-    options: Options,
+    folder: HfFolder, table: WeightTable, target: Path, cast: torch.dtype | None, certificate: Certificate
 ) -> dict[str, FileFacts]:
     (target / DIST_FOLDER).mkdir()
-    writer = DistWriter(target / DIST_FOLDER, num_files=options.workers)
+    writer = DistWriter(target / DIST_FOLDER, num_files=WORKERS)
 
     def convert(entry: Entry) -> None:
         tensors = [folder.get(name) for name in entry.hf_names]
@@ -181,7 +172,7 @@ def _write_dist(
         for e in table.entries
     ]
     try:
-        run_jobs("to megatron", jobs, workers=options.workers, show_progress=options.show_progress)
+        run_jobs("to megatron", jobs)
         facts = writer.finish()
     finally:
         writer.close()
@@ -227,16 +218,11 @@ def _export(
     weights.release_entry(entry)
 
 
-def _verified(folder: HfFolder, weights: MegatronWeights, certificate: Certificate, options: Options) -> float:
+def _verified(folder: HfFolder, weights: MegatronWeights, certificate: Certificate) -> float:
     start = time.perf_counter()
-    certificate.checks.append(
-        compare(folder, weights, certificate, workers=options.workers, show_progress=options.show_progress)
-    )
+    certificate.checks.append(compare(folder, weights, certificate))
     return time.perf_counter() - start
 
 
 def _target_bytes(entry: Entry, dtype: torch.dtype) -> int:
-    num = 1
-    for size in entry.megatron_shape:
-        num *= size
-    return num * dtype.itemsize
+    return math.prod(entry.megatron_shape) * dtype.itemsize

@@ -22,7 +22,7 @@ class Job:
     run: Callable[[], None]
 
 
-def run_jobs(label: str, jobs: Iterable[Job], *, workers: int, show_progress: bool) -> None:
+def run_jobs(label: str, jobs: Iterable[Job], *, workers: int = WORKERS) -> None:
     """Runs all jobs in order. Jobs larger than the limit run one at a time beside the small ones.
 
     After the first error or an interrupt no job starts; the running jobs finish, then the error is raised.
@@ -32,7 +32,7 @@ def run_jobs(label: str, jobs: Iterable[Job], *, workers: int, show_progress: bo
     running: dict[Future[None], int] = {}
     done_bytes = shown_bytes = 0
     with (
-        Progress(label, total_bytes, unit="bytes", enabled=show_progress) as progress,
+        Progress(label, total_bytes, unit="bytes") as progress,
         ThreadPoolExecutor(max_workers=workers, thread_name_prefix="convert") as pool,
     ):
 

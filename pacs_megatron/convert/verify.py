@@ -10,7 +10,7 @@ from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
 from pacs_megatron.convert.certificate import Certificate, Check
 from pacs_megatron.convert.logits import LogitsOptions, check_layout, compare_logits
-from pacs_megatron.convert.pipeline import WORKERS, Job, run_jobs
+from pacs_megatron.convert.pipeline import Job, run_jobs
 from pacs_megatron.convert.source import check_names, local_hf_folder
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import Entry, read_spec, weight_table
@@ -33,7 +33,7 @@ def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | Non
         Check("names and shapes", f"{len(weights.table.by_hf)} tensors, {len(weights.table.entries)} rows")
     )
     certificate.checks.append(files_check(weights, verified=True))
-    result = compare(folder, weights, certificate, workers=WORKERS, show_progress=True)
+    result = compare(folder, weights, certificate)
     certificate.checks.append(result)
     summary = f"{folder.path} and {weights.path}: {result.result}"
     if logits is not None:
@@ -53,9 +53,7 @@ def files_check(weights: MegatronWeights, *, verified: bool) -> Check:
     return Check("files of the checkpoint", result)
 
 
-def compare(
-    folder: HfFolder, weights: MegatronWeights, certificate: Certificate, *, workers: int, show_progress: bool
-) -> Check:
+def compare(folder: HfFolder, weights: MegatronWeights, certificate: Certificate) -> Check:
     """Compares every tensor of both sides and adds its digest to the certificate. A cast is allowed and named.
 
     Raises ConversionError naming the first tensor that differs and by how much.
@@ -84,7 +82,7 @@ def compare(
         Job(sum(folder.info(name).nbytes for name in entry.hf_names), partial(check, entry))
         for entry in weights.table.entries
     ]
-    run_jobs("verify", jobs, workers=workers, show_progress=show_progress)
+    run_jobs("verify", jobs)
     cast = f", cast ({', '.join(sorted(casts))})" if casts else ""
     return Check("tensors, read back", f"{len(weights.table.by_hf)} equal bit for bit{cast}")
 

@@ -73,7 +73,7 @@ def check_loading(hf: Path, checkpoint: Path, layout: dict[str, Any], dtype: str
 
 
 def convert(hf: Path, out: Path, **options: Any) -> Path:
-    hf_to_megatron(str(hf), Options(out=out, show_progress=False, **options))
+    hf_to_megatron(str(hf), Options(out=out, **options))
     return out
 
 
@@ -151,7 +151,7 @@ def test_a_training_checkpoint_exports_what_the_policy_holds(dtype: str, tmp_pat
         return found if rank == 0 else {}
 
     held = run_ranks(on_rank, 4)[0]
-    options = Options(out=tmp_path / "back", verify=True, show_progress=False)
+    options = Options(out=tmp_path / "back", verify=True)
     megatron_to_hf(tmp_path / "run", options, step=2, max_shard_bytes=10**9)
     written = load_file(tmp_path / "back" / "model.safetensors")
     assert written.keys() == held.keys() == load_file(hf / "model.safetensors").keys()

@@ -125,7 +125,7 @@ def test_a_converted_checkpoint_trains_like_its_source(tmp_path: Path, model: Pa
     from pacs_megatron.convert.convert import Options, hf_to_megatron
 
     converted = tmp_path / "converted"
-    hf_to_megatron(str(model), Options(out=converted, show_progress=False))
+    hf_to_megatron(str(model), Options(out=converted))
     expected = run(tmp_path / "hf", model, 2)
     got = run(tmp_path / "megatron", converted, 2)
     assert reproducible_bytes(got) == reproducible_bytes(expected)

@@ -59,7 +59,7 @@ def test_conversion_both_ways(family: str, layout: str, recipe: str | None, tmp_
         return held if rank == 0 else {}
 
     held = run_ranks(on_rank, world)[0]
-    back = Options(out=tmp_path / "back", verify=True, show_progress=False)
+    back = Options(out=tmp_path / "back", verify=True)
     megatron_to_hf(tmp_path / "run", back, step=1, max_shard_bytes=10**9)
     written = load_file(tmp_path / "back" / "model.safetensors")
     assert written.keys() == held.keys()

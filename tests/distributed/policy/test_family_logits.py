@@ -84,7 +84,7 @@ def policy_logits(checkpoint: Path, layout: dict[str, Any], dtype: str) -> torch
 
 
 def convert(hf: Path, out: Path) -> Path:
-    hf_to_megatron(str(hf), Options(out=out, show_progress=False))
+    hf_to_megatron(str(hf), Options(out=out))
     return out
 
 

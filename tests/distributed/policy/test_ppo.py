@@ -130,7 +130,7 @@ def test_resume_export_and_conversion_are_equal_bit_for_bit(
         for key, weight in whole["weights"][name].items():
             np.testing.assert_array_equal(resumed["weights"][name][key], weight, err_msg=key)
     source = tmp_path / "run" / "checkpoints" / "step_000002" / "critic"
-    megatron_to_hf(source, Options(out=tmp_path / "hf", show_progress=False), step=None, max_shard_bytes=10**9)
+    megatron_to_hf(source, Options(out=tmp_path / "hf"), step=None, max_shard_bytes=10**9)
     for folder in (export / "critic", tmp_path / "hf"):
         state = AutoModelForTokenClassification.from_pretrained(folder).state_dict()
         assert state.keys() == whole["weights"]["critic"].keys()

@@ -155,8 +155,8 @@ def lab(lab_folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> It
     options = own_options()
     assert options.servers is not None
     # From a folder that went through both conversions: SGLang has to load what they write as it stands.
-    hf_to_megatron(str(lab_folders[0]), Options(out=tmp / "megatron", show_progress=False))
-    back = Options(out=tmp / "converted", show_progress=False)
+    hf_to_megatron(str(lab_folders[0]), Options(out=tmp / "megatron"))
+    back = Options(out=tmp / "converted")
     megatron_to_hf(tmp / "megatron", back, step=None, max_shard_bytes=200_000)
     specs = sglang.server_specs(options, options.servers, ModelOptions(path=str(back.out)), tmp)
     [server] = sglang.start_servers(specs, START_S)

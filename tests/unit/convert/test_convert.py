@@ -35,12 +35,12 @@ ROOT = Path(__file__).parents[3]
 
 
 def to_megatron(hf: Path, out: Path, **changes: object) -> Path:
-    hf_to_megatron(str(hf), Options(out=out, show_progress=False, **changes))  # type: ignore[arg-type]
+    hf_to_megatron(str(hf), Options(out=out, **changes))  # type: ignore[arg-type]
     return out
 
 
 def to_hf(checkpoint: Path, out: Path, *, max_shard_bytes: int = 10**9, **changes: object) -> Path:
-    options = Options(out=out, show_progress=False, **changes)  # type: ignore[arg-type]
+    options = Options(out=out, **changes)  # type: ignore[arg-type]
     megatron_to_hf(checkpoint, options, step=None, max_shard_bytes=max_shard_bytes)
     return out
 
@@ -383,7 +383,7 @@ def test_an_error_of_a_worker_stops_the_rest_and_travels() -> None:
         time.sleep(0.01)
 
     with pytest.raises(ConversionError, match="number 3"):
-        run_jobs("test", [Job(1, lambda n=n: job(n)) for n in range(200)], workers=2, show_progress=False)  # type: ignore[misc]
+        run_jobs("test", [Job(1, lambda n=n: job(n)) for n in range(200)], workers=2)  # type: ignore[misc]
     assert len(started) < 20
 
 
@@ -405,7 +405,7 @@ def test_bytes_in_flight_are_bounded_and_one_large_job_runs_beside_them() -> Non
             now.remove(size)
 
     sizes = [IN_FLIGHT_BYTES // 3, IN_FLIGHT_BYTES // 2, 2 * IN_FLIGHT_BYTES, IN_FLIGHT_BYTES // 4] * 5
-    run_jobs("test", [Job(size, lambda s=size: job(s)) for size in sizes], workers=4, show_progress=False)  # type: ignore[misc]
+    run_jobs("test", [Job(size, lambda s=size: job(s)) for size in sizes], workers=4)  # type: ignore[misc]
     assert not now and peak <= IN_FLIGHT_BYTES and most_large == 1 and overlapped
 
 

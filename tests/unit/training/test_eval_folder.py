@@ -23,8 +23,8 @@ class Receiver:
 
 
 def test_an_altered_weight_of_an_export_is_rejected(tiny_qwen3: Path, tmp_path: Path) -> None:
-    hf_to_megatron(str(tiny_qwen3), Options(out=tmp_path / "ckpt", show_progress=False))
-    options = Options(out=tmp_path / "hf", show_progress=False)
+    hf_to_megatron(str(tiny_qwen3), Options(out=tmp_path / "ckpt"))
+    options = Options(out=tmp_path / "hf")
     megatron_to_hf(tmp_path / "ckpt", options, step=None, max_shard_bytes=10**9)
     folder = HfFolder(tmp_path / "hf")
     certified = certified_digests(folder)
