@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 from pacs_megatron.errors import ConversionError
-from pacs_megatron.observability.logs import setup_logging
+from pacs_megatron.observability import logs
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def _command() -> Iterator[None]:
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + signal.SIGTERM)
 
-    setup_logging(None, 0)
+    logs.setup_logging(None, 0)
     previous = signal.signal(signal.SIGTERM, stop)
     try:
         yield

@@ -30,10 +30,11 @@ from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_chec
 from pacs_megatron.checkpoint.staging import StagedFolder, check_free_disk
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME, Certificate, Check
 from pacs_megatron.convert.pipeline import WORKERS, Job, run_jobs
-from pacs_megatron.convert.source import DTYPES, check_names, local_hf_folder
+from pacs_megatron.convert.source import DTYPES, check_names
 from pacs_megatron.convert.verify import compare, files_check
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import Entry, WeightTable, read_spec, weight_table
+from pacs_megatron.models.hub import model_folder
 
 _MAX_PIECES = 8
 _MIN_PIECE_BYTES = 1 << 20
@@ -81,7 +82,7 @@ def hf_to_megatron(hf: str, options: Options) -> Report:
     Raises PacsError subclasses for an incomplete source, a full disk or an existing output, and removes partial output.
     """
     start = time.perf_counter()
-    folder = HfFolder(local_hf_folder(hf))
+    folder = HfFolder(model_folder(hf, "--hf"))
     _refuse_inside(options.out, folder.path)
     table = weight_table(read_spec(folder.config))
     certificate = Certificate(

@@ -1,34 +1,15 @@
-"""The source of a conversion: its local folder, and the check of its tensors against the weight table."""
-
-from pathlib import Path
+"""The source of a conversion: the check of its tensors against the weight table."""
 
 import torch
 
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import WeightTable
-from pacs_megatron.models.hub import is_hub_id, snapshot
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OUTPUT = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _ROTARY_TABLE = ".rotary_emb.inv_freq"
-
-
-def local_hf_folder(folder_or_hub_id: str) -> Path:
-    """The folder itself, or the hub's snapshot of it. Raises ConversionError for neither."""
-    path = Path(folder_or_hub_id)
-    if path.exists() or not ("/" in folder_or_hub_id and is_hub_id(folder_or_hub_id)):
-        return path
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return snapshot(folder_or_hub_id)
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConversionError(
-            f"{folder_or_hub_id} is neither a folder nor a hub id that can be downloaded ({reason}); download it first"
-        ) from None
 
 
 def check_names(folder: HfFolder, table: WeightTable) -> list[str]:

@@ -11,9 +11,10 @@ from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_chec
 from pacs_megatron.convert.certificate import Certificate, Check
 from pacs_megatron.convert.logits import LogitsOptions, check_layout, compare_logits
 from pacs_megatron.convert.pipeline import Job, run_jobs
-from pacs_megatron.convert.source import check_names, local_hf_folder
+from pacs_megatron.convert.source import check_names
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import Entry, read_spec, weight_table
+from pacs_megatron.models.hub import model_folder
 
 
 def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | None, logits: LogitsOptions | None) -> str:
@@ -21,7 +22,7 @@ def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | Non
 
     Raises ConversionError or CheckpointError at the first failed check and writes no certificate.
     """
-    folder = HfFolder(local_hf_folder(hf))
+    folder = HfFolder(model_folder(hf, "--hf"))
     if logits is not None:
         check_layout(weight_table(read_spec(folder.config)), logits)
     weights = MegatronWeights(find_checkpoint(checkpoint, step))

@@ -17,11 +17,11 @@ from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Prompt, Sample, SampleRequest
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME
 from pacs_megatron.convert.convert import Options, megatron_to_hf
-from pacs_megatron.convert.source import local_hf_folder
 from pacs_megatron.data import load_prompts, load_tokenizer, stop_token_ids
 from pacs_megatron.errors import CheckpointError, ConfigError, RewardError
 from pacs_megatron.evaluation.results import harness_json, results_json, summarize, table
 from pacs_megatron.evaluation.sample_file import SampleFile
+from pacs_megatron.models.hub import model_folder
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.observability.progress import Progress
 from pacs_megatron.rewards.labels import check_failures
@@ -94,9 +94,9 @@ def _folder_of(model: str) -> HfFolder:
         target = path.parents[1] / "hf_exports" / path.name
         if not target.exists():
             logger.info("exporting %s to %s", path, target)
-            megatron_to_hf(path, Options(out=target), step=None, max_shard_bytes=MAX_SHARD_BYTES)
+            megatron_to_hf(path, Options(out=target), step=None)
         path = target
-    return HfFolder(local_hf_folder(str(path)))
+    return HfFolder(model_folder(str(path), "--model"))
 
 
 def _names(folders: Sequence[HfFolder]) -> list[str]:

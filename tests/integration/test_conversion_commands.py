@@ -99,7 +99,11 @@ def test_a_hub_id_is_downloaded_and_what_is_no_id_is_rejected(tmp_path: Path) ->
             assert (tmp_path / out).exists() == (out == "ckpt"), done.stderr
             assert (done.returncode == 0) == (out == "ckpt")
     errors = [line for line in done.stderr.splitlines() if "Error" in line]
-    assert len(errors) == 1 and errors[0].startswith("ConversionError: tiny/absent") and "Traceback" not in done.stderr
+    assert (
+        len(errors) == 1
+        and errors[0].startswith("CheckpointError: --hf=tiny/absent")
+        and "Traceback" not in done.stderr
+    )
     assert not {"pytorch_model.bin", "modeling.py"} & set(hub.downloads)
     run(
         *program[:1],
