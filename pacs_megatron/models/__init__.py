@@ -1,13 +1,6 @@
 """Model families: a checkpoint's config as a ModelSpec, and one two-way table of weight names. Does not import torch."""
 
-from pacs_megatron.models.registry import (
-    VOCAB_MULTIPLE,
-    load_config,
-    load_spec,
-    num_parameters,
-    read_spec,
-    weight_table,
-)
+from pacs_megatron.models.families import VOCAB_MULTIPLE, load_config, load_spec, read_spec, weight_table
 from pacs_megatron.models.spec import ModelSpec, MoeSpec
 from pacs_megatron.models.table import TE_LAYER_NAMES, Entry, WeightTable, canonical_name
 
@@ -21,7 +14,6 @@ __all__ = [
     "canonical_name",
     "load_config",
     "load_spec",
-    "num_parameters",
     "read_spec",
     "weight_table",
 ]

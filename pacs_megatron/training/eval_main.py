@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 RESULTS_NAME = "results.json"
 HARNESS_NAME = "lm_eval_results.json"
-MAX_SHARD_BYTES = 5 * 10**9
 Sampler = EmbeddedSampler | ServerSampler
 _WORKER_OPTIONS = {"workers", "timeout_s", "memory_limit_gib", "max_failure_frac"}
 """Options of a reward that change no verdict"""

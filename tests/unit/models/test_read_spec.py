@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pacs_megatron.errors import ConversionError
-from pacs_megatron.models import ModelSpec, MoeSpec, load_spec, num_parameters, read_spec
+from pacs_megatron.models import ModelSpec, MoeSpec, load_spec, read_spec, weight_table
 from tests.support.fuzz import damaged, fuzz, json_documents
 from tests.support.tiny_families import CASES, LLAMA3_ROPE, config_of
 
@@ -148,7 +148,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_their_published_size(name: str) -> None:
     config, size = PUBLISHED[name]
-    assert num_parameters(read_spec(config)) == size
+    assert weight_table(read_spec(config)).num_parameters == size
 
 
 def test_every_field_of_a_published_config() -> None:
@@ -351,7 +351,7 @@ def test_any_value_in_config_json_gives_a_spec_or_the_named_error(document: Any,
     """A value replaced in a published config, or the whole file damaged."""
     config = PUBLISHED["Qwen3-30B-A3B"][0] | {key: document}
     try:
-        num_parameters(
+        weight_table(
             read_spec(config | {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2} | {key: document})
         )
     except ConversionError as error:

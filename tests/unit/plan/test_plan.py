@@ -14,12 +14,13 @@ import pytest
 from pacs_megatron.config import load_config
 from pacs_megatron.contracts import Layout
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.models import load_spec, num_parameters
+from pacs_megatron.models import load_spec
 from pacs_megatron.objectives.grpo import GrpoOptions
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.plan import constants, memory, timing
 from pacs_megatron.plan.constants import GIB
 from pacs_megatron.plan.known_models import KNOWN_MODELS, find_spec, known_name
+from pacs_megatron.plan.memory import num_parameters
 from pacs_megatron.plan.plan import make_plan, plan_of, run_plan, search_layouts
 
 ROOT = Path(__file__).parents[3]
