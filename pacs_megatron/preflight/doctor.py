@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from pacs_megatron.preflight.check import Check
@@ -34,7 +36,7 @@ _TIMEOUT_S = 30.0
 def findings() -> list[Check]:
     """All findings in the order of the report; `none`: optional and absent."""
     checks = (
-        _python, _limits, _packages, _cuda, _transformer_engine, _apex, _sglang, _sandbox, _slurm, _nemo_run, _containers
+        python, _limits, packages, _cuda, transformer_engine, apex, _sglang, _sandbox, _slurm, _nemo_run, _containers
     )  # fmt: skip
     return [finding for check in checks for finding in check()]
 
@@ -61,7 +63,7 @@ def report() -> str:
     )
 
 
-def _python() -> Iterator[Check]:
+def python() -> Iterator[Check]:
     good = (3, 11) <= sys.version_info[:2] <= (3, 12)
     yield Check(
         "ok" if good else "fail", "Python", platform.python_version(), "" if good else "use Python 3.11 or 3.12"
@@ -91,10 +93,30 @@ def _limits() -> Iterator[Check]:
         yield Check("ok", "limits", "open files, shared and locked memory suffice")
 
 
-def _packages() -> Iterator[Check]:
+def packages() -> Iterator[Check]:
+    """The required packages, and one failure for every other requirement that is not met."""
+    broken = {check.key: check for check in version_problems()}
     for name in REQUIRED:
-        found = installed(name)
-        yield Check("ok", name, found) if found else Check("fail", name, "not installed", "make install")
+        yield broken.pop(name, None) or Check("ok", name, str(installed(name)))
+    yield from broken.values()
+
+
+def version_problems(package: str = "pacs-megatron") -> Iterator[Check]:
+    """One failure per required distribution that is missing or outside this package's range."""
+    try:
+        lines = requires(package) or []
+    except PackageNotFoundError:
+        yield Check("warn", "software", f"{package} is not installed: its requirements cannot be read", "make install")
+        return
+    for line in lines:
+        wanted = Requirement(line)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        found = installed(wanted.name)
+        if found is None:
+            yield Check("fail", wanted.name, f"not installed, {wanted.specifier} is required", "make install")
+        elif not wanted.specifier.contains(Version(found).base_version, prereleases=True):
+            yield Check("fail", wanted.name, f"{found} is installed, {wanted.specifier} is required", "make install")
 
 
 def _cuda() -> Iterator[Check]:
@@ -136,7 +158,7 @@ def _output(command: list[str]) -> tuple[int, str, str]:
     return done.returncode, done.stdout.strip(), " ".join(done.stderr.split())
 
 
-def _transformer_engine() -> Iterator[Check]:
+def transformer_engine() -> Iterator[Check]:
     key, install = "transformer-engine", "pip install --no-build-isolation 'transformer-engine[pytorch]"
     found = installed(key)
     low, high = TE_RANGE
@@ -150,7 +172,7 @@ def _transformer_engine() -> Iterator[Check]:
         yield Check("ok", key, found)
 
 
-def _apex() -> Iterator[Check]:
+def apex() -> Iterator[Check]:
     """NVIDIA Apex contains `amp_C`; PyPI's `apex` is an abandoned web toolkit of the same name."""
     key, found = "NVIDIA Apex", installed("apex")
     if find_spec("amp_C") is not None:

@@ -7,13 +7,10 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
 import psutil
-from packaging.requirements import Requirement
-from packaging.version import Version
 
 from pacs_megatron.config import LoadedConfig
 from pacs_megatron.config.cluster import ClusterConfig
@@ -21,12 +18,11 @@ from pacs_megatron.errors import PacsError
 from pacs_megatron.plan import constants, memory
 from pacs_megatron.plan.constants import GIB
 from pacs_megatron.plan.plan import Plan
-from pacs_megatron.preflight import quota
+from pacs_megatron.preflight import doctor, quota
 from pacs_megatron.preflight.check import Check, Level, attempt, existing_parent
-from pacs_megatron.preflight.doctor import findings
-from pacs_megatron.runtime.environment import DRIVER_FILES, installed, job_port
+from pacs_megatron.runtime.environment import installed, job_port
 
-IB_DEVICES = Path("/sys/class/infiniband")
+DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -40,15 +36,11 @@ TINY_SCRATCH_BYTES = 16 * 2**20
 
 
 def check_software(loaded: LoadedConfig) -> Iterator[Check]:
-    """Compares versions with this package's requirements and reports the failures that `doctor` finds."""
-    wanted = {"Python", "torch", "megatron-core", "transformers", "datasets", "math-verify", "NVIDIA Apex"}
-    broken = list(version_problems())
+    """The software that `doctor` finds wrong, or one line."""
+    of_gpu = doctor.transformer_engine() if needs_gpus(loaded) else ()
+    rows = [*doctor.python(), *doctor.packages(), *doctor.apex(), *of_gpu]
+    broken = [row for row in rows if row.level in ("warn", "fail")]
     yield from broken
-    named = {check.key for check in broken}
-    for row in findings():
-        is_needed = row.key in wanted or (row.key == "transformer-engine" and needs_gpus(loaded))
-        if is_needed and row.level == "fail" and row.key not in named:
-            yield row
     if not broken:
         names = ("torch", "megatron-core", "transformers", "datasets")
         yield Check("ok", "software", ", ".join(f"{name} {installed(name)}" for name in names))
@@ -58,24 +50,6 @@ def check_software(loaded: LoadedConfig) -> Iterator[Check]:
         key = "precision.fp8" if config.precision.fp8 is not None else "transformer-engine"
         message = "Transformer Engine is not installed here: no FP8, and bf16 runs on torch's own kernels"
         yield Check(level, key, message, "`pacs-megatron doctor` prints the command; or use slurm/container/Dockerfile")
-
-
-def version_problems(package: str = "pacs-megatron") -> Iterator[Check]:
-    """One failure per required distribution that is missing or outside this package's range."""
-    try:
-        lines = requires(package) or []
-    except PackageNotFoundError:
-        yield Check("warn", "software", f"{package} is not installed: its requirements cannot be read", "make install")
-        return
-    for line in lines:
-        wanted = Requirement(line)
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
-            continue
-        found = installed(wanted.name)
-        if found is None:
-            yield Check("fail", wanted.name, f"not installed, {wanted.specifier} is required", "make install")
-        elif not wanted.specifier.contains(Version(found).base_version, prereleases=True):
-            yield Check("fail", wanted.name, f"{found} is installed, {wanted.specifier} is required", "make install")
 
 
 def needs_gpus(loaded: LoadedConfig) -> bool:
@@ -290,7 +264,7 @@ def check_network_settings(loaded: LoadedConfig) -> Iterator[Check]:
                 yield Check("warn", variable, message, fix)
             continue
         yield _interface(variable, value, interfaces, nodes)
-    adapters = sorted(path.name for path in IB_DEVICES.iterdir()) if IB_DEVICES.is_dir() else []
+    adapters = sorted(path.name for path in doctor.IB_DEVICES.iterdir()) if doctor.IB_DEVICES.is_dir() else []
     chosen = os.environ.get("NCCL_IB_HCA")
     if chosen and not _matches(re.sub(r":\d+", "", chosen), adapters):
         level = severity()

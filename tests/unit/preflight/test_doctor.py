@@ -51,7 +51,7 @@ def test_a_driver_without_a_gpu_that_torch_sees(tmp_path: Path, monkeypatch: pyt
 def test_pypis_apex_is_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda _name: None)
     monkeypatch.setattr(doctor, "installed", lambda name: "0.9.10" if name == "apex" else None)
-    [found] = doctor._apex()
+    [found] = doctor.apex()
     assert found.level == "fail" and "pip uninstall apex" in found.fix
 
 
@@ -59,7 +59,7 @@ def test_pypis_apex_is_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_transformer_engine_that_megatron_takes(version: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed", lambda _name: version)
     monkeypatch.setattr(doctor, "find_spec", lambda _name: object())
-    assert next(doctor._transformer_engine()).level == level
+    assert next(doctor.transformer_engine()).level == level
 
 
 def test_a_controller_that_does_not_respond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

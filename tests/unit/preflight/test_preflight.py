@@ -16,8 +16,8 @@ import pytest
 from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.plan.plan import make_plan
+from pacs_megatron.preflight import doctor, quota
 from pacs_megatron.preflight import host as preflight_host
-from pacs_megatron.preflight import quota
 from pacs_megatron.preflight import run as preflight
 from pacs_megatron.preflight.check import Check
 from pacs_megatron.preflight.ranks import run_everywhere, run_rank_checks
@@ -176,10 +176,10 @@ def test_a_layout_that_does_not_fit_the_ranks_is_one_line(tmp_path: Path, model:
 
 # ---------------------------------------------------------------------------------------------------------------- host
 def test_requirements_are_this_packages_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not list(preflight_host.version_problems())
+    assert not list(doctor.version_problems())
     lines = ["torch>=99", "no-such-package-at-all>=1", "torch<1; extra == 'gpu'", "numpy>=2"]
-    monkeypatch.setattr(preflight_host, "requires", lambda _name: lines)
-    found = list(preflight_host.version_problems())
+    monkeypatch.setattr(doctor, "requires", lambda _name: lines)
+    found = list(doctor.version_problems())
     assert [(check.level, check.key) for check in found] == [("fail", "torch"), ("fail", "no-such-package-at-all")]
 
 
