@@ -1,7 +1,7 @@
 """SGLang servers of one node: `python -m pacs_megatron.launch.serve <folder> <config> [key=value ...]`.
 
 One process per node. srun starts it on rollout nodes; for colocated servers the first rank of each trainer node does
-(`launch.colocated`). It starts this node's share of `rollout.servers`, writes their URLs to `<folder>/<node>.urls` when
+(`attach`). It starts this node's share of `rollout.servers`, writes their URLs to `<folder>/<node>.urls` when
 all are ready, and restarts a server that exits. Servers listen on the node's network address: set rollout.api_key_env
 on a shared network.
 
@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,9 +28,11 @@ from typing import TYPE_CHECKING
 from pacs_megatron.config import RunConfig, load_config
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError, RolloutError
 from pacs_megatron.runtime.command_line import run_command
+from pacs_megatron.runtime.environment import RankPlace
 from pacs_megatron.runtime.files import json_line, write_atomically
 from pacs_megatron.runtime.json_reader import read_object
-from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, run_folder
+from pacs_megatron.runtime.processes import die_with_parent
+from pacs_megatron.runtime.run_folder import ATTEMPT_VARIABLE, EXIT_CODE_FILE, run_folder
 from pacs_megatron.runtime.waiting import report_wait
 
 if TYPE_CHECKING:
@@ -130,13 +133,8 @@ def _watch(servers: Sequence[ManagedServer], max_restarts: int, ending: Ending) 
             restarts[index] += 1
             url = server.url
             if restarts[index] > max_restarts:
-                _log.error(
-                    "server %s exited with code %s after %s restarts; see %s",
-                    url,
-                    code,
-                    max_restarts,
-                    server.log_path,
-                )
+                text = "server %s exited with code %s after %s restarts; see %s"
+                _log.error(text, url, code, max_restarts, server.log_path)
                 return 1
             _log.warning("server %s exited with code %s; restarting it, see %s", url, code, server.log_path)
             server.start()
@@ -179,6 +177,51 @@ def wait_for_urls(
         code = exit_code()  # read before the files: the process writes them before it exits
         time.sleep(POLL_S)
     return [url for file in files for url in file.read_text(encoding="utf-8").split()]
+
+
+# ------------------------------------------------------------------------------- colocated servers on several nodes
+def are_on_every_node(config: RunConfig) -> bool:
+    """Whether each of several trainer nodes starts its own servers."""
+    own = config.rollout.managed_servers
+    return own is not None and own.colocated and config.resources.nodes > 1
+
+
+def attach(config: RunConfig, config_path: Path, overrides: Sequence[str], place: RankPlace) -> list[str]:
+    """Start this node's servers, wait for those of all nodes, and return the overrides that attach this rank to them.
+
+    On one node the driver owns the servers. It cannot stop servers on other nodes, so with several nodes each first rank
+    owns the servers of its node, and they exit with it.
+
+    Raises ConfigError outside of a batch script, the error of a node, or RolloutError on timeout.
+    """
+    attempt = os.environ.get(ATTEMPT_VARIABLE)
+    if attempt is None:
+        raise ConfigError(
+            f"rollout.servers.colocated=true on resources.nodes={config.resources.nodes} requires {ATTEMPT_VARIABLE}, a "
+            "folder per attempt that all nodes share; start the run by `submit` or slurm/train.sbatch, which set it"
+        )
+    folder = Path(attempt) / "servers"
+    serving: subprocess.Popen[bytes] | None = None
+    if place.local_rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"serve-rank{place.rank}.log").open("ab") as log:
+            serving = subprocess.Popen(
+                [sys.executable, "-m", "pacs_megatron.launch.serve", str(folder), str(config_path), *overrides],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # it ignores signals to the ranks
+                preexec_fn=lambda: die_with_parent(signal.SIGINT),
+            )
+    servers = config.rollout.managed_servers
+    assert servers is not None
+    urls = wait_for_urls(
+        folder,
+        config.resources.nodes,
+        servers.start_timeout_s,
+        lambda: None if serving is None else serving.poll(),
+    )
+    return ["rollout.servers=null", f"rollout.urls=[{','.join(urls)}]", "rollout.shares_gpus=true"]
 
 
 def main(arguments: Sequence[str]) -> int:

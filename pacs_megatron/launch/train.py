@@ -24,6 +24,7 @@ from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.reward_options import CustomReward, WeightedReward
 from pacs_megatron.errors import ConfigError, ExitCode
+from pacs_megatron.launch.serve import are_on_every_node, attach
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.runtime.environment import find_rank, rank_environment
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, changed_since, read_exit_code, run_folder
@@ -52,9 +53,6 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
         sys.stderr.write(f"{certificate}\n")
     command = [TRAINING_MODULE, str(config_path), *overrides]
     if place is not None:
-        # Not at module level: server processes import this module.
-        from pacs_megatron.launch.colocated import are_on_every_node, attach
-
         if are_on_every_node(loaded.config):
             command += attach(loaded.config, config_path, overrides, place)
         environ = rank_environment(place.local_world_size, single_host=False) | place.variables()
