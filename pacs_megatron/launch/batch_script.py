@@ -20,11 +20,10 @@ def train_command(job: Job, request: Request) -> str:
     lines = [f"cd {shlex.quote(os.getcwd())} || exit"]
     attached = ""
     if resources.rollout_nodes:
-        timeout = _server_timeout(job)
-        folder = '"$PACS_ATTEMPT/servers"'
-        lines.append(
-            f"urls=$({python} -m pacs_megatron.launch.job urls {folder} {timeout} {resources.rollout_nodes}) || exit $?"
-        )
+        servers = job.loaded.config.rollout.managed_servers
+        assert servers is not None
+        arguments_of_urls = f'"$PACS_ATTEMPT/servers" {servers.start_timeout_s} {resources.rollout_nodes}'
+        lines.append(f"urls=$({python} -m pacs_megatron.launch.job urls {arguments_of_urls}) || exit $?")
         attached = ' rollout.servers=null "rollout.urls=[$urls]"'
         rollout = job.loaded.config.rollout.sglang
         if rollout is not None and rollout.sync.transport == "broadcast":
@@ -94,9 +93,3 @@ def setup_lines(job: Job, request: Request) -> str:
 def python_command(cluster: ClusterConfig) -> str:
     """The interpreter of all tasks, with its container command."""
     return shlex.join([*cluster.command_prefix(), *cluster.python])
-
-
-def _server_timeout(job: Job) -> float:
-    servers = job.loaded.config.rollout.managed_servers
-    assert servers is not None
-    return servers.start_timeout_s

@@ -38,10 +38,6 @@ class Request:
     later: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """(label, arguments of pacs-megatron) of jobs that follow the training, one after the other"""
 
-    def base_name(self) -> str:
-        """`run.name` before the values of a sweep."""
-        return load_config(self.config, self.overrides).config.run.name
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:

@@ -2,18 +2,12 @@
 
 import time
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 from pacs_megatron.checkpoint.names import newest_position
 from pacs_megatron.errors import ConfigError, DataError, ExitCode
-from pacs_megatron.launch.job import (
-    CANCEL_FILE,
-    LATEST,
-    Row,
-    job_states,
-    known_jobs,
-    read_attempts,
-)
+from pacs_megatron.launch.job import CANCEL_FILE, LATEST, Row, job_states, known_jobs, read_attempts
 from pacs_megatron.runtime.files import read_rows
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER
@@ -47,7 +41,9 @@ def status(run_dir: Path) -> str:
 def _attempt_line(row: Row, queued: dict[str, str]) -> str:
     if "end" in row:
         minutes = (float(row["end"]) - float(row["begin"])) / 60
-        outcome = f"{_outcome(int(row['code']))} after {minutes:.1f} min, step {row['begin_step']} -> {row['end_step']}"
+        names = {int(code): code.name.lower() for code in ExitCode}
+        end = names.get(int(row["code"]), f"code {row['code']}")
+        outcome = f"{end} after {minutes:.1f} min, step {row['begin_step']} -> {row['end_step']}"
     else:
         outcome = queued.get(str(row["job_id"]), "ended without an exit code (node failure, or killed)")
     return f"attempt {row['attempt']}  job {row['job_id']}: {outcome}"
@@ -82,20 +78,8 @@ def _heartbeats(run_dir: Path, since: float) -> list[str]:
 
 def _ranges(numbers: list[int]) -> str:
     """`0-3, 6` of 0, 1, 2, 3, 6."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
-
-
-def _outcome(code: int) -> str:
-    try:
-        return ExitCode(code).name.lower()
-    except ValueError:
-        return f"code {code}"
+    runs = (list(run) for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]))
+    return ", ".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
 
 
 def _last_metrics(run_dir: Path) -> list[str]:

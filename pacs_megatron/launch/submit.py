@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pacs_megatron.config.cluster import ClusterConfig
+from pacs_megatron.config import load_config
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch import nemo
 from pacs_megatron.launch.job import job_states, known_jobs, note_jobs
@@ -36,7 +36,8 @@ def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
     if not dry_run:
         if shutil.which("sbatch") is None:
             raise ConfigError("`sbatch` is not on PATH; submit from the cluster's login node, or use --dry-run")
-        _check_models_are_here(jobs, request.cluster)
+        for job in jobs if request.cluster.container is None else ():  # a container may have other folders
+            check_files_are_here(job.loaded)
         _refuse_what_is_queued(jobs)
     yield from _warnings(jobs)
     if not dry_run:
@@ -65,7 +66,7 @@ def _home(jobs: Sequence[Job]) -> Path:
 def _experiments(jobs: Sequence[Job], request: Request) -> Iterator[tuple[list[Job], str]]:
     """(jobs, title) of each experiment. Jobs can depend on each other within one only, as runs with one conversion do."""
     if request.convert and len(jobs) > 1:
-        yield list(jobs), request.base_name()
+        yield list(jobs), load_config(request.config, request.overrides).config.run.name
     else:
         yield from (([job], job.name) for job in jobs)
 
@@ -96,13 +97,6 @@ def _warnings(jobs: Sequence[Job]) -> Iterator[str]:
                 f"# warning: {job.name} does not fit on a GPU according to `pacs-megatron plan` ({share:.0%} at the peak); "
                 "run it for a fix"
             )
-
-
-def _check_models_are_here(jobs: Sequence[Job], cluster: ClusterConfig) -> None:
-    """Raises ConfigError for a missing model. Skipped with a container, which may have other folders."""
-    for job in jobs:
-        if cluster.container is None:
-            check_files_are_here(job.loaded)
 
 
 def _refuse_what_is_queued(jobs: Sequence[Job]) -> None:

@@ -118,16 +118,11 @@ def rank_parameters(spec: ModelSpec, layout: Layout, stage: int) -> RankParamete
                 continue
             if entry.expert is None:
                 dense.append(_local_size(entry, layout))
-            elif entry.expert < _num_local_experts(spec, layout):
+            elif spec.moe is not None and entry.expert < spec.moe.num_experts // layout.ep:
                 experts.append(math.prod(entry.shard_shape(layout.expert_tp)))
         elif last:
             dense.append(_local_size(entry, layout))
     return RankParameters(tuple(dense), tuple(experts), shared)
-
-
-def _num_local_experts(spec: ModelSpec, layout: Layout) -> int:
-    assert spec.moe is not None
-    return spec.moe.num_experts // layout.ep
 
 
 def _local_size(entry: Entry, layout: Layout) -> int:
@@ -395,8 +390,11 @@ def train_memory(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int)
     items.append(_assumed("allocator fragmentation", constants.FRAGMENTATION, peak))
     items.extend(_process_items(layout))
     if config.rollout.sglang is not None:
-        items.append(Item("weight sync: a bucket and the largest tensor", sync_bytes(config, spec), "computed"))
-        if config.rollout.sglang.sync.transport == "broadcast":
+        sync = config.rollout.sglang.sync
+        largest = max(math.prod(entry.megatron_shape) for entry in table_of(spec).entries)
+        size = sync.bucket_mib * 2**20 + largest * 2
+        items.append(Item("weight sync: a bucket and the largest tensor", size, "computed"))
+        if sync.transport == "broadcast":
             groups, nccl = servers_per_feeder(config, layout), constants.NCCL_BYTES_PER_GROUP
             items.append(Item(f"weight sync: NCCL, servers per rank: {groups}", nccl.value * groups, nccl.source))
         servers = config.rollout.managed_servers
@@ -411,13 +409,6 @@ def _process_items(layout: Layout) -> list[Item]:
         _assumed("CUDA context", constants.CUDA_CONTEXT_BYTES),
         _assumed(f"NCCL, {groups} groups", constants.NCCL_BYTES_PER_GROUP, groups),
     ]
-
-
-def sync_bytes(config: RunConfig, spec: ModelSpec) -> float:
-    """GPU memory that a weight sync needs on the trainer: one bucket and the largest whole tensor."""
-    assert config.rollout.sglang is not None
-    largest = max(math.prod(entry.megatron_shape) for entry in table_of(spec).entries)
-    return config.rollout.sglang.sync.bucket_mib * 2**20 + largest * 2
 
 
 def servers_per_feeder(config: RunConfig, layout: Layout) -> int:
