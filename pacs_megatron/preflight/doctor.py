@@ -4,7 +4,6 @@ import os
 import platform
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +18,7 @@ from packaging.version import Version
 from pacs_megatron.preflight.check import Check
 from pacs_megatron.runtime.environment import installed
 from pacs_megatron.runtime.shipped import shipped_folder
-from pacs_megatron.runtime.waiting import run_program
+from pacs_megatron.runtime.waiting import try_program
 
 REQUIRED = ("torch", "megatron-core", "transformers", "datasets", "math-verify", "pydantic", "safetensors")
 # Megatron-Core 0.16.1 requires this range of Transformer Engine.
@@ -149,15 +148,6 @@ def _driver() -> str | None:
     return next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
 
 
-def _output(command: list[str]) -> tuple[int, str, str]:
-    """(status, stdout, stderr in one line) of a program; status 1 if it hangs or does not start."""
-    try:
-        done = run_program(command, timeout_s=_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return 1, "", " ".join(str(error).split())
-    return done.returncode, done.stdout.strip(), " ".join(done.stderr.split())
-
-
 def transformer_engine() -> Iterator[Check]:
     key, install = "transformer-engine", "pip install --no-build-isolation 'transformer-engine[pytorch]"
     found = installed(key)
@@ -190,9 +180,9 @@ def _sglang() -> Iterator[Check]:
         yield Check("ok", "SGLang", f"{here}, in this environment")
     elif SGLANG_PYTHON.exists():
         code = "from importlib.metadata import version; print(version('sglang'))"
-        status, found, _ = _output([str(SGLANG_PYTHON), "-c", code])
-        if status == 0:
-            yield Check("ok", "SGLang", f"{found}, in {SGLANG_PYTHON.parent.parent}")
+        done = try_program([str(SGLANG_PYTHON), "-c", code], timeout_s=_TIMEOUT_S)
+        if done.returncode == 0:
+            yield Check("ok", "SGLang", f"{done.stdout.strip()}, in {SGLANG_PYTHON.parent.parent}")
         else:
             yield Check("fail", "SGLang", f"{SGLANG_PYTHON} has no sglang", "make install-sglang")
     else:
@@ -213,9 +203,10 @@ def _slurm() -> Iterator[Check]:
     if shutil.which("sinfo") is None:
         yield Check("none", "Slurm", "no sinfo on PATH", "log in to a cluster, or make install-slurm (Debian, root)")
         return
-    _, found, _ = _output(["sinfo", "--version"])
-    status, _, reason = _output(["sinfo", "-h"])
-    yield Check("none", "Slurm", found, f"no controller responds: {reason}") if status else Check("ok", "Slurm", found)
+    found = try_program(["sinfo", "--version"], timeout_s=_TIMEOUT_S).stdout.strip()
+    done = try_program(["sinfo", "-h"], timeout_s=_TIMEOUT_S)
+    reason = f"no controller responds: {' '.join(done.stderr.split())}"
+    yield Check("none", "Slurm", found, reason) if done.returncode else Check("ok", "Slurm", found)
 
 
 def _nemo_run() -> Iterator[Check]:

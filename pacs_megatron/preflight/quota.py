@@ -5,14 +5,13 @@
 
 import os
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from pacs_megatron.runtime.waiting import run_program
+from pacs_megatron.runtime.waiting import try_program
 
 _TIMEOUT_S = 20.0
 _KIB = 1024
@@ -46,21 +45,15 @@ def free_space(folder: Path) -> tuple[list[FreeSpace], str | None]:
         return found, None
     if mount.fstype == "lustre" and shutil.which("lfs"):
         for flag, number in (("-u", os.getuid()), ("-g", os.getgid())):
-            text = _run(["lfs", "quota", "-q", flag, str(number), mount.mountpoint])
+            command = ["lfs", "quota", "-q", flag, str(number), mount.mountpoint]
+            text = try_program(command, timeout_s=_TIMEOUT_S).stdout
             found += _parse(text, mount.mountpoint, f"lfs quota {flag}")
         return found, None
     if shutil.which("quota"):
-        return found + _parse(_run(["quota", "-w", "-p", "-u"]), mount.device, "quota -u"), None
+        text = try_program(["quota", "-w", "-p", "-u"], timeout_s=_TIMEOUT_S).stdout  # status 1: a limit is exceeded
+        return found + _parse(text, mount.device, "quota -u"), None
     unknown = mount.fstype in _NETWORK_TYPES
     return found, f"no installed tool reads the quota of {mount.mountpoint} ({mount.fstype})" if unknown else None
-
-
-def _run(command: list[str]) -> str:
-    """Standard output of the command. Ignores the status: `quota` exits with 1 when a limit is exceeded."""
-    try:
-        return run_program(command, timeout_s=_TIMEOUT_S).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 def _parse(text: str, name: str, source: str) -> list[FreeSpace]:

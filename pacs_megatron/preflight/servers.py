@@ -1,7 +1,6 @@
 """Checks of SGLang: options, version, and whether a server starts and responds."""
 
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -11,9 +10,8 @@ from pathlib import Path
 from pacs_megatron.config import LoadedConfig
 from pacs_megatron.config.checks import max_sequence_tokens
 from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
-from pacs_megatron.errors import PacsError
 from pacs_megatron.preflight.check import Check, attempt
-from pacs_megatron.runtime.waiting import run_program
+from pacs_megatron.runtime.waiting import NO_PROGRAM, try_program
 
 EXPECTED = {"cpu": "0.5.23", "cuda": "0.5.20"}
 """Version of SGLang by device: of requirements/sglang.lock and requirements/sglang-gpu.txt."""
@@ -78,15 +76,11 @@ def check_nccl(trainer: tuple[str, ...], servers: tuple[str, ...]) -> Check:
     key = "rollout.sync.transport"
     found = []
     for side, python in (("trainer", trainer), ("servers", servers)):
-        try:
-            done = run_program([*python, "-c", NCCL_CODE], timeout_s=_IMPORT_S)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return Check("warn", key, f"NCCL of the {side} is unknown: {error}", "compare both by hand")
+        done = try_program([*python, "-c", NCCL_CODE], timeout_s=_IMPORT_S)
         words = done.stdout.split()
         if done.returncode or len(words) != 2:
-            return Check(
-                "warn", key, f"NCCL of the {side} is unknown: {_last_line(done.stderr)}", "compare both by hand"
-            )
+            reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            return Check("warn", key, f"NCCL of the {side} is unknown: {reason}", "compare both by hand")
         found.append(words)
     (torch, nccl), (their_torch, their_nccl) = found
     text = f"NCCL {nccl} (torch {torch}) in the trainer, NCCL {their_nccl} (torch {their_torch}) in the servers"
@@ -96,18 +90,12 @@ def check_nccl(trainer: tuple[str, ...], servers: tuple[str, ...]) -> Check:
     return Check("fail", key, f"{text}: NCCL rejects the process group", fix)
 
 
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "no output"
-
-
 def _version(servers: SglangServers) -> Check:
     key, program = "rollout.servers.python", " ".join(servers.python)
-    try:
-        done = run_program([*servers.python, "-c", _VERSION_CODE], timeout_s=_IMPORT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Check("fail", key, f"{program}: {error}", "set an existing interpreter")
+    done = try_program([*servers.python, "-c", _VERSION_CODE], timeout_s=_IMPORT_S)
     found = done.stdout.strip()
+    if done.returncode == NO_PROGRAM:
+        return Check("fail", key, f"{program}: {done.stderr}", "set an existing interpreter")
     if done.returncode or not found:
         fix = "install sglang there (make install-sglang), or set the interpreter that has it"
         return Check("fail", key, f"{program} has no sglang", fix)
@@ -152,11 +140,7 @@ def _start(loaded: LoadedConfig, rollout: SglangRollout, servers: SglangServers,
             finally:
                 server.close()
 
-    fix = "check rollout.servers.extra_args, mem_fraction, tp and start_timeout_s"
-    try:
-        return Check("ok", key, starts())
-    except PacsError as error:
-        return Check("fail", key, " ".join(str(error).split()), fix)
+    return attempt(key, starts, "check rollout.servers.extra_args, mem_fraction, tp and start_timeout_s")
 
 
 def _has_gpu() -> bool:

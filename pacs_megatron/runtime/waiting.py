@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 logger = logging.getLogger(__name__)
 NOTICE_S = 5.0
 MAX_INTERVAL_S = 60.0
+NO_PROGRAM = 127
+"""Status of `try_program`, as of a shell."""
 _open = threading.local()
 
 
@@ -59,3 +61,11 @@ def run_program(command: Sequence[str], *, timeout_s: float | None = None) -> su
     """Runs a program and returns its status and output; reports a long wait. Raises as `subprocess.run` without `check`."""
     with report_wait(f"for the program `{' '.join(command[:3])}`"):
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def try_program(command: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """`run_program`; NO_PROGRAM and the reason as standard error if the program does not start, or not end in time."""
+    try:
+        return run_program(command, timeout_s=timeout_s)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, NO_PROGRAM, "", " ".join(str(error).split()))
