@@ -4,10 +4,9 @@ Local files are parsed here, not by `datasets`: that library copies them into th
 column of mixed answers, and does not name the line of a malformed row.
 """
 
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -54,32 +53,18 @@ def read_rows(options: DatasetOptions) -> list[Row]:
 
 def find_source(options: DatasetOptions) -> Path | None:
     """The local file or folder of a data set; None for a hub id. Raises DataError for anything else."""
-    path = _local_path(options.path)
+    path = None
+    with suppress(RuntimeError):  # an unknown ~user
+        path = Path(options.path).expanduser()
     if path is None or not (path.suffix in _READERS or path.exists()):
         if not HUB_ID.fullmatch(options.path):
-            raise DataError(f"{_shown(options.path)}: no such file or folder, and not a hub id; expected {_FORMATS}")
+            raise DataError(f"{options.path}: no such file or folder, and not a hub id; expected {_FORMATS}")
         return None
     if not path.exists():
         raise DataError(f"{path}: no such data file; correct the path (relative to {Path.cwd()})")
     if not path.is_dir() and path.suffix not in _READERS:
         raise DataError(f"{path}: {path.suffix or 'no suffix'} is no supported data file; expected {_FORMATS}")
     return path
-
-
-def _local_path(text: str) -> Path | None:
-    """None for text that no file system accepts as a path."""
-    try:
-        path = Path(text).expanduser()
-        os.stat(path)
-    except FileNotFoundError:
-        return path
-    except (OSError, RuntimeError, ValueError):  # too long, an unknown ~user, NUL, a lone surrogate
-        return None
-    return path
-
-
-def _shown(text: str) -> str:
-    return text if text.isprintable() and len(text) <= 300 else ascii(text[:300])
 
 
 def _checked(rows: Iterator[Row], options: DatasetOptions) -> list[Row]:

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.errors import ConfigError, DataError, PacsError
-from pacs_megatron.models import load_spec, read_spec
 from pacs_megatron.models.hub import HUB_FILES, snapshot
 from pacs_megatron.plan.constants import GIB
-from pacs_megatron.plan.known_models import KNOWN_MODELS
 from pacs_megatron.preflight.check import existing_parent
 from pacs_megatron.runtime.waiting import hub_wait, report_wait
 
@@ -60,7 +58,6 @@ def _fetch_model(path: str) -> str:
         raise _named(path, error) from None
     if not any(file.filename.endswith(".safetensors") for file in wanted):
         raise ConfigError(f"model.path={path} has no .safetensors files; choose a repository that has")
-    _compare(path, folder)
     return f"model {path}: {folder}, {len(wanted)} files, {num_bytes / GIB:.2f} GiB"
 
 
@@ -110,16 +107,6 @@ def _named(path: str, error: Exception) -> PacsError:
         f"{key}: {hub} is unreachable, or the download was interrupted ({type(error).__name__}: {reason}); run it again "
         "with network access: complete files are kept. Set HTTPS_PROXY for a proxy, HF_ENDPOINT for a mirror"
     )
-
-
-def _compare(path: str, folder: Path) -> None:
-    """Compares the downloaded architecture with the one that `plan` assumes for this hub id."""
-    known = KNOWN_MODELS.get(path)
-    found = load_spec(folder)
-    if known is not None and read_spec(known) != found:
-        raise ConfigError(
-            f"{path} differs from what `plan` assumes: {found} instead of {read_spec(known)}; please report it"
-        )
 
 
 # ---------------------------------------------------------------------------------------------------------------- data

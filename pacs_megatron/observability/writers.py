@@ -28,11 +28,6 @@ class TensorBoardWriter(Closing):
     """
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
-        if find_spec("tensorboard") is None:
-            raise ConfigError(
-                "logging.tensorboard=true: the package tensorboard is not installed; "
-                "run `pip install tensorboard` or set logging.tensorboard=false"
-            )
         # Imported here because the import takes most of a second.
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

@@ -1,7 +1,6 @@
 """Architectures of published models by hub id, so that `plan` needs neither the checkpoint nor a network.
 
-The values are those of each repository's config.json that are not transformers' defaults; `fetch` compares the
-architecture with the file it gets.
+The values are those of each repository's config.json that are not transformers' defaults.
 """
 
 from collections.abc import Mapping

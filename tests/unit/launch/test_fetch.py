@@ -157,10 +157,6 @@ def larger_than_the_disk(hub: Hub) -> tuple[str, ...]:
     return ()
 
 
-def another_architecture(_hub: Hub) -> tuple[str, ...]:
-    return ("model.path=Qwen/Qwen3-4B",)
-
-
 def no_such_data(_hub: Hub) -> tuple[str, ...]:
     return ("data.train.path=tiny/nothing",)
 
@@ -174,7 +170,6 @@ FAILURES = {
     gated: "accept its terms at",
     broken: "returned HTTP 500",
     larger_than_the_disk: "GiB more, but",
-    another_architecture: "differs from what `plan` assumes",
     no_such_data: "tiny/nothing",
     no_id: "neither a folder nor a hub id",
 }

@@ -70,14 +70,6 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setattr(writers, "find_spec", lambda name: None if name == package else real(name))
 
 
-def test_missing_tensorboard_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "tensorboard")
-    with pytest.raises(ConfigError, match=r"logging.tensorboard=true.*pip install tensorboard"):
-        open_sinks(tmp_path, "r", LoggingOptions(), first_step=0, config={})
-    assert open_sinks(tmp_path, "r", LoggingOptions(tensorboard=False), first_step=0, config={}) == []
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_missing_wandb_is_a_clear_error_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "wandb")
     options = LoggingOptions(wandb=WandbOptions(project="p"))
