@@ -24,6 +24,12 @@ def one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in joined)
 
 
+def shown(value: object, limit: int = 60) -> str:
+    """A value in a message: printable, on one line, cut after `limit` characters."""
+    text = repr(value[: limit + 1] if isinstance(value, str) else value)
+    return text if len(text) <= limit + 2 else f"{text[:limit]}..."
+
+
 class PacsError(Exception):
     """Base of all errors that a user can cause or fix."""
 

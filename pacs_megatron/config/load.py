@@ -20,7 +20,7 @@ from pacs_megatron.config.fields import TAGS
 from pacs_megatron.config.messages import explain_validation, named_key, where
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.config.yaml_tree import MAX_DEPTH, Node, parse_yaml, read_yaml
-from pacs_megatron.errors import ConfigError
+from pacs_megatron.errors import ConfigError, shown
 
 MAX_FILES = 100
 _INDEX = re.compile(r"[0-9]{1,9}")
@@ -39,7 +39,8 @@ class LoadedConfig:
     @property
     def origins(self) -> dict[str, str]:
         """Dotted key of every value -> `file:line`, `override` or `default`."""
-        return {key: self._origin(key) for key, _ in leaves(self.config)}
+        nodes = {key: self.tree.at(_split(key)) for key, _ in leaves(self.config)}
+        return {key: "default" if node is None else node.origin for key, node in nodes.items()}
 
     def where(self, key: str) -> str:
         """`file:line` of `key`, or of the nearest enclosing section in the files."""
@@ -52,15 +53,6 @@ class LoadedConfig:
     def fail(self, problem: str) -> ConfigError:
         """The error for `problem`, with the origin of the key that it names first."""
         return ConfigError(f"{problem} ({self.where(named_key(problem))})")
-
-    def _origin(self, key: str) -> str:
-        path = _split(key)
-        for end in range(len(path), 0, -1):
-            node = self.tree.at(path[:end])
-            if node is not None:
-                is_whole = end == len(path) or not isinstance(node.value, dict)
-                return node.origin if is_whole else "default"
-        return "default"
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -183,15 +175,11 @@ def _parse_override(text: str) -> Node:
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or len(parts) > MAX_DEPTH or not all(part.strip() == part and part for part in parts):
-        raise ConfigError(f"override {_shown(text)}: expected key=value with a dotted key, such as optimizer.lr=1e-6")
-    node = parse_yaml(value, f"override {_shown(key)}", fixed_origin="override") if value else Node("", "override")
+        raise ConfigError(f"override {shown(text)}: expected key=value with a dotted key, such as optimizer.lr=1e-6")
+    node = parse_yaml(value, f"override {shown(key)}", fixed_origin="override") if value else Node("", "override")
     for part in reversed(parts):
         node = Node({part: node}, "override")
     return node
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def _split(key: str) -> list[str | int]:

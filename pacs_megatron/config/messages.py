@@ -9,6 +9,7 @@ from pacs_megatron.config.fields import TAGS, all_keys, dotted, fields_at, strat
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.config.yaml_tree import Node
 from pacs_megatron.contracts.options import Options
+from pacs_megatron.errors import shown
 
 Detail = Mapping[str, Any]
 """One entry of `pydantic.ValidationError.errors()`."""
@@ -53,7 +54,7 @@ def _explain(detail: Detail, root: Node, schema: type[Options]) -> str:
     if kind == "value_error":
         return _validator_line(str(detail["ctx"]["error"]), path, root, schema)
     expected = _expected(detail["msg"])
-    return f"{key}={_show(detail['input'])}: expected {expected}{_type_advice(detail)} ({where(path, root)})"
+    return f"{key}={shown(detail['input'])}: expected {expected}{_type_advice(detail)} ({where(path, root)})"
 
 
 def _validator_line(text: str, path: Sequence[str | int], root: Node, schema: type[Options]) -> str:
@@ -109,7 +110,7 @@ def _missing_advice(path: Sequence[str | int], root: Node, schema: type[Options]
 def _choice_line(path: Sequence[str | int], got: object, choices: Sequence[str], root: Node) -> str:
     close = difflib.get_close_matches(str(got), choices, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]}?" if close else ""
-    return f"{dotted(path)}={_show(got)}: expected one of {', '.join(choices)}{hint} ({where(path, root)})"
+    return f"{dotted(path)}={shown(got)}: expected one of {', '.join(choices)}{hint} ({where(path, root)})"
 
 
 def _expected(message: str) -> str:
@@ -132,8 +133,3 @@ def _type_advice(detail: Detail) -> str:
     if detail["type"] == "tuple_type":
         return "; write a list: [a, b]"
     return ""
-
-
-def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

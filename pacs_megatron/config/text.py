@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
 
+from pacs_megatron.errors import shown
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 """A repository of the Hugging Face hub: `name` or `owner/name`."""
 MAX_PATH_BYTES = 4095
@@ -53,8 +55,7 @@ def _matching(pattern: str, expected: str, max_bytes: int = MAX_NAME_BYTES) -> A
         if encodable_bytes(text) > max_bytes:
             raise ValueError(f"expected at most {max_bytes} bytes, got {encodable_bytes(text)}; shorten it")
         if not compiled.fullmatch(text):
-            shown = repr(text if len(text) <= 60 else f"{text[:57]}...")
-            raise ValueError(f"expected {expected}, got {shown}; correct it")
+            raise ValueError(f"expected {expected}, got {shown(text)}; correct it")
         return text
 
     return AfterValidator(check)

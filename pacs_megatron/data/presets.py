@@ -9,7 +9,7 @@ from typing import Any
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.data.benchmarks import BENCHMARKS
 from pacs_megatron.data.sources import Row
-from pacs_megatron.errors import DataError
+from pacs_megatron.errors import DataError, shown
 
 _GSM8K_ANSWER = re.compile(r"####\s*(.+?)\s*$")
 _GSM8K_CALCULATION = re.compile(r"<<[^<>]*>>")
@@ -149,7 +149,4 @@ def _solution(row: Row, columns: Columns) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, str) and not value.strip():
-        return "empty"
-    text = ascii(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+    return "empty" if isinstance(value, str) and not value.strip() else f"{shown(value)} ({type(value).__name__})"

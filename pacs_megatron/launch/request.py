@@ -107,7 +107,7 @@ def _axis(text: str) -> list[str]:
     nodes: list[yaml.Node] = []
     with suppress(yaml.YAMLError, RecursionError, ValueError):
         whole = yaml.compose(f"[{values},]", Loader=yaml.BaseLoader)
-        nodes = whole.value if whole.end_mark.index == len(values) + 3 else []
+        nodes = whole.value if whole is not None and whole.end_mark.index == len(values) + 3 else []
     found = [values[node.start_mark.index - 1 : node.end_mark.index - 1] for node in nodes]
     if not equals or not key or not found or not all(value.strip() for value in found):
         raise ConfigError(f"--sweep {text!r}: expected key=a,b,c such as objective.beta=0.5,1,2")

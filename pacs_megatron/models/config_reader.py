@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pacs_megatron.errors import ConversionError
-from pacs_megatron.runtime.json_reader import shown
+from pacs_megatron.errors import ConversionError, shown
 
 _DEFAULT_THETA = 10000.0
 """transformers' default of every supported family, for configs without the key"""

@@ -96,7 +96,7 @@ def packages() -> Iterator[Check]:
     """The required packages, and one failure for every other requirement that is not met."""
     broken = {check.key: check for check in version_problems()}
     for name in REQUIRED:
-        yield broken.pop(name, None) or Check("ok", name, str(installed(name)))
+        yield broken.pop(name, Check("ok", name, str(installed(name))))
     yield from broken.values()
 
 

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from pacs_megatron.errors import DataError, PacsError
+from pacs_megatron.errors import DataError, PacsError, shown
 
 MAX_BYTES = 256 * 2**20
 """Default limit of a file."""
@@ -21,7 +21,6 @@ MAX_DIGITS = 300
 
 _SPACE = " \t\r\n"
 """JSON's white space."""
-_SHOWN_CHARS = 60
 
 
 class _RefusedError(ValueError):
@@ -176,9 +175,3 @@ def _place(where: str, line: int | None, text: str, position: int) -> str:
     if line is None and position == 0:
         return where
     return f"{where}:{(line or 1) + text.count(chr(10), 0, position)}"
-
-
-def shown(value: Any, limit: int = _SHOWN_CHARS) -> str:
-    """A value in a message: ASCII, on one line, cut after `limit` characters."""
-    text = ascii(value[: limit + 1] if isinstance(value, str) else value)
-    return text if len(text) <= limit + 2 else f"{text[:limit]}..."
