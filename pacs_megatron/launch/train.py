@@ -23,6 +23,7 @@ from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.reward_options import CustomReward, WeightedReward
+from pacs_megatron.config.text import HUB_ID
 from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.launch.serve import are_on_every_node, attach
 from pacs_megatron.models.shape import shape_problems
@@ -81,12 +82,11 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
     """Raises ConfigError or DataError if a file or package that the run names is missing on this host."""
     from pacs_megatron.data.sources import find_source
     from pacs_megatron.data.tokenizer import GENERATION_CONFIG, read_eos_ids
-    from pacs_megatron.models.hub import is_hub_id
     from pacs_megatron.observability.writers import check_wandb
     from pacs_megatron.rewards.custom import find_file
 
     path = loaded.config.model.path
-    if not Path(path).expanduser().is_dir() and not is_hub_id(path):
+    if not Path(path).expanduser().is_dir() and not HUB_ID.fullmatch(path):
         raise ConfigError(
             f"model.path={path}: no such folder; correct the path, or create the folder first "
             f"({loaded.where('model.path')})"

@@ -45,14 +45,12 @@ class ConfigReader:
         """A number within the key's range."""
         return _number(key, self._required(key))
 
-    def boolean(self, key: str, *, missing: bool) -> bool:
-        """`missing`: transformers' value for an absent key."""
+    def boolean(self, key: str) -> bool:
+        """False where the key is missing or null, as in transformers."""
         value = self.config.get(key)
-        if value is None:
-            return missing
-        if not isinstance(value, bool):
+        if not isinstance(value, bool | None):
             raise wrong_value(key, value, "true or false")
-        return value
+        return bool(value)
 
     def refuse(self, key: str, *, unless: tuple[Any, ...], reason: str) -> None:
         """A missing or null key passes; any value outside `unless` is rejected."""

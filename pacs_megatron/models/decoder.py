@@ -71,7 +71,7 @@ def read_decoder(
         head_dim=head_dim,
         vocab_size=config.integer("vocab_size"),
         max_positions=config.integer("max_position_embeddings"),
-        tied=config.boolean("tie_word_embeddings", missing=False),
+        tied=config.boolean("tie_word_embeddings"),
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=config.number("rms_norm_eps"),

@@ -21,7 +21,7 @@ def _refuse_attention_bias(config: ConfigReader) -> None:
 
 def _refuse_qwen_window(config: ConfigReader) -> None:
     """With `use_sliding_window`, Qwen's layers from `max_window_layers` on have a window."""
-    is_used = config.boolean("use_sliding_window", missing=False)
+    is_used = config.boolean("use_sliding_window")
     first = config.optional_integer("max_window_layers") if is_used else None
     is_used = is_used and (first is None or first < config.integer("num_hidden_layers", MAX_LAYERS))
     config.refuse_sliding_window(is_used)
@@ -52,7 +52,7 @@ def _qwen3_moe(config: ConfigReader) -> ModelSpec:
         num_experts=config.integer(experts_key, MAX_EXPERTS),
         top_k=config.integer("num_experts_per_tok"),
         expert_ffn_size=config.integer("moe_intermediate_size"),
-        norm_topk_prob=config.boolean("norm_topk_prob", missing=False),
+        norm_topk_prob=config.boolean("norm_topk_prob"),
     )
     if moe.top_k > moe.num_experts:
         raise wrong_value("num_experts_per_tok", moe.top_k, f"at most {experts_key}={moe.num_experts}")
@@ -116,6 +116,6 @@ def load_spec(path: str | Path) -> ModelSpec:
     return read_spec(load_config(path))
 
 
-def weight_table(spec: ModelSpec, *, vocab_multiple: int = VOCAB_MULTIPLE) -> WeightTable:
+def weight_table(spec: ModelSpec) -> WeightTable:
     """The two-way table of every weight of this model."""
-    return build_table(_BY_NAME[spec.family], spec, vocab_multiple)
+    return build_table(_BY_NAME[spec.family], spec, VOCAB_MULTIPLE)

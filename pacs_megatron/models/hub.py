@@ -5,16 +5,10 @@ Every caller requests the same files: offline, the hub's client rejects a snapsh
 
 from pathlib import Path
 
-from pacs_megatron.config.text import HUB_ID
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.runtime.waiting import hub_wait
 
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether `name` has the form of a repository: `name` or `owner/name`."""
-    return HUB_ID.fullmatch(name) is not None
 
 
 def snapshot(name: str, *, local_files_only: bool = False) -> Path:

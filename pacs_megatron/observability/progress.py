@@ -32,8 +32,8 @@ class Progress(Closing):
     """Shows the progress of a run, its last results, its speed and the time left.
 
     On a terminal it draws one bar and updates it at every call. Elsewhere it logs a line at the first and the last
-    step and at most one per `LINE_INTERVAL_S` between. The log file has these lines in both cases. Use it on rank 0
-    only, or pass `enabled=False` on the other ranks: then it shows nothing. `stream` defaults to stderr.
+    step and at most one per `LINE_INTERVAL_S` between. The log file gets these lines in both cases. Use it on rank 0
+    only. `stream` defaults to stderr.
     """
 
     def __init__(
@@ -43,12 +43,10 @@ class Progress(Closing):
         *,
         done: int = 0,
         unit: Unit = "step",
-        enabled: bool = True,
         stream: TextIO | None = None,
     ) -> None:
         stream = sys.stderr if stream is None else stream
-        self._enabled = enabled
-        self._live = enabled and is_terminal(stream)
+        self._live = is_terminal(stream)
         self._last_line: float | None = None
         self._last_samples = 0.0
         self._fields: dict[str, float] = {}
@@ -72,8 +70,6 @@ class Progress(Closing):
         """Reports `done` of `total` units; `fields` (name to value) are shown until they are replaced."""
         self._fields.update(fields or {})
         self._show(done)
-        if not self._enabled:
-            return
         now = self._elapsed_s
         due = self._last_line is None or now - self._last_line >= LINE_INTERVAL_S
         if due or self._bar.n >= self._bar.total:
@@ -90,7 +86,7 @@ class Progress(Closing):
         """Shows the progress of sampling within the open spans `names`: beside the bar, or in occasional log lines."""
         self.phase(" ".join([*names, f"{done}/{total}"]))
         now = self._elapsed_s
-        if self._enabled and not self._live and now - self._last_samples >= SAMPLES_INTERVAL_S:
+        if not self._live and now - self._last_samples >= SAMPLES_INTERVAL_S:
             self._last_samples = now
             logger.info("%s %s/%s %s", self._bar.desc, self._bar.n, self._bar.total, self._phase)
 

@@ -56,9 +56,9 @@ def _restore_logging() -> Iterator[None]:
     ours.setLevel(before[1])
 
 
-def run(stream: io.StringIO, clock: Clock, log_dir: Path | None = None, *, enabled: bool = True) -> str:
+def run(stream: io.StringIO, clock: Clock, log_dir: Path | None = None) -> str:
     setup_logging(log_dir, rank=0, stream=stream)
-    with Progress("step", 10, enabled=enabled, stream=stream) as progress:
+    with Progress("step", 10, stream=stream) as progress:
         for step in range(1, 11):
             progress.phase(("rollout",))
             clock.now += 2.0
@@ -120,11 +120,6 @@ def test_on_a_real_terminal(columns: int) -> None:
     assert "step 3/3" in frame
     assert "reward 1.000" in frame
     assert len(frame) <= (columns or 80)
-
-
-def test_disabled_shows_nothing(clock: Clock) -> None:
-    assert run(io.StringIO(), clock, enabled=False) == ""
-    assert run(Terminal(), clock, enabled=False) == ""
 
 
 @pytest.mark.parametrize("name", ["pacs_megatron.training", PROGRESS_LOGGER])
