@@ -108,12 +108,9 @@ def random_weights(table: Any, dtype: torch.dtype) -> Callable[[str], torch.Tens
 
     def read(name: str) -> torch.Tensor:
         entry = table.by_hf[name]
-        shape = entry.hf_shapes[entry.hf_names.index(name)]
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        if name.endswith("norm.weight"):
-            value = 1.0 + 0.1 * torch.randn(shape, generator=generator)
-        else:
-            value = 0.03 * torch.randn(shape, generator=generator)
+        noise = torch.randn(entry.hf_shapes[entry.hf_names.index(name)], generator=generator)
+        value = 1.0 + 0.1 * noise if name.endswith("norm.weight") else 0.03 * noise
         return value.bfloat16().to(dtype)
 
     return read
@@ -333,9 +330,8 @@ def run_case(setups: list[Setup], out: Path, log: Path) -> dict[str, dict[str, A
     # The reference is a run without one; in a dry run every case is on the CPU.
     result = out / f"{first.case}{'' if first.reference else '-cpu'}.json"
     result.unlink(missing_ok=True)
-    environment = dict(os.environ) | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    if first.cpu:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if first.cpu else {}
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **hidden}
     payload = json.dumps([asdict(setup) for setup in setups])
     command = [sys.executable, str(Path(__file__).resolve()), "--worker", payload, "--out", str(result)]
     with log.open("a") as stream:

@@ -252,7 +252,7 @@ def _bind_problem(host: str, port: int) -> str | None:
 
 
 def check_network_settings(loaded: LoadedConfig) -> Iterator[Check]:
-    """Checks that the configured interfaces and adapters of gloo and NCCL exist, and that no setting slows them down."""
+    """Checks that the configured interfaces and adapters of gloo and NCCL exist."""
     nodes = loaded.config.resources.nodes
     interfaces = psutil.net_if_stats()
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -270,9 +270,6 @@ def check_network_settings(loaded: LoadedConfig) -> Iterator[Check]:
         level = severity()
         message = f"{chosen} matches none of this host's adapters ({', '.join(adapters) or 'none'})"
         yield Check(level, "NCCL_IB_HCA", message, "unset it, or name an adapter from /sys/class/infiniband")
-    for variable, slow in (("NCCL_IB_DISABLE", "InfiniBand"), ("NCCL_P2P_DISABLE", "NVLink")):
-        if os.environ.get(variable) not in (None, "", "0") and (adapters or variable == "NCCL_P2P_DISABLE"):
-            yield Check("warn", variable, f"{slow} is switched off: collectives will be slow", f"unset {variable}")
 
 
 def _interface(variable: str, value: str, interfaces: Mapping[str, Any], nodes: int) -> Check:

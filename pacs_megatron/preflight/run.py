@@ -34,7 +34,6 @@ from pacs_megatron.preflight.host import (
     check_network_settings,
     check_ports,
     check_software,
-    in_a_job,
     load_cluster_checks,
 )
 from pacs_megatron.preflight.servers import check_servers
@@ -65,7 +64,7 @@ def run_preflight(
             return [*checks, Check("fail", "parallel", str(error))]
         checks.extend(_plan(plan))
     checks.extend([*check_software(loaded), *check_gpus(loaded)])
-    checks.extend(_network(loaded))
+    checks.extend(_wandb(loaded))
     with offline():
         model = list(_model(loaded))
         checks.extend(model)
@@ -151,19 +150,8 @@ def _plan(plan: Plan) -> Iterator[Check]:
         yield Check("warn" if share > 0.95 else "ok", "resources.gpu", text)
 
 
-def _network(loaded: LoadedConfig) -> Iterator[Check]:
-    """Warns about data that a job would request from a network."""
-    config = loaded.config
-    datasets = (config.data.train, *config.evaluation.benchmarks)
-    from_hub = [path for path in (config.model.path, *(d.path for d in datasets)) if not path_exists(path)]
-    names = [path for path in from_hub if not Path(path).suffix]
-    if names and in_a_job() and os.environ.get("HF_HUB_OFFLINE") not in ("1", "true", "True", "ON", "YES"):
-        message = (
-            f"{', '.join(sorted(set(names)))} come from the hub's cache, but HF_HUB_OFFLINE is not set: a job contacts "
-            "the hub"
-        )
-        yield Check("warn", "HF_HUB_OFFLINE", message, "export HF_HUB_OFFLINE=1 (submit and slurm/train.sbatch do)")
-    if (wandb := config.logging.wandb) is not None:
+def _wandb(loaded: LoadedConfig) -> Iterator[Check]:
+    if (wandb := loaded.config.logging.wandb) is not None:
 
         def can_log() -> str:
             check_wandb(wandb)
