@@ -61,7 +61,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     Raises ConfigError for an unreadable or malformed file, an unknown or duplicate key, a wrong type, or an invalid
     combination.
     """
-    tree = _Includes().read(Path(path), ())
+    tree = _read(Path(path), (), [])
     if overrides:
         first, *rest = map(_parse_override, overrides)
         for node in rest:  # overrides first: a strategy and its options may come in any order
@@ -119,37 +119,31 @@ def _is_indexed(entries: dict[str, Node], length: int) -> bool:
     return bool(entries) and all(_INDEX.fullmatch(key) and int(key) < length for key in entries)
 
 
-class _Includes:
-    """Reads a file with its includes, up to a number of files: includes of includes can multiply."""
-
-    def __init__(self) -> None:
-        self._num_files = 0
-
-    def read(self, path: Path, chain: tuple[Path, ...]) -> Node:
-        display = _display(path)
-        try:
-            resolved = path.resolve()
-        except (OSError, RuntimeError, ValueError) as error:  # a loop of symbolic links, a NUL
-            raise ConfigError(f"cannot read the configuration {display}: {error}; give a file") from None
-        if resolved in chain:
-            cycle = " -> ".join(_display(step) for step in (*chain[chain.index(resolved) :], resolved))
-            raise ConfigError(f"include cycle: {cycle}; remove one of these includes")
-        own = read_yaml(path, display)
-        self._num_files += 1
-        if self._num_files > MAX_FILES:
-            raise ConfigError(f"more than {MAX_FILES} files by `include:`, the last is {display}; include fewer files")
-        entries = dict(_mapping(own))
-        include = entries.pop("include", None)
-        tree = Node({}, own.origin)
-        for name, origin in _include_names(include):
-            target = path.parent / name
-            if not os.path.isfile(target):
-                raise ConfigError(
-                    f"include={name!r}: no such file {_display(target)}; paths are relative to the including file "
-                    f"({origin})"
-                )
-            tree = merge(tree, self.read(target, (*chain, resolved)))
-        return Node(_mapping(merge(tree, Node(entries, own.origin))), own.origin)
+def _read(path: Path, chain: tuple[Path, ...], files: list[str]) -> Node:
+    """A file with its includes. `files` counts the files that were read: includes of includes can multiply."""
+    display = _display(path)
+    try:
+        resolved = path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of symbolic links, a NUL
+        raise ConfigError(f"cannot read the configuration {display}: {error}; give a file") from None
+    if resolved in chain:
+        cycle = " -> ".join(_display(step) for step in (*chain[chain.index(resolved) :], resolved))
+        raise ConfigError(f"include cycle: {cycle}; remove one of these includes")
+    own = read_yaml(path, display)
+    files.append(display)
+    if len(files) > MAX_FILES:
+        raise ConfigError(f"more than {MAX_FILES} files by `include:`, the last is {display}; include fewer files")
+    entries = dict(_mapping(own))
+    include = entries.pop("include", None)
+    tree = Node({}, own.origin)
+    for name, origin in _include_names(include):
+        target = path.parent / name
+        if not os.path.isfile(target):
+            raise ConfigError(
+                f"include={name!r}: no such file {_display(target)}; paths are relative to the including file ({origin})"
+            )
+        tree = merge(tree, _read(target, (*chain, resolved), files))
+    return Node(_mapping(merge(tree, Node(entries, own.origin))), own.origin)
 
 
 def _mapping(node: Node) -> dict[str, Node]:

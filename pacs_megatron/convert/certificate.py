@@ -25,17 +25,6 @@ Side = Literal["hf", "megatron"]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """One tensor of one side; full shape. `xxh3_128` is the digest of its row-major bytes."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    xxh3_128: str
-
-
-@dataclass(frozen=True, slots=True)
 class Check:
     """One check and its result. A failed check raises, so a certificate has passed checks only."""
 
@@ -55,7 +44,8 @@ class Certificate:
     left_out: list[str] = field(default_factory=list)
     """Redundant Hugging Face tensors (a second copy of tied embeddings, rotary tables)"""
     logits: dict[str, Any] | None = None
-    _tensors: dict[Side, dict[str, TensorRecord]] = field(default_factory=lambda: {"hf": {}, "megatron": {}})
+    _tensors: dict[Side, dict[str, dict[str, Any]]] = field(default_factory=lambda: {"hf": {}, "megatron": {}})
+    """Name -> full shape, dtype, and the digest of the row-major bytes"""
     _mutex: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, side: Side, name: str, parts: Sequence[torch.Tensor]) -> None:
@@ -63,26 +53,22 @@ class Certificate:
         digest = xxhash.xxh3_128()
         for part in parts:
             digest.update(tensor_bytes(part))
-        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        dtype = str(parts[0].dtype).removeprefix("torch.")
-        nbytes = sum(part.nbytes for part in parts)
-        record = TensorRecord(name, shape, dtype, nbytes, digest.hexdigest())
+        record = {
+            "name": name,
+            "shape": [sum(part.shape[0] for part in parts), *parts[0].shape[1:]],
+            "dtype": str(parts[0].dtype).removeprefix("torch."),
+            "nbytes": sum(part.nbytes for part in parts),
+            "xxh3_128": digest.hexdigest(),
+        }
         with self._mutex:
             self._tensors[side][name] = record
 
-    def records(self, side: Side) -> list[TensorRecord]:
-        """Sorted by name."""
-        return [record for _, record in sorted(self._tensors[side].items())]
-
     def to_json(self) -> str:
         sides = {}
-        for side in ("hf", "megatron"):
-            records = self.records(side)
-            sides[side] = {
-                "num_tensors": len(records),
-                "nbytes": sum(r.nbytes for r in records),
-                "tensors": [asdict(r) for r in records],
-            }
+        for side, found in self._tensors.items():
+            records = [found[name] for name in sorted(found)]
+            nbytes = sum(record["nbytes"] for record in records)
+            sides[side] = {"num_tensors": len(records), "nbytes": nbytes, "tensors": records}
         content = {
             "format": _FORMAT,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -31,7 +31,7 @@ def to_megatron(hf: str, **options: Any) -> str:
     """Hugging Face folder or hub id -> Megatron checkpoint."""
     from pacs_megatron.convert.convert import Options, hf_to_megatron
 
-    return str(hf_to_megatron(hf, Options(**options)))
+    return hf_to_megatron(hf, Options(**options))
 
 
 @_command()
@@ -39,7 +39,7 @@ def to_hf(checkpoint: Path, step: int | None, **options: Any) -> str:
     """Converted or training checkpoint -> Hugging Face folder."""
     from pacs_megatron.convert.convert import Options, megatron_to_hf
 
-    return str(megatron_to_hf(checkpoint, Options(**options), step=step))
+    return megatron_to_hf(checkpoint, Options(**options), step=step)
 
 
 @_command()

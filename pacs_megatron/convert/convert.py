@@ -51,24 +51,12 @@ class Options:
     """compare the files of a Megatron checkpoint with its manifest's digests before reading them"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Figures for the summary."""
-
-    out: Path
-    num_tensors: int
-    nbytes: int
-    convert_s: float
-    verify_s: float | None
-
-    def __str__(self) -> str:
-        text = (
-            f"{self.out}: {self.num_tensors} tensors, {self.nbytes / 1e9:.3f} GB in {self.convert_s:.1f} s "
-            f"({self.nbytes / 1e9 / max(self.convert_s, 1e-9):.2f} GB/s)"
-        )
-        if self.verify_s is None:
-            return text + "; not verified (use --verify)"
-        return text + f"; read back and equal bit for bit in {self.verify_s:.1f} s"
+def _summary(out: Path, num_tensors: int, nbytes: int, convert_s: float, verify_s: float | None) -> str:
+    rate = nbytes / 1e9 / max(convert_s, 1e-9)
+    text = f"{out}: {num_tensors} tensors, {nbytes / 1e9:.3f} GB in {convert_s:.1f} s ({rate:.2f} GB/s); "
+    return text + (
+        "not verified (use --verify)" if verify_s is None else f"read back and equal bit for bit in {verify_s:.1f} s"
+    )
 
 
 def _refuse_inside(out: Path, source: Path) -> None:
@@ -76,8 +64,8 @@ def _refuse_inside(out: Path, source: Path) -> None:
         raise ConversionError(f"{out} is inside the source {source}; choose an output folder outside of it")
 
 
-def hf_to_megatron(hf: str, options: Options) -> Report:
-    """Writes a Megatron checkpoint that loads at any TP x PP x VPP x EP.
+def hf_to_megatron(hf: str, options: Options) -> str:
+    """Writes a Megatron checkpoint that loads at any TP x PP x VPP x EP; returns a summary.
 
     Raises PacsError subclasses for an incomplete source, a full disk or an existing output, and removes partial output.
     """
@@ -108,12 +96,12 @@ def hf_to_megatron(hf: str, options: Options) -> Report:
             verify_s = _verified(folder, MegatronWeights(staged.path, digests=False), certificate)
         certificate.write(staged.path / CERTIFICATE_NAME)
         staged.commit()
-    return Report(out=options.out, num_tensors=len(table.by_hf), nbytes=total, convert_s=convert_s, verify_s=verify_s)
+    return _summary(options.out, len(table.by_hf), total, convert_s, verify_s)
 
 
 def megatron_to_hf(
     checkpoint: str | Path, options: Options, *, step: int | None, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> Report:
+) -> str:
     """Writes a Hugging Face folder from a converted or a training checkpoint (`step`; None: the newest)."""
     start = time.perf_counter()
     source = find_checkpoint(checkpoint, step)
@@ -145,7 +133,7 @@ def megatron_to_hf(
             verify_s = _verified(HfFolder(writer.path), weights, certificate)
         certificate.write(writer.path / CERTIFICATE_NAME)
         writer.commit()
-    return Report(out=options.out, num_tensors=len(infos), nbytes=total, convert_s=convert_s, verify_s=verify_s)
+    return _summary(options.out, len(infos), total, convert_s, verify_s)
 
 
 def _write_dist(

@@ -37,6 +37,5 @@ def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = 
         if (folder / "critic" / MANIFEST_NAME).is_file():
             sources[folder / "critic"] = target.with_name(f"{target.name}_critic")
         return "\n".join(
-            str(megatron_to_hf(source, Options(out=to, verify_source=verify), step=None))
-            for source, to in sources.items()
+            megatron_to_hf(source, Options(out=to, verify_source=verify), step=None) for source, to in sources.items()
         )
