@@ -1,9 +1,8 @@
 """`report.html`: one self-contained file that shows a run, made from the run folder alone."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import yaml
@@ -48,59 +47,41 @@ _GUIDES = {
 """Section -> a metric, and how to read the section's charts in a run that has this metric."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Content of a run folder for the report."""
-
-    name: str
-    rows: Sequence[Row]
-    config: Mapping[str, Any]
-    environment: Mapping[str, str]
-
-
 def write_report(run_dir: Path, *, num_samples: int) -> Path:
     """Writes `<run_dir>/report.html` with up to `num_samples` samples of the first and of the last step.
 
     Reads metrics.jsonl, config.yaml, environment.json and rollouts/; the part of a missing file is omitted. Raises
     DataError if one is malformed. Returns the path of the report.
     """
-    run = _read(run_dir)
-    body = [_header(run), _tiles(run.rows)]
-    if not run.rows:
+    name, rows = run_dir.resolve().name, read_metrics(run_dir)
+    body = [_header(run_dir, name), _tiles(rows)]
+    if not rows:
         body.append('<p class="soft">No step has been recorded yet.</p>')
-    for title, charts in _sections(run.rows):
+    for title, charts in _sections(rows):
         grid = f'<div class="charts">{"".join(charts)}</div>'
         if title == _REST and charts:
             body.append(f"<details><summary><h2>{title} ({len(charts)})</h2></summary>{grid}</details>")
         elif charts:
-            body.append(f"<h2>{title}</h2>{_guide(title, run.rows)}{grid}")
-    if len(run.rows) >= MEANS_FROM:
+            body.append(f"<h2>{title}</h2>{_guide(title, rows)}{grid}")
+    if len(rows) >= MEANS_FROM:
         body.append(
             '<p class="soft"><small>Faint lines are single steps, strong lines means of neighbours.</small></p>'
         )
     body.append(_samples(run_dir, num_samples))
     path = run_dir / REPORT_FILE
-    write_atomically(path, [page(run.name, f"<main>{''.join(body)}</main>").encode()])
+    write_atomically(path, [page(name, f"<main>{''.join(body)}</main>").encode()])
     return path
 
 
-def _read(run_dir: Path) -> _Run:
-    config, environment = run_dir / CONFIG_FILE, run_dir / ENVIRONMENT_FILE
-    return _Run(
-        run_dir.resolve().name,
-        read_metrics(run_dir),
-        cast("dict[str, Any]", read_yaml(config, str(config)).plain()) if config.exists() else {},
-        read_object(environment) if environment.exists() else {},
-    )
-
-
 # ------------------------------------------------------------------------------------------------------------- header
-def _header(run: _Run) -> str:
-    versions = " · ".join(f"{name} {version}" for name, version in run.environment.items())
-    head = f'<h1>{safe_text(run.name)}</h1><p class="soft"><small>{safe_text(versions)}</small></p>'
-    if not run.config:
+def _header(run_dir: Path, name: str) -> str:
+    config, environment = run_dir / CONFIG_FILE, run_dir / ENVIRONMENT_FILE
+    facts = read_object(environment) if environment.exists() else {}
+    versions = " · ".join(f"{key} {version}" for key, version in facts.items())
+    head = f'<h1>{safe_text(name)}</h1><p class="soft"><small>{safe_text(versions)}</small></p>'
+    if not config.exists():
         return head
-    text = yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(read_yaml(config, str(config)).plain(), sort_keys=False, allow_unicode=True)
     return f'{head}<details class="card"><summary>{CONFIG_FILE}</summary><pre>{safe_text(text)}</pre></details>'
 
 
