@@ -4,7 +4,7 @@ import json
 import platform
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -24,14 +24,6 @@ _VERSIONS_OF = ("pacs-megatron", "torch", "megatron-core", "transformers", "safe
 Side = Literal["hf", "megatron"]
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One check and its result. A failed check raises, so a certificate has passed checks only."""
-
-    name: str
-    result: str
-
-
 @dataclass(slots=True, kw_only=True)
 class Certificate:
     """Several threads add to it; tensors are sorted by name when written."""
@@ -40,7 +32,8 @@ class Certificate:
     source: str
     target: str
     spec: ModelSpec
-    checks: list[Check] = field(default_factory=list)
+    checks: dict[str, str] = field(default_factory=dict)
+    """Name -> result. A failed check raises, so a certificate has passed checks only."""
     left_out: list[str] = field(default_factory=list)
     """Redundant Hugging Face tensors (a second copy of tied embeddings, rotary tables)"""
     logits: dict[str, Any] | None = None
@@ -78,7 +71,7 @@ class Certificate:
             "family": self.spec.family,
             "versions": {"python": platform.python_version()}
             | {name: installed(name) or "not installed" for name in _VERSIONS_OF},
-            "checks": [asdict(check) for check in self.checks],
+            "checks": [{"name": name, "result": result} for name, result in self.checks.items()],
             "left_out": sorted(self.left_out),
             "logits": self.logits,
             **sides,

@@ -28,10 +28,10 @@ from pacs_megatron.checkpoint.manifest import (
 )
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
 from pacs_megatron.checkpoint.staging import StagedFolder, check_free_disk
-from pacs_megatron.convert.certificate import CERTIFICATE_NAME, Certificate, Check
+from pacs_megatron.convert.certificate import CERTIFICATE_NAME, Certificate
 from pacs_megatron.convert.pipeline import WORKERS, Job, run_jobs
 from pacs_megatron.convert.source import DTYPES, check_names
-from pacs_megatron.convert.verify import compare, files_check
+from pacs_megatron.convert.verify import FILES, compare, files_check
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import Entry, WeightTable, read_spec, weight_table
 from pacs_megatron.models.hub import model_folder
@@ -77,7 +77,7 @@ def hf_to_megatron(hf: str, options: Options) -> str:
         direction="hf-to-megatron", source=str(folder.path), target=str(options.out), spec=table.spec
     )
     certificate.left_out = check_names(folder, table)
-    certificate.checks.append(Check("names and shapes", f"{len(table.by_hf)} tensors fill {len(table.entries)} rows"))
+    certificate.checks["names and shapes"] = f"{len(table.by_hf)} tensors fill {len(table.entries)} rows"
     cast = None if options.dtype is None else DTYPES[options.dtype]
     total = sum(_target_bytes(entry, cast or folder.dtype(entry.hf_names[0])) for entry in table.entries)
     check_free_disk(options.out, total)
@@ -115,8 +115,8 @@ def megatron_to_hf(
     certificate = Certificate(
         direction="megatron-to-hf", source=str(weights.path), target=str(options.out), spec=table.spec
     )
-    certificate.checks.append(files_check(weights, verified=options.verify_source))
-    certificate.checks.append(Check("names and shapes", f"{len(table.entries)} rows give {len(infos)} tensors"))
+    certificate.checks[FILES] = files_check(weights, verified=options.verify_source)
+    certificate.checks["names and shapes"] = f"{len(table.entries)} rows give {len(infos)} tensors"
     with HfFolderWriter(options.out, infos, max_shard_bytes=max_shard_bytes) as writer:
         jobs = [
             Job(
@@ -209,7 +209,7 @@ def _export(
 
 def _verified(folder: HfFolder, weights: MegatronWeights, certificate: Certificate) -> float:
     start = time.perf_counter()
-    certificate.checks.append(compare(folder, weights, certificate))
+    compare(folder, weights, certificate)
     return time.perf_counter() - start
 
 

@@ -8,13 +8,15 @@ import torch
 
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
-from pacs_megatron.convert.certificate import Certificate, Check
+from pacs_megatron.convert.certificate import Certificate
 from pacs_megatron.convert.logits import LogitsOptions, check_layout, compare_logits
 from pacs_megatron.convert.pipeline import Job, run_jobs
 from pacs_megatron.convert.source import check_names
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import Entry, read_spec, weight_table
 from pacs_megatron.models.hub import model_folder
+
+FILES = "files of the checkpoint"
 
 
 def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | None, logits: LogitsOptions | None) -> str:
@@ -30,13 +32,9 @@ def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | Non
         direction="verify", source=str(folder.path), target=str(weights.path), spec=weights.table.spec
     )
     certificate.left_out = check_names(folder, weights.table)
-    certificate.checks.append(
-        Check("names and shapes", f"{len(weights.table.by_hf)} tensors, {len(weights.table.entries)} rows")
-    )
-    certificate.checks.append(files_check(weights, verified=True))
-    result = compare(folder, weights, certificate)
-    certificate.checks.append(result)
-    summary = f"{folder.path} and {weights.path}: {result.result}"
+    certificate.checks["names and shapes"] = f"{len(weights.table.by_hf)} tensors, {len(weights.table.entries)} rows"
+    certificate.checks[FILES] = files_check(weights, verified=True)
+    summary = f"{folder.path} and {weights.path}: {compare(folder, weights, certificate)}"
     if logits is not None:
         certificate.logits = compare_logits(folder.path, weights.path, logits)
         summary += (
@@ -47,15 +45,14 @@ def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | Non
     return f"{summary}; certificate: {certificate_file}"
 
 
-def files_check(weights: MegatronWeights, *, verified: bool) -> Check:
+def files_check(weights: MegatronWeights, *, verified: bool) -> str:
     """For the certificate: whether the files of the checkpoint were compared with its manifest."""
     digested = sum(facts.xxh3_128 is not None for facts in weights.manifest.files.values())
-    result = f"{digested} match the digests of the manifest" if verified else "not verified (--no-verify)"
-    return Check("files of the checkpoint", result)
+    return f"{digested} match the digests of the manifest" if verified else "not verified (--no-verify)"
 
 
-def compare(folder: HfFolder, weights: MegatronWeights, certificate: Certificate) -> Check:
-    """Compares every tensor of both sides and adds its digest to the certificate. A cast is allowed and named.
+def compare(folder: HfFolder, weights: MegatronWeights, certificate: Certificate) -> str:
+    """Compares every tensor of both sides and adds digests and result to the certificate. A cast is allowed and named.
 
     Raises ConversionError naming the first tensor that differs and by how much.
     """
@@ -85,7 +82,8 @@ def compare(folder: HfFolder, weights: MegatronWeights, certificate: Certificate
     ]
     run_jobs("verify", jobs)
     cast = f", cast ({', '.join(sorted(casts))})" if casts else ""
-    return Check("tensors, read back", f"{len(weights.table.by_hf)} equal bit for bit{cast}")
+    certificate.checks["tensors, read back"] = result = f"{len(weights.table.by_hf)} equal bit for bit{cast}"
+    return result
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
