@@ -201,7 +201,7 @@ def _append(run_dir: Path, row: Row, name: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command of a batch script; returns the exit code. `describe`, `begin` and `urls` print for the shell."""
+    """Runs one command of a batch script; returns the exit code. `describe`, `begin` and `urls` print for the shell."""
     return run_command(lambda: _run_verb(*arguments))
 
 

@@ -187,7 +187,7 @@ def are_on_every_node(config: RunConfig) -> bool:
 
 
 def attach(config: RunConfig, config_path: Path, overrides: Sequence[str], place: RankPlace) -> list[str]:
-    """Start this node's servers, wait for those of all nodes, and return the overrides that attach this rank to them.
+    """Starts this node's servers, waits for those of all nodes, and returns the overrides that attach this rank to them.
 
     On one node the driver owns the servers. It cannot stop servers on other nodes, so with several nodes each first rank
     owns the servers of its node, and they exit with it.
