@@ -20,9 +20,8 @@ from pacs_megatron.plan.constants import GIB
 from pacs_megatron.plan.plan import Plan
 from pacs_megatron.preflight import doctor, quota
 from pacs_megatron.preflight.check import Check, Level, attempt, existing_parent
-from pacs_megatron.runtime.environment import installed, job_port
+from pacs_megatron.runtime.environment import DRIVER_FILES, installed, job_port
 
-DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
