@@ -46,7 +46,7 @@ class Certificate:
         digest = xxhash.xxh3_128()
         for part in parts:
             digest.update(tensor_bytes(part))
-        record = {
+        record: dict[str, Any] = {
             "name": name,
             "shape": [sum(part.shape[0] for part in parts), *parts[0].shape[1:]],
             "dtype": str(parts[0].dtype).removeprefix("torch."),
