@@ -126,7 +126,7 @@ class Attempt:
                         self._shared[1 + index] = min(255, self._shared[1 + index] + 1)
                     notify(timer)
 
-                Timer._notify = report  # type: ignore[method-assign]
+                Timer._notify = report  # type: ignore[method-assign,assignment]
             return main.main(arguments)
 
         self.ranks = [fork(lambda number=number: rank(number), log) for number in range(world_size)]  # type: ignore[misc]

@@ -143,7 +143,7 @@ THIRD: dict[str, Planted] = {
     "scale of the attention 0.1 % low": Planted(
         target=f"{POLICY}.engine.transformer_config",
         change=lambda original, spec, *args: (
-            lambda config: (setattr(config, "softmax_scale", 0.999 * spec.head_dim**-0.5), config)[1]
+            lambda config: (setattr(config, "softmax_scale", 0.999 * spec.head_dim**-0.5), config)[1]  # type: ignore[func-returns-value]
         )(original(spec, *args)),
     ),
     "decay as a part of the gradient": Planted(
