@@ -17,7 +17,6 @@ from tests.support.policies.planted import (
     Planted,
     _after_resume,
     _option,
-    _with,
 )
 from tests.support.policies.planted import PLANTED as EARLIER
 
@@ -106,6 +105,12 @@ def _untrained_router(original: Any, *args: Any, **kwargs: Any) -> Any:
     return probs.detach(), chosen
 
 
+def _decay_at_the_peak(original: Any, self: Any, increment: int) -> None:
+    original(self, increment)
+    for group in self.optimizer.param_groups:
+        group["weight_decay"] *= self.max_lr / group["lr"] if group["lr"] else 1.0
+
+
 def _one_decay_update_more(original: Any, *args: Any, **options: Any) -> Any:
     return original(*args, **options | {"lr_decay_steps": options["lr_decay_steps"] + 1})
 
@@ -146,9 +151,9 @@ THIRD: dict[str, Planted] = {
             lambda config: (setattr(config, "softmax_scale", 0.999 * spec.head_dim**-0.5), config)[1]  # type: ignore[func-returns-value]
         )(original(spec, *args)),
     ),
-    "decay as a part of the gradient": Planted(
-        target=f"{POLICY}.optimizer.OptimizerConfig",
-        change=lambda original, **options: original(**options | {"decoupled_weight_decay": False}),
+    "decay at the peak rate": Planted(
+        target="megatron.core.optimizer_param_scheduler.OptimizerParamScheduler.step",
+        change=_decay_at_the_peak,
         changes=DECAY,
     ),
     "embeddings do not decay": Planted(
@@ -195,9 +200,6 @@ THIRD: dict[str, Planted] = {
     ),
     "epsilon of Adam's denominator before the bias correction": Planted(
         target=f"{POLICY}.optimizer.OptimizerConfig", change=_option("adam_eps", lambda value: 1.05 * value)
-    ),
-    "norms of the layers add a bias of one": Planted(
-        target=f"{POLICY}.engine.transformer_config", change=_with(layernorm_zero_centered_gamma=True)
     ),
 }
 PLANTED = EARLIER | THIRD
