@@ -12,7 +12,7 @@ import pytest
 from pacs_megatron.certify.certificate import Certificate
 from pacs_megatron.certify.run import certify
 from pacs_megatron.runtime.shipped import run_file
-from tests.support.policies.certify_runs import random_run, write_run
+from tests.support.policies.certify_runs import UNSEEN, random_run, write_run
 from tests.support.policies.planted_more import PLANTED
 from tests.support.tiers import in_test
 
@@ -68,6 +68,14 @@ def test_a_random_legal_configuration_is_green(tmp_path: Path, seed: int) -> Non
     family, changes = random_run(seed)
     certificate = run(tmp_path, changes, family)
     assert certificate.is_green, f"{family} {changes}: {certificate.line()}"
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", UNSEEN)
+def test_an_unseen_combination_is_green(tmp_path: Path, name: str) -> None:
+    family, changes = UNSEEN[name]
+    certificate = run(tmp_path, changes, family)
+    assert certificate.is_green, certificate.line()
 
 
 @pytest.mark.parametrize(

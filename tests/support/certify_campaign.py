@@ -26,14 +26,16 @@ from pacs_megatron.config import load_config
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.shipped import run_file
 from tests.distributed.test_certify import RIVALS, SHIPPED
-from tests.support.policies.certify_runs import random_run, write_run
+from tests.support.policies.certify_runs import UNSEEN, random_run, write_run
 from tests.support.policies.planted_more import PLANTED
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "objectives"
 
 
 def cases(kinds: list[str], seeds: range) -> Iterator[tuple[str, str]]:
-    names = {"planted": PLANTED, "shipped": SHIPPED, "rivals": RIVALS, "random": [str(seed) for seed in seeds]}
+    names = {"planted": PLANTED, "shipped": SHIPPED, "rivals": RIVALS, "random": [str(seed) for seed in seeds]} | {
+        "unseen": UNSEEN
+    }
     yield from ((kind, name) for kind in kinds for name in names[kind])
 
 
@@ -45,8 +47,8 @@ def run_case(kind: str, name: str, folder: Path) -> dict[str, object]:
         if kind == "planted":
             path = write_run(folder, PLANTED[name].changes, PLANTED[name].family)
             PLANTED[name].plant(patch)
-        elif kind == "random":
-            family, changes = random_run(int(name))
+        elif kind in ("random", "unseen"):
+            family, changes = random_run(int(name)) if kind == "random" else UNSEEN[name]
             path = write_run(folder, changes, family)
             make_case(load_config(path), None)
         elif kind == "shipped":
@@ -76,7 +78,7 @@ def run_case(kind: str, name: str, folder: Path) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("log", type=Path)
-    parser.add_argument("kinds", nargs="+", choices=("planted", "shipped", "rivals", "random"))
+    parser.add_argument("kinds", nargs="+", choices=("planted", "shipped", "rivals", "unseen", "random"))
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 26))
     options = parser.parse_args()
     stops: list[int] = []

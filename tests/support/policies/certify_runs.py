@@ -126,3 +126,102 @@ def _random_grpo(draw: random.Random) -> dict[str, Any]:
 
 def _random_sft(draw: random.Random) -> dict[str, Any]:
     return {"name": "sft", "loss_mean": draw.choice(["token", "sequence"])}
+
+
+_COSINE = {"schedule": "cosine", "min_lr": 2e-7, "warmup_updates": 2, "weight_decay": 0.1}
+_FULL = {"recompute": {"granularity": "full", "num_layers": 2}}
+UNSEEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "dapo, llama, pp2 vpp2": (
+        "llama",
+        {
+            "run": {"nproc": 4},
+            "parallel": {"pp": 2, "vpp": 2},
+            "objective": {"name": "dapo", "overlong_length": 90, "overlong_buffer": 40, "importance": "truncate"},
+            "batch": {"updates_per_step": 3},
+            "optimizer": _COSINE,
+        },
+    ),
+    "gspo, qwen2 with one key-value head, cp2 dp2": (
+        "qwen2-tied-mqa",
+        {
+            "run": {"nproc": 4},
+            "parallel": {"cp": 2, "distributed_optimizer": True},
+            "objective": {"name": "gspo", "kl_coef": 0.05, "importance": "mask"},
+            "batch": {"updates_per_step": 4, "samples_per_prompt": 3},
+        },
+    ),
+    "ppo, mistral, dp2 with its own part of the state": (
+        "mistral",
+        {
+            "parallel": {"distributed_optimizer": True},
+            "objective": {"name": "ppo", "value_clip": 0.1, "lam": 0.95, "gamma": 0.99, "clip_grad": 1.0},
+            "optimizer": _COSINE,
+        },
+    ),
+    "pacs with a frozen reference and std floor, experts, tp2 ep2": (
+        "qwen3_moe",
+        {
+            "parallel": {"tp": 2, "ep": 2, "sequence_parallel": True} | _FULL,
+            "objective": {
+                "name": "pacs",
+                "reference": "frozen",
+                "reset_every": 2,
+                "score": "grpo",
+                "score_std_floor": 0.2,
+                "importance_cap": 1.1,
+            },
+            "batch": {"updates_per_step": 4, "tokens_per_microbatch": 400},
+        },
+    ),
+    "real_bce, tied with an odd vocabulary, pp2 cp2": (
+        "qwen3-tied-mha-odd-vocabulary",
+        {"run": {"nproc": 4}, "parallel": {"pp": 2, "cp": 2}, "objective": {"name": "real_bce"}, "optimizer": _COSINE},
+    ),
+    "w_reinforce, tied llama, tp2, recomputed, at temperature 0.7": (
+        "llama-tied-mha",
+        {
+            "parallel": {"tp": 2, "sequence_parallel": True} | _FULL,
+            "objective": {"name": "w_reinforce"},
+            "batch": {"updates_per_step": 3, "samples_per_prompt": 8},
+            "rollout": {"engine": "embedded", "sampling": {"max_response_tokens": 100, "temperature": 0.7}},
+        },
+    ),
+    "cispo, experts that are not normalised, pp2 ep2": (
+        "qwen3_moe-tied-not-normalised",
+        {
+            "run": {"nproc": 4},
+            "parallel": {"pp": 2, "ep": 2, "distributed_optimizer": True},
+            "objective": {"name": "cispo", "clip_grad": 0.5},
+            "batch": {"updates_per_step": 4},
+        },
+    ),
+    "rloo with the KL in the reward, padded vocabulary, tp2 cp2": (
+        "qwen3-padded-already",
+        {
+            "run": {"nproc": 4},
+            "parallel": {"tp": 2, "cp": 2},
+            "objective": {"name": "rloo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
+            "optimizer": {"adam_beta2": 0.95, "weight_decay": 0.1},
+        },
+    ),
+    "pacs with mean_log_prob, mistral, pp4": (
+        "mistral",
+        {
+            "run": {"nproc": 4},
+            "parallel": {"pp": 4},
+            "objective": {"name": "pacs", "reward_proxy": "mean_log_prob", "score": "dr_grpo", "beta": 0.3},
+            "batch": {"updates_per_step": 3, "samples_per_prompt": 2, "tokens_per_microbatch": 1600},
+            "optimizer": _COSINE,
+        },
+    ),
+    "luspo with entropy and k2, biases, tp2 pp2": (
+        "qwen2",
+        {
+            "run": {"nproc": 4},
+            "parallel": {"tp": 2, "pp": 2},
+            "objective": {"name": "luspo", "kl_coef": 0.1, "kl_estimator": "k2", "entropy_coef": 0.01},
+            "batch": {"updates_per_step": 2, "tokens_per_microbatch": 160},
+        },
+    ),
+}
+"""Layout, family, objective, precision of the state, packing and options that no other case combines"""
