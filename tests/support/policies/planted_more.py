@@ -198,7 +198,7 @@ THIRD: dict[str, Planted] = {
         change=lambda original, rewards, values, gamma, lam: original(rewards, values, 1.0, lam),
         changes={"objective": {"name": "ppo", "gamma": 0.9}},
     ),
-    "epsilon of Adam's denominator before the bias correction": Planted(
+    "epsilon of Adam 5 % high": Planted(
         target=f"{POLICY}.optimizer.OptimizerConfig", change=_option("adam_eps", lambda value: 1.05 * value)
     ),
 }
