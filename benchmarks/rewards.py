@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT))
 
 from pacs_megatron.config.reward_options import CodeReward  # noqa: E402
 from pacs_megatron.contracts import Prompt  # noqa: E402
-from pacs_megatron.rewards import RewardPool  # noqa: E402
 from tests.support.hostile_programs import PROGRAMS, Hostile  # noqa: E402
+from tests.support.rewards import CollectingPool  # noqa: E402
 
 ROUND = 100
 TESTS = 5
@@ -84,7 +84,7 @@ def plain(rows: list, workers: int) -> list[float]:
         return list(threads.map(judge, rows))
 
 
-def sandboxed(rows: list, pool: RewardPool) -> list[float | None]:
+def sandboxed(rows: list, pool: CollectingPool) -> list[float | None]:
     for number, (code, inputs, outputs, _) in enumerate(rows):
         answer = json.dumps({"inputs": inputs, "outputs": outputs, "fn_name": None})
         pool.submit(str(number), prompt(answer), f"```python\n{code}\n```")
@@ -100,7 +100,7 @@ def hostile_round(rows: list, workers: int) -> dict:
     options = CodeReward(name="code", workers=workers, test_timeout_s=1.0, test_memory_gib=0.5)
     right = [row for row in rows if row[3] == 1.0][: 2 * len(PROGRAMS)]
     wrong = []
-    with RewardPool(options) as pool:
+    with CollectingPool(options) as pool:
         for name, case in PROGRAMS.items():
             pool.submit(f"hostile {name}", prompt(json.dumps(case.tests)), f"```python\n{code_of(case)}\n```")
         for number, (code, inputs, outputs, _) in enumerate(right):
@@ -127,7 +127,7 @@ def main() -> None:
     rows = programs(args.programs)
     walls: dict[str, list[float]] = {"sandbox": [], "plain": []}
     wrong = []
-    with RewardPool(CodeReward(name="code", workers=args.workers)) as pool:
+    with CollectingPool(CodeReward(name="code", workers=args.workers)) as pool:
         for start in range(0, len(rows), ROUND):
             part = rows[start : start + ROUND]
             for name in ("sandbox", "plain") if start // ROUND % 2 else ("plain", "sandbox"):

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.rollout_options import SglangRollout, SglangServers, SglangSync
 from pacs_megatron.config.schema import ModelOptions
-from pacs_megatron.contracts import SampleRequest, SamplingParams
+from pacs_megatron.contracts import SampleRequest, SamplingOptions
 from pacs_megatron.sglang.build import open_engine, server_apis
 from pacs_megatron.sglang.client import SglangEngine
 
@@ -53,7 +53,7 @@ def options(args: argparse.Namespace) -> SglangRollout:
 def ours(engine: SglangEngine, args: argparse.Namespace, round_number: int) -> tuple[float, float]:
     """Output tokens/s from the first request to the last checked sample, and this process's CPU ms for each request."""
     rng = np.random.default_rng(round_number)
-    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=args.tokens)
+    params = SamplingOptions(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=args.tokens)
     requests = [
         SampleRequest(
             id=f"{round_number}:{i}#0",

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import torch
 
-from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.rollout_options import SglangRollout, SglangServers, SglangSync
 from pacs_megatron.config.schema import ModelOptions
+from pacs_megatron.contracts import SamplingOptions
 from pacs_megatron.models import load_spec
 from pacs_megatron.sglang.build import server_apis, server_specs, start_servers
 from pacs_megatron.sglang.weights.bucket import Bucket
-from pacs_megatron.sglang.weights.build import server_sync
+from pacs_megatron.sglang.weights.server_sync import server_sync
 from pacs_megatron.training.push import push
 
 ROOT = Path(__file__).parents[1]

@@ -5,7 +5,8 @@ import numpy as np
 from pacs_megatron.batching.split import plan_with_groups, split_by_group
 from pacs_megatron.batching.tables import select_tokens, tokens_to_arrays
 from pacs_megatron.config.schema import BatchOptions
-from pacs_megatron.contracts import MiniBatch, Objective, SampleFacts, TokenBuffers
+from pacs_megatron.contracts import MiniBatch, SampleFacts, TokenBuffers
+from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import broadcast_arrays, receive_arrays, send_arrays
 

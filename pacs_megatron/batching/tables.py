@@ -1,6 +1,6 @@
 """Samples as flat arrays: SampleFacts and TokenBuffers from objects, selections, and the arrays for transport."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -65,18 +65,11 @@ def select_tokens(tokens: TokenBuffers, positions: np.ndarray, new_index: np.nda
 
 
 def facts_to_arrays(facts: SampleFacts) -> dict[str, np.ndarray]:
-    """Arrays for transport; ids as one uint8 array, separated by newlines."""
-    ids = np.frombuffer("\n".join(facts.ids).encode(), dtype=np.uint8)
-    return {"ids": ids} | {name: getattr(facts, name) for name in _FACTS}
+    """Arrays for transport. `SampleFacts(ids=..., **arrays)` is the inverse."""
+    return {name: getattr(facts, name) for name in _FACTS}
 
 
 _FACTS = ("groups", "labels", "rewards", "prompt_lens", "response_lens", "truncated")
-
-
-def facts_from_arrays(arrays: Mapping[str, np.ndarray]) -> SampleFacts:
-    """Inverse of `facts_to_arrays`."""
-    text = arrays["ids"].tobytes().decode()
-    return SampleFacts(ids=tuple(text.split("\n")) if text else (), **{name: arrays[name] for name in _FACTS})
 
 
 def tokens_to_arrays(tokens: TokenBuffers) -> dict[str, np.ndarray]:

@@ -15,10 +15,11 @@ from torch import Tensor
 from pacs_megatron.certify.shrink import Case
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
-from pacs_megatron.contracts import Interrupted, MiniBatch, Objective, SampleFacts, TokenBuffers, UpdateReport
+from pacs_megatron.contracts import Interrupted, MiniBatch, SampleFacts, TokenBuffers, UpdateReport
 from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
 from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.observability.spans import Timer
 from pacs_megatron.parallel import groups
 from pacs_megatron.policy.critic import Critic

@@ -31,8 +31,7 @@ from pacs_megatron.checkpoint.manifest import (
     HF_FOLDER,
     FileFacts,
     Manifest,
-    check_files,
-    check_identity,
+    check_checkpoint,
     digest_file,
     read_manifest,
     write_manifest,
@@ -52,7 +51,6 @@ from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import gather_json
 from pacs_megatron.runtime.files import sync_path, write_atomically
 from pacs_megatron.runtime.json_reader import as_object, parse_json, read_object, read_text
-from pacs_megatron.runtime.waiting import report_wait
 
 logger = logging.getLogger(__name__)
 CRITIC_DIST = f"critic/{DIST_FOLDER}"
@@ -291,20 +289,15 @@ def _digest_all(folder: Path, rank: Rank) -> dict[str, FileFacts]:
 
 def verify_checkpoint(folder: Path, channel: ControlChannel) -> None:
     """Checks identity, and size and digest of every file. Collective; raises CheckpointError on every rank."""
-    manifest = channel.run_together(lambda: read_manifest(folder))
-    rank = channel.rank
-    own = dict(sorted(manifest.files.items())[rank.rank :: rank.layout.world_size])
+    share = slice(channel.rank.rank, None, channel.rank.layout.world_size)
 
     def check() -> None:
-        check_identity(folder, manifest)
         try:
-            check_files(folder, Manifest(step=manifest.step, files=own), digests=True)
+            check_checkpoint(folder, share=share)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; or remove {folder} to resume from an older one") from None
 
-    size = sum(facts.nbytes for facts in manifest.files.values())
-    with report_wait(f"for the digests of {folder} ({size / 1e9:.1f} GB)"):
-        channel.run_together(check)
+    channel.run_together(check)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

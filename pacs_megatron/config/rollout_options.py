@@ -7,20 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from pacs_megatron.config.text import Devices, EnvironmentName, HostName, Line, PathText, ServerUrl
+from pacs_megatron.contracts import SamplingOptions
 from pacs_megatron.contracts.options import Options
-
-
-class SamplingOptions(Options):
-    temperature: float = Field(default=1.0, ge=0)
-    """Sampling temperature; 0 is greedy."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Probability mass of nucleus sampling; 1 disables it."""
-    top_k: int = Field(default=0, ge=0)
-    """Number of most likely tokens to sample from; 0 disables it."""
-    max_response_tokens: PositiveInt
-    """Maximum response length, in tokens. A longer response is truncated."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), strict=False)
-    """Strings that end a response."""
 
 
 class RolloutEngineOptions(Options):

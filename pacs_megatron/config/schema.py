@@ -11,8 +11,9 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from pacs_megatron.config.reward_options import RewardOptions
-from pacs_megatron.config.rollout_options import RolloutOptions, SamplingOptions
+from pacs_megatron.config.rollout_options import RolloutOptions
 from pacs_megatron.config.text import Line, PathText, RunName, TimeLimit
+from pacs_megatron.contracts import SamplingOptions
 from pacs_megatron.contracts.options import Options
 from pacs_megatron.objectives.registry import ObjectiveOptions
 

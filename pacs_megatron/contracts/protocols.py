@@ -1,16 +1,14 @@
-"""Protocols of an objective, a rollout engine, a receiver of weights and a reward. torch is imported for typing only."""
+"""Data of an objective, and protocols of a receiver of weights and of a reward. torch is imported for typing only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from pacs_megatron.contracts.samples import Judgement, Prompt, Sample, SampleRequest
-from pacs_megatron.contracts.step_data import SampleFacts
+from pacs_megatron.contracts.samples import Judgement, Prompt
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 LogprobSource = Literal["step_start", "reference", "value"]
@@ -53,7 +51,10 @@ class TokenRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTable:
-    """Whole groups of a mini-batch as tensors on one device: [m] samples in the order of their ids, [g] groups."""
+    """Whole groups of a mini-batch as tensors on one device: [m] samples in the order of their ids, [g] groups.
+
+    The methods compute within groups, in the dtype of the values.
+    """
 
     rows: torch.Tensor
     """int64 [m], row in the mini-batch's SampleFacts"""
@@ -67,6 +68,37 @@ class SampleTable:
     """int64 [g, largest group], positions in [m]; m in the unused places of smaller groups"""
     num_samples: int
     """N, samples of the whole mini-batch"""
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.members)
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """float64 [g]"""
+        return (self.members < len(self.group_of_sample)).sum(1).double()
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """[g], sums of [m] by group, in the order of the members: one fixed order on every device, unlike `index_add`."""
+        padded = values.new_zeros(len(values) + 1)
+        padded[:-1] = values
+        result = values.new_zeros(self.num_groups)
+        for column in self.members.unbind(1):
+            result = result + padded[column]
+        return result
+
+    def centred(self, values: torch.Tensor) -> torch.Tensor:
+        """[m], `values` minus their group's mean.
+
+        Exactly 0 where all values of a group are equal: the first member is subtracted before the mean is taken, so
+        G * x / G causes no rounding.
+        """
+        shifted = values - values[self.members[:, 0]][self.group_of_sample]
+        return shifted - (self.total(shifted) / self.sizes)[self.group_of_sample]
+
+    def std(self, centred: torch.Tensor) -> torch.Tensor:
+        """[g], unbiased standard deviation of centred values."""
+        return (self.total(centred * centred) / (self.sizes - 1.0)).sqrt()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,97 +115,6 @@ class Prepared:
     zero_gradient: torch.Tensor | None = None
     """bool [n], samples whose gradient (and `token_loss`) is exactly zero: the engine may leave them out of forward and
     backward. None: no such sample is known."""
-
-
-@runtime_checkable
-class Objective(Protocol):
-    """Pure tensor functions; no process groups, no Megatron. `updates_per_step` is known at construction.
-
-    An objective declares its coupling and the statistics that its coefficients depend on. The engine then computes the
-    statistics at the lowest exact cost: in the update's own forward where the coupled samples are in one micro-batch
-    (`couple`), else in a forward-only pass before the update.
-    """
-
-    name: str
-    coupling: Coupling
-    kl_in_reward: bool
-    """`prepare_step` needs `SampleFacts.kl_to_reference`"""
-    critic: Objective | None
-    """the objective of the critic's updates, whose records have values as `logprobs`. None: no critic, no `estimate`"""
-
-    def logprob_passes(self, update_index: int) -> frozenset[LogprobSource]:
-        """Log-prob passes that the mini-batch of update `update_index` (0-based in the step) needs before the update.
-
-        The first update needs no `step_start` pass: its own forward computes these log-probs.
-        """
-        ...
-
-    def statistics(self, update_index: int) -> frozenset[Statistic]:
-        """Statistics that the coefficients of update `update_index` depend on; empty: they are known beforehand."""
-        ...
-
-    def token_scores(self, tokens: TokenRecord) -> torch.Tensor:
-        """float64 [t]; the engine masks it and sums it by sample in float64. Called without grad."""
-        ...
-
-    def known(self, facts: SampleFacts, step_inputs: Any) -> dict[str, torch.Tensor]:
-        """Per-sample values of the whole mini-batch that no statistic changes, float64 [n]: inputs of `couple`."""
-        ...
-
-    def couple(
-        self,
-        table: SampleTable,
-        scores: torch.Tensor | None,
-        sampler_ratios: torch.Tensor | None,
-        known: dict[str, torch.Tensor],
-    ) -> dict[str, torch.Tensor]:
-        """`Prepared.per_sample` of coupled samples, from their statistics; every tensor is float64 [m], on any device.
-
-        The samples are whole groups with coupling `group`, any samples with coupling `sample`. `known`: of these samples.
-        Runs between forward and backward: it neither raises nor synchronises with the host.
-        """
-        ...
-
-    def sample_kl(self, step_start: np.ndarray, reference: np.ndarray) -> float:
-        """With `kl_in_reward`: a sample's estimate of the KL to the reference, from its log-probs, float32 [response]."""
-        ...
-
-    def estimate(
-        self,
-        rewards: Sequence[float],
-        values: Sequence[np.ndarray],
-        step_starts: Sequence[np.ndarray],
-        references: Sequence[np.ndarray],
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """With a critic: (advantages, returns) of samples from its values and, where declared, log-probs; float64 [response].
-
-        The engine whitens the advantages over all tokens of the step.
-        """
-        ...
-
-    def prepare_step(self, facts: SampleFacts) -> Any:
-        """Once a step, over the whole rollout batch (advantages, batch-wide norms). Input of `prepare`."""
-        ...
-
-    def prepare(self, scores: torch.Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
-        """The whole mini-batch: coefficients, true loss and metrics. `scores` float64 [n] as `facts`; None: not declared.
-
-        Called before the update if no statistics are declared, else after its backward, for loss and metrics.
-        """
-        ...
-
-    def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> torch.Tensor:
-        """[t], dtype of `tokens.logprobs`; the engine masks it and sums it over the mini-batch, without any division.
-
-        A token's value depends on no other token's log-prob: the engine evaluates any part of a micro-batch alone. What
-        couples tokens or samples is a statistic, and enters through `prepared`.
-        """
-        ...
-
-    def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, torch.Tensor]:
-        """Metrics from the update's own log-probs: name -> [t], already divided by the mini-batch's count, so the engine
-        masks and sums them like `token_loss`. Called without grad. The same keys for every micro-batch; may be empty."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,19 +144,6 @@ class WeightReceiver(Protocol):
 
     def end_update(self, digest: str) -> None:
         """Raises SyncError unless every weight has arrived; afterwards samples carry (version, digest)."""
-        ...
-
-
-@runtime_checkable
-class RolloutEngine(Protocol):
-    """Samples responses."""
-
-    def stream(self, requests: Sequence[SampleRequest]) -> Iterator[Sample]:
-        """Samples as they finish, in any order; exactly one for each request."""
-        ...
-
-    def cancel(self, ids: Sequence[str]) -> None:
-        """Cancels these requests. Ignores unknown ids."""
         ...
 
 

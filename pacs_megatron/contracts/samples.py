@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from pydantic import Field, PositiveInt
 
+from pacs_megatron.contracts.options import Options
 from pacs_megatron.errors import RolloutError
 
 
@@ -54,15 +56,16 @@ class Span:
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """Sampling parameters. `top_k = 0` and `top_p = 1.0` disable the filters; `temperature = 0` is greedy."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    max_tokens: int
-    stop: tuple[str, ...] = ()
+class SamplingOptions(Options):
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Probability mass of nucleus sampling; 1 disables it."""
+    top_k: int = Field(default=0, ge=0)
+    """Number of most likely tokens to sample from; 0 disables it."""
+    max_response_tokens: PositiveInt
+    """Maximum response length, in tokens. A longer response is truncated."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), strict=False)
     """Strings that end a response, in addition to the end-of-sequence tokens; the response includes them."""
 
 
@@ -77,7 +80,7 @@ class SampleRequest:
     """int32 [prompt]"""
     seed: int
     """63-bit seed of this sample's generator."""
-    params: SamplingParams
+    params: SamplingOptions
 
     @property
     def is_for_training(self) -> bool:

@@ -62,7 +62,6 @@ class Vocabulary:
 class _Rows:
     """The unfinished rows of a chunk; `keep` drops rows from all fields."""
 
-    requests: list[SampleRequest]
     sampler: RowSampler
     stops: _StopStrings
     cache: DecodingCache
@@ -72,21 +71,17 @@ class _Rows:
     """[b, 1, 1, columns], 0 or -inf, additive; all columns that the chunk can reach"""
     positions: torch.Tensor
     """int64 [b, 1], of the next token"""
-    limits: torch.Tensor
-    """int64 [b], max_tokens"""
 
     def keep(self, alive: torch.Tensor) -> None:
         """Drops all rows but `alive` (int64, increasing)."""
-        self.requests = [self.requests[i] for i in alive.tolist()]
         self.sampler.keep(alive)
         self.stops.keep(alive)
         self.cache.keep(alive)
-        self.number, self.limits = self.number[alive], self.limits[alive]
-        self.mask, self.positions = self.mask[alive], self.positions[alive]
+        self.number, self.mask, self.positions = self.number[alive], self.mask[alive], self.positions[alive]
 
 
-class EmbeddedEngine:
-    """RolloutEngine and WeightReceiver in the calling process. Not thread-safe.
+class EmbeddedEngine(WeightInbox):
+    """Sampler and WeightReceiver in the calling process. Not thread-safe.
 
     The module is built from config.json only: weights come in through begin_update / put / end_update, as the policy
     exports them, and nothing can be sampled before that. It shares no memory with the policy.
@@ -108,39 +103,14 @@ class EmbeddedEngine:
         self._rank, self._num_ranks = rank, num_ranks
         self._device = torch.device(device)
         self._model = _build(model_path, _DTYPES[options.dtype], self._device)
-        self._inbox = WeightInbox(self._model)
-        self._cancelled: set[str] = set()
+        super().__init__(self._model)
         self._eos = torch.tensor(sorted(vocabulary.eos_token_ids), device=self._device)
         self._max_context = _max_context(self._model.config)
 
-    @property
-    def version(self) -> int | None:
-        """Version of the weights that samples come from; None without a complete set of weights."""
-        return self._inbox.version
-
-    @property
-    def digest(self) -> str | None:
-        """The exporter's digest of these weights."""
-        return self._inbox.digest
-
-    # ------------------------------------------------------------------------------------------------ WeightReceiver
-    def begin_update(self, version: int) -> None:
-        """Discards the present weights: nothing is sampled before `end_update`."""
-        self._inbox.begin(version)
-
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """One weight under its Hugging Face name. Raises SyncError for an unknown or repeated name, or a wrong shape."""
-        self._inbox.put(name, tensor)
-
-    def end_update(self, digest: str) -> None:
-        """Raises SyncError unless every weight has arrived and their digest is `digest`."""
-        self._inbox.end(digest)
-
-    # ------------------------------------------------------------------------------------------------- RolloutEngine
     def stream(
         self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool] | None = None
     ) -> Iterator[Sample]:
-        """This rank's samples, chunk after chunk; exactly one for each request of its chunks.
+        """This rank's samples, chunk after chunk; exactly one for each request of its chunks. All have the same parameters.
 
         Calls `should_stop` at every token; if it is true, raises Interrupted and drops the unfinished chunk. Only whole
         chunks are yielded, so the remaining ones have the same requests, and the same bits, after a resume.
@@ -150,18 +120,11 @@ class EmbeddedEngine:
         self._check(requests)
         size = self._options.batch_sequences
         chunks = [requests[start : start + size] for start in range(0, len(requests), size)]
-        try:
-            for chunk in chunks[self._rank :: self._num_ranks]:
-                yield from self._generate(chunk, should_stop)
-        finally:
-            self._cancelled.clear()
-
-    def cancel(self, ids: Sequence[str]) -> None:
-        """Ends these samples of the running `stream` as ABORTED, with the tokens so far. Ignores unknown ids."""
-        self._cancelled.update(ids)
+        for chunk in chunks[self._rank :: self._num_ranks]:
+            yield from self._generate(chunk, should_stop)
 
     def _check(self, requests: Sequence[SampleRequest]) -> None:
-        if self._inbox.version is None:
+        if self.version is None:
             raise RolloutError(
                 "the embedded engine has no complete set of weights to sample from; finish an update "
                 "(begin_update, put, end_update) first"
@@ -173,27 +136,20 @@ class EmbeddedEngine:
                 raise RolloutError(f"sample id {request.id} was requested twice in one call; ids must be unique")
             seen.add(request.id)
             check_request(request, vocab)
-            if len(request.token_ids) + request.params.max_tokens > self._max_context:
+            if len(request.token_ids) + request.params.max_response_tokens > self._max_context:
                 raise RolloutError(
                     f"sample {request.id}: {len(request.token_ids)} prompt tokens + max_tokens="
-                    f"{request.params.max_tokens} exceed the model's context of {self._max_context}; lower "
+                    f"{request.params.max_response_tokens} exceed the model's context of {self._max_context}; lower "
                     "max_response_tokens or max_prompt_tokens"
                 )
 
     def _generate(self, chunk: Sequence[SampleRequest], should_stop: Callable[[], bool] | None) -> list[Sample]:
         """All samples of one chunk, in its order."""
-        alive = [i for i, request in enumerate(chunk) if request.id not in self._cancelled]
-        longest = max(request.params.max_tokens for request in chunk)
-        tokens = np.zeros((len(chunk), longest), dtype=np.int32)
-        logprobs = np.zeros((len(chunk), longest), dtype=np.float32)
-        lengths = np.zeros(len(chunk), dtype=np.int64)
-        stops = [Stop.ABORTED] * len(chunk)
-        if alive:
-            # Inference tensors must not reach the trainer: only NumPy arrays leave this block.
-            with torch.inference_mode():
-                decoding = _Decoding(longest, len(chunk), self._device)
-                self._decode(self._prefill(chunk, alive), decoding, should_stop)
-                decoding.read(tokens, logprobs, lengths, stops)
+        # Inference tensors must not reach the trainer: only NumPy arrays leave this block.
+        with torch.inference_mode():
+            decoding = _Decoding(chunk[0].params.max_response_tokens, len(chunk), self._device)
+            self._decode(self._prefill(chunk), decoding, should_stop)
+            tokens, logprobs, lengths, stops = decoding.read()
         if not np.isfinite(logprobs).all():
             bad = chunk[int(np.argmax(~np.isfinite(logprobs).all(axis=1)))]
             raise RolloutError(f"sample {bad.id}: non-finite logits from weights version {self.version}")
@@ -202,8 +158,8 @@ class EmbeddedEngine:
     def _sample(
         self, request: SampleRequest, tokens: np.ndarray, logprobs: np.ndarray, length: int, stop: Stop
     ) -> Sample:
-        assert self._inbox.version is not None and self._inbox.digest is not None
-        span = Span(version=self._inbox.version, digest=self._inbox.digest, start=0, end=length)
+        assert self.version is not None and self.digest is not None
+        span = Span(version=self.version, digest=self.digest, start=0, end=length)
         return Sample(
             id=request.id,
             prompt_id=request.prompt_id,
@@ -214,9 +170,10 @@ class EmbeddedEngine:
             stop=stop,
         )
 
-    def _prefill(self, chunk: Sequence[SampleRequest], alive: list[int]) -> tuple[_Rows, torch.Tensor]:
+    def _prefill(self, chunk: Sequence[SampleRequest]) -> tuple[_Rows, torch.Tensor]:
         """One forward pass over the distinct prompts; repeats their keys, values and last logits for their samples."""
-        prompts, row_of = _distinct([chunk[i].token_ids for i in alive])
+        [params] = {request.params for request in chunk}
+        prompts, row_of = _distinct([request.token_ids for request in chunk])
         longest = max(len(prompt) for prompt in prompts)
         device = self._device
         ids = np.full((len(prompts), longest), self._vocabulary.pad_token_id, dtype=np.int64)
@@ -234,20 +191,16 @@ class EmbeddedEngine:
             torch.from_numpy(np.maximum(column[None, :] - pads[:, None], 0)).to(device),
             cache,
         )
-        requests = [chunk[i] for i in alive]
         rows = torch.from_numpy(row_of).to(device)
         cache.keep(rows)
-        params = [request.params for request in requests]
-        future = np.ones((len(prompts), max(p.max_tokens for p in params)), dtype=bool)
+        future = np.ones((len(prompts), params.max_response_tokens), dtype=bool)
         state = _Rows(
-            requests=requests,
-            sampler=RowSampler(params, [request.seed for request in requests], device),
-            stops=_StopStrings([p.stop for p in params], self._vocabulary.decode),
+            sampler=RowSampler(params, [request.seed for request in chunk], device),
+            stops=_StopStrings(params.stop, len(chunk), self._vocabulary.decode),
             cache=cache,
-            number=torch.tensor(alive, device=device),
+            number=torch.arange(len(chunk), device=device),
             mask=self._additive(np.concatenate([real, future], axis=1))[rows, None, None],
             positions=torch.from_numpy(longest - pads).to(device)[rows, None],
-            limits=torch.tensor([p.max_tokens for p in params], device=device),
         )
         return state, logits[rows]
 
@@ -256,24 +209,19 @@ class EmbeddedEngine:
     ) -> None:
         """Samples tokens until every row has ended. Raises Interrupted."""
         rows, logits = prefilled
-        ended = torch.zeros(len(rows.requests), dtype=torch.bool, device=self._device)
+        ended = torch.zeros(len(rows.number), dtype=torch.bool, device=self._device)
         for index in range(out.max_tokens):
             if should_stop is not None and should_stop():
                 raise Interrupted
             ids, logprobs = rows.sampler.draw(logits, index)
             out.write(index, rows.number, ended, ids, logprobs)
             finished = torch.isin(ids, self._eos)
-            if rows.stops.any:
-                finished |= rows.stops.update(ids)
-            aborted = self._aborted(rows)
-            out.stop(rows.number, finished & ~ended, _EOS)
-            if aborted is not None:
-                out.stop(rows.number, aborted & ~ended & ~finished, _ABORTED)
-                finished |= aborted
-            ended |= finished | (rows.limits <= index + 1)
+            finished |= rows.stops.update(ids)
+            out.finish(rows.number, finished & ~ended)
+            ended |= finished
             num_rows = ended.shape[0]
             num_alive = num_rows - int(ended.sum())
-            if num_alive == 0:
+            if num_alive == 0 or index + 1 == out.max_tokens:
                 return
             # Compacting copies the cache, so it runs only when at least half of the rows have ended.
             if 2 * num_alive <= num_rows:
@@ -303,15 +251,6 @@ class EmbeddedEngine:
         mask = torch.zeros(visible.shape, dtype=_DTYPES[self._options.dtype])
         return mask.masked_fill_(torch.from_numpy(~visible), -torch.inf).to(self._device)
 
-    def _aborted(self, rows: _Rows) -> torch.Tensor | None:
-        if not self._cancelled:
-            return None
-        return torch.tensor([request.id in self._cancelled for request in rows.requests], device=self._device)
-
-
-_LENGTH, _EOS, _ABORTED = range(3)
-_STOPS = (Stop.LENGTH, Stop.EOS, Stop.ABORTED)
-
 
 class _Decoding:
     """The tokens of a chunk, on the device until it is finished."""
@@ -321,8 +260,7 @@ class _Decoding:
         self._tokens = torch.zeros((max_tokens, num_rows), dtype=torch.int32, device=device)
         self._logprobs = torch.zeros((max_tokens, num_rows), dtype=torch.float32, device=device)
         self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._stops = torch.full((num_rows,), _LENGTH, device=device)
-        self._stops_seen = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        self._finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
     def write(
         self, index: int, number: torch.Tensor, ended: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
@@ -332,47 +270,42 @@ class _Decoding:
         self._logprobs[index, number] = logprobs
         self._lengths[number] += ~ended
 
-    def stop(self, number: torch.Tensor, which: torch.Tensor, reason: int) -> None:
-        self._stops[number] = torch.where(which, reason, self._stops[number])
-        self._stops_seen[number] = True
+    def finish(self, number: torch.Tensor, which: torch.Tensor) -> None:
+        """These rows end with an end token or a stop string."""
+        self._finished[number] |= which
 
-    def read(self, tokens: np.ndarray, logprobs: np.ndarray, lengths: np.ndarray, stops: list[Stop]) -> None:
-        """Copies to the host, with zeros beyond each row's length. Rows that were never decoded keep their values."""
-        count = self._lengths.cpu().numpy()
-        lengths[:] = count
-        inside = np.arange(self.max_tokens)[None, :] < count[:, None]
-        np.copyto(tokens, self._tokens.T.cpu().numpy(), where=inside)
-        np.copyto(logprobs, self._logprobs.T.cpu().numpy(), where=inside)
-        for row in self._stops_seen.nonzero()[:, 0].tolist():
-            stops[row] = _STOPS[int(self._stops[row])]
+    def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Stop]]:
+        """Tokens and log-probs [rows, max_tokens], with zeros beyond each row's length, lengths and stops, on the host."""
+        lengths = self._lengths.cpu().numpy()
+        inside = np.arange(self.max_tokens)[None, :] < lengths[:, None]
+        tokens, logprobs = (values.T.cpu().numpy() for values in (self._tokens, self._logprobs))
+        stops = [Stop.EOS if finished else Stop.LENGTH for finished in self._finished.tolist()]
+        return np.where(inside, tokens, 0), np.where(inside, logprobs, np.float32(0)), lengths, stops
 
 
 class _StopStrings:
     """Finds stop strings in the growing text of each row, by decoding its last few tokens."""
 
-    def __init__(self, stops: Sequence[tuple[str, ...]], decode: Callable[[Sequence[int]], str]) -> None:
-        self.any = any(stops)
-        self._stops = list(stops)
+    def __init__(self, stops: tuple[str, ...], num_rows: int, decode: Callable[[Sequence[int]], str]) -> None:
+        self._stops = stops
         self._decode = decode
-        self._tokens: list[list[int]] = [[] for _ in stops]
+        self._tokens: list[list[int]] = [[] for _ in range(num_rows)]
         # A token is at least one byte of text, but some tokenizers strip the first one's space, or hide special tokens.
-        self._windows = [max((len(s.encode()) for s in row), default=0) + 8 for row in stops]
+        self._window = max((len(stop.encode()) for stop in stops), default=0) + 8
 
     def update(self, ids: torch.Tensor) -> torch.Tensor:
         """Appends one token to each row; bool [b]: whether its text contains a stop string."""
+        if not self._stops:
+            return torch.zeros_like(ids, dtype=torch.bool)
         found = []
-        for row, token in enumerate(ids.tolist()):
-            self._tokens[row].append(token)
-            stops = self._stops[row]
-            text = self._decode(self._tokens[row][-self._windows[row] :]) if stops else ""
-            found.append(any(stop in text for stop in stops))
+        for tokens, token in zip(self._tokens, ids.tolist(), strict=True):
+            tokens.append(token)
+            text = self._decode(tokens[-self._window :])
+            found.append(any(stop in text for stop in self._stops))
         return torch.tensor(found, device=ids.device)
 
     def keep(self, rows: torch.Tensor) -> None:
-        index = rows.tolist()
-        self._stops = [self._stops[i] for i in index]
-        self._tokens = [self._tokens[i] for i in index]
-        self._windows = [self._windows[i] for i in index]
+        self._tokens = [self._tokens[i] for i in rows.tolist()]
 
 
 def _distinct(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:

@@ -9,7 +9,7 @@ from pacs_megatron.errors import SyncError
 
 
 class WeightInbox:
-    """The receiving end of an export. `version` and `digest` are None while sampling is not allowed.
+    """A WeightReceiver for a module. `version` and `digest`, the exporter's, are None while sampling is not allowed.
 
     They stay None after a failed or incomplete update, until a complete one: the module contains a mixture.
     """
@@ -23,7 +23,7 @@ class WeightInbox:
         self.version: int | None = None
         self.digest: str | None = None
 
-    def begin(self, version: int) -> None:
+    def begin_update(self, version: int) -> None:
         """Starts an update, or starts it over; weights of an incomplete update are discarded."""
         self.version = self.digest = None
         self._pending_version = version
@@ -63,7 +63,7 @@ class WeightInbox:
         self._filled.add(source)
         self._received.add(name)
 
-    def end(self, digest: str) -> None:
+    def end_update(self, digest: str) -> None:
         """Raises SyncError unless every weight has arrived and their digest is `digest`."""
         if self._hash is None or self._pending_version is None:
             raise SyncError("end_update without begin_update")

@@ -1,5 +1,6 @@
 """`data preview`: prompts, lengths and verified answers of the data sets, as the model and the verifier receive them."""
 
+import queue
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ import numpy as np
 from pacs_megatron.config import load_config
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.data import PromptSet, load_prompts, load_tokenizer
+from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.code import NO_PROGRAM
-from pacs_megatron.rewards.pool import RewardPool
+from pacs_megatron.rewards.pool import RewardPool, Verdict, received
 from pacs_megatron.rewards.registry import AnyReward
 
 GOLD_RESPONSE = "The answer is \\boxed{{{answer}}}."
@@ -30,10 +32,11 @@ class Unverified:
 
 def check_gold(prompts: Sequence[Prompt], reward: AnyReward) -> list[Unverified]:
     """Gold answers that the reward's workers give no reward of 1, in the order of `prompts`."""
+    answers: queue.SimpleQueue[Verdict | RewardError] = queue.SimpleQueue()
     with RewardPool(reward) as pool:
         for prompt in prompts:
-            pool.submit(prompt.id, prompt, GOLD_RESPONSE.format(answer=prompt.answer))
-        verdicts = {verdict.key: verdict for verdict in pool.results()}
+            pool.submit(prompt.id, prompt, GOLD_RESPONSE.format(answer=prompt.answer), answers.put)
+        verdicts = {verdict.key: verdict for verdict in received(answers, len(prompts))}
     return [
         Unverified(
             prompt_id=prompt.id,

@@ -20,7 +20,8 @@ from pacs_megatron.contracts import Prompt, Sample, Stop
 from pacs_megatron.errors import ConfigError, DataError, RewardError
 from pacs_megatron.observability.rollout_log import rollout_record, verdict_fields
 from pacs_megatron.rewards.boxed import last_boxed
-from pacs_megatron.rollout.judge import Judge, received
+from pacs_megatron.rewards.pool import received
+from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.files import json_line, naming, parse_lines, write_atomically
 
@@ -120,7 +121,7 @@ class SampleFile(Closing):
     def rejudge(self, judge: Judge) -> None:
         """Judges every response again and replaces the file when all have a verdict.
 
-        Raises RewardError as `Judge.judge` does, ConfigError for samples of a benchmark without prompts.
+        Raises RewardError as `received` does, ConfigError for samples of a benchmark without prompts.
         """
         write_atomically(self.path, itertools.chain([json_line(self._header)], self._judged_again(judge)))
         self._judged_by = self._header["judged_by"]
@@ -136,7 +137,7 @@ class SampleFile(Closing):
                         f"{self.path} has samples of {record['source']}, which evaluation.benchmarks lacks; add it"
                     )
                 judge.submit(_sample_of(record), prompt, verdicts.put, record["response"])
-            judged = received(verdicts, len(batch))
+            judged = {sample.id: sample for sample in received(verdicts, len(batch))}
             for record in batch:
                 verdict = judged[record["id"]]
                 record.pop("reward_details", None)

@@ -106,8 +106,8 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
     count = servers_here(config)
     assert rollout is not None and rollout.servers is not None
     folder.mkdir(parents=True, exist_ok=True)
-    here = rollout.servers.model_copy(update={"count": count})
-    specs = server_specs(rollout, here, config.model, folder / node, config.policy.routing)
+    here = rollout.model_copy(update={"servers": rollout.servers.model_copy(update={"count": count})})
+    specs = server_specs(here, config.model, folder / node, config.policy.routing)
     specs = [replace(spec, host=host) for spec in specs]
     servers = start_servers(specs, rollout.servers.start_timeout_s, ending.is_due)
     try:

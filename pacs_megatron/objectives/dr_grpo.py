@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from pacs_megatron.contracts import SampleFacts, SampleTable
-from pacs_megatron.objectives.shared.groups import FloatArray, groups_of
+from pacs_megatron.objectives.shared.groups import FloatArray
 from pacs_megatron.objectives.shared.lazy import Tensor
 from pacs_megatron.objectives.shared.policy_gradient import ClippedOptions, PolicyGradient, mean_weights
 
@@ -29,7 +29,7 @@ class DrGrpo(PolicyGradient, options=DrGrpoOptions):
     options: DrGrpoOptions
 
     def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
-        return groups_of(table).centred(rewards)
+        return table.centred(rewards)
 
     def token_weights(self, facts: SampleFacts, advantages: Tensor) -> FloatArray:
         return mean_weights(facts.response_lens, "dr_grpo", self.options.constant_length)

@@ -10,7 +10,6 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from pacs_megatron.contracts import SampleTable
-from pacs_megatron.objectives.shared.groups import groups_of
 from pacs_megatron.objectives.shared.lazy import Tensor
 from pacs_megatron.objectives.shared.policy_gradient import (
     ClippedOptions,
@@ -47,7 +46,7 @@ class Grpo(PolicyGradient, options=GrpoOptions):
     def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
         match self.options.advantage:
             case "dr_grpo":
-                return groups_of(table).centred(rewards)
+                return table.centred(rewards)
             case "rloo":
                 return leave_one_out(rewards, table)
             case "grpo":

@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 from pacs_megatron.contracts import Prepared, SampleFacts, SampleTable, TokenRecord
 from pacs_megatron.contracts.protocols import Coupling, LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
-from pacs_megatron.objectives.shared.base import BaseObjective, ReferenceOptions, at_tokens
-from pacs_megatron.objectives.shared.groups import Groups, IntArray, build_table, by_row, groups_of
+from pacs_megatron.objectives.shared.base import Objective, ReferenceOptions, at_tokens
+from pacs_megatron.objectives.shared.groups import IntArray, build_table, by_row
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.scores import class_weights, group_scores, one_class, proxy_gradient, sample_loss
 
@@ -114,8 +114,8 @@ class _Coupled:
     """w_i l_i"""
 
 
-class Pacs(BaseObjective, options=PacsOptions):
-    """The PACS objective; see `contracts.Objective` for the protocol."""
+class Pacs(Objective, options=PacsOptions):
+    """The PACS objective; see `Objective` for the protocol."""
 
     coupling: Coupling = "group"
 
@@ -207,9 +207,8 @@ class Pacs(BaseObjective, options=PacsOptions):
         The exponent is the slope of log |change of r| over log length: 0.5 for independent differences of tokens.
         """
         table = build_table(facts, rows)
-        groups = groups_of(table)
         first, second = (
-            group_scores(proxy[table.rows], groups, self._options.score, self._options.score_std_floor).psi
+            group_scores(proxy[table.rows], table, self._options.score, self._options.score_std_floor).psi
             for proxy in (before, after)
         )
         change = (after - before)[table.rows].numpy()
@@ -227,10 +226,10 @@ class Pacs(BaseObjective, options=PacsOptions):
         return at_tokens(prepared.per_sample["coefficient"], tokens).to(tokens.logprobs.dtype) * tokens.logprobs
 
     def _couple(self, table: SampleTable, proxy: Tensor, sampler_ratios: Tensor | None) -> _Coupled:
-        options, groups, num_samples = self._options, groups_of(table), float(table.num_samples)
-        scores = group_scores(proxy, groups, options.score, options.score_std_floor)
+        options, num_samples = self._options, float(table.num_samples)
+        scores = group_scores(proxy, table, options.score, options.score_std_floor)
         loss, slope = sample_loss(scores.psi, table.labels)
-        weight = class_weights(table.labels, groups, options.weighting)
+        weight = class_weights(table.labels, table, options.weighting)
         importance = None
         if options.importance_cap is not None and sampler_ratios is not None:
             # The cap applies in log space: exp of a large ratio would overflow.
@@ -238,8 +237,8 @@ class Pacs(BaseObjective, options=PacsOptions):
             is_capped = sampler_ratios >= limit
             importance = torch.where(is_capped, options.importance_cap, sampler_ratios.clamp(max=limit).exp())
             weight = weight * importance
-        gradient = proxy_gradient(weight * slope / num_samples, scores, groups, options.score)
-        gradient = gradient + self._actor_gradient(weight * loss, groups, num_samples)
+        gradient = proxy_gradient(weight * slope / num_samples, scores, table, options.score)
+        gradient = gradient + self._actor_gradient(weight * loss, table, num_samples)
         coefficient = options.beta * gradient
         if not self._uses_log_ratio:
             coefficient = coefficient / table.response_lens.clamp(min=1.0)
@@ -271,11 +270,11 @@ class Pacs(BaseObjective, options=PacsOptions):
             )
         return proxy
 
-    def _actor_gradient(self, losses: Tensor, groups: Groups, num_samples: float) -> Tensor:
+    def _actor_gradient(self, losses: Tensor, table: SampleTable, num_samples: float) -> Tensor:
         """The score-function part of (5): every response's log-prob times the weighted losses that depend on it."""
         if self._options.actor_term == 0.0:
             return torch.zeros_like(losses)
-        summed = groups.total(losses)[groups.of_sample] if self._options.actor_scope == "group" else losses
+        summed = table.total(losses)[table.group_of_sample] if self._options.actor_scope == "group" else losses
         return self._options.actor_term / (num_samples * self._options.beta) * summed
 
 
@@ -289,7 +288,6 @@ def _check_labels(table: SampleTable, facts: SampleFacts) -> None:
 def _metrics(found: _Coupled, table: SampleTable, facts: SampleFacts) -> tuple[dict[str, float], dict[str, float]]:
     """Metrics, and the denominators other than the number of samples. A mean over no sample is left out."""
     psi, labels, num_samples = found.psi.numpy(), table.labels.numpy(), float(facts.num_samples)
-    groups = groups_of(table)
     metrics: dict[str, float] = {}
     positives = float(labels.sum())
     if positives > 0:
@@ -298,10 +296,10 @@ def _metrics(found: _Coupled, table: SampleTable, facts: SampleFacts) -> tuple[d
         metrics["pacs/psi_mean_neg"] = float((psi * (1.0 - labels)).sum()) / (num_samples - positives)
     metrics["pacs/residual_mean"] = float(np.abs(found.slope.numpy()).sum()) / num_samples
     metrics["pacs/psi_over_8_frac"] = float((np.abs(psi) > SATURATED_SCORE).sum()) / num_samples
-    metrics["pacs/one_class_group_frac"] = float(one_class(table.labels, groups).sum()) / groups.num_groups
+    metrics["pacs/one_class_group_frac"] = float(one_class(table.labels, table).sum()) / table.num_groups
     metrics["pacs/truncated_frac"] = float(facts.truncated.sum()) / num_samples
     return metrics, {
         "pacs/psi_mean_pos": positives,
         "pacs/psi_mean_neg": num_samples - positives,
-        "pacs/one_class_group_frac": float(groups.num_groups),
+        "pacs/one_class_group_frac": float(table.num_groups),
     }

@@ -19,10 +19,10 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from pacs_megatron.contracts import Prepared, SampleFacts, SampleTable, TokenRecord
+from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.options import Options
 from pacs_megatron.contracts.protocols import LogprobSource
-from pacs_megatron.objectives.shared.base import BaseObjective, at_tokens
+from pacs_megatron.objectives.shared.base import Objective, at_tokens
 from pacs_megatron.objectives.shared.groups import FloatArray
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.policy_gradient import (
@@ -111,15 +111,11 @@ class Ppo(PolicyGradient, options=PpoOptions):
             raise ValueError("objective: ppo needs facts.advantage_abs from the engine")
         return dict(zip(facts.ids, facts.advantage_abs.tolist(), strict=True))
 
-    def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
-        """Raises ValueError: an advantage is of a token."""
-        raise ValueError("objective: ppo has an advantage for each token")
-
     def token_advantage(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
         return tokens.estimates["advantage"]
 
 
-class ValueLoss(BaseObjective):
+class ValueLoss(Objective):
     """The critic's objective. A record's `logprobs` are values."""
 
     name = "critic"

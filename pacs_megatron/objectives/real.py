@@ -13,8 +13,8 @@ from pydantic import Field
 
 from pacs_megatron.contracts import Prepared, SampleFacts, SampleTable, TokenRecord
 from pacs_megatron.contracts.protocols import Coupling, LogprobSource, Statistic
-from pacs_megatron.objectives.shared.base import BaseObjective, CommonOptions, at_tokens
-from pacs_megatron.objectives.shared.groups import build_table, by_row, groups_of
+from pacs_megatron.objectives.shared.base import CommonOptions, Objective, at_tokens
+from pacs_megatron.objectives.shared.groups import build_table, by_row
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.scores import one_class, sample_loss
 
@@ -31,7 +31,7 @@ class RealOptions(CommonOptions):
     """Temperature of the classification."""
 
 
-class Real(BaseObjective, options=RealOptions):
+class Real(Objective, options=RealOptions):
     """See the file."""
 
     coupling: Coupling = "group"
@@ -54,9 +54,8 @@ class Real(BaseObjective, options=RealOptions):
     def known(self, facts: SampleFacts, step_inputs: Any) -> dict[str, Tensor]:
         """Per sample [n] float64: `share` 1 / Q of its group, 0 in groups of one class."""
         table = build_table(facts)
-        groups = groups_of(table)
-        counted = (~one_class(table.labels, groups)).double()[groups.of_sample]
-        return {"share": by_row(counted / self._divisor(counted, groups.num_groups), table)}
+        counted = (~one_class(table.labels, table)).double()[table.group_of_sample]
+        return {"share": by_row(counted / self._divisor(counted, table.num_groups), table)}
 
     def couple(
         self, table: SampleTable, scores: Tensor | None, sampler_ratios: Tensor | None, known: dict[str, Tensor]
@@ -76,15 +75,14 @@ class Real(BaseObjective, options=RealOptions):
         known = {name: values[table.rows] for name, values in self.known(facts, step_inputs).items()}
         found = self.couple(table, None if scores is None else scores[table.rows], None, known)
         coefficient = by_row(found["coefficient"], table)
-        groups = groups_of(table)
         return Prepared(
             per_sample={"coefficient": coefficient},
             loss=float(found["loss"].sum()),
             metrics={
-                f"{self.name}/one_class_group_frac": float(one_class(table.labels, groups).double().mean()),
+                f"{self.name}/one_class_group_frac": float(one_class(table.labels, table).double().mean()),
                 f"{self.name}/truncated_frac": float(facts.truncated.sum()) / facts.num_samples,
             },
-            denominators={f"{self.name}/one_class_group_frac": float(groups.num_groups)},
+            denominators={f"{self.name}/one_class_group_frac": float(table.num_groups)},
             zero_gradient=coefficient == 0.0,
         )
 
@@ -98,12 +96,12 @@ class Real(BaseObjective, options=RealOptions):
 
     def _loss(self, logits: Tensor, table: SampleTable) -> tuple[Tensor, Tensor]:
         """(shares of the samples in their groups' losses, derivatives of the group's loss by the sample's logit), [m]."""
-        groups, sign = groups_of(table), 1.0 - 2.0 * table.labels
+        sign = 1.0 - 2.0 * table.labels
         terms = (sign * logits).clamp(max=MAX_EXPONENT).exp()
         own_class = torch.where(
             table.labels == 1.0,
-            groups.total(terms * table.labels)[groups.of_sample],
-            groups.total(terms * (1.0 - table.labels))[groups.of_sample],
+            table.total(terms * table.labels)[table.group_of_sample],
+            table.total(terms * (1.0 - table.labels))[table.group_of_sample],
         )
         return own_class.log1p() * terms / own_class, sign * terms / (1.0 + own_class)
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Union
 from pydantic import Field
 
 from pacs_megatron import objectives
-from pacs_megatron.contracts import Objective
 from pacs_megatron.contracts.protocols import LogprobSource
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.objectives.shared.base import REGISTRY, CommonOptions
+from pacs_megatron.objectives.shared.base import REGISTRY, CommonOptions, Objective
 
 __all__ = ["REGISTRY", "ObjectiveOptions", "build_objective"]
 

@@ -11,7 +11,6 @@ token on, here over the whole response, which has the same mean gradient) and `k
 from typing import Literal
 
 from pacs_megatron.contracts import SampleTable
-from pacs_megatron.objectives.shared.groups import groups_of
 from pacs_megatron.objectives.shared.lazy import Tensor
 from pacs_megatron.objectives.shared.policy_gradient import ClippedOptions, PolicyGradient, TokenMeanOptions
 
@@ -31,7 +30,7 @@ class ReinforcePp(PolicyGradient, options=ReinforcePpOptions):
     options: ReinforcePpOptions
 
     def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
-        shifted = rewards if self.options.baseline == "none" else groups_of(table).centred(rewards)
+        shifted = rewards if self.options.baseline == "none" else table.centred(rewards)
         share = table.response_lens / table.response_lens.sum().clamp(min=1.0)
         centred = shifted - (shifted * share).sum()
         return centred / (centred.square() * share).sum().clamp(min=1e-8).sqrt()

@@ -3,7 +3,7 @@
 from typing import Any, ClassVar, Literal
 
 from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
-from pacs_megatron.objectives.shared.base import BaseObjective, CommonOptions, at_tokens
+from pacs_megatron.objectives.shared.base import CommonOptions, Objective, at_tokens
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.policy_gradient import mean_weights
 
@@ -20,8 +20,8 @@ class SftOptions(CommonOptions):
     """Averaging of token losses. `token`: over all response tokens of the mini-batch; `sequence`: mean of response means."""
 
 
-class Sft(BaseObjective, options=SftOptions):
-    """Maximum likelihood; see `contracts.Objective` for the protocol."""
+class Sft(Objective, options=SftOptions):
+    """Maximum likelihood; see `Objective` for the protocol."""
 
     options: SftOptions
 

@@ -4,14 +4,12 @@ Concurrency: while rank 0 waits for the driver it sends WAIT heartbeats, and the
 on any rank reaches rank 0 with the next `poll`, and becomes a decision for all ranks.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from pacs_megatron.contracts import Decision, DecisionKind
 from pacs_megatron.errors import PacsError, named_error
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import broadcast_json
@@ -27,16 +25,21 @@ class ControlChannel:
         self._group = rank.control
         self.on_heartbeat: Callable[[], None] = lambda: None
 
-    def send(self, decision: Decision) -> None:
-        """Rank 0 only, while all other ranks are in `receive`."""
-        broadcast_json(asdict(decision), src=0, group=self._group)
+    def send(self, decision: Mapping[str, Any]) -> None:
+        """Rank 0 only, while all other ranks are in `receive`: plain JSON values, with `kind`."""
+        self.broadcast_json(decision)
 
-    def receive(self) -> Decision:
+    def heartbeat(self) -> None:
+        """Rank 0 only, while all other ranks are in `receive`: this rank waits and is alive."""
+        self.on_heartbeat()
+        self.send({"kind": "wait"})
+
+    def receive(self) -> dict[str, Any]:
         """Every rank but 0: the next decision that is not a heartbeat. Calls `on_heartbeat` for each heartbeat."""
         while True:
-            received = broadcast_json(None, src=0, group=self._group)
-            if received["kind"] != DecisionKind.WAIT:
-                return Decision(**received | {"kind": DecisionKind(received["kind"])})
+            received: dict[str, Any] = self.broadcast_json(None)
+            if received["kind"] != "wait":
+                return received
             self.on_heartbeat()
 
     def broadcast_json(self, value: Any) -> Any:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from pacs_megatron.config.schema import OptimizerOptions
-from pacs_megatron.contracts import MiniBatch, Objective, Prepared, SampleFacts, UpdateReport
+from pacs_megatron.contracts import MiniBatch, Prepared, SampleFacts, UpdateReport
 from pacs_megatron.errors import NonFiniteError
+from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.policy.engine import MegatronPolicy
 
 _FLOOR = 1e-8

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from pacs_megatron.batching.split import one_by_one, plan_metrics, plan_microbatches, split_groups_only
 from pacs_megatron.config.schema import OffloadKind, OptimizerOptions, ParallelOptions, PrecisionOptions
-from pacs_megatron.contracts import MiniBatch, Objective, Prepared, SampleFacts, UpdateReport
+from pacs_megatron.contracts import MiniBatch, Prepared, SampleFacts, UpdateReport
 from pacs_megatron.contracts.protocols import LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.models import ModelSpec, weight_table
 from pacs_megatron.objectives.pacs import Pacs
+from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.objectives.shared.groups import build_table
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import all_gather_by_index, broadcast_json

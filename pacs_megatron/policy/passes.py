@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -218,23 +219,10 @@ def logits(chunks: Sequence[torch.nn.Module], spec: ModelSpec, sequences: Sequen
     positions = torch.cat([torch.arange(n, device=device) for n in lens])[None]
     packed = packed_params(bounds, device)
 
-    def keep(output: Tensor, *, non_loss_data: bool) -> Tensor:
+    def keep(_batch: Any, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gathered = tensor_parallel.gather_from_tensor_model_parallel_region(output)
-        result: Tensor = gathered[0, :, : spec.vocab_size].float()
-        return result
+        return output.sum(), torch.zeros((), dtype=torch.int, device=device), gathered[0, :, : spec.vocab_size].float()
 
-    def step(iterator: Iterator[None], model: torch.nn.Module) -> Any:
-        next(iterator)
-        return model(tokens, positions, None, packed_seq_params=packed), keep
-
-    results = get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=[iter([None]) for _ in chunks] if len(chunks) > 1 else iter([None]),
-        model=list(chunks),
-        num_microbatches=1,
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=True,
-        collect_non_loss_data=True,
-    )
+    batch: Any = SimpleNamespace(input_ids=tokens, position_ids=positions, labels=None, packed=packed)
+    results = _run(chunks, [iter([batch]) for _ in chunks], 1, keep, loss=None, routing=None)
     return results[0] if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None

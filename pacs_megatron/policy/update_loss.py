@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pacs_megatron.contracts import Objective, Prepared, SampleTable, TokenRecord
+from pacs_megatron.contracts import Prepared, SampleTable, TokenRecord
 from pacs_megatron.contracts.protocols import Statistic
+from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.policy.head import LossGradient
 from pacs_megatron.policy.microbatch import MicroBatch, build_record
 

@@ -132,7 +132,7 @@ def _start(loaded: LoadedConfig, rollout: SglangRollout, servers: SglangServers,
         model = loaded.config.model.model_copy(update={"path": str(model_dir)})
         begin = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="pacs-preflight-") as folder:
-            specs = server_specs(rollout, servers, model, Path(folder), loaded.config.policy.routing)
+            specs = server_specs(rollout, model, Path(folder), loaded.config.policy.routing)
             (server,) = start_servers(specs[:1], servers.start_timeout_s)
             try:
                 ready_s = time.monotonic() - begin

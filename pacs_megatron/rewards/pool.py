@@ -1,8 +1,8 @@
 """Worker processes that judge responses under a time limit.
 
-Concurrency: `submit` and `next_finished` may be called from any thread. One thread per worker takes a job, sends it over
-a socket and waits for the verdict. If that exceeds the time limit or the worker dies, the thread kills the worker with
-everything that it started, and starts another one. When the pool ends, every waiting caller returns.
+Concurrency: `submit` may be called from any thread. One thread per worker takes a job, sends it over a socket, waits for the
+verdict and calls the job's `done`. If that exceeds the time limit or the worker dies, the thread kills the worker with
+everything that it started, and starts another one. When the pool ends, every job without a verdict receives the reason.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
@@ -31,6 +31,7 @@ from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.waiting import report_wait
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _START_LIMIT_S = 120.0
 """For importing the reward's modules; a user's module may be large and the host busy."""
@@ -54,10 +55,15 @@ class Verdict(NamedTuple):
     """the verifier's record, see `Judgement`"""
 
 
+Done = Callable[[Verdict | RewardError], None]
+"""Called once for each job, in a thread of the pool."""
+
+
 class _Job(NamedTuple):
     key: str
     prompt: Prompt
     response: str
+    done: Done
 
 
 class RewardPool(Closing):
@@ -70,11 +76,9 @@ class RewardPool(Closing):
         start.
         """
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._verdicts: queue.SimpleQueue[Verdict | None] = queue.SimpleQueue()
         """None: the pool has ended"""
-        self._num_pending = 0
         self._lock = threading.Lock()
-        self._error: Exception | None = None
+        self._error: RewardError | None = None
         """why the pool has ended"""
         self._options = options
         self._workers = [_Worker(options) for _ in range(options.workers)]
@@ -92,51 +96,20 @@ class RewardPool(Closing):
                     self.close()
                     raise error
 
-    @property
-    def num_pending(self) -> int:
-        """Submitted responses whose verdict has not been taken yet."""
-        with self._lock:
-            return self._num_pending
-
-    def submit(self, key: str, prompt: Prompt, response: str) -> None:
-        """Queues one response and returns at once; its verdict has the same `key` (the sample id).
+    def submit(self, key: str, prompt: Prompt, response: str, done: Done) -> None:
+        """Queues one response and returns at once. A thread of the pool calls `done` with its verdict, which has the same
+        `key` (the sample id), or with the RewardError that ended the pool.
 
         Raises RewardError if the pool has ended.
         """
         with self._lock:
             if self._error is not None:
                 raise self._error
-            self._num_pending += 1
-        self._jobs.put(_Job(key, prompt, response))
-
-    def next_finished(self, timeout_s: float | None = None) -> Verdict | None:
-        """The next verdict, in order of completion; None if there is none within `timeout_s` (None: no limit).
-
-        Raises RewardError if nothing is pending and `timeout_s` is None, or if the pool has ended.
-        """
-        if timeout_s is None and self.num_pending == 0:
-            raise RewardError("reward pool: no verdict can come, because no response was submitted")
-        try:
-            verdict = self._verdicts.get(block=timeout_s != 0, timeout=timeout_s or None)
-        except queue.Empty:
-            return None
-        if verdict is None:
-            self._verdicts.put(None)  # for every other caller
-            assert self._error is not None
-            raise self._error
-        with self._lock:
-            self._num_pending -= 1
-        return verdict
-
-    def results(self) -> Iterator[Verdict]:
-        """Verdicts in order of completion, until nothing is pending."""
-        while self.num_pending > 0:
-            verdict = self.next_finished()
-            if verdict is not None:
-                yield verdict
+            self._jobs.put(_Job(key, prompt, response, done))
 
     def close(self) -> None:
-        """Kills every worker and the processes that it started; pending verdicts are lost. Safe to call twice."""
+        """Kills every worker and the processes that it started. Every `done` was called when this returns. Safe to call
+        twice."""
         self._end(RewardError("reward pool: it is closed"))
         for thread in self._threads:
             thread.join()
@@ -144,32 +117,38 @@ class RewardPool(Closing):
     def _end(self, error: Exception) -> None:
         with self._lock:
             if self._error is None:
-                self._error = error
-        self._verdicts.put(None)
+                self._error = error if isinstance(error, RewardError) else RewardError(str(error))
+        self._jobs.put(None)
         for worker in self._workers:
             worker.end()
-            self._jobs.put(None)
 
     # ------------------------------------------------------------------------------------- in the thread of one worker
     def _serve(self, worker: "_Worker", ready: "queue.SimpleQueue[Exception | None]") -> None:
         try:
             worker.start()
             ready.put(None)
-            while jobs := self._take():
-                with report_wait(self._options.waits_for):
-                    verdicts = worker.judge(jobs)
-                if self._error is not None:
-                    return  # `end` killed this worker: the failure is not the verifier's
-                for job, verdict in zip(jobs, verdicts, strict=True):
-                    _log_failure(job, verdict)
-                    self._verdicts.put(verdict)
-                if not worker.alive:
-                    worker.start()
-        except Exception as error:  # noqa: BLE001  # carried to the callers, who would not return otherwise
+        except Exception as error:  # noqa: BLE001  # carried to the caller, who would not return otherwise
             self._end(error)
             ready.put(error)
-        finally:
-            worker.kill()
+        while jobs := self._take():
+            for job, answer in zip(jobs, self._judge(worker, jobs), strict=True):
+                _log_failure(job, answer)
+                job.done(answer)
+        worker.kill()
+
+    def _judge(self, worker: "_Worker", jobs: Sequence[_Job]) -> Sequence[Verdict | RewardError]:
+        try:
+            if self._error is None:
+                with report_wait(self._options.waits_for):
+                    verdicts = worker.judge(jobs)
+                if self._error is None:  # else `end` killed this worker: the failure is not the verifier's
+                    if not worker.alive:
+                        worker.start()
+                    return verdicts
+        except Exception as error:  # noqa: BLE001  # carried to the callers
+            self._end(error)
+        assert self._error is not None
+        return [self._error] * len(jobs)
 
     def _take(self) -> list[_Job]:
         """At least one job, and further waiting ones up to the reward's batch; empty: the pool has ended."""
@@ -182,11 +161,23 @@ class RewardPool(Closing):
                 job = self._jobs.get_nowait()
             except queue.Empty:
                 return jobs
-        return []
+        self._jobs.put(None)  # for the other threads
+        return jobs
 
 
-def _log_failure(job: _Job, verdict: Verdict) -> None:
-    if verdict.failure is not None:
+def received(answers: "queue.SimpleQueue[T | RewardError]", count: int) -> list[T]:
+    """Waits for `count` answers. Raises a RewardError that comes instead of one."""
+    found: list[T] = []
+    for _ in range(count):
+        answer = answers.get()
+        if isinstance(answer, RewardError):
+            raise answer
+        found.append(answer)
+    return found
+
+
+def _log_failure(job: _Job, verdict: Verdict | RewardError) -> None:
+    if isinstance(verdict, Verdict) and verdict.failure is not None:
         logger.warning(
             "reward failed: prompt %s, sample %s: %s; response starts %r",
             job.prompt.id,

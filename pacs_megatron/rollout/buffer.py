@@ -1,7 +1,7 @@
 """The steps in progress: dispatched, sampled, judged, and kept until they are trained.
 
 Concurrency: the driver's main thread dispatches steps and reads their state. With SGLang, one thread per step takes samples
-from the engine's stream; the judge's thread delivers verdicts. All threads change a step under one lock and then call
+from the engine's stream; the judge's threads deliver verdicts. All threads change a step under one lock and then call
 `wake`. A sample counts once: its id is in `sampled` from its arrival on, and such ids are not requested again.
 """
 
@@ -57,32 +57,10 @@ class RolloutBuffer:
                 self._steps[step] = self._make_rollouts(step)
         return [self._steps[step] for step in range(first, last + 1)]
 
-    def extend(self, rollouts: StepRollouts, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> None:
-        """Adds a round of prompts to a step."""
-        with self._lock:
-            rollouts.extend(prompts, requests)
-
     def forget(self, trained: int) -> None:
         """Removes the steps up to `trained`."""
         for step in [step for step in self._steps if step <= trained]:
             del self._steps[step]
-
-    def counts(self, rollouts: StepRollouts) -> tuple[int, int]:
-        """Number of judged samples and of all samples."""
-        with self._lock:
-            return len(rollouts.judged), rollouts.num_wanted
-
-    def missing(self, rollouts: StepRollouts) -> list[SampleRequest]:
-        """Requests without a sample."""
-        with self._lock:
-            return rollouts.missing
-
-    def is_done(self, rollouts: StepRollouts) -> bool:
-        """Whether every sample is judged. Raises the error of the step, if there is one."""
-        with self._lock:
-            if rollouts.error is not None:
-                raise rollouts.error
-            return rollouts.is_done
 
     # -------------------------------------------------------------------------------------------------------- sampling
     def start(self, rollouts: StepRollouts, *, urgent: bool = False) -> None:
@@ -91,7 +69,7 @@ class RolloutBuffer:
         if rollouts.started:
             return
         rollouts.started = True
-        missing = self.missing(rollouts)
+        missing = rollouts.missing
         if missing:
             name = f"rollout-{rollouts.step}"
             threading.Thread(target=self._stream, args=(rollouts, missing, urgent), name=name, daemon=True).start()
@@ -154,7 +132,7 @@ class RolloutBuffer:
     def drop(self, rollouts: StepRollouts) -> None:
         """Cancels the requests in flight."""
         if self._engine is not None:
-            self._engine.cancel([request.id for request in self.missing(rollouts)])
+            self._engine.cancel([request.id for request in rollouts.missing])
 
     # ---------------------------------------------------------------------------------------------------------- buffer
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -1,7 +1,7 @@
 """A step's samples on every rank: requests to the driver, sampling with the embedded engine, distribution of the facts.
 
 Concurrency: collective. Rank 0 exchanges messages with the driver and sends decisions. The other ranks wait in
-`ControlChannel.receive` until GENERATE (sample this rank's share) or the last decision of the request.
+`ControlChannel.receive` until `generate` (sample this rank's share) or the last decision of the request.
 """
 
 import logging
@@ -14,10 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pacs_megatron.batching.tables import facts_from_arrays, facts_to_arrays
 from pacs_megatron.contracts import (
-    Decision,
-    DecisionKind,
     Interrupted,
     Sample,
     SampleFacts,
@@ -90,14 +87,15 @@ class Rollouts:
     def collect(self, step: int) -> StepSamples:
         """The step's samples. Raises the driver's error on every rank."""
         header, arrays = self._exchange({"op": "rollout", "step": step}, trained=step - 1)
-        wire, tokens = None, None
+        facts, tokens = None, None
         if self._rank.rank == 0:
             self._keep_order(step, header["order"])
             parts = _split_prefix(arrays)
-            tokens = TokenBuffers(**parts["tokens"])
-            wire = facts_to_arrays(facts_from_arrays(parts["facts"]))
-        facts = facts_from_arrays(broadcast_arrays(wire, src=0, group=self._rank.control))
-        return StepSamples(facts=facts, tokens=tokens, metrics=dict(header["metrics"]))
+            facts, tokens = parts["facts"], TokenBuffers(**parts["tokens"])
+        facts = broadcast_arrays(facts, src=0, group=self._rank.control)
+        return StepSamples(
+            facts=SampleFacts(ids=tuple(header["ids"]), **facts), tokens=tokens, metrics=dict(header["metrics"])
+        )
 
     def evaluate(self, step: int) -> dict[str, list[ProblemCounts]]:
         """Benchmark -> counts of each problem, on every rank."""
@@ -171,7 +169,7 @@ class Rollouts:
         driver = self._driver
         header, arrays = self._response(partial(driver.send, request))
         while header["kind"] == "generate":
-            self._channel.send(Decision(kind=DecisionKind.GENERATE, reason="sample", detail=header))
+            self._channel.send(header)
             # Outside of `_response`: `_generate` raises its errors on every rank.
             samples, payload, stopped = self._generate(header, arrays)
             if stopped:
@@ -181,9 +179,7 @@ class Rollouts:
                     driver.abandon()
                 raise Interrupted
             header, arrays = self._response(partial(driver.reply, {"op": "samples", **samples}, payload))
-        kinds = {"groups": DecisionKind.TRAIN, "stale": DecisionKind.SYNC}
-        kind = kinds.get(header["kind"], DecisionKind.EVALUATE)
-        self._channel.send(Decision(kind=kind, reason=str(request["op"]), detail=header))
+        self._channel.send(header)
         return header, arrays
 
     def _response(self, send: Callable[..., None]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -198,15 +194,13 @@ class Rollouts:
         except (PacsError, Interrupted) as caught:
             error = Interrupted() if self._driver.is_lost and self._should_stop() else caught
             self._driver.abandon()
-            detail = {"type": type(error).__name__, "message": str(error)}
-            self._channel.send(Decision(kind=DecisionKind.STOP, reason="error", detail=detail))
+            self._channel.send({"kind": "stop", "type": type(error).__name__, "message": str(error)})
             raise error from caught
 
     def _heartbeat(self) -> None:
         """Called while the other ranks are in `receive`. A stop request ends the wait, because generation may take long."""
         self._raise_if_stop_requested()
-        self._channel.on_heartbeat()
-        self._channel.send(Decision(kind=DecisionKind.WAIT, reason="driver busy", detail={}))
+        self._channel.heartbeat()
 
     def _patience(self, *, with_heartbeat: bool) -> Callable[[], None]:
         """`on_wait` of a message to the driver.
@@ -222,8 +216,7 @@ class Rollouts:
             if self._should_stop() and time.monotonic() - start > limit_s:
                 raise RolloutError(f"the rollout driver reads no messages for {limit_s:g} s")
             if with_heartbeat:
-                self._channel.on_heartbeat()
-                self._channel.send(Decision(kind=DecisionKind.WAIT, reason="driver busy", detail={}))
+                self._channel.heartbeat()
 
         return on_wait
 
@@ -234,16 +227,16 @@ class Rollouts:
     def _follow(self) -> dict[str, Any]:
         while True:
             decision = self._channel.receive()
-            match decision.kind:
-                case DecisionKind.GENERATE:
-                    if self._generate(decision.detail, None)[2]:
+            match decision["kind"]:
+                case "generate":
+                    if self._generate(decision, None)[2]:
                         raise Interrupted
-                case DecisionKind.STOP if decision.detail["type"] == Interrupted.__name__:
+                case "stop" if decision["type"] == Interrupted.__name__:
                     raise Interrupted
-                case DecisionKind.STOP:
-                    raise named_error(decision.detail["type"], decision.detail["message"])
+                case "stop":
+                    raise named_error(decision["type"], decision["message"])
                 case _:
-                    return decision.detail
+                    return decision
 
     def _generate(
         self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None

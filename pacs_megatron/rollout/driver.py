@@ -28,7 +28,6 @@ from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.data import load_prompts, load_tokenizer
 from pacs_megatron.errors import ExitCode, PacsError, RolloutError
 from pacs_megatron.observability.logs import setup_logging
-from pacs_megatron.rewards.pool import RewardPool
 from pacs_megatron.rollout.buffer import RolloutBuffer
 from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.rollout.open_request import PROGRESS_INTERVAL_S, OpenRequest
@@ -71,15 +70,8 @@ class Driver:
         self._waker.setblocking(False)
         self._engine: SglangEngine | None = None
         self._judge: Judge | None = None
-        self._pool: RewardPool | None = None
         if config.reward is not None:
-            self._pool = RewardPool(config.reward)
-            self._judge = Judge(
-                self._pool,
-                self._decode,
-                options=config.reward,
-                truncated=config.admission.truncated,
-            )
+            self._judge = Judge(config.reward, self._decode, truncated=config.admission.truncated)
         if config.rollout.sglang is not None:
             if config.rollout.starts_servers_on_trainer_gpus:
                 self._await_trainer()
@@ -98,8 +90,8 @@ class Driver:
         """Ends the reward workers and the managed servers."""
         if self._engine is not None:
             self._engine.close()
-        if self._pool is not None:
-            self._pool.close()
+        if self._judge is not None:
+            self._judge.close()
 
     def _decode(self, ids: np.ndarray) -> str:
         with self._decoding:
@@ -155,7 +147,7 @@ class Driver:
             self._to_start, self._start_at = steps, 0.0
         else:
             # The ranks sample all allowed steps before they train: the update replaces these weights.
-            for_ranks = [rollouts for rollouts in steps if self._buffer.missing(rollouts)]
+            for_ranks = [rollouts for rollouts in steps if rollouts.missing]
         respond = partial(self._results.step, sent=self._buffer.sent)
         self._request = OpenRequest(number, steps[0], respond, for_ranks, self._refill)
 
@@ -175,7 +167,7 @@ class Driver:
             )
             logger.warning("%s; it trains on them: %s", have, reason)
             return None
-        self._buffer.extend(rollouts, prompts, self._data.requests(prompts, rollouts.step))
+        rollouts.extend(prompts, self._data.requests(prompts, rollouts.step))
         logger.info("%s; refill %d of at most %d: %d more prompts", have, rollouts.refills, limit, len(prompts))
         if self._engine is None:
             return [rollouts]
@@ -278,7 +270,7 @@ class Driver:
 
     def _advance(self, request: OpenRequest) -> None:
         """Sends the next message of the open request to rank 0: requests to sample, its response, or progress."""
-        self._send(request.number, lambda: request.advance(self._buffer))
+        self._send(request.number, request.advance)
         if request.is_closed:
             self._request = None
         elif self._request is not None and self._engine is not None and self._engine.needs_weights():

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from pacs_megatron.rollout.buffer import RolloutBuffer
 from pacs_megatron.rollout.sample_arrays import Message, requests_to_message
 from pacs_megatron.rollout.step_rollouts import StepRollouts
 
@@ -41,22 +40,22 @@ class OpenRequest:
         self._reported = (0, 0, False)
         self._reported_at = 0.0
 
-    def advance(self, buffer: RolloutBuffer) -> Message | None:
+    def advance(self) -> Message | None:
         """The next message to rank 0, if there is one. Raises the error of the rollouts."""
         if self._in_ranks is not None:
             return None
         if self._for_ranks:
             self._in_ranks = self._for_ranks.popleft()
-            header, arrays = requests_to_message(self._in_ranks.prompts, buffer.missing(self._in_ranks))
+            header, arrays = requests_to_message(self._in_ranks.prompts, self._in_ranks.missing)
             return {"kind": "generate", "step": self._in_ranks.step, **header}, arrays
-        if buffer.is_done(self.rollouts):
+        if self.rollouts.is_done:
             more = self._refill(self.rollouts)
             if more is not None:
                 self._for_ranks.extend(more)
-                return self.advance(buffer)
+                return self.advance()
             self.is_closed = True
             return self._respond(self.rollouts)
-        return self._progress(buffer)
+        return self._progress()
 
     def take_in_ranks(self) -> StepRollouts:
         """The rollouts whose samples have arrived from the ranks."""
@@ -64,13 +63,12 @@ class OpenRequest:
         rollouts, self._in_ranks = self._in_ranks, None
         return rollouts
 
-    def _progress(self, buffer: RolloutBuffer) -> Message | None:
+    def _progress(self) -> Message | None:
         """At most one message per second, and only after a change: rank 0's timeout restarts with each of them."""
         if time.monotonic() - self._reported_at < PROGRESS_INTERVAL_S:
             return None
-        done, total = buffer.counts(self.rollouts)
-        report = (done, total, not buffer.missing(self.rollouts))
+        report = (len(self.rollouts.judged), self.rollouts.num_wanted, not self.rollouts.missing)
         if report == self._reported:
             return None
         self._reported, self._reported_at = report, time.monotonic()
-        return {"kind": "progress", "done": done, "total": total, "waits_for_rewards": report[2]}, {}
+        return {"kind": "progress", **dict(zip(("done", "total", "waits_for_rewards"), report, strict=True))}, {}

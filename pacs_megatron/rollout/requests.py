@@ -8,9 +8,8 @@ from hashlib import blake2b
 from typing import Literal
 
 from pacs_megatron.config.layout import draws_of
-from pacs_megatron.config.rollout_options import SamplingOptions
 from pacs_megatron.config.schema import EvaluationOptions
-from pacs_megatron.contracts import Prompt, SampleRequest, SamplingParams
+from pacs_megatron.contracts import Prompt, SampleRequest, SamplingOptions
 from pacs_megatron.data import PromptSet
 
 Purpose = Literal["train", "eval"]
@@ -24,7 +23,6 @@ def sample_requests(
 
     Ids are `<step>:<prompt id>#<index>`, for an evaluation `eval<step>:<prompt id>#<index>`.
     """
-    params = sampling_params(sampling)
     prefix = f"{step}:" if purpose == "train" else f"{purpose}{step}:"
     return [
         SampleRequest(
@@ -32,7 +30,7 @@ def sample_requests(
             prompt_id=prompt.id,
             token_ids=prompt.token_ids,
             seed=sample_seed(run_seed, step, prompt.id, index, purpose=purpose),
-            params=params,
+            params=sampling,
         )
         for prompt in prompts
         for index in range(samples_per_prompt)
@@ -56,17 +54,6 @@ def evaluation_requests(
             purpose="eval",
         )
     ]
-
-
-def sampling_params(options: SamplingOptions) -> SamplingParams:
-    """The configured sampling options as the contract's parameters."""
-    return SamplingParams(
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        max_tokens=options.max_response_tokens,
-        stop=options.stop,
-    )
 
 
 def sample_seed(run_seed: int, step: int, prompt_id: str, index: int, *, purpose: str = "train") -> int:

@@ -11,17 +11,14 @@ sample costs more than its tokens.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pacs_megatron.contracts import Prompt, Sample, SampleRequest, SamplingParams, Span, Stop
-from pacs_megatron.errors import DataError
+from pacs_megatron.contracts import Prompt, Sample, SampleRequest, SamplingOptions, Span, Stop
 from pacs_megatron.runtime.files import write_atomically
-from pacs_megatron.runtime.json_reader import as_object, parse_json
 
 _RECORD_HEADER = "samples"
 _STOPS = (Stop.EOS, Stop.LENGTH, Stop.ABORTED)
@@ -41,7 +38,7 @@ def requests_to_message(prompts: Sequence[Prompt], requests: Sequence[SampleRequ
     header = {
         "ids": [request.id for request in requests],
         "prompt_ids": [prompt.id for prompt in prompts],
-        "params": asdict(requests[0].params),
+        "params": requests[0].params.model_dump(mode="json"),
     }
     return header, {
         "prompt": np.array([number[request.prompt_id] for request in requests], dtype=np.int64),
@@ -55,7 +52,7 @@ def requests_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.nda
     """Inverse of `requests_to_message`; requests of one prompt share its token array."""
     bounds = arrays["offsets"]
     prompts = [arrays["token_ids"][start:stop] for start, stop in pairwise(bounds)]
-    params = SamplingParams(**{**header["params"], "stop": tuple(header["params"]["stop"])})
+    params = SamplingOptions.model_validate(header["params"])
     return [
         SampleRequest(
             id=sample_id,
@@ -131,24 +128,3 @@ def write_record(path: Path, samples: Sequence[Sample]) -> None:
 
     header, arrays = samples_to_message(samples)
     write_atomically(path, [save(arrays, metadata={_RECORD_HEADER: json.dumps(header)})])
-
-
-def read_record(path: Path) -> list[Sample]:
-    """Inverse of `write_record`. Raises DataError for any other file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as file:
-            header = (file.metadata() or {}).get(_RECORD_HEADER)
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise DataError(f"{path}: not a record of samples ({error}); it is written with logging.save_tokens") from error
-    if header is None:
-        raise DataError(f"{path}: no ids of samples in it; it is written with logging.save_tokens")
-    found = as_object(parse_json(header, str(path), any_text=True), str(path))
-    try:
-        return samples_from_message(found, arrays)
-    except (KeyError, ValueError, IndexError, TypeError) as error:
-        raise DataError(
-            f"{path}: ids and arrays do not match ({type(error).__name__}: {error}); write it again"
-        ) from error

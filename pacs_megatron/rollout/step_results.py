@@ -85,7 +85,7 @@ class StepResults:
         logger.info("step %d: %d samples in %.2f s", step, len(judged), time.perf_counter() - rollouts.since)
         # Rank 0 keeps it: a run whose driver dies later can still save the boundary after this step.
         order = None if max_staleness else self._data.order.state_dict()
-        return {"kind": "groups", "metrics": metrics, "order": order}, arrays
+        return {"kind": "groups", "ids": facts.ids, "metrics": metrics, "order": order}, arrays
 
     def evaluation(self, rollouts: StepRollouts, benchmarks: Sequence[PromptSet]) -> Message:
         """The counts of every problem. Raises RewardError if too many samples could not be judged."""

@@ -15,7 +15,7 @@ from pacs_megatron.rollout.sample_arrays import Message, samples_from_message, s
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepRollouts:
-    """A step or an evaluation, from its dispatch to its training. The owner's lock guards it."""
+    """A step or an evaluation, from its dispatch to its training. The owner's lock guards changes of its samples."""
 
     step: int
     prompts: tuple[Prompt, ...]
@@ -70,6 +70,9 @@ class StepRollouts:
 
     @property
     def is_done(self) -> bool:
+        """Whether every sample is judged. Raises the error of the step, if there is one."""
+        if self.error is not None:
+            raise self.error
         return len(self.judged) >= self.num_wanted
 
     @property

@@ -63,11 +63,6 @@ class WeightVersion:
             return None
         return cls(int(number), digest)
 
-    @staticmethod
-    def is_fresh(text: str) -> bool:
-        """Whether no weights were pushed to the server since its start."""
-        return text == FRESH_VERSION
-
 
 UPDATING = "updating"
 
@@ -186,10 +181,6 @@ class SglangApi:
 
     def resume(self) -> None:
         self.post("/continue_generation", {})
-
-    def abort(self, rid: str | None = None) -> None:
-        """Ends one request, or all of them; each returns its partial output."""
-        self.call("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
     def flush_cache(self) -> None:
         """Drops the KV cache. The server rejects this (400) while requests run."""

@@ -16,13 +16,6 @@ from pacs_megatron.sglang.decode import RoutesShape
 from pacs_megatron.sglang.fleet import Server
 from pacs_megatron.sglang.server import ManagedServer, ServerSpec, reap
 
-FP8_BLOCKWISE_ARGS = (
-    *("--load-format", "dummy"),  # the folder's weights are bf16; the first push brings all of them quantized
-    "--json-model-override-args",
-    '{"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}}',
-)
-
-
 POLL_S = 0.25
 
 
@@ -49,34 +42,22 @@ def server_apis(options: SglangRollout, urls: tuple[str, ...]) -> tuple[SglangAp
 
 
 def server_specs(
-    options: SglangRollout,
-    servers: SglangServers,
-    model: ModelOptions,
-    folder: Path,
-    routing: RoutingKind = "own",
+    options: SglangRollout, model: ModelOptions, folder: Path, routing: RoutingKind = "own"
 ) -> list[ServerSpec]:
-    """One per managed server; logs and pid files go to `folder`."""
-    key = api_key(options)
-    quantized = FP8_BLOCKWISE_ARGS if options.sync.quantize == "fp8_blockwise" else ()
+    """One per managed server; logs and pid files go to `folder`. Raises ConfigError if the interpreter does not exist."""
+    servers = options.servers
+    assert servers is not None
     routed = () if routing == "own" else ("--enable-return-routed-experts",)
+    changes = {"python": _command(servers.python), "extra_args": (*routed, *servers.extra_args)}
+    servers = servers.model_copy(update=changes)
     return [
         ServerSpec(
             name=f"server{i}",
             folder=folder,
-            model_path=model.path,
-            python=_command(servers.python),
-            device=servers.device,
+            options=options.model_copy(update={"servers": servers}),
+            model=model,
             visible_devices=devices_of(servers, i, visible_gpus(os.environ)) if servers.device == "cuda" else None,
-            tp=servers.tp,
-            dtype=options.dtype,
-            mem_fraction=servers.mem_fraction,
-            max_total_tokens=servers.max_total_tokens,
-            context_length=servers.context_length,
-            memory_saver=servers.colocated and servers.device == "cuda",
-            deterministic=servers.deterministic,
-            api_key=key,
-            trust_remote_code=model.trust_remote_code,
-            extra_args=(*quantized, *routed, *servers.extra_args),
+            api_key=api_key(options),
         )
         for i in range(servers.count)
     ]
@@ -169,7 +150,7 @@ def open_engine(
             Server(api, trainer_rank=_feeder(options, i)) for i, api in enumerate(server_apis(options, options.urls))
         ]
     else:
-        specs = server_specs(options, options.servers, model, folder, routing)
+        specs = server_specs(options, model, folder, routing)
         owned = start_servers(specs, options.servers.start_timeout_s)
         servers = [Server(own.api, own, trainer_rank=_feeder(options, i, own)) for i, own in enumerate(owned)]
     try:

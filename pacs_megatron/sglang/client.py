@@ -62,13 +62,8 @@ class _ServerFaultError(RolloutError):
     """A failed attempt that may succeed on another server, or later on the same one."""
 
 
-class _Stream:
-    """The receiving end of one `stream` call."""
-
-    def __init__(self, ids: set[str]) -> None:
-        self.queue: queue.SimpleQueue[Sample | BaseException | None] = queue.SimpleQueue()
-        self.left = ids
-        """ids without a sample or a cancellation so far; used by the loop only"""
+_Stream = queue.SimpleQueue["Sample | BaseException | None"]
+"""The receiving end of one `stream` call; None: a cancelled request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +84,7 @@ class _Job:
 
 
 class SglangEngine(Closing):
-    """A `RolloutEngine` over a fleet of servers. `close` ends its thread, worker processes and managed servers."""
+    """The rollout engine over a fleet of servers. `close` ends its thread, worker processes and managed servers."""
 
     def __init__(
         self,
@@ -127,7 +122,7 @@ class SglangEngine(Closing):
         ids = {request.id for request in requests}
         if len(ids) != len(requests):
             raise ValueError("two requests of one stream have the same id")
-        stream = _Stream(ids)
+        stream: _Stream = queue.SimpleQueue()
         left = len(ids)
         if left:
             self._run(self._submit(stream, tuple(requests), urgent))
@@ -191,7 +186,7 @@ class SglangEngine(Closing):
     def _next(self, stream: _Stream) -> Sample | BaseException | None:
         while True:
             try:
-                return stream.queue.get(timeout=ALIVE_S)
+                return stream.get(timeout=ALIVE_S)
             except queue.Empty:
                 if not self._thread.is_alive():
                     return RolloutError("the rollout engine was closed")
@@ -328,7 +323,7 @@ class SglangEngine(Closing):
             self._pending.appendleft(job)
 
     async def _generate(self, job: _Job, server: Server, rid: str) -> Sample:
-        routes, max_tokens = None, job.request.params.max_tokens
+        routes, max_tokens = None, job.request.params.max_response_tokens
         if self._routes is not None and job.request.is_for_training:
             routes = self._routes._replace(prompt_len=len(job.request.token_ids))
         limit = RESPONSE_BYTES + TOKEN_BYTES * max_tokens + (0 if routes is None else routes.num_bytes(max_tokens))
@@ -416,13 +411,11 @@ class SglangEngine(Closing):
     def _finish(self, job: _Job, sample: Sample | None) -> None:
         if self._jobs.get(job.request.id) is job:
             del self._jobs[job.request.id]
-            job.stream.left.discard(job.request.id)
-            job.stream.queue.put(sample)
+            job.stream.put(sample)
 
     def _drop(self, job: _Job) -> None:
         """Ends a job without a result and aborts it on the server."""
         self._jobs.pop(job.request.id, None)
-        job.stream.left.discard(job.request.id)
         if job.task is not None:
             job.task.cancel()
             if job.server is not None:
@@ -431,12 +424,12 @@ class SglangEngine(Closing):
     async def _cancel(self, ids: tuple[str, ...]) -> None:
         for job in [self._jobs[i] for i in ids if i in self._jobs]:
             self._drop(job)
-            job.stream.queue.put(None)
+            job.stream.put(None)
 
     def _fail_stream(self, stream: _Stream, error: BaseException) -> None:
-        for job in [self._jobs[i] for i in tuple(stream.left) if i in self._jobs]:
+        for job in [job for job in self._jobs.values() if job.stream is stream]:
             self._drop(job)
-        stream.queue.put(error)
+        stream.put(error)
 
     def _fail_all(self, error: BaseException) -> None:
         for stream in {job.stream for job in self._jobs.values()}:

@@ -38,7 +38,7 @@ def request_body(request: SampleRequest, rid: str, *, with_routes: bool = False)
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k or -1,
-        "max_new_tokens": params.max_tokens,
+        "max_new_tokens": params.max_response_tokens,
         "sampling_seed": request.seed,
         "no_stop_trim": True,
     }

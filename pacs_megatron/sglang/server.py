@@ -13,8 +13,10 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
+from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
+from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.waiting import report_wait
@@ -31,60 +33,61 @@ START_ATTEMPTS = 3
 """Another process may take the chosen port before the server binds it."""
 API_KEY, MEM_FRACTION = "PACS_SGLANG_API_KEY", "PACS_SGLANG_MEM_FRACTION"
 """Environment variables that `sglang/start.py` turns into arguments."""
+FP8_BLOCKWISE_ARGS = (
+    *("--load-format", "dummy"),  # the folder's weights are bf16; the first push brings all of them quantized
+    "--json-model-override-args",
+    '{"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}}',
+)
 _BAD_RECORD = (RolloutError, OSError, ValueError, TypeError, KeyError)
 PORT_TAKEN = ("address already in use", "Address already in use", "EADDRINUSE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSpec:
-    """Start parameters of one server."""
+    """Start parameters of one managed server."""
 
     name: str
     """Name of its log and pid file: `<name>.log`, `<name>.pid`."""
     folder: Path
-    model_path: str
-    python: tuple[str, ...]
-    """Interpreter that has sglang, as a command (a container command may precede it)."""
     host: str = "127.0.0.1"
-    device: Literal["cpu", "cuda"]
+    options: SglangRollout
+    model: ModelOptions
     visible_devices: str | None = None
     """CUDA_VISIBLE_DEVICES of the server; None: inherited."""
-    tp: int
-    dtype: Literal["bf16", "fp32"]
-    mem_fraction: float | None = None
-    max_total_tokens: int | None = None
-    context_length: int | None = None
-    memory_saver: bool = False
-    """Weights and KV cache can be released during a training step (colocated)."""
-    deterministic: bool = False
-    """Batch-invariant kernels; `sampling_seed` has an effect only with them."""
     api_key: str | None = field(default=None, repr=False)
-    trust_remote_code: bool = False
-    extra_args: tuple[str, ...] = ()
+
+    @property
+    def servers(self) -> SglangServers:
+        assert self.options.servers is not None
+        return self.options.servers
 
     def command(self, port: int, nccl_port: int) -> list[str]:
         """The command without the API key: every user of the host can read a command line."""
-        args = [*self.python, "-m", "sglang.launch_server", "--model-path", self.model_path]
-        args += ["--host", self.host, "--port", str(port), "--nccl-port", str(nccl_port), "--device", self.device]
-        args += ["--tp-size", str(self.tp), "--skip-server-warmup", "--log-level", "warning"]
-        args += ["--dtype", {"bf16": "bfloat16", "fp32": "float32"}[self.dtype]]
-        if self.mem_fraction is not None and self.device == "cpu":  # on GPUs see sglang/start.py
-            args += ["--mem-fraction-static", str(self.mem_fraction)]
-        if self.max_total_tokens is not None:
-            args += ["--max-total-tokens", str(self.max_total_tokens)]
-        if self.context_length is not None:
-            args += ["--context-length", str(self.context_length)]
+        servers = self.servers
+        args = [*servers.python, "-m", "sglang.launch_server", "--model-path", self.model.path]
+        args += ["--host", self.host, "--port", str(port), "--nccl-port", str(nccl_port), "--device", servers.device]
+        args += ["--tp-size", str(servers.tp), "--skip-server-warmup", "--log-level", "warning"]
+        args += ["--dtype", {"bf16": "bfloat16", "fp32": "float32"}[self.options.dtype]]
+        if servers.mem_fraction is not None and servers.device == "cpu":  # on GPUs see sglang/start.py
+            args += ["--mem-fraction-static", str(servers.mem_fraction)]
+        if servers.max_total_tokens is not None:
+            args += ["--max-total-tokens", str(servers.max_total_tokens)]
+        if servers.context_length is not None:
+            args += ["--context-length", str(servers.context_length)]
         flags = {
-            "--enable-memory-saver": self.memory_saver,
-            "--enable-deterministic-inference": self.deterministic,
-            "--trust-remote-code": self.trust_remote_code,
+            # Weights and KV cache can be released during a training step.
+            "--enable-memory-saver": servers.colocated and servers.device == "cuda",
+            "--enable-deterministic-inference": servers.deterministic,
+            "--trust-remote-code": self.model.trust_remote_code,
         }
         args += [flag for flag, wanted in flags.items() if wanted]
-        if self.device == "cpu":
+        if servers.device == "cpu":
             args += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
             # Otherwise an idle scheduler spins on a core that the trainer shares.
             args += ["--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"]
-        return [*args, *self.extra_args]
+        if self.options.sync.quantize == "fp8_blockwise":
+            args += FP8_BLOCKWISE_ARGS
+        return [*args, *servers.extra_args]
 
     def environment(self, inherited: Mapping[str, str], store: Path, nccl_port: int) -> dict[str, str]:
         """The trainer's environment without the variables of its own process group.
@@ -92,21 +95,22 @@ class ServerSpec:
         The server's ranks use the file `store` for rendezvous: torch's TCP store, the default, listens on all
         interfaces.
         """
+        servers = self.servers
         drop = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
         env = {k: v for k, v in inherited.items() if k not in drop and not k.startswith("TORCHELASTIC_")}
         if self.host == "127.0.0.1":
             env["GLOO_SOCKET_IFNAME"] = "lo"
-        if "--dist-init-addr" not in self.extra_args:  # a server over several hosts needs the TCP store
+        if "--dist-init-addr" not in servers.extra_args:  # a server over several hosts needs the TCP store
             env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{store}"
             # SGLang derives names of shared-memory segments from these on CPUs with AMX.
             env |= {"MASTER_ADDR": self.host, "MASTER_PORT": str(nccl_port)}
         if self.visible_devices is not None:
             env["CUDA_VISIBLE_DEVICES"] = self.visible_devices
-        if self.device == "cuda" and self.mem_fraction is not None:
-            env[MEM_FRACTION] = str(self.mem_fraction)
+        if servers.device == "cuda" and servers.mem_fraction is not None:
+            env[MEM_FRACTION] = str(servers.mem_fraction)
         if self.api_key is not None:
             env[API_KEY] = self.api_key
-        if self.device == "cpu":
+        if servers.device == "cpu":
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
             env.setdefault("OMP_NUM_THREADS", "1")
         return env

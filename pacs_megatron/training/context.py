@@ -15,7 +15,6 @@ from pacs_megatron.checkpoint.megatron_weights import is_megatron_checkpoint, op
 from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint, verify_checkpoint
 from pacs_megatron.config.layout import layout_of
 from pacs_megatron.config.schema import OptimizerOptions, RunConfig
-from pacs_megatron.contracts import Objective
 from pacs_megatron.contracts.protocols import LogprobSource
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
@@ -25,7 +24,7 @@ from pacs_megatron.models.hub import model_folder
 from pacs_megatron.models.table import CRITIC_CLASS
 from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective
-from pacs_megatron.objectives.shared.base import ReferenceOptions
+from pacs_megatron.objectives.shared.base import Objective, ReferenceOptions
 from pacs_megatron.observability.spans import Timer
 from pacs_megatron.parallel import groups
 from pacs_megatron.parallel.control import ControlChannel
@@ -34,8 +33,8 @@ from pacs_megatron.policy.critic import Critic, critic_optimizer
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.rollout.collect import Rollouts
 from pacs_megatron.rollout.driver_client import DriverClient
-from pacs_megatron.sglang.weights.build import server_sync as build_server_sync
 from pacs_megatron.sglang.weights.server_sync import ServerSync
+from pacs_megatron.sglang.weights.server_sync import server_sync as build_server_sync
 from pacs_megatron.training.saving import Saver
 from pacs_megatron.training.signals import StopFlag
 

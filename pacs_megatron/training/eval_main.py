@@ -25,7 +25,7 @@ from pacs_megatron.models.hub import model_folder
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.observability.progress import Progress
 from pacs_megatron.rewards.labels import check_failures
-from pacs_megatron.rewards.pool import RewardPool
+from pacs_megatron.rewards.pool import received
 from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.rollout.requests import evaluation_requests
 from pacs_megatron.runtime.files import json_line, write_atomically
@@ -137,9 +137,8 @@ class _Evaluation:
             EmbeddedSampler(config) if servers is None else ServerSampler(servers, config.model, self._base / "servers")
         )
         texts = []
-        with RewardPool(config.reward) as pool, sampler:
-            # Texts are passed with the samples.
-            judge = Judge(pool, lambda ids: "", options=config.reward, truncated=config.admission.truncated)
+        # Texts are passed with the samples.
+        with Judge(config.reward, lambda ids: "", truncated=config.admission.truncated) as judge, sampler:
             for folder, name in zip(folders, _names(folders), strict=True):
                 alone = len(folders) == 1
                 text = self._model(folder, self._base if alone else self._base / name, sampler, judge)
@@ -223,9 +222,7 @@ class _Evaluation:
         def write(*, wait: bool) -> None:
             nonlocal done
             while texts and (wait or not answers.empty()):
-                answer = answers.get()
-                if isinstance(answer, RewardError):
-                    raise answer
+                [answer] = received(answers, 1)
                 samples.append(answer, seeds[answer.id], texts.pop(answer.id))
                 done += 1
             progress.advance(done, {"tokens/s": num_tokens / (time.perf_counter() - started)})

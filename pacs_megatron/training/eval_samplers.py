@@ -26,8 +26,7 @@ from pacs_megatron.runtime.waiting import report_wait
 from pacs_megatron.sglang.build import open_engine, server_apis
 from pacs_megatron.sglang.client import SglangEngine
 from pacs_megatron.sglang.fleet import Health
-from pacs_megatron.sglang.weights.build import server_sync
-from pacs_megatron.sglang.weights.server_sync import ServerSync
+from pacs_megatron.sglang.weights.server_sync import ServerSync, server_sync
 
 logger = logging.getLogger(__name__)
 

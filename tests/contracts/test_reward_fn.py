@@ -6,7 +6,8 @@ import pytest
 from pacs_megatron.config.reward_options import ArithmeticReward, CustomReward, FormatReward, MathReward
 from pacs_megatron.contracts import Prompt, RewardFn
 from pacs_megatron.errors import RewardError
-from pacs_megatron.rewards import RewardPool, build_reward, label_of
+from pacs_megatron.rewards import build_reward, label_of
+from tests.support.rewards import CollectingPool
 
 OWN = """
 from pacs_megatron.errors import RewardError
@@ -56,7 +57,7 @@ def test_unreadable_gold_raises_and_the_pool_reports_it(options):
         pytest.skip("format does not read the gold answer")
     with pytest.raises(RewardError):
         build_reward(options)(make_prompt("???"), r"so \boxed{5}.")
-    with RewardPool(options) as pool:
+    with CollectingPool(options) as pool:
         pool.submit("a", make_prompt("???"), r"so \boxed{5}.")
         pool.submit("b", make_prompt("5"), r"so \boxed{5}.")
         verdicts = {verdict.key: verdict for verdict in pool.results()}

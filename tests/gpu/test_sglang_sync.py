@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.rollout_options import SglangRollout, SglangServers, SglangSync
 from pacs_megatron.config.schema import ModelOptions
-from pacs_megatron.contracts import SampleRequest, SamplingParams
+from pacs_megatron.contracts import SampleRequest, SamplingOptions
 from pacs_megatron.models import load_spec
 from pacs_megatron.sglang import build as sglang
-from pacs_megatron.sglang.weights.build import server_sync
+from pacs_megatron.sglang.weights.server_sync import server_sync
 from pacs_megatron.training.push import push
 from tests.support.tiny_models import make_tiny_qwen3
 
@@ -52,7 +52,7 @@ def test_colocated_steps(python: str, tmp_path: Path, transport: str) -> None:
         sync=SglangSync(transport=transport, verify="full", bucket_mib=64, timeout_s=120.0),
         servers=SglangServers(python=(python,), device="cuda", mem_fraction=0.3, colocated=True),
     )
-    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=16)
+    params = SamplingOptions(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=16)
     with sglang.open_engine(options, ModelOptions(path=str(folders[0])), tmp_path) as engine:
         sync = server_sync(options, load_spec(folders[0]), tmp_path / "weights")
         sync.set_targets(sglang.server_apis(options, tuple(status.url for status in engine.status())))

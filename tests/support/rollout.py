@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pacs_megatron.contracts import SampleRequest, SamplingParams
+from pacs_megatron.contracts import Sample, SampleRequest, SamplingOptions
 from pacs_megatron.rollout.requests import sample_seed
+from pacs_megatron.rollout.sample_arrays import samples_from_message
 
 
-def sampling(**changes: Any) -> SamplingParams:
+def sampling(*, max_tokens: int = 12, **changes: Any) -> SamplingOptions:
     """Temperature 1, no filter, 12 tokens; with `changes`."""
-    return SamplingParams(**({"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 12} | changes))
+    return SamplingOptions(max_response_tokens=max_tokens, **changes)
 
 
 def requests_for(
-    prompts: Sequence[Sequence[int]], *, samples: int = 1, params: SamplingParams | None = None, run_seed: int = 0
+    prompts: Sequence[Sequence[int]], *, samples: int = 1, params: SamplingOptions | None = None, run_seed: int = 0
 ) -> list[SampleRequest]:
     """`samples` requests for each prompt, siblings adjacent."""
     return [
@@ -68,7 +70,7 @@ def embedded_engine(
     """An fp32 engine on the CPU, with the folder's own weights as version 0 unless `filled` is False."""
     from transformers import AutoTokenizer
 
-    from pacs_megatron.config.rollout_options import EmbeddedRollout, SamplingOptions
+    from pacs_megatron.config.rollout_options import EmbeddedRollout
     from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -84,3 +86,12 @@ def embedded_engine(
     if filled:
         fill(engine, checkpoint_weights(folder))
     return engine
+
+
+def read_record(path: Path) -> list[Sample]:
+    """The samples of a record of `logging.save_tokens`."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="numpy") as file:
+        header = json.loads(file.metadata()["samples"])
+        return samples_from_message(header, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118

@@ -1,20 +1,23 @@
 """Base classes of an objective and of its options. A subclass registers itself; its file needs no other edit.
 
-    class Mine(BaseObjective, options=MineOptions): ...
+    class Mine(Objective, options=MineOptions): ...
 
 `MineOptions.name: Literal["mine"]` is its name in the configuration. The schema, its reference, `plan` and the engine
 read everything else from these classes (docs/objective.md#adding-an-objective).
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from pydantic import Field, PositiveInt
 
-from pacs_megatron.contracts import Objective, Prepared, SampleFacts, SampleTable, TokenRecord
+from pacs_megatron.contracts import Prepared, SampleFacts, SampleTable, TokenRecord
 from pacs_megatron.contracts.options import Options
 from pacs_megatron.contracts.protocols import Coupling, LogprobSource, Statistic
 from pacs_megatron.objectives.shared.lazy import Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class CommonOptions(Options):
@@ -50,18 +53,26 @@ class ReferenceOptions(CommonOptions):
     """Interval, in steps, at which the frozen reference is reset to the current policy; null never resets it."""
 
 
-REGISTRY: dict[str, type["BaseObjective"]] = {}
+REGISTRY: dict[str, type["Objective"]] = {}
 """Name -> class of every imported objective."""
 
 
-class BaseObjective:
-    """Defaults of `contracts.Objective`: no passes, no statistics, coefficients that are known before the update."""
+class Objective:
+    """Pure tensor functions; no process groups, no Megatron. `updates_per_step` is known at construction.
+
+    An objective declares its coupling and the statistics that its coefficients depend on. The engine then computes the
+    statistics at the lowest exact cost: in the update's own forward where the coupled samples are in one micro-batch
+    (`couple`), else in a forward-only pass before the update. The defaults: no passes, no statistics, coefficients that are
+    known before the update.
+    """
 
     name: str
     options_class: ClassVar[type[CommonOptions]]
     coupling: Coupling = "token"
     kl_in_reward: bool = False
-    critic: Objective | None = None
+    """`prepare_step` needs `SampleFacts.kl_to_reference`"""
+    critic: "Objective | None" = None
+    """the objective of the critic's updates, whose records have values as `logprobs`. None: no critic, no `estimate`"""
 
     def __init_subclass__(cls, *, options: type[CommonOptions] | None = None) -> None:
         if options is not None:
@@ -74,46 +85,74 @@ class BaseObjective:
         self.options = options
 
     def logprob_passes(self, update_index: int) -> frozenset[LogprobSource]:
+        """Log-prob passes that the mini-batch of update `update_index` (0-based in the step) needs before the update.
+
+        The first update needs no `step_start` pass: its own forward computes these log-probs.
+        """
         return frozenset()
 
     def statistics(self, update_index: int) -> frozenset[Statistic]:
+        """Statistics that the coefficients of update `update_index` depend on; empty: they are known beforehand."""
         return frozenset()
 
     def token_scores(self, tokens: TokenRecord) -> Tensor:
-        """Raises ValueError: no score is declared."""
+        """float64 [t]; the engine masks it and sums it by sample in float64. Called without grad.
+
+        Raises ValueError if no score is declared."""
         raise ValueError(f"objective: {self.name} has no scores")
 
     def known(self, facts: SampleFacts, step_inputs: Any) -> dict[str, Tensor]:
-        """Nothing."""
+        """Per-sample values of the whole mini-batch that no statistic changes, float64 [n]: inputs of `couple`."""
         return {}
 
     def couple(
         self, table: SampleTable, scores: Tensor | None, sampler_ratios: Tensor | None, known: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Raises ValueError: no statistic is declared."""
+        """`Prepared.per_sample` of coupled samples, from their statistics; every tensor is float64 [m], on any device.
+
+        The samples are whole groups with coupling `group`, any samples with coupling `sample`. `known`: of these samples.
+        Runs between forward and backward: it neither raises for a value nor synchronises with the host.
+        """
         raise ValueError(f"objective: {self.name} has no coupling")
 
-    def sample_kl(self, step_start: Any, reference: Any) -> float:
-        """Raises ValueError: the reward contains no KL."""
+    def sample_kl(self, step_start: "np.ndarray", reference: "np.ndarray") -> float:
+        """With `kl_in_reward`: a sample's estimate of the KL to the reference, from its log-probs, float32 [response]."""
         raise ValueError(f"objective: {self.name} has no KL in the reward")
 
     def estimate(
-        self, rewards: Sequence[float], values: Sequence[Any], step_starts: Sequence[Any], references: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Raises ValueError: there is no critic."""
+        self,
+        rewards: Sequence[float],
+        values: Sequence["np.ndarray"],
+        step_starts: Sequence["np.ndarray"],
+        references: Sequence["np.ndarray"],
+    ) -> tuple[list["np.ndarray"], list["np.ndarray"]]:
+        """With a critic: (advantages, returns) of samples from its values and, where declared, log-probs; float64 [response].
+
+        The engine whitens the advantages over all tokens of the step.
+        """
         raise ValueError(f"objective: {self.name} has no critic")
 
     def prepare_step(self, facts: SampleFacts) -> Any:
-        """Nothing: only the mini-batch is used."""
+        """Once a step, over the whole rollout batch (advantages, batch-wide norms). Input of `prepare`."""
 
     def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
+        """The whole mini-batch: coefficients, true loss and metrics. `scores` float64 [n] as `facts`; None: not declared.
+
+        Called before the update if no statistics are declared, else after its backward, for loss and metrics.
+        """
         raise NotImplementedError
 
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
+        """[t], dtype of `tokens.logprobs`; the engine masks it and sums it over the mini-batch, without any division.
+
+        A token's value depends on no other token's log-prob: the engine evaluates any part of a micro-batch alone. What
+        couples tokens or samples is a statistic, and enters through `prepared`.
+        """
         raise NotImplementedError
 
     def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, Tensor]:
-        """None."""
+        """Metrics from the update's own log-probs: name -> [t], already divided by the mini-batch's count, so the engine
+        masks and sums them like `token_loss`. Called without grad. The same keys for every micro-batch; may be empty."""
         return {}
 
 

@@ -1,6 +1,4 @@
-"""Arithmetic within groups of samples, in float64 on any device: the same bits on every rank and in every run."""
-
-from dataclasses import dataclass
+"""The table of a mini-batch's samples, in the order of their ids: the same bits on every rank and in every run."""
 
 import numpy as np
 import numpy.typing as npt
@@ -10,51 +8,6 @@ from pacs_megatron.objectives.shared.lazy import Tensor, torch
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Group arithmetic on values [m] of a table's samples. Group sizes may differ."""
-
-    of_sample: Tensor
-    """int64 [m], 0-based group number"""
-    members: Tensor
-    """int64 [g, largest group], positions in [m]; m in the unused places of smaller groups"""
-
-    @property
-    def num_groups(self) -> int:
-        return len(self.members)
-
-    @property
-    def sizes(self) -> Tensor:
-        """float64 [g]"""
-        return (self.members < len(self.of_sample)).sum(1).double()
-
-    def total(self, values: Tensor) -> Tensor:
-        """[g], sums by group, in the order of the members: one fixed order on every device, unlike `index_add`."""
-        padded = torch.cat([values, values.new_zeros(1)])
-        result = values.new_zeros(self.num_groups)
-        for column in self.members.unbind(1):
-            result = result + padded[column]
-        return result
-
-    def centred(self, values: Tensor) -> Tensor:
-        """[m], `values` minus their group's mean.
-
-        Exactly 0 where all values of a group are equal: the first member is subtracted before the mean is taken, so
-        G * x / G causes no rounding.
-        """
-        shifted = values - values[self.members[:, 0]][self.of_sample]
-        return shifted - (self.total(shifted) / self.sizes)[self.of_sample]
-
-    def std(self, centred: Tensor) -> Tensor:
-        """[g], unbiased standard deviation of centred values."""
-        return torch.sqrt(self.total(centred * centred) / (self.sizes - 1.0))
-
-
-def groups_of(table: SampleTable) -> Groups:
-    """The groups of a table's samples."""
-    return Groups(table.group_of_sample, table.members)
 
 
 def build_table(

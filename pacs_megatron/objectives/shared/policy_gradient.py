@@ -23,8 +23,8 @@ from pydantic import Field, PositiveInt, model_validator
 from pacs_megatron.contracts import Prepared, SampleFacts, SampleTable, TokenRecord
 from pacs_megatron.contracts.protocols import LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
-from pacs_megatron.objectives.shared.base import BaseObjective, ReferenceOptions, at_tokens
-from pacs_megatron.objectives.shared.groups import FloatArray, IntArray, build_table, by_row, groups_of
+from pacs_megatron.objectives.shared.base import Objective, ReferenceOptions, at_tokens
+from pacs_megatron.objectives.shared.groups import FloatArray, IntArray, build_table, by_row
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 
 MAX_LOG_RATIO = 20.0
@@ -115,8 +115,8 @@ class TokenMeanOptions(PolicyGradientOptions):
         return self
 
 
-class PolicyGradient(BaseObjective):
-    """A policy gradient; see `contracts.Objective` for the protocol. Subclasses define `advantages`."""
+class PolicyGradient(Objective):
+    """A policy gradient; see `Objective` for the protocol. Subclasses define `advantages`."""
 
     ratio_of: ClassVar[Literal["token", "mean", "product"]] = "token"
     """rho of a token, or of its sample: the geometric mean over the sample's tokens, or their product."""
@@ -361,15 +361,13 @@ class PolicyGradient(BaseObjective):
 
 def leave_one_out(rewards: Tensor, table: SampleTable) -> Tensor:
     """[m], R - mean of the siblings."""
-    groups = groups_of(table)
-    return groups.centred(rewards) * (groups.sizes / (groups.sizes - 1.0))[groups.of_sample]
+    return table.centred(rewards) * (table.sizes / (table.sizes - 1.0))[table.group_of_sample]
 
 
 def standardised(rewards: Tensor, table: SampleTable, eps: float) -> Tensor:
     """[m], (R - mean) / (s + eps) of the sample's group, with the unbiased s."""
-    groups = groups_of(table)
-    centred = groups.centred(rewards)
-    return centred / (groups.std(centred) + eps)[groups.of_sample]
+    centred = table.centred(rewards)
+    return centred / (table.std(centred) + eps)[table.group_of_sample]
 
 
 def mean_weights(

@@ -7,7 +7,7 @@ the host: it also runs between forward and backward of a micro-batch.
 from dataclasses import dataclass
 from typing import Literal
 
-from pacs_megatron.objectives.shared.groups import Groups
+from pacs_megatron.contracts import SampleTable
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 
 ScoreName = Literal["rloo", "dr_grpo", "grpo", "naive"]
@@ -38,25 +38,25 @@ class Scores:
     """With score `grpo` only."""
 
 
-def group_scores(proxy: Tensor, groups: Groups, score: ScoreName, std_floor: float | None) -> Scores:
+def group_scores(proxy: Tensor, table: SampleTable, score: ScoreName, std_floor: float | None) -> Scores:
     """psi (6) from the reward proxy r.
 
     `std_floor`: the `grpo` score divides by max(s, std_floor) + e; where the floor applies, the divisor is a constant.
     """
-    centred = groups.centred(proxy)
+    centred = table.centred(proxy)
     match score:
         case "naive":
             return Scores(psi=proxy, centred=centred, std=None)
         case "dr_grpo":
             return Scores(psi=centred, centred=centred, std=None)
         case "rloo":
-            return Scores(psi=_leave_one_out(groups) * centred, centred=centred, std=None)
+            return Scores(psi=_leave_one_out(table) * centred, centred=centred, std=None)
         case "grpo":
-            std = _group_std(centred, groups, std_floor)
+            std = _group_std(centred, table, std_floor)
             return Scores(psi=centred / std.divisor, centred=centred, std=std)
 
 
-def proxy_gradient(residual: Tensor, scores: Scores, groups: Groups, score: ScoreName) -> Tensor:
+def proxy_gradient(residual: Tensor, scores: Scores, table: SampleTable, score: ScoreName) -> Tensor:
     """c_j = dL/dr_j from g_i = dL/dpsi_i: the transposed Jacobian of `group_scores`.
 
     Exactly 0 in a group whose g are all equal (except for `naive`): one class, and every r equal.
@@ -65,18 +65,18 @@ def proxy_gradient(residual: Tensor, scores: Scores, groups: Groups, score: Scor
         case "naive":
             return residual
         case "dr_grpo":
-            return groups.centred(residual)
+            return table.centred(residual)
         case "rloo":
-            return _leave_one_out(groups) * groups.centred(residual)
+            return _leave_one_out(table) * table.centred(residual)
         case "grpo":
             if scores.std is None:
                 raise ValueError("objective: scores were not computed with score grpo")
-            along = groups.total(residual * scores.centred) / (groups.sizes - 1.0)
-            through_std = scores.centred * along[groups.of_sample] * scores.std.slope / scores.std.divisor**2
-            return groups.centred(residual) / scores.std.divisor - through_std
+            along = table.total(residual * scores.centred) / (table.sizes - 1.0)
+            through_std = scores.centred * along[table.group_of_sample] * scores.std.slope / scores.std.divisor**2
+            return table.centred(residual) / scores.std.divisor - through_std
 
 
-def class_weights(labels: Tensor, groups: Groups, weighting: WeightingName) -> Tensor:
+def class_weights(labels: Tensor, table: SampleTable, weighting: WeightingName) -> Tensor:
     """w (3.5). `question` gives both classes of a group half of its weight G; 1 where the group has one class."""
     match weighting:
         case "none":
@@ -86,16 +86,16 @@ def class_weights(labels: Tensor, groups: Groups, weighting: WeightingName) -> T
         case "only_negative":
             return 1.0 - labels
         case "question":
-            positives = groups.total(labels)[groups.of_sample]
-            sizes = groups.sizes[groups.of_sample]
+            positives = table.total(labels)[table.group_of_sample]
+            sizes = table.sizes[table.group_of_sample]
             own_class = torch.where(labels == 1.0, positives, sizes - positives)
             return torch.where(own_class == sizes, 1.0, sizes / (2.0 * own_class))
 
 
-def one_class(labels: Tensor, groups: Groups) -> Tensor:
+def one_class(labels: Tensor, table: SampleTable) -> Tensor:
     """bool [g], groups whose labels are all equal."""
-    positives = groups.total(labels)
-    return (positives == 0.0) | (positives == groups.sizes)
+    positives = table.total(labels)
+    return (positives == 0.0) | (positives == table.sizes)
 
 
 def sample_loss(psi: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,15 +112,15 @@ def sample_loss(psi: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return loss, sign * sigmoid
 
 
-def _leave_one_out(groups: Groups) -> Tensor:
+def _leave_one_out(table: SampleTable) -> Tensor:
     """G / (G - 1) of each sample: r_i - mean of the others = G/(G-1) (r_i - mean of all)."""
-    sizes = groups.sizes
-    return (sizes / (sizes - 1.0))[groups.of_sample]
+    sizes = table.sizes
+    return (sizes / (sizes - 1.0))[table.group_of_sample]
 
 
-def _group_std(centred: Tensor, groups: Groups, floor: float | None) -> GroupStd:
-    std = groups.std(centred)
+def _group_std(centred: Tensor, table: SampleTable, floor: float | None) -> GroupStd:
+    std = table.std(centred)
     moves = std > (0.0 if floor is None else floor)
     divisor = (std if floor is None else std.clamp(min=floor)) + SCORE_EPS
     slope = torch.where(moves, 1.0 / torch.where(moves, std, 1.0), 0.0)
-    return GroupStd(divisor=divisor[groups.of_sample], slope=slope[groups.of_sample])
+    return GroupStd(divisor=divisor[table.group_of_sample], slope=slope[table.group_of_sample])

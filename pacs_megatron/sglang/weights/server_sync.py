@@ -14,6 +14,7 @@ for it; a restart (managed servers) also recovers it. The update continues with 
 none is left.
 """
 
+import hashlib
 import logging
 import random
 import threading
@@ -21,14 +22,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
 
 import torch
 
+from pacs_megatron.config.rollout_options import SglangRollout
 from pacs_megatron.errors import PacsError, RolloutError, SyncError
+from pacs_megatron.models import ModelSpec
 from pacs_megatron.sglang.api import (
+    FRESH_VERSION,
     MemoryTag,
-    PauseMode,
     ServerRefusedError,
     SglangApi,
     WeightVersion,
@@ -37,7 +40,7 @@ from pacs_megatron.sglang.api import (
 from pacs_megatron.sglang.weights.bucket import Bucket
 from pacs_megatron.sglang.weights.checksums import ExpectedChecksums, ModelDims, compare, hash_for
 from pacs_megatron.sglang.weights.fp8 import is_quantized, quantize_blockwise, scale_name
-from pacs_megatron.sglang.weights.transports import Transport
+from pacs_megatron.sglang.weights.transports import BroadcastTransport, DiskTransport, IpcTransport, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -45,23 +48,6 @@ SAMPLE_SIZE = 8
 """Parameters that `verify: sample` compares in an update (the first one after a server's start compares all)."""
 FLUSH_TRIES = 20
 FLUSH_WAIT_S = 0.25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncSettings:
-    """The schema's options of the same names, and properties of the model."""
-
-    dtype: torch.dtype
-    """of the servers' weights: floating-point tensors are cast to it before they are sent"""
-    bucket_bytes: int
-    pause: PauseMode
-    verify: Literal["off", "sample", "full"]
-    timeout_s: float
-    probe_timeout_s: float
-    """An update skips a server whose scheduler does not respond within this time: it would cost `timeout_s`"""
-    dims: ModelDims
-    fp8: bool = False
-    """Linear weights are sent as FP8 blocks; `verify` then leaves them out"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,10 +79,16 @@ class _Target:
 class ServerSync:
     """A `WeightReceiver` that updates every server of `set_targets`; `report` is the last update's result."""
 
-    def __init__(self, transport: Transport, settings: SyncSettings) -> None:
+    def __init__(self, options: SglangRollout, dims: ModelDims, transport: Transport, bucket: Bucket) -> None:
+        """Floating-point tensors are cast to `options.dtype` before they are sent; FP8 blocks are not verified."""
+        self._sync = options.sync
+        self._probe_timeout_s = min(options.dead_after_s, options.sync.timeout_s)
+        """An update skips a server whose scheduler does not respond within this time: it would cost `timeout_s`"""
+        self._dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype]
+        self._quantizes = options.sync.quantize == "fp8_blockwise"
+        self._dims = dims
         self._transport = transport
-        self._settings = settings
-        self._bucket = Bucket(settings.bucket_bytes)
+        self._bucket = bucket
         self._targets: dict[str, _Target] = {}
         self._live: dict[str, _Target] = {}
         self._names: tuple[str, ...] = ()
@@ -128,13 +120,13 @@ class ServerSync:
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Adds one weight under its Hugging Face name; sends the bucket when full. Raises SyncError if no server is left."""
-        if self._settings.fp8 and is_quantized(name):
+        if self._quantizes and is_quantized(name):
             values, scale_inv = quantize_blockwise(tensor)
             self._pack(name, values)
             self._pack(scale_name(name), scale_inv)
             return
         if tensor.is_floating_point():
-            tensor = tensor.to(self._settings.dtype)
+            tensor = tensor.to(self._dtype)
         for expected in self._expected.values():
             expected.add(name, tensor, self._sample)
         self._pack(name, tensor)
@@ -152,7 +144,7 @@ class ServerSync:
         self._transport.commit()
         self._bucket.free()  # colocated servers allocate their KV cache next
         self._each(lambda target: self._close(target, digest))
-        if self._sample is None and self._settings.verify != "off":
+        if self._sample is None and self._sync.verify != "off":
             self._names = tuple(next(iter(self._expected.values())).by_name)
         self.report.digest = digest
         self.report.updated = tuple(self._live)
@@ -179,7 +171,7 @@ class ServerSync:
         self._each(lambda target: self._release(target.api))
 
     def _release(self, api: SglangApi) -> None:
-        api.pause("abort", self._settings.timeout_s)
+        api.pause("abort", self._sync.timeout_s)
         api.set_weight_version(updating_version(self.report.version))
         # The server rejects this while a cancelled request still runs; releasing memory then would crash it.
         _flush_cache(api, required=True)
@@ -193,17 +185,17 @@ class ServerSync:
 
     # -------------------------------------------------------------------------------------------------------- one server
     def _open(self, target: _Target, version: int) -> None:
-        api, settings = target.api, self._settings
-        kind = api.placement(settings.probe_timeout_s)
-        if WeightVersion.is_fresh(api.weight_version()):
+        api, sync = target.api, self._sync
+        kind = api.placement(self._probe_timeout_s)
+        if api.weight_version() == FRESH_VERSION:
             # (Re)started: its memory is allocated, and earlier process groups no longer exist.
             self._released.pop(api.url, None)
             self._transport.forget(api)
             target.is_verified = False
-        api.pause(settings.pause, settings.timeout_s)
+        api.pause(sync.pause, sync.timeout_s)
         api.set_weight_version(updating_version(version))
         self._take_back(api, "weights")
-        target.expected = self._new_expected(kind) if settings.verify != "off" else None
+        target.expected = self._new_expected(kind) if sync.verify != "off" else None
         self._transport.join(api)
 
     def _close(self, target: _Target, digest: str) -> None:
@@ -216,7 +208,7 @@ class ServerSync:
                 self.report.verified += num_equal
             target.is_verified = target.is_verified or self._sample is None
         self._take_back(api, "kv_cache")
-        _flush_cache(api, required=self._settings.pause != "in_place")
+        _flush_cache(api, required=self._sync.pause != "in_place")
         _check_mark(api, self.report.version)
         api.set_weight_version(str(WeightVersion(self.report.version, digest)))
         try:
@@ -228,18 +220,18 @@ class ServerSync:
 
     def _verify(self, api: SglangApi, expected: ExpectedChecksums) -> int:
         skip = [] if self._sample is None else [name for name in self._names if name not in self._sample]
-        got = api.checksums(skip, self._settings.timeout_s)
-        return compare(api.url, expected.by_name, got, complete=self._sample is None and not self._settings.fp8)
+        got = api.checksums(skip, self._sync.timeout_s)
+        return compare(api.url, expected.by_name, got, complete=self._sample is None and not self._quantizes)
 
     def _new_expected(self, kind: tuple[int, str]) -> ExpectedChecksums:
         with self._lock:
             if kind not in self._expected:
-                self._expected[kind] = ExpectedChecksums(self._settings.dims, kind[0], hash_for(kind[1]))
+                self._expected[kind] = ExpectedChecksums(self._dims, kind[0], hash_for(kind[1]))
             return self._expected[kind]
 
     # ------------------------------------------------------------------------------------------------------- all servers
     def _choose_sample(self, version: int) -> frozenset[str] | None:
-        if self._settings.verify != "sample" or not self._names:
+        if self._sync.verify != "sample" or not self._names:
             return None
         if not all(target.is_verified for target in self._live.values()):
             return None
@@ -272,6 +264,27 @@ class ServerSync:
         self.report.failed[url] = str(error)
         logger.warning("weights %d did not reach %s: %s", self.report.version, url, error)
         self._transport.forget(target.api)
+
+
+def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> ServerSync:
+    """A `WeightReceiver` for the run's servers; call `set_targets` before each push.
+
+    `transport: disk` writes to `folder`, which belongs to this run, or to a subfolder of `sync.folder`. The subfolder's
+    name contains a hash of the run's path, so that two runs never read each other's versions.
+    """
+    sync = options.sync
+    transport: Transport
+    if sync.transport == "disk":
+        if sync.folder is not None:
+            run = folder.absolute().parent
+            folder = Path(sync.folder) / f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
+        transport = DiskTransport(folder, sync.timeout_s)
+    elif sync.transport == "broadcast":
+        transport = BroadcastTransport(sync.host, sync.timeout_s)
+    else:
+        transport = IpcTransport(sync.timeout_s)
+    dims = ModelDims(num_kv_heads=spec.num_kv_heads, num_experts=0 if spec.moe is None else spec.moe.num_experts)
+    return ServerSync(options, dims, transport, Bucket(sync.bucket_mib << 20))
 
 
 def _check_mark(api: SglangApi, version: int) -> None:

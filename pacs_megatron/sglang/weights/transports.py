@@ -63,13 +63,18 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 class Transport:
-    """One method of sending buckets to servers. A subclass implements the calls that it needs."""
+    """One method of sending buckets to servers, by default in a session of each server."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._sessions: dict[str, bool] = {}
 
     def start(self, version: int) -> None:
         """Called first in an update."""
 
     def join(self, api: SglangApi) -> None:
         """Prepares one server to receive."""
+        self._sessions[api.url] = api.begin_weight_update()
 
     def prepare(self, bucket: Bucket) -> None:
         """Called once per bucket, before the first `send`."""
@@ -82,6 +87,8 @@ class Transport:
 
     def finish(self, api: SglangApi) -> None:
         """The server's last step; afterwards it has all weights."""
+        if self._sessions[api.url]:
+            api.end_weight_update(self._timeout_s)
 
     def forget(self, api: SglangApi) -> None:
         """Drops the state of a server that failed."""
@@ -98,8 +105,8 @@ class DiskTransport(Transport):
     """
 
     def __init__(self, folder: Path, timeout_s: float) -> None:
+        super().__init__(timeout_s)
         self._folder = folder.absolute()
-        self._timeout_s = timeout_s
         self._version = self._before = -1
         self._shards: dict[str, str] = {}
         self._num_bytes = 0
@@ -131,6 +138,9 @@ class DiskTransport(Transport):
         for old in self._folder.glob("v*"):
             if re.fullmatch(r"v\d+(\.partial)?", old.name) and old.name not in kept:
                 shutil.rmtree(old, ignore_errors=True)
+
+    def join(self, api: SglangApi) -> None:
+        """The server loads by itself."""
 
     def finish(self, api: SglangApi) -> None:
         body = {
@@ -213,15 +223,14 @@ class BroadcastTransport(Transport):
     """
 
     def __init__(self, host: str, timeout_s: float) -> None:
+        super().__init__(timeout_s)
         self._host = host
-        self._timeout_s = timeout_s
         self._groups: dict[str, _Group] = {}
-        self._sessions: dict[str, bool] = {}
 
     def join(self, api: SglangApi) -> None:
         if api.url not in self._groups:
             self._groups[api.url] = self._connect(api)
-        self._sessions[api.url] = api.begin_weight_update()
+        super().join(api)
 
     def prepare(self, bucket: Bucket) -> None:
         if bucket.data.is_cuda:
@@ -269,10 +278,6 @@ class BroadcastTransport(Transport):
     def _broadcast(self, backend: Any, data: torch.Tensor) -> None:
         """NCCL connects to its peers inside the first call, without a timeout: call it in a daemon thread."""
         backend.broadcast([data], dist.BroadcastOptions()).wait(timedelta(seconds=self._timeout_s))
-
-    def finish(self, api: SglangApi) -> None:
-        if self._sessions[api.url]:
-            api.end_weight_update(self._timeout_s)
 
     def forget(self, api: SglangApi) -> None:
         group = self._groups.pop(api.url, None)
@@ -349,9 +354,8 @@ class IpcTransport(Transport):
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        super().__init__(timeout_s)
         self._tp: dict[str, int] = {}
-        self._sessions: dict[str, bool] = {}
         self._payloads: dict[str, list[str]] = {}
         """url -> payload of each tensor-parallel rank"""
         self._shared: list[tuple[str, torch.Tensor]] = []
@@ -359,7 +363,7 @@ class IpcTransport(Transport):
     def join(self, api: SglangApi) -> None:
         if api.url not in self._tp:
             self._tp[api.url] = api.placement()[0]
-        self._sessions[api.url] = api.begin_weight_update()
+        super().join(api)
 
     def prepare(self, bucket: Bucket) -> None:
         self._shared = bucket.tensors()
@@ -384,10 +388,6 @@ class IpcTransport(Transport):
 
     def commit(self) -> None:
         self._shared, self._payloads = [], {}
-
-    def finish(self, api: SglangApi) -> None:
-        if self._sessions[api.url]:
-            api.end_weight_update(self._timeout_s)
 
     def forget(self, api: SglangApi) -> None:
         self._tp.pop(api.url, None)

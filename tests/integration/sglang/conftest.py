@@ -17,17 +17,16 @@ import pytest
 import requests
 import torch
 
-from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.rollout_options import SglangRollout, SglangServers, SglangSync
 from pacs_megatron.config.schema import ModelOptions
-from pacs_megatron.contracts import SampleRequest, SamplingParams
+from pacs_megatron.contracts import SampleRequest, SamplingOptions
 from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
 from pacs_megatron.models import load_spec
 from pacs_megatron.sglang import build as sglang
 from pacs_megatron.sglang import guard as sglang_guard
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.client import SglangEngine
-from pacs_megatron.sglang.weights.build import server_sync
-from pacs_megatron.sglang.weights.server_sync import ServerSync
+from pacs_megatron.sglang.weights.server_sync import ServerSync, server_sync
 from pacs_megatron.training.push import push
 from tests.support.servers.fleet_run import FleetRun
 from tests.support.tiny_models import make_tiny_qwen3
@@ -117,14 +116,13 @@ class Lab:
 
 def sample_requests(num: int, *, tokens: int = 16, tag: str, **params: Any) -> list[SampleRequest]:
     """Prompts of different lengths, four samples each."""
-    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": tokens} | params
     return [
         SampleRequest(
             id=f"{tag}:p{i // 4}#{i % 4}",
             prompt_id=f"p{i // 4}",
             token_ids=np.arange(40, 43 + i // 4 % 7, dtype=np.int32),
             seed=i,
-            params=SamplingParams(**values),
+            params=SamplingOptions(max_response_tokens=tokens, **params),
         )
         for i in range(num)
     ]
@@ -158,7 +156,7 @@ def lab(lab_folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> It
     hf_to_megatron(str(lab_folders[0]), Options(out=tmp / "megatron"))
     back = Options(out=tmp / "converted")
     megatron_to_hf(tmp / "megatron", back, step=None, max_shard_bytes=200_000)
-    specs = sglang.server_specs(options, options.servers, ModelOptions(path=str(back.out)), tmp)
+    specs = sglang.server_specs(options, ModelOptions(path=str(back.out)), tmp)
     [server] = sglang.start_servers(specs, START_S)
     try:
         lab = Lab(server.url, lab_folders, tmp)

@@ -11,7 +11,7 @@ import torch
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.models import load_spec
 from pacs_megatron.sglang import build as sglang
-from pacs_megatron.sglang.weights.build import server_sync
+from pacs_megatron.sglang.weights.server_sync import server_sync
 from pacs_megatron.training.push import push
 from tests.integration.sglang.conftest import PYTHON, START_S, own_options
 from tests.support.tiny_models import make_tiny_qwen3
@@ -80,7 +80,7 @@ def test_every_way_brings_all_weights(tmp_path: Path, make: Any) -> None:
     # Dummy weights, as servers with FP8 start: a weight that is not sent is visible.
     options = own_options(servers={"extra_args": ("--load-format", "dummy")})
     assert options.servers is not None
-    specs = sglang.server_specs(options, options.servers, ModelOptions(path=str(folders[0])), tmp_path / "servers")
+    specs = sglang.server_specs(options, ModelOptions(path=str(folders[0])), tmp_path / "servers")
     [server] = sglang.start_servers(specs, START_S)
     try:
         verified = set()

@@ -135,7 +135,7 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list
     options = own_options(servers={"count": 2})
     assert options.servers is not None
     folder = tmp_path_factory.mktemp("pair")
-    specs = sglang.server_specs(options, options.servers, ModelOptions(path=str(model)), folder)
+    specs = sglang.server_specs(options, ModelOptions(path=str(model)), folder)
     servers = sglang.start_servers(specs, START_S)
     try:
         yield servers

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from pacs_megatron.contracts import Sample, SampleRequest, SamplingParams, Stop
+from pacs_megatron.contracts import Sample, SampleRequest, SamplingOptions, Stop
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.fleet import Health
@@ -70,7 +70,7 @@ def test_stop_rules(lab: Lab) -> None:
 
 
 def test_a_prompt_that_is_too_long_is_rejected_with_the_servers_reason(lab: Lab) -> None:
-    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=8)
+    params = SamplingOptions(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=8)
     request = SampleRequest(id="x", prompt_id="x", token_ids=np.full(5000, 40, np.int32), seed=0, params=params)
     with lab.opened(), pytest.raises(RolloutError, match=r"failed 1 times.*HTTP 400.*longer than"):
         list(lab.engine.stream([request]))

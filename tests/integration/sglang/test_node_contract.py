@@ -37,7 +37,7 @@ def test_a_handle_of_another_gpu_ends_the_server(tmp_path: Path) -> None:
     options = own_options()
     assert options.servers is not None
     model = ModelOptions(path=str(make_tiny_qwen3(tmp_path / "model")))
-    [server] = build.start_servers(build.server_specs(options, options.servers, model, tmp_path), START_S)
+    [server] = build.start_servers(build.server_specs(options, model, tmp_path), START_S)
     try:
         api = server.api
         api.begin_weight_update()

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pacs_megatron.contracts import Objective, Prepared, SampleFacts, TokenRecord
+from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
+from pacs_megatron.objectives.shared.base import Objective
 
 EPS = 1e-6
 

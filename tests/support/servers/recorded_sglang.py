@@ -16,8 +16,8 @@ from aiohttp import web
 
 from pacs_megatron.contracts import Sample, Stop
 from pacs_megatron.observability.rollout_log import RECORD_SUFFIX, ROLLOUT_FOLDER
-from pacs_megatron.rollout.sample_arrays import read_record
 from pacs_megatron.sglang.api import WeightVersion
+from tests.support.rollout import read_record
 from tests.support.servers.fake_sglang import FakeSglang
 
 POLL_S = 0.002

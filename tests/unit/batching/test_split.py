@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from pacs_megatron.batching.split import plan_microbatches, split_by_group
 from pacs_megatron.batching.tables import (
-    facts_from_arrays,
     facts_to_arrays,
     select_tokens,
     tabulate,
@@ -135,7 +134,7 @@ def test_tables_keep_every_sample_and_survive_the_wire() -> None:
     ]
     facts, tokens = tabulate(groups)
     assert facts.groups.tolist() == [0, 0, 1, 1] and facts.truncated.tolist() == [False, True, False, False]
-    facts = facts_from_arrays(facts_to_arrays(facts))
+    facts = SampleFacts(ids=facts.ids, **facts_to_arrays(facts))
     tokens = TokenBuffers(**tokens_to_arrays(select_tokens(tokens, np.array([3, 1]), np.array([3, 1]))))
     for position, row in enumerate((3, 1)):
         assert facts.ids[row] == samples[row].id and tokens.index[position] == row
@@ -164,5 +163,5 @@ def test_the_experts_of_a_sample_go_with_its_tokens() -> None:
 def test_no_samples_are_no_parts() -> None:
     facts, tokens = tabulate([])
     assert split_by_group(facts, 3) == []
-    assert facts_from_arrays(facts_to_arrays(facts)).ids == ()
+    assert facts.ids == () and facts.num_samples == 0
     assert len(tokens.token_ids) == 0

@@ -1,13 +1,13 @@
 """The embedded engine against Hugging Face `generate` and full forwards."""
 
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pacs_megatron.contracts import RolloutEngine, Sample, Stop, WeightReceiver
+from pacs_megatron.contracts import Sample, Stop, WeightReceiver
 from pacs_megatron.embedded.engine import Vocabulary
 from pacs_megatron.errors import RolloutError, SyncError
 from tests.support.ranks import run_ranks
@@ -58,7 +58,6 @@ def same(left: Sample, right: Sample) -> bool:
 
 def test_it_implements_the_contracts(tiny_qwen3):
     engine = embedded_engine(tiny_qwen3)
-    assert isinstance(engine, RolloutEngine)
     assert isinstance(engine, WeightReceiver)
 
 
@@ -186,7 +185,7 @@ def test_tokens_do_not_depend_on_the_chunk_size(tiny_qwen3):
         np.testing.assert_allclose(left.sampler_logprobs, right.sampler_logprobs, atol=1e-5)
 
 
-def test_limits_of_each_request_and_stop_strings(tiny_qwen3):
+def test_limits_and_stop_strings(tiny_qwen3):
     prompts = random_prompts(4)
     model = load(tiny_qwen3)
     engine = embedded_engine(tiny_qwen3)
@@ -195,31 +194,22 @@ def test_limits_of_each_request_and_stop_strings(tiny_qwen3):
     # A stop string of two tokens from the middle of the third response.
     stop = tokenizer.decode(free[2][4:6])
     first_end = next(i for i in range(1, 13) if stop in tokenizer.decode(free[2][:i]))
-    requests = requests_for(prompts, params=sampling(temperature=0.0))
-    requests[0] = replace(requests[0], params=sampling(temperature=0.0, max_tokens=1))
-    requests[1] = replace(requests[1], params=sampling(temperature=0.0, max_tokens=7))
-    requests[2] = replace(requests[2], params=sampling(temperature=0.0, max_tokens=12, stop=("never", stop)))
-    samples = list(engine.stream(requests))
+    limits: list[dict[str, Any]] = [
+        {"max_tokens": 1},
+        {"max_tokens": 7},
+        {"max_tokens": 12, "stop": ("never", stop)},
+        {},
+    ]
+    samples = [
+        sample
+        for prompt, more in zip(prompts, limits, strict=True)
+        for sample in engine.stream(requests_for([prompt], params=sampling(temperature=0.0, **more)))
+    ]
     assert [sample.response_len for sample in samples] == [1, 7, first_end, 12]
     assert [sample.stop for sample in samples] == [Stop.LENGTH, Stop.LENGTH, Stop.EOS, Stop.LENGTH]
     for sample, tokens in zip(samples, free, strict=True):
         assert sample.response_ids.tolist() == tokens[: sample.response_len]
         assert len(sample.sampler_logprobs) == sample.response_len
-
-
-def test_cancel_ends_the_rest_as_aborted_and_only_them(tiny_qwen3):
-    requests = requests_for(random_prompts(6), params=sampling(max_tokens=5))
-    engine = embedded_engine(tiny_qwen3, batch_sequences=2)
-    stream = engine.stream(requests)
-    samples = [next(stream), next(stream)]
-    engine.cancel([requests[2].id, requests[4].id, requests[5].id, "unknown"])
-    samples += list(stream)
-    assert [sample.id for sample in samples] == [request.id for request in requests]
-    aborted = [sample.stop == Stop.ABORTED for sample in samples]
-    assert aborted == [False, False, True, False, True, True]
-    assert all(sample.response_len == 0 and sample.spans == () for sample in samples if sample.stop == Stop.ABORTED)
-    # The next call starts afresh.
-    assert all(sample.stop != Stop.ABORTED for sample in engine.stream(requests))
 
 
 def test_weights_come_only_through_an_update_and_samples_carry_their_version(tiny_qwen3, tmp_path):

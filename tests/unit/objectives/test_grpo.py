@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_megatron.contracts import Objective, SampleFacts
+from pacs_megatron.contracts import SampleFacts
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.objectives.grpo import GrpoOptions
 from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.objectives.shared.base import Objective
 from tests.support.policies.objective_reference import Batch, make_facts, objective_gradient, random_batch
 
 MEANS: tuple[dict[str, Any], ...] = (

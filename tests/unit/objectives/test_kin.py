@@ -10,8 +10,9 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from pacs_megatron.contracts import Objective, Prepared
+from pacs_megatron.contracts import Prepared
 from pacs_megatron.objectives.registry import REGISTRY, ObjectiveOptions, build_objective
+from pacs_megatron.objectives.shared.base import Objective
 from tests.support.policies.kin_reference import KIN, kin_loss
 from tests.support.policies.objective_reference import Batch, make_facts, objective_scores, random_batch
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_megatron.contracts import Objective, Prepared, SampleFacts
+from pacs_megatron.contracts import Prepared, SampleFacts
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.objectives.pacs import Pacs, PacsOptions
 from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.objectives.shared.groups import build_table
 from tests.support.policies.objective_reference import (
     Batch,

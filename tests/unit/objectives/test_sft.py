@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_megatron.contracts import Objective
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.sft import SftOptions
+from pacs_megatron.objectives.shared.base import Objective
 from tests.support.policies.objective_reference import make_facts, objective_gradient, random_batch
 
 

@@ -52,7 +52,7 @@ def test_the_file_of_the_tutorial_trains_two_steps(tiny_qwen3: Path, tmp_path: P
 
 def test_two_files_of_one_name_are_rejected() -> None:
     from pacs_megatron.objectives.gspo import GspoOptions
-    from pacs_megatron.objectives.shared.base import BaseObjective
+    from pacs_megatron.objectives.shared.base import Objective
 
     with pytest.raises(ValueError, match=r"objective gspo of .* exists in .*\.gspo; rename one"):
-        type("Copy", (BaseObjective,), {}, options=GspoOptions)
+        type("Copy", (Objective,), {}, options=GspoOptions)

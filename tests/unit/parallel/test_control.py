@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from pacs_megatron.contracts import Decision, DecisionKind
 from pacs_megatron.errors import DataError, PacsError, RolloutError
 from pacs_megatron.parallel.control import ControlChannel
 from tests.support.ranks import rank_of, run_ranks
@@ -55,14 +54,13 @@ def test_values_and_decisions_of_rank_0_reach_all() -> None:
         beats: list[float] = []
         channel.on_heartbeat = lambda: beats.append(time.monotonic())
         value = channel.broadcast_json({"a": [1, None, "é"]} if rank == 0 else "ignored")
-        wait = Decision(kind=DecisionKind.WAIT, reason="", detail={})
-        train = Decision(kind=DecisionKind.TRAIN, reason="r", detail={"n": 1})
+        groups = {"kind": "groups", "n": 1}
         if rank == 0:
-            channel.send(wait)
-            channel.send(train)
-            return value, train, 1
+            channel.heartbeat()
+            channel.send(groups)
+            return value, groups, len(beats)
         return value, channel.receive(), len(beats)
 
     for value, decision, num_beats in run_ranks(on_rank, WORLD):
         assert value == {"a": [1, None, "é"]}
-        assert (decision.kind, decision.detail, num_beats) == (DecisionKind.TRAIN, {"n": 1}, 1)
+        assert (decision, num_beats) == ({"kind": "groups", "n": 1}, 1)

@@ -17,9 +17,10 @@ import pytest
 
 from pacs_megatron.config.reward_options import CodeReward
 from pacs_megatron.errors import ConfigError, RewardError
-from pacs_megatron.rewards import RewardPool, build_reward, sandbox
+from pacs_megatron.rewards import build_reward, sandbox
 from pacs_megatron.rewards.code import last_block, read_tests
 from tests.support.hostile_programs import PROGRAMS, QUICK, SECRET, Hostile
+from tests.support.rewards import CollectingPool
 
 needs_sandbox = pytest.mark.usefixtures("bubblewrap")
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"], "fn_name": None}
@@ -127,7 +128,7 @@ def test_without_a_sandbox_only_the_named_fallback_runs(make_prompt, monkeypatch
 @needs_sandbox
 def test_a_slow_program_is_wrong_and_not_unjudged(make_prompt) -> None:
     tests = {"inputs": ["1"] * 9, "outputs": ["1"] * 9}
-    with RewardPool(options(timeout_s=1.5)) as pool:
+    with CollectingPool(options(timeout_s=1.5)) as pool:
         pool.submit("a", make_prompt(json.dumps(tests)), fenced("import time\ntime.sleep(0.4)\nprint(1)"))
         (verdict,) = pool.results()
     assert verdict.reward == 0.0
@@ -135,7 +136,7 @@ def test_a_slow_program_is_wrong_and_not_unjudged(make_prompt) -> None:
     assert verdict.details["passed"] < 9
 
 
-def survivors(pool: RewardPool) -> list[int]:
+def survivors(pool: CollectingPool) -> list[int]:
     """The sandboxes of the pool's worker. The kernel ends everything in one with its bwrap processes."""
     mark, found = pool._workers[0]._mark, []
     for process in psutil.process_iter():
@@ -145,7 +146,7 @@ def survivors(pool: RewardPool) -> list[int]:
     return found
 
 
-def has_no_survivors(pool: RewardPool) -> bool:
+def has_no_survivors(pool: CollectingPool) -> bool:
     deadline = time.monotonic() + 20
     while found := survivors(pool):
         if time.monotonic() > deadline:
@@ -164,7 +165,7 @@ def bait(tmp_path_factory):
         yield folder, server
 
 
-def run_hostile(case: Hostile, bait, make_prompt, pool: RewardPool) -> None:
+def run_hostile(case: Hostile, bait, make_prompt, pool: CollectingPool) -> None:
     folder, server = bait
     code = case.code.replace("FOLDER", str(folder)).replace("PORT", str(server.getsockname()[1]))
     code = code.replace("PARENT", str(os.getpid()))
@@ -185,7 +186,7 @@ def run_hostile(case: Hostile, bait, make_prompt, pool: RewardPool) -> None:
 
 @pytest.fixture(scope="module")
 def pool():
-    with RewardPool(options(test_timeout_s=1.0, test_memory_gib=0.5)) as found:
+    with CollectingPool(options(test_timeout_s=1.0, test_memory_gib=0.5)) as found:
         yield found
 
 
@@ -204,7 +205,7 @@ def test_hostile_programs(name, bait, make_prompt, pool) -> None:
 
 @needs_sandbox
 def test_the_sandbox_ends_with_its_worker(make_prompt) -> None:
-    with RewardPool(options(test_timeout_s=20.0)) as pool:
+    with CollectingPool(options(test_timeout_s=20.0)) as pool:
         pool.submit("a", make_prompt(json.dumps(SUM)), fenced("import time\ntime.sleep(20)"))
         deadline = time.monotonic() + 20
         while not survivors(pool) and time.monotonic() < deadline:

@@ -13,7 +13,8 @@ from pacs_megatron.config.explain import show
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.train import check_files_are_here
-from pacs_megatron.rewards import RewardPool, build_reward
+from pacs_megatron.rewards import build_reward
+from tests.support.rewards import CollectingPool
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "rewards"
 
@@ -34,7 +35,7 @@ def test_the_server_of_the_example_judges(make_prompt) -> None:
             url = server.stdout.readline().strip()
             options = load_config(EXAMPLES / "http.yaml").config.reward.model_copy(update={"url": url})
             responses = {r"\boxed{5}": 1.0, r"\boxed{6}": 0.0, "x" * 300 + r"\boxed{5}": 0.5}
-            with RewardPool(options) as pool:
+            with CollectingPool(options) as pool:
                 for response in responses:
                     pool.submit(response, make_prompt("5"), response)
                 assert {verdict.key: verdict.reward for verdict in pool.results()} == responses

@@ -9,8 +9,9 @@ import pytest
 
 from pacs_megatron.config.reward_options import HttpReward
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.rewards import RewardPool, build_reward
+from pacs_megatron.rewards import build_reward
 from pacs_megatron.rewards.judging import judge_all
+from tests.support.rewards import CollectingPool
 
 
 class Server:
@@ -64,7 +65,7 @@ def options(server, **more):
 
 
 def test_the_pool_batches_and_keeps_order_and_provenance(make_prompt) -> None:
-    with Server((200, good)) as server, RewardPool(options(server, batch_size=4)) as pool:
+    with Server((200, good)) as server, CollectingPool(options(server, batch_size=4)) as pool:
         for number in range(9):
             pool.submit(str(number), make_prompt(str(number % 2)), "1")
         verdicts = {verdict.key: verdict for verdict in pool.results()}
@@ -124,7 +125,7 @@ def test_a_stuck_server_is_bounded_and_named(make_prompt, caplog, monkeypatch) -
     with Server((200, good)) as server:
         server.hold_s = 60.0
         given = HttpReward(name="http", url=server.url, timeout_s=1.2, attempts=2)
-        with RewardPool(given) as pool:
+        with CollectingPool(given) as pool:
             started = time.monotonic()
             pool.submit("a", make_prompt("1"), "1")
             (verdict,) = pool.results()

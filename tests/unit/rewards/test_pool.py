@@ -15,7 +15,8 @@ import pytest
 
 from pacs_megatron.config.reward_options import ArithmeticReward, CustomReward, FormatReward, MathReward
 from pacs_megatron.errors import ConfigError, RewardError
-from pacs_megatron.rewards import RewardPool, build_reward
+from pacs_megatron.rewards import build_reward
+from tests.support.rewards import CollectingPool
 
 CUSTOM = """
 import ctypes, os, pathlib, signal, subprocess, sys, time
@@ -120,7 +121,7 @@ def assert_no_sleepers() -> None:
 
 def test_a_pool_whose_functions_forked_closes_at_once(custom, make_prompt):
     """Grandchildren keep the socket open and ignore signals; each limit would be an hour."""
-    pool = RewardPool(custom(timeout_s=3600.0, workers=4))
+    pool = CollectingPool(custom(timeout_s=3600.0, workers=4))
     for number, response in enumerate(["fork", "session", "stopped", "spin"]):
         pool.submit(str(number), make_prompt("5"), response)
     deadline = time.monotonic() + 600
@@ -135,7 +136,7 @@ def test_a_pool_whose_functions_forked_closes_at_once(custom, make_prompt):
 
 
 def test_numpy_scalars_are_rewards(custom, make_prompt):
-    with RewardPool(custom()) as pool:
+    with CollectingPool(custom()) as pool:
         pool.submit("a", make_prompt("5"), "numpy")
         assert pool.next_finished() == ("a", 1.0, None, None)
 
@@ -144,7 +145,7 @@ def test_verdicts_equal_direct_calls(make_prompt):
     options = MathReward(name="math", workers=2)
     judge = build_reward(options)
     cases = {f"0:train/{n}#{n}": (make_prompt(str(n % 5)), f"so \\boxed{{{n % 3}}} \u2028 é\ud83d") for n in range(40)}
-    with RewardPool(options) as pool:
+    with CollectingPool(options) as pool:
         for key, (prompt, response) in cases.items():
             pool.submit(key, prompt, response)
         got = {key: (reward, failure) for key, reward, failure, _ in pool.results()}
@@ -155,7 +156,7 @@ def test_verdicts_equal_direct_calls(make_prompt):
 
 
 def test_unreadable_gold_is_a_failure_not_zero(make_prompt):
-    with RewardPool(ArithmeticReward(name="arithmetic")) as pool:
+    with CollectingPool(ArithmeticReward(name="arithmetic")) as pool:
         pool.submit("a", make_prompt("x"), r"\boxed{x}")
         key, reward, failure, _ = pool.next_finished()
     assert (key, reward) == ("a", None)
@@ -187,7 +188,7 @@ def test_unreadable_gold_is_a_failure_not_zero(make_prompt):
 def test_broken_verifiers_fail_their_sample_only(custom, make_prompt, caplog, response, reason):
     started = time.monotonic()
     limit_s = 1.0 if reason.startswith("no verdict") else 600.0
-    with caplog.at_level(logging.WARNING), RewardPool(custom(timeout_s=limit_s)) as pool:
+    with caplog.at_level(logging.WARNING), CollectingPool(custom(timeout_s=limit_s)) as pool:
         pool.submit("3:train/7#1", make_prompt("5"), response)
         pool.submit("3:train/7#2", make_prompt("5"), "fine")
         verdicts = {verdict.key: verdict for verdict in pool.results()}
@@ -207,7 +208,7 @@ def test_broken_verifiers_fail_their_sample_only(custom, make_prompt, caplog, re
 
 def test_the_limit_of_memory_counts_what_the_function_forks(custom, make_prompt):
     """Each of the five processes is within the limit."""
-    with RewardPool(custom(timeout_s=3600.0, memory_limit_gib=0.4)) as pool:
+    with CollectingPool(custom(timeout_s=3600.0, memory_limit_gib=0.4)) as pool:
         pool.submit("a", make_prompt("5"), "family")
         pool.submit("b", make_prompt("5"), "fine")
         failed, whole = pool.results()
@@ -216,7 +217,7 @@ def test_the_limit_of_memory_counts_what_the_function_forks(custom, make_prompt)
 
 
 def test_a_hung_worker_holds_up_no_other(custom, make_prompt):
-    with RewardPool(custom(timeout_s=3600.0, workers=2)) as pool:
+    with CollectingPool(custom(timeout_s=3600.0, workers=2)) as pool:
         pool.submit("slow", make_prompt("5"), "hang")
         for n in range(20):
             pool.submit(str(n), make_prompt("5"), "fine")
@@ -225,46 +226,36 @@ def test_a_hung_worker_holds_up_no_other(custom, make_prompt):
 
 
 def test_output_of_the_function_does_not_mix_with_verdicts(custom, make_prompt):
-    with RewardPool(custom()) as pool:
+    with CollectingPool(custom()) as pool:
         pool.submit("a", make_prompt("5"), "print")
         assert pool.next_finished() == ("a", 1.0, None, None)
 
 
 def test_a_flood_of_output_is_cut(custom, make_prompt, capfd):
-    with RewardPool(custom(timeout_s=1.0)) as pool:
+    with CollectingPool(custom(timeout_s=1.0)) as pool:
         pool.submit("a", make_prompt("5"), "flood")
-        assert pool.next_finished(600.0).reward is None
+        assert pool.next_finished().reward is None
     output = capfd.readouterr().err
     assert "xxx" in output and len(output) < 100_000 and "the rest of this response's output is left out" in output
 
 
 def test_prompt_arrives_whole_and_torch_is_not_imported(custom, make_prompt):
-    with RewardPool(custom()) as pool:
+    with CollectingPool(custom()) as pool:
         pool.submit("ids", make_prompt("5"), "ids")
         pool.submit("torch", make_prompt("5"), "torch")
         assert {verdict.key: verdict.reward for verdict in pool.results()} == {"ids": 1.0, "torch": 0.0}
 
 
-def test_waiting(custom, make_prompt):
-    with RewardPool(custom()) as pool:
-        assert pool.next_finished(0) is None
-        started = time.monotonic()
-        assert pool.next_finished(0.2) is None
-        assert time.monotonic() - started > 0.15
-        with pytest.raises(RewardError, match="no response was submitted"):
-            pool.next_finished()
-
-
 def test_bad_options_end_in_one_error_and_no_process(tmp_path):
     with pytest.raises(ConfigError, match="no file"):
-        RewardPool(CustomReward(name="custom", function=f"{tmp_path}/absent.py:f"))
+        CollectingPool(CustomReward(name="custom", function=f"{tmp_path}/absent.py:f"))
     with pytest.raises(ConfigError, match="regular expression"):
-        RewardPool(FormatReward(name="format", pattern="("))
+        CollectingPool(FormatReward(name="format", pattern="("))
     assert workers() == []
 
 
 def test_a_killed_worker_loses_no_sample(custom, make_prompt, tmp_path):
-    with RewardPool(custom()) as pool:
+    with CollectingPool(custom()) as pool:
         (worker,) = workers()
         worker.send_signal(signal.SIGKILL)
         while worker.status() != psutil.STATUS_ZOMBIE:  # the pool reaps it
@@ -283,7 +274,7 @@ def test_a_killed_worker_loses_no_sample(custom, make_prompt, tmp_path):
 
 
 def test_close_leaves_nothing_even_in_the_middle_of_work(custom, make_prompt):
-    pool = RewardPool(custom(workers=2))
+    pool = CollectingPool(custom(workers=2))
     for n in range(4):
         pool.submit(str(n), make_prompt("5"), "spin")
     pool.close()
@@ -291,8 +282,9 @@ def test_close_leaves_nothing_even_in_the_middle_of_work(custom, make_prompt):
     assert workers() == []
     with pytest.raises(RewardError, match="closed"):
         pool.submit("late", make_prompt("5"), "fine")
-    with pytest.raises(RewardError, match="closed"):
-        pool.next_finished()
+    for _ in range(4):
+        with pytest.raises(RewardError, match="closed"):
+            pool.next_finished()
 
 
 def test_workers_end_with_a_killed_parent(custom, tmp_path):
@@ -306,7 +298,7 @@ def test_workers_end_with_a_killed_parent(custom, tmp_path):
             from pacs_megatron.rewards import RewardPool
             pool = RewardPool(CustomReward(name="custom", function={str(custom().function)!r}, workers=2))
             prompt = Prompt(id="a/0", text="", token_ids=np.zeros(1, np.int32), answer="1", problem="")
-            pool.submit("a", prompt, "spin")
+            pool.submit("a", prompt, "spin", print)
             time.sleep(0.3)
             print(*[child.pid for child in psutil.Process().children()], flush=True)
             time.sleep(600)

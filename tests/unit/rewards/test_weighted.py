@@ -2,7 +2,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from pacs_megatron.config.reward_options import RewardOptions
-from pacs_megatron.rewards import RewardPool, label_of
+from pacs_megatron.rewards import label_of
+from tests.support.rewards import CollectingPool
 
 READ = TypeAdapter(RewardOptions)
 MATH, FORM = {"name": "math"}, {"name": "format", "pattern": r"<think>.*</think>.*"}
@@ -16,7 +17,7 @@ def given(*parts, **more):
 def test_the_sum_its_components_and_its_label(make_prompt) -> None:
     options = READ.validate_python(given((0.8, MATH), (0.2, FORM)))
     cases = {r"<think>a</think>\boxed{5}": 1.0, r"\boxed{5}": 0.8, r"<think>a</think>\boxed{6}": 0.2, "no": 0.0}
-    with RewardPool(options) as pool:
+    with CollectingPool(options) as pool:
         for response in cases:
             pool.submit(response, make_prompt("5"), response)
         pool.submit("bad", make_prompt("???"), r"\boxed{5}")

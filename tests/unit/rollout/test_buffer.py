@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from pacs_megatron.config.reward_options import CustomReward
 from pacs_megatron.config.schema import AdmissionOptions
-from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest, SamplingParams, Span, Stop
+from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest, SamplingOptions, Span, Stop
 from pacs_megatron.errors import CheckpointError, RewardError, RolloutError
-from pacs_megatron.rewards.pool import RewardPool
+from pacs_megatron.rewards.pool import received
 from pacs_megatron.rollout.admission import admit
 from pacs_megatron.rollout.buffer import RolloutBuffer
 from pacs_megatron.rollout.driver_client import DriverClient
@@ -29,7 +29,7 @@ from pacs_megatron.rollout.staleness import SentWeights, staleness_metrics
 from pacs_megatron.rollout.step_rollouts import StepRollouts, rollouts_from_message, rollouts_to_message
 from pacs_megatron.rollout.wire import Connection
 
-PARAMS = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=8)
+PARAMS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=8)
 
 
 def prompt(number: int) -> Prompt:
@@ -158,9 +158,9 @@ def judge(tmp_path: Path) -> Iterator[Judge]:
     file = tmp_path / "reward.py"
     file.write_text("def reward(prompt, response):\n    return float(response)\n")
     options = CustomReward(name="custom", function=f"{file}:reward", workers=2, max_failure_frac=0.5)
-    with RewardPool(options) as pool:
-        texts = {4: "1", 5: "0", 6: "0.5", 7: "no number"}
-        yield Judge(pool, lambda ids: texts[len(ids) + 3], options=options, truncated="label0")
+    texts = {4: "1", 5: "0", 6: "0.5", 7: "no number"}
+    with Judge(options, lambda ids: texts[len(ids) + 3], truncated="label0") as judge:
+        yield judge
 
 
 def test_concurrent_streams_receive_their_own_verdicts(judge: Judge) -> None:
@@ -170,7 +170,11 @@ def test_concurrent_streams_receive_their_own_verdicts(judge: Judge) -> None:
     def stream(step: int) -> None:
         requests = requests_of(list(prompts.values()), step)
         samples = [sample(r, *"ab"[: 1 + k % 2]) for k, r in enumerate(requests)]
-        found[step] = judge.judge(samples, prompts)
+        answers: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
+        for one in samples:
+            judge.submit(one, prompts[one.prompt_id], answers.put)
+        judged = {one.id: one for one in received(answers, len(samples))}
+        found[step] = [judged[one.id] for one in samples]
 
     threads = [threading.Thread(target=stream, args=(step,)) for step in range(3)]
     for thread in threads:
@@ -199,7 +203,7 @@ def test_a_closed_judge_has_returned_every_verdict_and_starts_no_job(tmp_path: P
         "    time.sleep(3600 if calls.stat().st_size == 4 else 0)\n    return 1.0\n"
     )
     options = CustomReward(name="custom", function=f"{file}:reward", workers=1, timeout_s=3600, max_failure_frac=0.5)
-    judge = Judge(RewardPool(options), lambda _ids: "", options=options, truncated="label0")
+    judge = Judge(options, lambda _ids: "", truncated="label0")
     verdicts: list[Sample | RewardError] = []
     for request in requests_of([prompt(k) for k in range(4)], 1):
         judge.submit(sample(request, "a"), prompt(0), verdicts.append)
@@ -219,10 +223,10 @@ def test_a_reward_that_is_no_label_fails_its_step_only(judge: Judge) -> None:
     buffer.arrived(bad, [sample(bad.requests[0], "a", "a", "a")])
     buffer.arrived(good, [sample(request, "a") for request in good.requests])
     with pytest.raises(RewardError, match="expected 0 or 1"):
-        while not buffer.is_done(bad):
+        while not bad.is_done:
             assert woken.wait(600)
             woken.clear()
-    while not buffer.is_done(good):
+    while not good.is_done:
         assert woken.wait(600)
         woken.clear()
     assert [s.label for s in good.in_order()] == [1] * 4
@@ -238,7 +242,7 @@ def test_a_sample_that_arrives_twice_counts_once(judge: Judge) -> None:
     [one] = buffer.dispatch(1, 1)
     for _ in range(2):
         buffer.arrived(one, [sample(one.requests[0], "a")])
-    assert len(one.sampled) == 1 and len(buffer.missing(one)) == 3
+    assert len(one.sampled) == 1 and len(one.missing) == 3
 
 
 # -------------------------------------------------------------------------------------------------------------- driver

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pacs_megatron.config.schema import AdmissionOptions
-from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest, SamplingParams, Span, Stop
+from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest, SamplingOptions, Span, Stop
 from pacs_megatron.errors import CheckpointError, ExitCode, PacsError, RolloutError, named_error
 from pacs_megatron.rollout.admission import admit, label_sample, shuffle_labels
 from pacs_megatron.rollout.driver_client import DriverClient
@@ -88,7 +88,7 @@ def test_requests_survive_the_wire() -> None:
         Prompt(id=f"d/{k}", text="", token_ids=np.arange(k + 1, dtype=np.int32), answer="", problem="")
         for k in range(3)
     ]
-    params = SamplingParams(temperature=0.5, top_p=0.9, top_k=3, max_tokens=7, stop=("\n", "##"))
+    params = SamplingOptions(temperature=0.5, top_p=0.9, top_k=3, max_response_tokens=7, stop=("\n", "##"))
     requests = [
         SampleRequest(id=f"{p.id}#{i}", prompt_id=p.id, token_ids=p.token_ids, seed=2**62 + i, params=params)
         for p in prompts

@@ -119,7 +119,7 @@ def test_a_finished_step_goes_out_before_requests_for_later_steps(
         # Step 1 was not finished at its request, so later steps start at once.
         assert one.events[2:] == ["start 1", "start 2", "response groups"]
         ahead = one.driver._buffer.dispatch(2, 2)[0]
-        one.until(lambda: one.driver._buffer.is_done(ahead))
+        one.until(lambda: ahead.is_done)
         one.events.clear()
         one.send_weights(1)
         one.send(op="rollout", step=2)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pacs_megatron.batching.tables import facts_from_arrays
 from pacs_megatron.config import load_config
-from pacs_megatron.contracts import Sample, Span, Stop
+from pacs_megatron.contracts import Sample, SampleFacts, Span, Stop
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.rollout.driver import Driver
 from pacs_megatron.rollout.step_rollouts import StepRollouts
@@ -20,6 +20,11 @@ from pacs_megatron.rollout.train_data import TrainData
 from pacs_megatron.rollout.wire import Connection
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
+
+
+def facts_of(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> SampleFacts:
+    own = {name[6:]: value for name, value in arrays.items() if name.startswith("facts.")}
+    return SampleFacts(ids=tuple(header["ids"]), **own)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -60,7 +65,7 @@ def test_groups_beyond_max_staleness_are_not_trained(tmp_path: Path, max_stalene
         ours.close()
         theirs.close()
     metrics = header["metrics"]
-    facts = facts_from_arrays({name[6:]: value for name, value in arrays.items() if name.startswith("facts.")})
+    facts = facts_of(header, arrays)
     # Weights 2 belong to step 3; max_staleness=1 also allows weights 1, and neither allows weights 0.
     assert metrics["admission/dropped_stale_groups"] == 2 - max_staleness
     assert facts.num_groups == 2 + max_staleness and facts.num_samples == 4 * facts.num_groups
@@ -88,7 +93,7 @@ def test_over_sampling_trains_the_first_groups_that_are_admitted(tmp_path: Path)
         driver.close()
         ours.close()
         theirs.close()
-    facts = facts_from_arrays({name[6:]: value for name, value in arrays.items() if name.startswith("facts.")})
+    facts = facts_of(header, arrays)
     kept = [sample_id.split(":", 1)[1].partition("#")[0] for sample_id in facts.ids[::4]]
     assert kept == [rollouts.prompts[k].id for k in (0, 2, 4, 5)]
     assert header["metrics"]["admission/dropped_surplus_groups"] == 1
@@ -142,7 +147,7 @@ def test_refill_requests_prompts_until_the_batch_is_full(tmp_path: Path, resumes
         again = driver._request.advance(driver._buffer)  # one group is missing: two more prompts
         rollouts = driver._request.take_in_ranks()
         assert again is not None and again[0]["kind"] == "generate" and len(rollouts.prompts) == 5
-        assert len(driver._buffer.missing(rollouts)) == 8 and len({prompt.id for prompt in rollouts.prompts}) == 5
+        assert len(rollouts.missing) == 8 and len({prompt.id for prompt in rollouts.prompts}) == 5
         judge_all(rollouts, one_class=one_class)
         response = driver._request.advance(driver._buffer)
         assert response is not None
@@ -152,7 +157,7 @@ def test_refill_requests_prompts_until_the_batch_is_full(tmp_path: Path, resumes
             each.close()
         ours.close()
         theirs.close()
-    facts = facts_from_arrays({name[6:]: value for name, value in arrays.items() if name.startswith("facts.")})
+    facts = facts_of(header, arrays)
     kept = [sample_id.split(":", 1)[1].partition("#")[0] for sample_id in facts.ids[::4]]
     assert kept == [rollouts.prompts[k].id for k in (0, 3)]
     assert header["metrics"]["admission/refills"] == 1 and header["metrics"]["admission/dropped_one_class_groups"] == 2

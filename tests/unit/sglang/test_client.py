@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from pacs_megatron.config.rollout_options import SglangRollout
-from pacs_megatron.contracts import Sample, SampleRequest, SamplingParams, Stop
+from pacs_megatron.contracts import Sample, SampleRequest, SamplingOptions, Stop
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.sglang import client as sglang_client
 from pacs_megatron.sglang.api import SglangApi
@@ -31,7 +31,7 @@ VOCAB = 272
 
 
 def requests(num: int, *, group: int = 4, tokens: int = 8, prompt: int = 3, tag: str = "1") -> list[SampleRequest]:
-    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=tokens)
+    params = SamplingOptions(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=tokens)
     return [
         SampleRequest(
             id=f"{tag}:p{i // group}#{i % group}",
@@ -95,7 +95,7 @@ def check_all_there(samples: list[Sample], asked: list[SampleRequest]) -> None:
         request = by_id[sample.id]
         assert sample.prompt_id == request.prompt_id
         assert sample.token_ids[: sample.prompt_len].tolist() == request.token_ids.tolist()
-        expected = [(request.seed + i) % 251 for i in range(request.params.max_tokens)]
+        expected = [(request.seed + i) % 251 for i in range(request.params.max_response_tokens)]
         assert sample.response_ids.tolist() == expected
         assert sample.token_ids.dtype == np.int32
         assert sample.sampler_logprobs.dtype == np.float32
@@ -116,7 +116,7 @@ def test_every_request_comes_back_once_and_groups_stay_together(fakes: Callable[
 
 def test_the_request_contains_all_sampling_parameters(fakes: Callable[..., list[FakeSglang]]) -> None:
     [server] = fakes(1)
-    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=20, max_tokens=5, stop=("\n\n",))
+    params = SamplingOptions(temperature=0.7, top_p=0.9, top_k=20, max_response_tokens=5, stop=("\n\n",))
     asked = SampleRequest(id="a", prompt_id="p", token_ids=np.array([5, 6], np.int32), seed=2**62 + 1, params=params)
     with engine([server]) as client:
         list(client.stream([asked]))
@@ -389,7 +389,7 @@ def test_what_would_end_or_reject_the_server_is_not_sent(
 ) -> None:
     """The real server crashes at a token id outside its vocabulary: not one of the stream's requests may go out."""
     [server] = fakes(1)
-    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4)
+    params = SamplingOptions(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=4)
     bad = SampleRequest(id="bad", prompt_id="p", token_ids=np.array(ids, np.int32), seed=1, params=params)
     good = requests(4)
     with engine([server]) as client:

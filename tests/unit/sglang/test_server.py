@@ -10,13 +10,15 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 import tests.support.servers.dummy_server as dummy
-from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.rollout_options import SglangRollout, SglangServers, SglangSync
 from pacs_megatron.config.schema import ModelOptions
+from pacs_megatron.contracts import SamplingOptions
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.sglang import build as sglang
 from pacs_megatron.sglang import guard as sglang_guard
@@ -30,17 +32,15 @@ PYTHON = (sys.executable, dummy.__file__)
 TOOK_S = 600.0
 
 
-def spec(folder: Path, *extra: str, name: str = "server0") -> ServerSpec:
-    return ServerSpec(
-        name=name,
-        folder=folder,
-        model_path="none",
-        python=PYTHON,
-        device="cpu",
-        tp=1,
-        dtype="bf16",
-        extra_args=extra,
+def spec(folder: Path, *extra: str, name: str = "server0", **servers: Any) -> ServerSpec:
+    values = {"python": PYTHON, "device": "cpu", "extra_args": extra, **servers}
+    options = SglangRollout(
+        engine="sglang",
+        sampling=SamplingOptions(max_response_tokens=1),
+        sync=SglangSync(transport="disk"),
+        servers=SglangServers(**values),
     )
+    return ServerSpec(name=name, folder=folder, options=options, model=ModelOptions(path="none"))
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -238,8 +238,7 @@ def test_the_key_is_in_no_command_line(tmp_path: Path, monkeypatch: pytest.Monke
         servers=SglangServers(python=(sys.executable,), device="cpu"),
         api_key_env="ROLLOUT_KEY",
     )
-    assert options.servers is not None
-    [made] = sglang.server_specs(options, options.servers, ModelOptions(path="m"), tmp_path)
+    [made] = sglang.server_specs(options, ModelOptions(path="m"), tmp_path)
     assert made.api_key == "very-secret"
     assert "very-secret" not in repr(made)
     command = made.command(1, 2)
@@ -384,9 +383,8 @@ def test_the_memory_budget_is_a_share_of_the_total_and_waits_until_it_is_free(tm
     (tmp_path / "sglang" / "launch_server.py").write_text("import sys; print('STARTED', *sys.argv[1:], flush=True)")
     (tmp_path / "pynvml.py").write_text(NVML)
     free = tmp_path / "free"
-    made = replace(
-        spec(tmp_path), python=(sys.executable,), device="cuda", visible_devices="0,1", tp=2, mem_fraction=0.35
-    )
+    given = spec(tmp_path, python=(sys.executable,), device="cuda", tp=2, mem_fraction=0.35)
+    made = replace(given, visible_devices="0,1")
     command = sglang_server._with_values_from_environment(made.command(1, 2))
     assert "--mem-fraction-static" not in command
     environment = made.environment({}, tmp_path / "store", 2) | {"PYTHONPATH": str(tmp_path), "FREE_GIB": str(free)}

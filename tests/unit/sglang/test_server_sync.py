@@ -15,14 +15,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangSync
+from pacs_megatron.config.rollout_options import SglangRollout, SglangSync
+from pacs_megatron.contracts import SamplingOptions
 from pacs_megatron.errors import SyncError
 from pacs_megatron.models import load_spec
 from pacs_megatron.sglang.api import SglangApi, WeightVersion
 from pacs_megatron.sglang.weights import transports
-from pacs_megatron.sglang.weights.build import server_sync
+from pacs_megatron.sglang.weights.bucket import Bucket
 from pacs_megatron.sglang.weights.checksums import ModelDims
-from pacs_megatron.sglang.weights.server_sync import ServerSync, SyncSettings
+from pacs_megatron.sglang.weights.server_sync import ServerSync, server_sync
 from pacs_megatron.sglang.weights.transports import BroadcastTransport, DiskTransport, IpcTransport, Transport
 from pacs_megatron.training.push import push
 from tests.support.servers.weight_server import InMemory, WeightServer
@@ -39,18 +40,20 @@ def bf16(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.to(torch.bfloat16) for name, tensor in named.items()}
 
 
-def made(servers: list[WeightServer], transport: Transport | None = None, **changes: Any) -> ServerSync:
-    values: dict[str, Any] = {
-        "dtype": torch.bfloat16,
-        "bucket_bytes": 1024,
-        "pause": "retract",
-        "verify": "full",
-        "timeout_s": 5.0,
-        "probe_timeout_s": 2.0,
-        "dims": ModelDims(num_kv_heads=2),
-    }
+def made(
+    servers: list[WeightServer], transport: Transport | None = None, *, dead_after_s: float = 2.0, **changes: Any
+) -> ServerSync:
+    sync_options = {"transport": "ipc", "pause": "retract", "verify": "full", "timeout_s": 5.0, **changes}
+    options = SglangRollout(
+        engine="sglang",
+        sampling=SamplingOptions(max_response_tokens=1),
+        sync=SglangSync(**sync_options),
+        urls=("http://127.0.0.1:1",),
+        dead_after_s=dead_after_s,
+    )
     by_url = {server.url: server for server in servers}
-    sync = ServerSync(InMemory(by_url) if transport is None else transport, SyncSettings(**(values | changes)))
+    transport = InMemory(by_url) if transport is None else transport
+    sync = ServerSync(options, ModelDims(num_kv_heads=2), transport, Bucket(1024))
     sync.set_targets([SglangApi(url=server.url, api_key=server.api_key, timeout_s=5.0) for server in servers])
     return sync
 
@@ -232,7 +235,7 @@ def test_the_key_goes_with_every_call() -> None:
 
 
 def test_a_server_that_answers_nothing_costs_its_limit_once(server: WeightServer, second: WeightServer) -> None:
-    sync = made([server, second], probe_timeout_s=3.0)
+    sync = made([server, second], dead_after_s=3.0)
     server.fault = "hang"
     push(1, weights(1).items(), [sync])
     assert is_current(second)

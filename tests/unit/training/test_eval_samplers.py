@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pacs_megatron.checkpoint.hf_folder import HfFolder
-from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangSync
+from pacs_megatron.config.rollout_options import SglangRollout, SglangSync
 from pacs_megatron.config.schema import ModelOptions
-from pacs_megatron.contracts import SampleRequest, SamplingParams
+from pacs_megatron.contracts import SampleRequest, SamplingOptions
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.training.eval_samplers import ServerSampler, push_folder
 from tests.support.servers.weight_server import WeightServer
@@ -19,7 +19,7 @@ from tests.support.tiny_models import make_tiny_qwen3
 
 
 def requests(tag: str, count: int = 48) -> list[SampleRequest]:
-    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4)
+    params = SamplingOptions(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=4)
     return [
         SampleRequest(
             id=f"{tag}:{i // 4}#{i % 4}", prompt_id=str(i // 4), token_ids=np.arange(40, 45, dtype=np.int32), seed=i,

@@ -15,16 +15,18 @@ import pytest
 import torch
 
 from pacs_megatron.config import load_config
-from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.rollout_options import SglangRollout, SglangServers, SglangSync
 from pacs_megatron.config.schema import ModelOptions
+from pacs_megatron.contracts import SamplingOptions
 from pacs_megatron.errors import SyncError
 from pacs_megatron.rollout import driver as driver_module
 from pacs_megatron.rollout import driver_client
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.build import _feeder, devices_of, server_specs, trainer_rank_of
 from pacs_megatron.sglang.weights import transports
+from pacs_megatron.sglang.weights.bucket import Bucket
 from pacs_megatron.sglang.weights.checksums import ModelDims
-from pacs_megatron.sglang.weights.server_sync import ServerSync, SyncSettings
+from pacs_megatron.sglang.weights.server_sync import ServerSync
 from pacs_megatron.sglang.weights.transports import BroadcastTransport, IpcTransport
 from pacs_megatron.training import context as training_context
 from pacs_megatron.training import sync as training_sync
@@ -46,7 +48,8 @@ class Run:
         self.rollout = SglangRollout(
             engine="sglang",
             sampling=SamplingOptions(max_response_tokens=8),
-            sync=SglangSync(transport=transport),
+            sync=SglangSync(transport=transport, verify="off", timeout_s=10.0),
+            dead_after_s=5.0,
             servers=options,
         )
         devices = [devices_of(options, index, []) for index in range(count)]
@@ -63,15 +66,6 @@ class Run:
         self.contexts = [self._context(rank, alive) for rank in range(NUM_GPUS)]
 
     def _context(self, rank: int, alive: list[tuple[str, int]]) -> Any:
-        settings = SyncSettings(
-            dtype=torch.bfloat16,
-            bucket_bytes=1024,
-            pause="abort",
-            verify="off",
-            timeout_s=10.0,
-            probe_timeout_s=5.0,
-            dims=ModelDims(num_kv_heads=2),
-        )
         return SimpleNamespace(
             config=SimpleNamespace(rollout=self.rollout),
             channel=ThreadChannel(rank, self.shared),
@@ -81,8 +75,10 @@ class Run:
             engine=None,
             driver=SimpleNamespace(call=lambda _request: ({"servers": alive}, {})) if rank == 0 else None,
             server_sync=ServerSync(
+                self.rollout,
+                ModelDims(num_kv_heads=2),
                 IpcTransport(10.0) if self.rollout.sync.transport == "ipc" else BroadcastTransport("127.0.0.1", 10.0),
-                settings,
+                Bucket(1024),
             ),
         )
 
@@ -239,7 +235,7 @@ def test_servers_use_the_trainers_gpus_although_their_driver_sees_none(
     servers = SglangServers(python=("python",), count=2, tp=2, colocated=True)
     sampling, sync = SamplingOptions(max_response_tokens=8), SglangSync(transport="ipc")
     options = SglangRollout(engine="sglang", sampling=sampling, sync=sync, servers=servers)
-    specs = server_specs(options, servers, ModelOptions(path="model"), tmp_path)
+    specs = server_specs(options, ModelOptions(path="model"), tmp_path)
     assert [spec.visible_devices for spec in specs] == expected
 
 
@@ -254,6 +250,7 @@ def test_a_trainer_that_broadcasts_has_sglangs_setting_of_nccl(
         raise ConnectionError(os.environ.get("NCCL_CUMEM_ENABLE"))
 
     monkeypatch.setattr(training_context.groups, "initialize", initialize)
+    monkeypatch.setattr(training_context, "_check_gpus", lambda _config: None)  # this host has none
     config = load_config(ROOT / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml").config
     assert config.rollout.sglang is not None
     rollout = config.rollout.sglang.model_copy(update={"sync": SglangSync(transport=transport)})

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pacs_megatron.config.rollout_options import SamplingOptions, SglangRollout, SglangServers, SglangSync
+from pacs_megatron.config.rollout_options import SglangRollout, SglangServers, SglangSync
+from pacs_megatron.contracts import SamplingOptions
 from pacs_megatron.training.sync import release_memory
 
 URL = "http://127.0.0.1:1"
