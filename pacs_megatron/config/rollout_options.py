@@ -144,8 +144,6 @@ class SglangServers(Options):
     colocated: bool = False
     """Run the servers on the trainer's GPUs and release their memory during the training step. With several
     `resources.nodes`, each node starts an equal share of `count`."""
-    deterministic: bool = False
-    """Use batch-invariant kernels (GPU only). Without them a sample's seed has no effect."""
     start_timeout_s: float = Field(default=900.0, gt=0)
     """Timeout of a server's start, in seconds."""
     max_restarts: int = Field(default=3, ge=0)
@@ -162,8 +160,8 @@ class SglangServers(Options):
         wrong = [devices for devices in self.visible_devices if len(devices.split(",")) != self.tp]
         if wrong:
             raise ValueError(f"visible_devices has {wrong[0]!r}, expected {self.tp} GPUs (tp) for each server")
-        if self.device == "cpu" and (self.deterministic or self.visible_devices):
-            raise ValueError("device=cpu does not use deterministic or visible_devices; remove them")
+        if self.device == "cpu" and self.visible_devices:
+            raise ValueError("device=cpu does not use visible_devices; remove it")
         for arg in self.extra_args:
             key = SET_ELSEWHERE.get(arg.partition("=")[0].replace("_", "-"))
             if key is not None:

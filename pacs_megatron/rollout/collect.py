@@ -5,7 +5,6 @@ Concurrency: collective. Rank 0 exchanges messages with the driver and sends dec
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays, gather_json
 from pacs_megatron.rollout.admission import ProblemCounts
-from pacs_megatron.rollout.driver_client import PATIENCE_S, STOPPED_PATIENCE_S, DriverClient
+from pacs_megatron.rollout.driver_client import DriverClient
 from pacs_megatron.rollout.sample_arrays import (
     Message,
     requests_from_message,
@@ -175,7 +174,7 @@ class Rollouts:
             if stopped:
                 # Every rank stops. The finished samples go into the checkpoint.
                 with suppress(RolloutError):  # a lost driver: `state` reports it
-                    driver.reply({"op": "samples", **samples}, payload, self._patience(with_heartbeat=False))
+                    driver.reply({"op": "samples", **samples}, payload, lambda: None)
                     driver.abandon()
                 raise Interrupted
             header, arrays = self._response(partial(driver.reply, {"op": "samples", **samples}, payload))
@@ -186,7 +185,7 @@ class Rollouts:
         """Rank 0: sends a message and returns the driver's response. The other ranks receive an error before it is raised."""
         assert self._driver is not None
         try:
-            send(on_wait=self._patience(with_heartbeat=True))
+            send(on_wait=self._channel.heartbeat)
             header, arrays = self._driver.receive(on_wait=self._heartbeat)
             if header["kind"] == "generate":
                 self._raise_if_stop_requested()  # sampling may take long, and rank 0 polls no signals meanwhile
@@ -201,24 +200,6 @@ class Rollouts:
         """Called while the other ranks are in `receive`. A stop request ends the wait, because generation may take long."""
         self._raise_if_stop_requested()
         self._channel.heartbeat()
-
-    def _patience(self, *, with_heartbeat: bool) -> Callable[[], None]:
-        """`on_wait` of a message to the driver.
-
-        A message that is not sent completely makes the driver unusable. So a stop request ends the wait only if the driver
-        reads nothing for a while.
-        """
-        assert self._driver is not None
-        driver, start = self._driver, time.monotonic()
-
-        def on_wait() -> None:
-            limit_s = STOPPED_PATIENCE_S if driver.is_stopped else PATIENCE_S
-            if self._should_stop() and time.monotonic() - start > limit_s:
-                raise RolloutError(f"the rollout driver reads no messages for {limit_s:g} s")
-            if with_heartbeat:
-                self._channel.heartbeat()
-
-        return on_wait
 
     def _raise_if_stop_requested(self) -> None:
         if self._should_stop():

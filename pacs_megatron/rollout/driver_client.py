@@ -80,12 +80,23 @@ class DriverClient:
         arrays: Mapping[str, np.ndarray] | None = None,
         on_wait: Callable[[], None] | None = None,
     ) -> None:
-        """Sends data for the open request. Calls `on_wait` every second until the driver has read it."""
+        """Sends data for the open request. Calls `on_wait` every second until the driver has read it.
+
+        A message that is not sent completely makes the driver unusable. So with `on_wait` a stop request ends the wait only
+        if the driver reads nothing for a while.
+        """
         if self.is_lost:
             raise errors.RolloutError("the rollout driver is lost; see logs/driver.log in the run's folder")
-        sent = False
+        start, sent = time.monotonic(), False
+
+        def waits() -> None:
+            if time.monotonic() - start > self._patience_s:
+                raise errors.RolloutError(f"the rollout driver reads no messages for {self._patience_s:g} s")
+            assert on_wait is not None
+            on_wait()
+
         try:
-            self._connection.send({**header, "request": self._number}, arrays, on_wait)
+            self._connection.send({**header, "request": self._number}, arrays, on_wait and waits)
             sent = True
         finally:
             # Half a message makes the connection unusable.
@@ -100,6 +111,13 @@ class DriverClient:
     def is_stopped(self) -> bool:
         """Whether SIGSTOP holds the process."""
         return is_stopped(self._process.pid)
+
+    @property
+    def _patience_s(self) -> float:
+        """Limit of a wait for the driver; shorter after a stop request."""
+        if not self.should_stop():
+            return self._timeout_s
+        return min(self._timeout_s, STOPPED_PATIENCE_S if self.is_stopped else PATIENCE_S)
 
     def receive(self, on_wait: Callable[[], None] | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """The response to the open request. Calls `on_wait` every second until it arrives.
@@ -123,10 +141,8 @@ class DriverClient:
         start = time.monotonic()
         while True:
             while not self._connection.poll(_POLL_S):
-                waited_s, limit_s = time.monotonic() - start, self._timeout_s
-                if on_wait is None and self.should_stop():
-                    limit_s = min(limit_s, STOPPED_PATIENCE_S if self.is_stopped else PATIENCE_S)
-                if waited_s > limit_s:
+                waited_s = time.monotonic() - start
+                if waited_s > (self._patience_s if on_wait is None else self._timeout_s):
                     self.is_lost = True
                     raise errors.RolloutError(
                         f"waited {waited_s:.0f} s {self._described} (parallel.control_timeout_s={self._timeout_s:g}); see "

@@ -77,7 +77,6 @@ class ServerSpec:
         flags = {
             # Weights and KV cache can be released during a training step.
             "--enable-memory-saver": servers.colocated and servers.device == "cuda",
-            "--enable-deterministic-inference": servers.deterministic,
             "--trust-remote-code": self.model.trust_remote_code,
         }
         args += [flag for flag, wanted in flags.items() if wanted]

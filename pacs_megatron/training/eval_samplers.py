@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from pacs_megatron.checkpoint.safetensors_file import tensor_bytes
 from pacs_megatron.config.rollout_options import EmbeddedRollout, SglangRollout
 from pacs_megatron.config.schema import ModelOptions, RunConfig
 from pacs_megatron.contracts import Sample, SampleRequest, WeightReceiver
-from pacs_megatron.contracts.digest import WeightDigest
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME
 from pacs_megatron.data import stop_token_ids
 from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
@@ -27,6 +26,7 @@ from pacs_megatron.sglang.build import open_engine, server_apis
 from pacs_megatron.sglang.client import SglangEngine
 from pacs_megatron.sglang.fleet import Health
 from pacs_megatron.sglang.weights.server_sync import ServerSync, server_sync
+from pacs_megatron.training.push import push
 
 logger = logging.getLogger(__name__)
 
@@ -39,23 +39,18 @@ def push_folder(
 
     Raises SyncError; CheckpointError for a tensor that differs from `certified`, its digest by name.
     """
-    digest = WeightDigest()
-    if receiver is not None:
-        receiver.begin_update(version)
+    return push(version, _checked_tensors(folder, certified or {}), [] if receiver is None else [receiver])
+
+
+def _checked_tensors(folder: HfFolder, certified: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
     for name in folder.names:
         tensor = folder.get(name)
-        digest.update(name, tensor)
-        expected = (certified or {}).get(name)
-        if expected is not None and xxhash.xxh3_128_hexdigest(tensor_bytes(tensor)) != expected:
+        if name in certified and xxhash.xxh3_128_hexdigest(tensor_bytes(tensor)) != certified[name]:
             raise CheckpointError(
                 f"{folder.path}: {name} was altered since the export (its digest is not that of {CERTIFICATE_NAME}); export "
                 "again, or pass --no-verify"
             )
-        if receiver is not None:
-            receiver.put(name, tensor)
-    if receiver is not None:
-        receiver.end_update(digest.hexdigest())
-    return digest.hexdigest()
+        yield name, tensor
 
 
 class EmbeddedSampler(Closing):

@@ -132,7 +132,7 @@ def test_refill_requests_prompts_until_the_batch_is_full(tmp_path: Path, resumes
         driver.set_current(0, "weights0", 0)
         driver.rollout(1, 1)
         assert driver._request is not None
-        generate = driver._request.advance(driver._buffer)
+        generate = driver._request.advance()
         rollouts = driver._request.take_in_ranks()
         assert generate is not None and len(rollouts.prompts) == 3
         one_class = {prompt.id for prompt in rollouts.prompts[1:]}
@@ -144,12 +144,12 @@ def test_refill_requests_prompts_until_the_batch_is_full(tmp_path: Path, resumes
             driver.set_current(0, "weights0", 0)
             driver.rollout(1, 1)
         assert driver._request is not None
-        again = driver._request.advance(driver._buffer)  # one group is missing: two more prompts
+        again = driver._request.advance()  # one group is missing: two more prompts
         rollouts = driver._request.take_in_ranks()
         assert again is not None and again[0]["kind"] == "generate" and len(rollouts.prompts) == 5
         assert len(rollouts.missing) == 8 and len({prompt.id for prompt in rollouts.prompts}) == 5
         judge_all(rollouts, one_class=one_class)
-        response = driver._request.advance(driver._buffer)
+        response = driver._request.advance()
         assert response is not None
         header, arrays = response
     finally:
@@ -180,7 +180,7 @@ def test_refill_ends_with_the_reason(
         header = {"kind": "generate"}
         while header["kind"] == "generate":
             assert driver._request is not None
-            [header, _] = driver._request.advance(driver._buffer) or pytest.fail("no message")
+            [header, _] = driver._request.advance() or pytest.fail("no message")
             if header["kind"] == "generate":
                 rollouts = driver._request.take_in_ranks()
                 judge_all(rollouts, one_class={prompt.id for prompt in rollouts.prompts})
