@@ -42,9 +42,8 @@ def policy_answers(run_dir: Path, prompts: list[np.ndarray], end: int) -> list[l
     from pacs_megatron.training import context, loop
 
     config = load_config(run_dir / "config.yaml", ["parallel.tp=1"]).config
-    rank, channel = context.join(config)
-    joined = context.RankSetup(rank=rank, channel=channel, driver=None, stop=StopFlag(run_dir))
-    w = context.build(config, run_dir, model_folder(config.model.path), joined)
+    channel = context.join(config)
+    w = context.build(config, run_dir, model_folder(config.model.path), channel, None, StopFlag(run_dir))
     if loop.resume(w) is None:
         sys.exit(f"{run_dir} holds no checkpoint")
     from megatron.core.packed_seq_params import PackedSeqParams

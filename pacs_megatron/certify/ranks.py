@@ -175,7 +175,8 @@ def attempt(case: Case, folder: Path, number: int) -> None:
     Collective over the ranks of the attempt's layout. Its files are in `folder/product`.
     """
     config = case.config.model_copy(update={"parallel": case.parallel(number)})
-    rank, channel = join(config)
+    channel = join(config)
+    rank = channel.rank
     clip_grad = json.loads((folder / "case.json").read_text())["clip_grad"]
     changes: dict[str, Any] = {"clip_grad": clip_grad}
     if isinstance(config.objective, PpoOptions):

@@ -23,7 +23,6 @@ from pacs_megatron.contracts import (
 from pacs_megatron.embedded.engine import EmbeddedEngine
 from pacs_megatron.errors import PacsError, RolloutError, named_error
 from pacs_megatron.parallel.control import ControlChannel
-from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays, gather_json
 from pacs_megatron.rollout.admission import ProblemCounts
 from pacs_megatron.rollout.driver_client import DriverClient
@@ -66,14 +65,13 @@ class Rollouts:
 
     def __init__(
         self,
-        rank: Rank,
         channel: ControlChannel,
         driver: DriverClient | None,
         engine: EmbeddedEngine | None,
         *,
         should_stop: Callable[[], bool],
     ) -> None:
-        self._rank = rank
+        self._rank = channel.rank
         self._channel = channel
         self._driver = driver
         self._engine = engine

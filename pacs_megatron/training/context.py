@@ -92,8 +92,8 @@ class RunContext:
         return "reference" in self.objective.logprob_passes(0)
 
 
-def join(config: RunConfig) -> tuple[Rank, ControlChannel]:
-    """Process groups and the control channel. Collective. Raises ConfigError if this host has too few GPUs."""
+def join(config: RunConfig) -> ControlChannel:
+    """Process groups, and the control channel with this rank. Collective. Raises ConfigError if this host has too few GPUs."""
     _, _, world_size = groups.world_from_environment()
     _check_gpus(config)
     sglang = config.rollout.sglang
@@ -106,7 +106,7 @@ def join(config: RunConfig) -> tuple[Rank, ControlChannel]:
     rank = groups.initialize(
         layout_of(config, world_size), seed=config.run.seed, control_timeout_s=config.parallel.control_timeout_s
     )
-    return rank, ControlChannel(rank)
+    return ControlChannel(rank)
 
 
 def _check_gpus(config: RunConfig) -> None:
@@ -123,15 +123,15 @@ def build_on_all_ranks(
     config: RunConfig, run_dir: Path, model_dir: Path, driver: DriverClient | None, stop: StopFlag
 ) -> RunContext:
     """Joins the other ranks and builds; an error on one rank is raised on all. Collective."""
-    rank, channel = join(config)
+    channel = join(config)
     if latest_checkpoint(run_dir) is None and is_megatron_checkpoint(weights_dir(model_dir)):
         verify_checkpoint(weights_dir(model_dir), channel)
 
     def build_here() -> RunContext:
-        run = build(config, run_dir, model_dir, RankSetup(rank=rank, channel=channel, driver=driver, stop=stop))
+        run = build(config, run_dir, model_dir, channel, driver, stop)
         for model in run.models:
             model.offload.to_host()
-        if rank.device.type == "cuda":
+        if run.rank.device.type == "cuda":
             torch.cuda.empty_cache()
         return run
 
@@ -145,16 +145,6 @@ def build_on_all_ranks(
     run = channel.run_together(build_here)
     channel.run_together(await_driver, only=0)
     return run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSetup:
-    """The parts that exist before `build`."""
-
-    rank: Rank
-    channel: ControlChannel
-    driver: DriverClient | None
-    stop: StopFlag
 
 
 def build_policy(
@@ -223,9 +213,16 @@ def _build_model(
     )
 
 
-def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) -> RunContext:
+def build(
+    config: RunConfig,
+    run_dir: Path,
+    model_dir: Path,
+    channel: ControlChannel,
+    driver: DriverClient | None,
+    stop: StopFlag,
+) -> RunContext:
     """The policy and the engines."""
-    rank = joined.rank
+    rank = channel.rank
     rollout = config.rollout
     policy = build_policy(config, run_dir, model_dir, rank)
     engine = None
@@ -247,17 +244,17 @@ def build(config: RunConfig, run_dir: Path, model_dir: Path, joined: RankSetup) 
         run_dir=run_dir,
         model_dir=model_dir,
         rank=rank,
-        channel=joined.channel,
+        channel=channel,
         policy=policy,
         critic=build_critic(config, run_dir, model_dir, rank),
         objective=build_objective(config.objective, updates_per_step=config.batch.num_updates),
-        rollouts=Rollouts(rank, joined.channel, joined.driver, engine, should_stop=joined.stop.is_set),
-        driver=joined.driver,
+        rollouts=Rollouts(channel, driver, engine, should_stop=stop.is_set),
+        driver=driver,
         engine=engine,
         server_sync=server_sync,
         timer=Timer(),
         saver=Saver(config, rank),
-        stop=joined.stop,
+        stop=stop,
     )
 
 

@@ -100,7 +100,8 @@ def attempt(
     from pacs_megatron.training.signals import StopFlag
     from pacs_megatron.training.step import train_step
 
-    rank, channel = join(config)
+    channel = join(config)
+    rank = channel.rank
     model_dir = Path(config.model.path)
     run = RunContext(
         config=config,

@@ -51,7 +51,7 @@ def evaluate(rank: int, world: int, stale_responses: int) -> tuple[list[int], An
             thread = threading.Thread(target=serve, args=(driver,))
             thread.start()
         one = rank_of(rank, tp=world)
-        rollouts = Rollouts(one, ControlChannel(one), client, None, should_stop=lambda: False)
+        rollouts = Rollouts(ControlChannel(one), client, None, should_stop=lambda: False)
         rollouts.send_weights = sent.append
         result: Any
         try:
