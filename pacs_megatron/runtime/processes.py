@@ -80,19 +80,13 @@ def _report_and_exit(work: Callable[[], Any], writer: int, seconds: float, memor
         os._exit(0)
 
 
-def process_stat(pid: int) -> list[str] | None:
-    """Linux: fields of /proc/<pid>/stat after the command's name; None after the end of the process."""
+def process_facts(pid: int) -> tuple[str, str] | None:
+    """Linux: state letter (`T`: stopped) and start time in clock ticks of a process; None after its end."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in "ZX" else fields
-
-
-def process_facts(pid: int) -> tuple[str, str] | None:
-    """Linux: state letter (`T`: stopped) and start time in clock ticks of a process; None after its end."""
-    fields = process_stat(pid)
-    return None if fields is None else (fields[0], fields[19])
+    return None if fields[0] in "ZX" else (fields[0], fields[19])
 
 
 def is_stopped(pid: int) -> bool:
