@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import HashStore
 from pacs_megatron.contracts import Layout
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.parallel import cpu_redirects
+from pacs_megatron.runtime.environment import RankPlace, find_rank
 from pacs_megatron.runtime.waiting import report_wait
 
 _STARTUP_TIMEOUT_S = 1800.0
@@ -21,7 +22,6 @@ class Rank:
     """The position of this process on every axis."""
 
     rank: int
-    local_rank: int
     layout: Layout
     dp: int
     tp: int
@@ -43,33 +43,24 @@ class Rank:
         return self.rank == self.model_parallel_ranks[0]
 
 
-def world_from_environment() -> tuple[int, int, int]:
-    """(rank, local rank, world size) from the variables of torchrun or srun; (0, 0, 1) without them."""
-    env = os.environ
-    if "RANK" in env:
-        return int(env["RANK"]), int(env.get("LOCAL_RANK", "0")), int(env["WORLD_SIZE"])
-    if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
-        return int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_STEP_NUM_TASKS"])
-    return 0, 0, 1
+def started_place() -> RankPlace:
+    """The place of this process among the ranks of torchrun or srun, or alone without an address."""
+    return find_rank(os.environ) or RankPlace(0, 1, 0, 1, "", 0)
 
 
-def _rendezvous(rank: int, world_size: int, backend: str) -> None:
+def _rendezvous(place: RankPlace, backend: str) -> None:
     if backend == "gloo":
         nodes = int(os.environ.get("GROUP_WORLD_SIZE", os.environ.get("SLURM_JOB_NUM_NODES", "1")))
         if nodes == 1:
             # One host: all connections use loopback. The host name may resolve to another interface.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=_STARTUP_TIMEOUT_S)
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
-    elif world_size == 1:
+    if place.master_addr:
+        os.environ.update(place.variables())
+        dist.init_process_group(backend, timeout=timeout)
+    else:
         # A store in memory, because a single process needs no port.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        raise ConfigError(
-            f"MASTER_ADDR is not set although the world has {world_size} ranks; start the ranks with torchrun, "
-            "or export MASTER_ADDR and MASTER_PORT before srun (slurm/train.sbatch does)"
-        )
 
 
 def check_layout(layout: Layout) -> None:
@@ -90,17 +81,16 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
     on_cpu = cpu_redirects.install()
     from megatron.core import parallel_state, tensor_parallel
 
-    rank, local_rank, world_size = world_from_environment()
-    if world_size != layout.world_size:
-        raise ConfigError(f"{world_size} ranks were started but the layout has {layout.world_size}")
+    place = started_place()
+    if place.world_size != layout.world_size:
+        raise ConfigError(f"{place.world_size} ranks were started but the layout has {layout.world_size}")
     device = torch.device("cpu")
     if not on_cpu:
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        address = os.environ.get("MASTER_ADDR", "this process")
-        with report_wait(f"for {world_size} ranks to connect to {address}"):
-            _rendezvous(rank, world_size, "gloo" if on_cpu else "nccl")
+        with report_wait(f"for {place.world_size} ranks to connect to {place.master_addr or 'this process'}"):
+            _rendezvous(place, "gloo" if on_cpu else "nccl")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -115,8 +105,7 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
     dp_rank = parallel_state.get_data_parallel_rank()
     replicas = _replicas(dp_rank, control)
     return Rank(
-        rank=rank,
-        local_rank=local_rank,
+        rank=place.rank,
         layout=layout,
         dp=dp_rank,
         tp=parallel_state.get_tensor_model_parallel_rank(),

@@ -94,7 +94,7 @@ class RunContext:
 
 def join(config: RunConfig) -> ControlChannel:
     """Process groups, and the control channel with this rank. Collective. Raises ConfigError if this host has too few GPUs."""
-    _, _, world_size = groups.world_from_environment()
+    world_size = groups.started_place().world_size
     _check_gpus(config)
     sglang = config.rollout.sglang
     if sglang is not None and sglang.sync.transport == "broadcast":

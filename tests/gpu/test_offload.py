@@ -46,7 +46,7 @@ def test_the_same_bits_with_free_memory(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device on this host")
     folder = make_family(tmp_path, "qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=8)
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     found = {}
     for kind in KINDS:  # in fresh processes: importing Megatron calls CUDA
         environment = os.environ | place | {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}

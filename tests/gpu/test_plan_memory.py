@@ -77,7 +77,7 @@ def test_one_stage_is_as_planned(family: str, granularity: str, tmp_path: Path) 
         pytest.skip("no CUDA device on this host")
     folder = make_family(tmp_path, family, **SHAPE[family])
     parallel = {"recompute": {"granularity": granularity}}
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environment = os.environ | place | {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.gpu.test_plan_memory", str(folder), json.dumps(parallel)]
     done = subprocess.run(

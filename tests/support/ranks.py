@@ -87,7 +87,7 @@ def rank_of(rank: int, *, tp: int = 1, dp: int = 1) -> Rank:
 
     assert dist.group.WORLD is not None and 1 in (tp, dp)
     return Rank(
-        **dict.fromkeys(("local_rank", "pp", "ep"), 0),
+        **dict.fromkeys(("pp", "ep"), 0),
         rank=rank,
         dp=rank if dp > 1 else 0,
         tp=rank if tp > 1 else 0,
