@@ -66,10 +66,10 @@ def select_tokens(tokens: TokenBuffers, positions: np.ndarray, new_index: np.nda
 
 def facts_to_arrays(facts: SampleFacts) -> dict[str, np.ndarray]:
     """Arrays for transport. `SampleFacts(ids=..., **arrays)` is the inverse."""
-    return {name: getattr(facts, name) for name in _FACTS}
+    return {name: getattr(facts, name) for name in FACTS}
 
 
-_FACTS = ("groups", "labels", "rewards", "prompt_lens", "response_lens", "truncated")
+FACTS = ("groups", "labels", "rewards", "prompt_lens", "response_lens", "truncated")
 
 
 def tokens_to_arrays(tokens: TokenBuffers) -> dict[str, np.ndarray]:

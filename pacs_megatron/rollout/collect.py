@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pacs_megatron.batching.tables import FACTS
 from pacs_megatron.contracts import (
     Interrupted,
     Sample,
@@ -87,8 +88,8 @@ class Rollouts:
         facts, tokens = None, None
         if self._rank.rank == 0:
             self._keep_order(step, header["order"])
-            parts = _split_prefix(arrays)
-            facts, tokens = parts["facts"], TokenBuffers(**parts["tokens"])
+            facts = {name: arrays.pop(name) for name in FACTS}
+            tokens = TokenBuffers(**arrays)
         facts = broadcast_arrays(facts, src=0, group=self._rank.control)
         return StepSamples(
             facts=SampleFacts(ids=tuple(header["ids"]), **facts), tokens=tokens, metrics=dict(header["metrics"])
@@ -254,11 +255,3 @@ class Rollouts:
         self._channel.on_heartbeat()
         if self._driver is not None:
             self._driver.on_progress(min(total, mine * self._rank.layout.world_size), total, False)
-
-
-def _split_prefix(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-    parts: dict[str, dict[str, np.ndarray]] = {"facts": {}, "tokens": {}}
-    for name, value in arrays.items():
-        prefix, rest = name.split(".", 1)
-        parts[prefix][rest] = value
-    return parts

@@ -74,8 +74,7 @@ class StepResults:
         if is_sampled:
             self._to_write = partial(self._write, rollouts, judged)
         facts, tokens = tabulate(kept, routing=config.policy.routing)
-        arrays = {f"facts.{name}": value for name, value in facts_to_arrays(facts).items()}
-        arrays |= {f"tokens.{name}": value for name, value in tokens_to_arrays(tokens).items()}
+        arrays = facts_to_arrays(facts) | tokens_to_arrays(tokens)
         metrics = rollout_metrics(judged, admitted.counts) | {"data/epoch": float(rollouts.epoch)}
         if config.admission.refill_rounds:
             metrics["admission/refills"] = float(rollouts.refills)

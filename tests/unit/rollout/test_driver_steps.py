@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pacs_megatron.batching.tables import FACTS
 from pacs_megatron.config import load_config
 from pacs_megatron.contracts import Sample, SampleFacts, Span, Stop
 from pacs_megatron.data import load_tokenizer
@@ -23,8 +24,7 @@ from tests.support.tiny_run import write_tiny_run
 
 
 def facts_of(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> SampleFacts:
-    own = {name[6:]: value for name, value in arrays.items() if name.startswith("facts.")}
-    return SampleFacts(ids=tuple(header["ids"]), **own)
+    return SampleFacts(ids=tuple(header["ids"]), **{name: arrays[name] for name in FACTS})
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
