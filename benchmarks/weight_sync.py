@@ -91,7 +91,7 @@ def main() -> int:
             sampling = SamplingOptions(max_response_tokens=1)
             return SglangRollout(engine="sglang", sampling=sampling, sync=SglangSync(**sync), servers=servers)
 
-        specs = server_specs(options("disk", "off"), servers, ModelOptions(path=str(model)), tmp)
+        specs = server_specs(options("disk", "off"), ModelOptions(path=str(model)), tmp)
         [server] = start_servers(specs, START_S)
         stack.callback(server.close)
         result: dict[str, object] = {

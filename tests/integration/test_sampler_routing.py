@@ -16,8 +16,9 @@ import pytest
 from pacs_megatron.contracts import Sample
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.observability.metrics import read_metrics
-from pacs_megatron.rollout.sample_arrays import read_record, write_record
+from pacs_megatron.rollout.sample_arrays import write_record
 from tests.integration.test_ahead_servers import STOPPED_IN_STEP_3
+from tests.support.rollout import read_record
 from tests.support.servers.recorded_sglang import SynchronousSglang
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3
