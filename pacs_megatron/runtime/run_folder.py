@@ -66,10 +66,10 @@ def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
         return []
     before = load_config(target).config
     changed = _changed_keys(before.model_dump(mode="json"), loaded.config.model_dump(mode="json"))
-    refused = [key for key in changed if any(key.startswith(fixed) for fixed in FIXED_KEYS)]
-    if refused:
+    forbidden = [key for key in changed if any(key.startswith(fixed) for fixed in FIXED_KEYS)]
+    if forbidden:
         raise ConfigError(
-            f"{run_dir} contains a run with another {refused[0]}; continue it with the same value, or choose another run.name"
+            f"{run_dir} contains a run with another {forbidden[0]}; continue it with the same value, or choose another run.name"
         )
     return changed
 

@@ -269,7 +269,7 @@ for _name in REPLIES:
         "{r}",
         "rollout={{engine: sglang, urls: ['{s}'], sampling: {{max_response_tokens: 12}}, sync: {{transport: disk}}}}",
     )
-plain("hub refuses", "fetch", "{r}", "model.path=some/model")
+plain("hub rejects", "fetch", "{r}", "model.path=some/model")
 plain("data of no hub", "data", "preview", "{r}", "data.train.path=some/data")
 
 

@@ -32,6 +32,7 @@ WORDS = {
     r"bears?": "has",
     r"(has|have|is|are) gone": "no longer exists",
     r"room": "space",
+    r"(?<!connection )(?<!connections )(?<!connections are )(?<!['\"])refus(e|es|ed|ing|als?)": "reject, error",
 }
 """Regular expression -> words to use instead."""
 AVOID = re.compile("|".join(rf"\b({word})\b" for word in WORDS), re.IGNORECASE)

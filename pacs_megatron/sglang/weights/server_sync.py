@@ -307,10 +307,10 @@ def _flush_cache(api: SglangApi, required: bool) -> None:
         try:
             api.flush_cache()
             return
-        except ServerRefusedError as refused:
+        except ServerRefusedError as error:
             if not required:
-                logger.debug("%s keeps KV cache of the old weights: %s", api.url, refused)
+                logger.debug("%s keeps KV cache of the old weights: %s", api.url, error)
             elif attempt == tries - 1:
-                raise RolloutError(f"{api.url} kept KV cache of the old weights: {refused}") from refused
+                raise RolloutError(f"{api.url} kept KV cache of the old weights: {error}") from error
             else:
                 time.sleep(FLUSH_WAIT_S)
