@@ -211,9 +211,18 @@ def _redirect_torch() -> None:
             module.__dict__["torch"] = stand_in
     for check in ("check_fp8_support", "check_fp8_block_scaling_support"):
         setattr(quantization, check, lambda: (True, ""))
+    tex.fused_multi_row_padding = tex.fused_multi_row_unpadding = _copy_rows
     distributed._get_cuda_rng_state = lambda *_args, **_options: torch.get_rng_state()
     distributed._set_cuda_rng_state = lambda state, *_args, **_options: torch.set_rng_state(state)
     cpu_redirects._CUDA_ONLY = ("apex", "amp_C")
+
+
+def _copy_rows(source: Tensor, target: Tensor, source_rows: list[int], target_rows: list[int]) -> None:
+    """The kernel of Fp8Padding and Fp8Unpadding: the rows of each expert, with rows of zeros at their end or without."""
+    target.zero_()
+    for given, placed in zip(source.split(source_rows), target.split(target_rows), strict=True):
+        rows = min(len(given), len(placed))
+        placed[:rows].copy_(given[:rows])
 
 
 def _patch_megatron() -> None:
