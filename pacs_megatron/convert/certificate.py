@@ -57,7 +57,7 @@ class Certificate:
             self._tensors[side][name] = record
 
     def to_json(self) -> str:
-        sides = {}
+        sides: dict[str, Any] = {}
         for side, found in self._tensors.items():
             records = [found[name] for name in sorted(found)]
             nbytes = sum(record["nbytes"] for record in records)
