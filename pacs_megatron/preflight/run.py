@@ -233,10 +233,6 @@ def _read_set(loaded: LoadedConfig, key: str, dataset: DatasetOptions) -> str:
     config = loaded.config
     tokenizer = load_tokenizer(str(local_model(config.model.path)), config.model.trust_remote_code)
     prompts = load_prompts(dataset, config.data, tokenizer).prompts
-    if not prompts:
-        raise PacsError(
-            f"{dataset.path}: every prompt is longer than data.max_prompt_tokens={config.data.max_prompt_tokens}; raise it"
-        )
     if not all(len(prompt.token_ids) for prompt in prompts):
         raise PacsError(
             f"{dataset.path}: the chat template creates empty prompts; correct chat_template.jinja of the model"
