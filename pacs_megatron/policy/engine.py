@@ -452,7 +452,7 @@ def _broadcast_names(names: list[str], rank: Rank) -> list[str]:
 def _with_coupled_rows(minibatch: MiniBatch, objective: Objective) -> MiniBatch:
     """The mini-batch whose plan's `together` are the samples with all coupled samples in their micro-batch.
 
-    A sample lies whole in a micro-batch, so with coupling `sample` that is every sample.
+    All tokens of a sample are in one micro-batch, so with coupling `sample` that is every sample.
     """
     if objective.coupling == "group":
         return minibatch

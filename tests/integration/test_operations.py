@@ -1,7 +1,7 @@
-"""Every command of docs/operations.md runs, or is marked as needing what no test machine has.
+"""Every command of docs/operations.md runs, or has a mark: it needs a network, a cluster or a GPU.
 
-A mark is no way out: each has its list of what it may stand behind, and of marked commands all is held that can be held
-here, their options, the files they name, the sizes that have to agree with the configuration.
+MARKED lists the commands that may have each mark. Of marked commands the tests check options, files, and the sizes that
+must agree with the configuration.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MARKED = {
     "cluster": r"cp |export |pacs-megatron (preflight .* --cluster|cancel) ",
     "GPU": r"sbatch |pacs-megatron (submit (?!.*--dry-run)|eval )",
 }
-"""mark -> pattern of the commands that need what no test machine has."""
+"""mark -> pattern of the commands that may have it."""
 
 
 def all_commands() -> list[tuple[str, str | None]]:
@@ -50,7 +50,7 @@ def all_commands() -> list[tuple[str, str | None]]:
 
 
 def commands() -> list[str]:
-    """The documented commands that have to work here."""
+    """The documented commands without a mark."""
     return [command for command, mark in all_commands() if mark is None]
 
 
@@ -70,7 +70,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "NAME"
 
 
-def test_nothing_but_known_programs() -> None:
+def test_only_known_programs_are_used() -> None:
     programs = {shlex.split(command)[0] for command in commands()}
     assert programs == {"pacs-megatron", "source"}
 
@@ -102,20 +102,20 @@ def test_a_checkpoint_is_as_large_as_planned(finished_run: Path) -> None:
     assert 1 <= written / plan.checkpoint_bytes < 1.03  # each tensor has a head of its own, about 1 KB
 
 
-def test_every_block_is_looked_at() -> None:
-    """No test would read a block of another language."""
+def test_every_block_is_read() -> None:
+    """A block of another language would not be tested."""
     assert set(re.findall(r"^ *```(.*)$", TEXT, re.MULTILINE)) == {"bash", ""}
     assert "~~~" not in TEXT
     assert not [line for line in TEXT.splitlines() if line.startswith(("    ", "$ "))]
 
 
-def test_marks_stand_behind_what_needs_them() -> None:
+def test_only_commands_that_need_a_mark_have_one() -> None:
     for command, mark in all_commands():
         if mark is not None:
-            assert re.match(MARKED[mark], command), f"{command!r} can be run here; take its mark away"
+            assert re.match(MARKED[mark], command), f"{command!r} can be run here; remove its mark"
 
 
-def test_the_environment_is_entered(tmp_path: Path) -> None:
+def test_the_environment_is_activated(tmp_path: Path) -> None:
     (line,) = [command for command in commands() if command.startswith("source ")]
     (tmp_path / ".venv").symlink_to(sys.prefix)
     done = subprocess.run(
@@ -125,13 +125,13 @@ def test_the_environment_is_entered(tmp_path: Path) -> None:
 
 
 def files_named(words: list[str]) -> list[str]:
-    """Files of the checkout among a command's words, without those that the document has made itself."""
+    """Files of the checkout among a command's words, without those that the document creates."""
     made = [shlex.split(command)[-1] for command in marked("cp ")]
     return [word for word in words if word.startswith(("configs/", "slurm/")) and word not in made]
 
 
 @pytest.mark.parametrize("command", marked("pacs-megatron"))
-def test_a_marked_command_is_one_that_this_program_knows(command: str) -> None:
+def test_a_marked_command_parses(command: str) -> None:
     words = shlex.split(command)[1:]
     build_parser().parse_args(words)
     for name in files_named(words):
@@ -146,7 +146,7 @@ def test_a_marked_batch_job_requests_the_resources_of_its_configuration(command:
     words = shlex.split(command)[1:]
     (at,) = [index for index, word in enumerate(words) if word.endswith(".sbatch")]
     options = dict(word.removeprefix("--").split("=", 1) for word in words[:at])
-    # The script itself judges its arguments: it gets as far as it can outside a job.
+    # The script checks its arguments, and then fails because it runs outside a job.
     done = subprocess.run(["bash", *words[at:]], capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.returncode, "runs inside a job; submit it" in done.stderr) == (2, True), done.stderr
     if not words[at + 1].startswith("configs/"):
@@ -179,7 +179,7 @@ def test_the_sites_files_are_made_as_documented(tmp_path: Path) -> None:
 
 
 def test_options_in_the_text_are_this_programs() -> None:
-    """`--dry-run` in a sentence has to exist too."""
+    """Options and keys in the sentences exist."""
     prose = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
     known = {option for parser in parsers(build_parser()) for option in parser._option_string_actions}
     of_pip = {"--no-index", "--find-links"}
@@ -193,7 +193,7 @@ def test_options_in_the_text_are_this_programs() -> None:
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """It and all its verbs."""
+    """`parser` and those of all its verbs."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -3,7 +3,7 @@ of a sample), in the clipping and in the mean.
 
 Minimised: sum over trained tokens of u_i * (w * l(rho, A_i) + kl_coef * k - entropy_coef * H), where u_i contains every
 divisor, l = -min(rho A, clip(rho, 1 - low, 1 + high) A) and rho is exp(log pi_theta - log pi_step_start) of the token, or
-of its sample (`ratio_of`). A sample's ratio couples its own tokens only, and a sample lies whole in a micro-batch, so it
+of its sample (`ratio_of`). A sample's ratio couples its own tokens only, which are all in one micro-batch, so it
 comes from the update's own forward.
 
 - `importance` corrects for off-policy samples (older weights, or an engine that computes other log-probs): w is the ratio
