@@ -181,7 +181,9 @@ def _changes(config: RunConfig, updates: int, steps: int, tiny: Mapping[str, Any
             changed["objective"][name] = max(1, round(getattr(objective, name) * RESPONSE / response))
     if config.parallel.recompute.granularity == "full":
         recompute = config.parallel.recompute.model_dump(mode="json")
-        changed["parallel"]["recompute"] = recompute | {"num_layers": min(recompute["num_layers"], 2)}
+        # It divides the layers of a stage, see `_tiny_model`.
+        several = 3 if config.parallel.pp == 1 else 2
+        changed["parallel"]["recompute"] = recompute | {"num_layers": several if recompute["num_layers"] > 1 else 1}
     if on_cpu:
         changed["precision"] = {"dtype": "fp32", "fp8": None}
     return changed
