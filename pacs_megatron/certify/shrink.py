@@ -218,7 +218,9 @@ def write_samples(case: Case, folder: Path, seed: int) -> None:
         prompt_lens = rng.integers(1, PROMPT + 1, len(sizes))[groups]
         response_lens = rng.integers(1, RESPONSE + 1, len(groups))
         response_lens[-1] = RESPONSE
-        rewards = labels + np.where(last, 0.0, rng.normal(0, 0.1, len(groups)))
+        # Equal rewards in the last group; where lengths change them, rounding must not decide which advantage is 0.
+        is_equal = last & (getattr(config.objective, "overlong_length", None) is None)
+        rewards = labels + np.where(is_equal, 0.0, rng.normal(0, 0.1, len(groups)))
         arrays |= {
             f"{step}.groups": groups,
             f"{step}.labels": labels,
