@@ -5,22 +5,18 @@ Source: Chen et al., "Evaluating Large Language Models Trained on Code", arXiv:2
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from pacs_megatron.errors import ConfigError
 from pacs_megatron.rollout.admission import ProblemCounts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassAtK:
+class PassAtK(NamedTuple):
     """pass@k of one benchmark, in [0, 1]."""
 
-    k: int
     mean: float | None
-    """over `num_problems` problems; None if there are none"""
+    """over problems; None if there are none"""
     standard_error: float | None
     """of the mean, over problems; None below two problems"""
-    num_problems: int
     num_excluded: int
     """problems with fewer than k judged responses"""
 
@@ -28,18 +24,11 @@ class PassAtK:
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """1 - C(n - c, k) / C(n, k): the probability that at least one of k responses, drawn from the n, is correct.
 
-    Computed as 1 - prod_{i = n - c + 1}^{n} (1 - k / i), without large numbers. Raises ConfigError for k > n, ValueError
-    for impossible counts.
+    Computed as 1 - prod_{i = n - c + 1}^{n} (1 - k / i), without large numbers. Raises ValueError for impossible counts; the
+    configuration rejects a k above n.
     """
-    if not 0 <= num_correct <= num_samples:
-        raise ValueError(f"num_correct={num_correct} is outside 0..num_samples={num_samples}")
-    if k < 1:
-        raise ConfigError(f"evaluation.k: got {k}, expected an integer >= 1")
-    if k > num_samples:
-        raise ConfigError(
-            f"pass@{k} needs at least {k} samples a problem, got {num_samples}; "
-            f"set evaluation.samples_per_prompt >= {k} or drop {k} from evaluation.k"
-        )
+    if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
+        raise ValueError(f"num_correct={num_correct} and k={k} do not fit num_samples={num_samples}")
     if num_samples - num_correct < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_correct + 1, num_samples + 1))
@@ -48,8 +37,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def aggregate(problems: Iterable[ProblemCounts], k: int) -> PassAtK:
     """The mean of pass@k over problems and its standard error (sample standard deviation / sqrt(problems)).
 
-    A problem with fewer than k judged responses because the verifier failed is excluded and counted. A problem with fewer
-    than k responses in all raises ConfigError. The result does not depend on the order of `problems`.
+    A problem with fewer than k judged responses because the verifier failed is excluded and counted. The result does not
+    depend on the order of `problems`.
     """
     values: list[float] = []
     excluded = 0
@@ -65,7 +54,7 @@ def aggregate(problems: Iterable[ProblemCounts], k: int) -> PassAtK:
     if mean is not None and count >= 2:
         variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
         error = math.sqrt(variance / count)
-    return PassAtK(k=k, mean=mean, standard_error=error, num_problems=count, num_excluded=excluded)
+    return PassAtK(mean, error, excluded)
 
 
 def benchmark_metrics(benchmark: str, problems: Sequence[ProblemCounts], ks: Sequence[int]) -> dict[str, float | None]:
