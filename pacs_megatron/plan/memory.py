@@ -233,12 +233,6 @@ def most_offloaded_bytes(config: RunConfig, spec: ModelSpec, layout: Layout) -> 
     return max(offloaded_bytes(config, state_items(config, spec, layout, stage)) for stage in range(layout.pp))
 
 
-def _resident_bytes(config: RunConfig, items: Sequence[Item]) -> float:
-    """Bytes of the state items that stay on the GPU while colocated servers sample; off-loading frees the gradients."""
-    kept = items if config.policy.offload == "none" else [item for item in items if "gradients" not in item.name]
-    return sum(item.num_bytes for item in kept) - offloaded_bytes(config, items)
-
-
 # ---------------------------------------------------------------------------------------------------------- activations
 def layer_activation_bytes(config: RunConfig, spec: ModelSpec, *, recomputed: Collection[str] = ()) -> float:
     """Bytes that one layer saves for the backward pass, per token of the micro-batch on this rank.
@@ -351,19 +345,14 @@ def head_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, tokens: float
     width = 2 if config.precision.dtype == "bf16" else 4
     hidden_width = 4 if config.precision.head == "fp32" else width
     vocab = table_of(spec).padded_vocab // layout.tp
-    rows = min(tokens, head_rows(config, vocab))
+    gpu = config.resources.gpu
+    device_bytes = None if gpu is None else constants.GPUS[gpu].memory_gib * constants.GIB
+    rows = min(tokens, max(1, logits_per_chunk(device_bytes) // vocab))
     logits = 4 + 4 + (width if width == 4 else 2 + 2 * (config.precision.head == "bf16"))
     many = tokens > rows
     grad_weight = vocab * spec.hidden_size * (4 + width if many else 2 * width)
     grad_hidden = 2 * hidden_width * spec.hidden_size * tokens
     return rows * vocab * logits + grad_weight + grad_hidden
-
-
-def head_rows(config: RunConfig, vocab_local: int) -> int:
-    """Positions of one chunk of the output layer."""
-    gpu = config.resources.gpu
-    device_bytes = None if gpu is None else constants.GPUS[gpu].memory_gib * constants.GIB
-    return max(1, logits_per_chunk(device_bytes) // vocab_local)
 
 
 def microbatches_in_flight(layout: Layout, stage: int) -> float:
@@ -475,7 +464,11 @@ def rollout_memory(config: RunConfig, spec: ModelSpec, layout: Layout, gpu_bytes
     items = [Item(f"SGLang weights ({kind}), tp={servers.tp}", weights, "exact")]
     items.append(_assumed("SGLang context, graphs, activations", constants.SGLANG_OVERHEAD_BYTES))
     if servers.colocated:
-        resident = max(_resident_bytes(config, state_items(config, spec, layout, s)) for s in range(layout.pp))
+        keeps_gradients = config.policy.offload == "none"  # off-loading frees them
+        resident = 0.0
+        for state in (state_items(config, spec, layout, stage) for stage in range(layout.pp)):
+            kept = sum(item.num_bytes for item in state if keeps_gradients or "gradients" not in item.name)
+            resident = max(resident, kept - offloaded_bytes(config, state))
         what = {"none": "weights, gradients and optimizer", "optimizer": "weights", "all": "FP8 copies"}
         if resident:
             items.append(Item(f"trainer's {what[config.policy.offload]}", resident, "exact"))
