@@ -39,10 +39,13 @@ part() { # name, seconds at most, command...
     if [ $status -eq 0 ]; then touch "$out/$name.done"; else tail -n 5 "$out/$name.log" && failed=1; fi
 }
 
-steps() { # name, seconds, arguments of the benchmark
-    local name=$1 seconds=$2
-    shift 2
-    part "$name" "$seconds" "$python" benchmarks/train_step.py ${dry:+--dry-run-cpu} --out "$out/$name" "$@"
+steps() { # name, seconds, part that measured the same CPU reference, arguments of the benchmark
+    local name=$1 seconds=$2 same=$3 file reference=()
+    shift 3
+    for file in "$out/$same/fp32-cpu.json" "$out/$name/fp32-cpu.json"; do
+        [ -e "$file" ] && reference=(--reference "$file")
+    done
+    part "$name" "$seconds" "$python" benchmarks/train_step.py ${dry:+--dry-run-cpu} --out "$out/$name" "$@" "${reference[@]}"
 }
 
 summary() { # table.txt and result.json of the stage from the parts that ran
@@ -73,24 +76,26 @@ case $stage in
         part import 60 "$python" -c "import torch, megatron.core; print(torch.__version__, megatron.core.__version__)"
         part modules 60 "$python" benchmarks/te_modules.py ${dry:+--dry-run-cpu} --out "$out/modules"
         [ -n "$dry" ] || part head 60 "$python" -m pytest tests/gpu/test_head.py -q
-        steps check-fp32 130 --only-check --cases fp32
+        steps check-fp32 130 check-fp32 --only-check --cases fp32
         for case in bf16 fp8-tensorwise fp8-blockwise fp8-delayed; do
-            steps "check-$case" 100 --only-check --cases "$case" --reference "$out/check-fp32/fp32-cpu.json"
+            steps "check-$case" 100 check-fp32 --only-check --cases "$case"
         done
         ;;
     2)
-        for case in bf16 fp8-tensorwise fp8-blockwise fp8-delayed; do steps "0.6b-$case" 110 --preset qwen3-0.6b --cases "$case"; done
-        steps 1.7b-bf16 110 --preset qwen3-1.7b --cases bf16
-        steps 1.7b-fp8-blockwise 110 --preset qwen3-1.7b --cases fp8-blockwise
+        for case in bf16 fp8-tensorwise fp8-blockwise fp8-delayed; do
+            steps "0.6b-$case" 110 0.6b-bf16 --preset qwen3-0.6b --cases "$case"
+        done
+        steps 1.7b-bf16 110 1.7b-bf16 --preset qwen3-1.7b --cases bf16
+        steps 1.7b-fp8-blockwise 110 1.7b-bf16 --preset qwen3-1.7b --cases fp8-blockwise
         ;;
     3)
-        steps 4b-bf16 150 --preset qwen3-4b --cases bf16
-        steps 4b-bf16-recompute 110 --preset qwen3-4b --cases bf16 --recompute full
-        steps moe-bf16 130 --preset qwen3-30b-a3b --cases bf16
-        steps moe-fp8-blockwise 110 --preset qwen3-30b-a3b --cases fp8-blockwise
+        steps 4b-bf16 150 4b-bf16 --preset qwen3-4b --cases bf16
+        steps 4b-bf16-recompute 110 4b-bf16-recompute --preset qwen3-4b --cases bf16 --recompute full
+        steps moe-bf16 130 moe-bf16 --preset qwen3-30b-a3b --cases bf16
+        steps moe-fp8-blockwise 110 moe-bf16 --preset qwen3-30b-a3b --cases fp8-blockwise
         mkdir -p "$out/head"
         part head 120 "$python" benchmarks/head.py --out "$out/head/result.json" ${dry:+--tokens 256 --hidden 64 --vocab 8192 --repeats 1}
-        steps 4b-fp8-blockwise 110 --preset qwen3-4b --cases fp8-blockwise
+        steps 4b-fp8-blockwise 110 4b-bf16 --preset qwen3-4b --cases fp8-blockwise
         ;;
     4)
         if [ -n "$dry" ]; then
