@@ -25,7 +25,7 @@ SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 192,
     "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_key_value_heads": 2,  # tp 2 divides them
     "head_dim": 32,
     "max_position_embeddings": 32768,
 }
