@@ -186,6 +186,7 @@ def _changes(config: RunConfig, updates: int, steps: int, tiny: Mapping[str, Any
         changed["parallel"]["recompute"] = recompute | {"num_layers": several if recompute["num_layers"] > 1 else 1}
     if on_cpu:
         changed["precision"] = {"dtype": "fp32", "fp8": None}
+        changed["resources"] = {"gpus_per_node": 0, "gpu": None}
     return changed
 
 
