@@ -37,13 +37,15 @@ def tabulate(groups: Sequence[Group], routing: RoutingKind = "own") -> tuple[Sam
 
 
 def _recorded_routes(samples: Sequence[Sample]) -> np.ndarray:
+    found = []
     for sample in samples:
         if sample.routes is None:
             raise RolloutError(
                 f"sample {sample.id} has no experts: it was sampled without policy.routing=replay_sampler; resume with "
                 "policy.routing=own until its step is trained"
             )
-    return np.concatenate([sample.routes for sample in samples])
+        found.append(sample.routes)
+    return np.concatenate(found)
 
 
 def select_tokens(tokens: TokenBuffers, positions: np.ndarray, new_index: np.ndarray) -> TokenBuffers:
