@@ -126,13 +126,12 @@ def test_damaged_files(base: Path, data: bytes) -> None:
 
 
 @fuzz
-@given(text=st.text(max_size=60))
-def test_any_override(base: Path, text: str) -> None:
-    for override in (text, f"run.name={text}", f"{text}=1", f"data.train={text}", f"objective.{text}"):
-        try:
-            load_config(base, [override]).to_yaml()
-        except ConfigError as error:
-            assert len(str(error).splitlines()) == 1
+@given(text=st.text(max_size=60), form=st.sampled_from(["{}", "run.name={}", "{}=1", "data.train={}", "objective.{}"]))
+def test_any_override(base: Path, text: str, form: str) -> None:
+    try:
+        load_config(base, [form.format(text)]).to_yaml()
+    except ConfigError as error:
+        assert len(str(error).splitlines()) == 1
 
 
 @fuzz
