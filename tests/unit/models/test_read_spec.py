@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -347,7 +346,9 @@ def test_two_scalings_that_differ_are_rejected() -> None:
 
 @fuzz
 @given(document=json_documents(), key=st.sampled_from(sorted(PUBLISHED["Qwen3-30B-A3B"][0])), data=st.data())
-def test_any_value_in_config_json_gives_a_spec_or_the_named_error(document: Any, key: str, data: st.DataObject) -> None:
+def test_any_value_in_config_json_gives_a_spec_or_the_named_error(
+    document: Any, key: str, data: st.DataObject, tmp_path: Path
+) -> None:
     """A value replaced in a published config, or the whole file damaged."""
     config = PUBLISHED["Qwen3-30B-A3B"][0] | {key: document}
     try:
@@ -356,12 +357,11 @@ def test_any_value_in_config_json_gives_a_spec_or_the_named_error(document: Any,
         )
     except ConversionError as error:
         assert "\n" not in str(error)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_bytes(data.draw(damaged(json.dumps(config).encode())))
-        try:
-            load_spec(folder)
-        except ConversionError as error:
-            assert "\n" not in str(error)
+    (tmp_path / "config.json").write_bytes(data.draw(damaged(json.dumps(config).encode())))
+    try:
+        load_spec(tmp_path)
+    except ConversionError as error:
+        assert "\n" not in str(error)
 
 
 def test_import_needs_neither_torch_nor_megatron() -> None:
