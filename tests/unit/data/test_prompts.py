@@ -1,4 +1,5 @@
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from transformers import AddedToken
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.data import load_prompts, prompts
 from pacs_megatron.errors import DataError
-from tests.support.fuzz import fuzz
+from pacs_megatron.runtime.processes import run_limited
+from tests.support.fuzz import NUM_INPUTS, fuzz
 from tests.support.tiny_models import save_tokenizer
 from tests.unit.data.conftest import SUFFIX
 
@@ -122,14 +124,39 @@ def test_a_hostile_template_ends_in_one_line(dataset, data_options, tmp_path, mo
     assert "\n" not in str(caught.value)
 
 
-@fuzz
-@given(template=st.text(alphabet="{}%# abcdefmsg[]().+*-/'\"0123456789|:=<>!_\n", max_size=60))
-def test_any_template_gives_prompts_or_one_line(dataset, data_options, tokenizer, monkeypatch, template):
-    monkeypatch.setattr(tokenizer, "chat_template", template)
+TEMPLATES = st.text(alphabet="{}%# abcdefmsg[]().+*-/'\"0123456789|:=<>!_\n", max_size=60)
+
+
+def _in_process(work, **limits):
     try:
-        load_prompts(dataset(["x"]), data_options(), tokenizer)
-    except DataError as error:
-        assert "\n" not in str(error)
+        return work()
+    except Exception as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+@partial(fuzz, num_inputs=NUM_INPUTS // 20)
+@given(templates=st.lists(TEMPLATES, min_size=20, max_size=20))
+def test_any_template_gives_prompts_or_one_line(dataset, data_options, tokenizer, monkeypatch, templates):
+    """20 templates in one child, since a child takes longer than a template; each in its own if one ends that child."""
+    data, options = dataset(["x"]), data_options()
+
+    def check(template):
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        try:
+            load_prompts(data, options, tokenizer)
+        except DataError as error:
+            assert "\n" not in str(error)
+
+    def check_all():
+        prompts.run_limited = _in_process
+        for template in templates:
+            check(template)
+
+    try:
+        run_limited(check_all, seconds=10, memory_bytes=2**31)
+    except (TimeoutError, RuntimeError):
+        for template in templates:
+            check(template)
 
 
 def test_no_chat_template(dataset, data_options, tmp_path):
