@@ -131,7 +131,20 @@ class Outcome:
     wall_s: float
 
 
-_FORKED = ("data", "convert", "config", "plan", "status", "logs", "cancel", "submit", "export")
+_FORKED = (
+    "compare",
+    "diversity",
+    "paper",
+    "data",
+    "convert",
+    "config",
+    "plan",
+    "status",
+    "logs",
+    "cancel",
+    "submit",
+    "export",
+)
 PROGRAM = [sys.executable, "-m", "pacs_megatron"]
 
 
