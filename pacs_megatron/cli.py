@@ -247,27 +247,30 @@ def _eval(*, overrides: list[str], model: list[str], **options: Any) -> str:
 
 
 def _compare(*, runs: list[Path], out: Path, **files: Path | None) -> list[str]:
+    from pacs_megatron.errors import ConfigError
     from pacs_megatron.evaluation import compare_page
     from pacs_megatron.evaluation.compare import compare
-    from pacs_megatron.runtime.files import write_atomically
+    from pacs_megatron.runtime.files import write_outputs
 
     found = compare(runs)
-    write_atomically(out, [compare_page.compare_html(found).encode()])
+    content = {out: compare_page.compare_html(found).encode()}
     for form, path in files.items():
+        if path in content:
+            raise ConfigError(f"{path} is the file of two outputs; name one file for each")
         if path is not None:
-            write_atomically(path, [getattr(compare_page, f"compare_{form}")(found).encode()])
+            content[path] = getattr(compare_page, f"compare_{form}")(found).encode()
+    write_outputs(content)
     return [*found.sentences(), str(out)]
 
 
 def _diversity(*, paths: list[Path], embedder: str, benchmark: list[str], out: Path, save: Path | None) -> list[str]:
-    from pacs_megatron.evaluation.diversity import diversity_page, embedded, save_vectors
-    from pacs_megatron.runtime.files import write_atomically
+    from pacs_megatron.evaluation.diversity import diversity_page, embedded, vectors_file
+    from pacs_megatron.runtime.files import write_outputs
 
     described, vectors = embedded(paths, embedder, benchmark)
     lines, text = diversity_page(described, vectors)
-    write_atomically(out, [text.encode()])
-    if save is not None:
-        save_vectors(save, described, vectors)
+    vectors_of = {} if save is None else {save: vectors_file(described, vectors)}
+    write_outputs({out: text.encode(), **vectors_of})
     return [*lines, str(out)]
 
 

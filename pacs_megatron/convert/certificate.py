@@ -15,7 +15,7 @@ import xxhash
 from pacs_megatron.checkpoint.safetensors_file import tensor_bytes
 from pacs_megatron.models import ModelSpec
 from pacs_megatron.runtime.environment import installed
-from pacs_megatron.runtime.files import write_atomically
+from pacs_megatron.runtime.files import write_outputs
 
 CERTIFICATE_NAME = "certificate.json"
 _FORMAT = 1
@@ -79,4 +79,4 @@ class Certificate:
         return json.dumps(content, indent=1) + "\n"
 
     def write(self, path: Path) -> None:
-        write_atomically(path, [self.to_json().encode()])
+        write_outputs({path: self.to_json().encode()})

@@ -11,6 +11,7 @@ from typing import Any
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import WeightTable
 from pacs_megatron.runtime.rank_processes import Processes
+from pacs_megatron.runtime.waiting import report_wait
 
 _PROMPT_LENS = (7, 33, 64, 18)
 _FP32_TOLERANCE = 2e-5
@@ -90,6 +91,7 @@ def compare_logits(hf: Path, checkpoint: Path, options: LogitsOptions) -> dict[s
     return found
 
 
+@report_wait("for the logits of transformers")
 def _transformers_logits(hf: Path, options: LogitsOptions) -> Any:
     import torch
     from transformers import AutoModelForCausalLM

@@ -5,6 +5,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from pacs_megatron.observability.progress import Progress
+from pacs_megatron.runtime.waiting import report_wait
 
 IN_FLIGHT_BYTES = 384 << 20
 """A job's peak memory is about three times its size (read, rearranged, split); this limit keeps the total below 2 GiB."""
@@ -39,7 +40,9 @@ def run_jobs(label: str, jobs: Iterable[Job], *, workers: int = WORKERS) -> None
         def collect() -> None:
             """Waits until a job ends and counts it; raises its error."""
             nonlocal done_bytes, shown_bytes
-            for future in wait(running, return_when=FIRST_COMPLETED)[0]:
+            with report_wait(f"for files to be read and written ({label})"):
+                ended = wait(running, return_when=FIRST_COMPLETED)[0]
+            for future in ended:
                 done_bytes += running.pop(future)
                 future.result()
             # In equal steps: the bar averages its speed over calls.

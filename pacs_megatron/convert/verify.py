@@ -1,5 +1,6 @@
 """Reads both sides of a conversion from disk and compares them bit for bit through the table's inverse transforms."""
 
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -32,6 +33,11 @@ def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | Non
         direction="verify", source=str(folder.path), target=str(weights.path), spec=weights.table.spec
     )
     certificate.left_out = check_names(folder, weights.table)
+    spec = read_spec(folder.config)
+    for name in sorted({field.name for field in fields(spec)} - {"dtype", "max_positions"}):
+        one, other = getattr(spec, name), getattr(weights.table.spec, name)
+        if one != other:
+            raise ConversionError(f"{folder.path}: config.json has {name}={one}, {weights.path} has {other}")
     certificate.checks["names and shapes"] = f"{len(weights.table.by_hf)} tensors, {len(weights.table.entries)} rows"
     certificate.checks[FILES] = files_check(weights, verified=True)
     summary = f"{folder.path} and {weights.path}: {compare(folder, weights, certificate)}"

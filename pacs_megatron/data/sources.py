@@ -6,7 +6,7 @@ column of mixed answers, and does not name the line of a malformed row.
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.config.text import HUB_ID
 from pacs_megatron.errors import ConfigError, DataError
 from pacs_megatron.runtime.json_reader import as_object, parse_json, read_text
-from pacs_megatron.runtime.waiting import hub_wait
+from pacs_megatron.runtime.waiting import hub_wait, report_wait
 
 _FORMATS = ".json (an array of objects), .jsonl (one object per line), .parquet, a folder or a hub id"
 _MAX_BYTES = 8 * 2**30
@@ -133,7 +133,7 @@ def _read_with_datasets(options: DatasetOptions, path: str, cache: str | None) -
     import datasets
 
     try:
-        with hub_wait(f"data set {options.path}") if cache is None else nullcontext():
+        with hub_wait(f"data set {options.path}") if cache is None else report_wait(f"for {path} to be read"):
             table = datasets.load_dataset(
                 path, name=options.subset, split=options.split, revision=options.revision, cache_dir=cache
             )

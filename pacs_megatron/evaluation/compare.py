@@ -23,7 +23,7 @@ from pacs_megatron.evaluation.statistics import (
     permutation_p,
     stratified,
 )
-from pacs_megatron.observability.metrics import Row, read_metrics
+from pacs_megatron.observability.metrics import METRICS_FILE, Row, read_metrics
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import CONFIG_FILE
 
@@ -94,6 +94,9 @@ class Comparison:
 
 def compare(folders: Sequence[Path]) -> Comparison:
     """Reads the runs and compares them. Raises DataError for a folder that is no run, or runs without a common score."""
+    for first, second in itertools.combinations(folders, 2):
+        if first.resolve() == second.resolve():
+            raise DataError(f"{second} is given twice; a run counts once")
     runs = [_read(folder) for folder in folders]
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
@@ -134,14 +137,28 @@ def _read(folder: Path) -> Run:
             f"{folder}: no {CONFIG_FILE} with metrics.jsonl; give the folder of a run with at least one step"
         )
     config = _leaves(read_yaml(folder / CONFIG_FILE, str(folder / CONFIG_FILE)).plain(), "")
-    results = folder / "eval" / "results.json"
-    return Run(
-        name=folder.resolve().name,
-        seed=int(config.get("run.seed", 0)),
-        rows=rows,
-        config=config,
-        results=read_object(results).get("metrics", {}) if results.is_file() else {},
-    )
+    path = folder / "eval" / "results.json"
+    results = read_object(path).get("metrics") if path.is_file() else {}
+    if not isinstance(results, dict) or not all(_is_score(key, results[key]) for key in results):
+        raise DataError(
+            f"{path}: metrics are no object of numbers, or a pass@k is not in [0, 1]; evaluate the run again"
+        )
+    for number, row in enumerate(rows, start=1):
+        for key in row:
+            if not _is_score(key, row[key]):
+                raise DataError(
+                    f"{folder / METRICS_FILE}:{number}: {key}={row[key]!r} is no such number; restore the file"
+                )
+    seed = config.get("run.seed", 0)
+    if not isinstance(seed, int):
+        raise DataError(f"{folder / CONFIG_FILE}: run.seed={seed!r} is no integer; restore the file")
+    return Run(name=folder.resolve().name, seed=seed, rows=rows, config=config, results=results)
+
+
+def _is_score(key: str, value: Any) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, int | float) and (not key.endswith("/pass@1") or 0 <= value <= 1)
 
 
 def _leaves(tree: Any, prefix: str) -> dict[str, Any]:

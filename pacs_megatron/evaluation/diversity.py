@@ -16,8 +16,9 @@ from pacs_megatron.errors import ConfigError, DataError
 from pacs_megatron.evaluation.sample_file import read_samples
 from pacs_megatron.evaluation.statistics import bootstrap_mean
 from pacs_megatron.observability.page import page, safe_text
-from pacs_megatron.runtime.files import write_atomically
+from pacs_megatron.runtime.files import has_fields
 from pacs_megatron.runtime.json_reader import read_object
+from pacs_megatron.runtime.waiting import report_wait
 
 Embedder = Callable[[Sequence[str]], np.ndarray]
 """Texts -> float [texts, dimension]."""
@@ -25,6 +26,7 @@ Vectors = Mapping[str, Mapping[str, np.ndarray]]
 """`<path> <benchmark>` -> `question_vectors`"""
 
 HASHED = "hashed"
+_SAMPLE_FIELDS = {"source": str, "prompt_id": str, "response": str, "label": int | None}
 _DIMENSIONS, _NGRAM = 1024, 4
 _BATCH, _MAX_TOKENS = 8, 8192
 _CELLS, _SIZE = 48, 380
@@ -105,30 +107,35 @@ def _hashed(texts: Sequence[str]) -> np.ndarray:
 
 
 # ------------------------------------------------------------------------------------------------------------- command
+@report_wait("for the embeddings of all correct responses")
 def embedded(paths: Sequence[Path], embedder: str, benchmarks: Collection[str] = ()) -> tuple[str, Vectors]:
     """(description of the embedder, vectors) for runs or folders of results, of all benchmarks or of `benchmarks`.
 
     Raises DataError for a path without an evaluation.
     """
     described, embed = load_embedder(embedder)
+    responses = {path: _correct_responses(path) for path in paths}
+    for path, found in responses.items():
+        if missing := sorted(set(benchmarks) - set(found)):
+            raise DataError(f"{path} has no samples of {missing[0]}; its benchmarks: {', '.join(sorted(found))}")
     return described, {
         f"{path} {benchmark}": question_vectors(correct, embed)
-        for path in paths
-        for benchmark, correct in sorted(_correct_responses(path).items())
+        for path, found in responses.items()
+        for benchmark, correct in sorted(found.items())
         if not benchmarks or benchmark in benchmarks
     }
 
 
-def save_vectors(path: Path, described: str, vectors: Vectors) -> None:
-    """Writes an .npz file: an array a question, and `embedder`."""
+def vectors_file(described: str, vectors: Vectors) -> bytes:
+    """An .npz file: an array a question, and `embedder`."""
     arrays = {f"{name}\t{question}": v.astype("f4") for name, found in vectors.items() for question, v in found.items()}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **{"embedder": np.array(described), **arrays})  # type: ignore[arg-type]
-    write_atomically(path, [buffer.getvalue()])
+    return buffer.getvalue()
 
 
 def load_vectors(paths: Sequence[Path]) -> tuple[str, Vectors]:
-    """The files of `save_vectors` together."""
+    """The files of `vectors_file` together."""
     described, found = "", defaultdict[str, dict[str, np.ndarray]](dict)
     for path in paths:
         with np.load(path, allow_pickle=False) as file:
@@ -159,9 +166,15 @@ def _correct_responses(path: Path) -> dict[str, dict[str, list[str]]]:
     folder = path if (path / "results.json").is_file() else path / "eval"
     if not (folder / "results.json").is_file():
         raise DataError(f"{path}: no results.json; run `pacs-megatron eval` first, and give its folder or the run's")
-    results = read_object(folder / "results.json")
+    name = read_object(folder / "results.json").get("samples")
+    if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
+        raise DataError(
+            f"{folder / 'results.json'}: samples={name!r} is no file of this folder; evaluate the run again"
+        )
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for _, record in itertools.islice(read_samples(folder / str(results["samples"])), 1, None):
+    for number, (_, record) in enumerate(itertools.islice(read_samples(folder / name), 1, None), start=2):
+        if not has_fields(record, _SAMPLE_FIELDS):
+            raise DataError(f"{folder / name}:{number} is not a judged sample; evaluate the run again")
         correct = found[record["source"]][record["prompt_id"]]
         if record["label"] == 1:
             correct.append(record["response"])

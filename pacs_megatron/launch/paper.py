@@ -141,6 +141,10 @@ def run_paper(study: Study, names: Sequence[str], *, cluster: Path | None, dry_r
     """
     found = study.artefacts(names)
     first, chains = study.nodes(list(found.values()))
+    if study.base.exists() and not study.base.is_dir():
+        raise ConfigError(f"{study.base} is not a folder; choose another --dir")
+    for chain in chains:
+        load_config(chain.config, chain.overrides)  # before the first run starts
     if dry_run:
         for name, node in [("first", n) for n in first] + [(c.folder.name, n) for c in chains for n in c.nodes]:
             yield f"{name} {node.label}: {'done' if node.is_done() else 'missing'}  python {' '.join(node.words)}"

@@ -86,8 +86,11 @@ class ConfigReader:
         parameters: Any = found[0] if found else {}
         if not isinstance(parameters, Mapping):
             raise ConversionError(f"config.json: rope parameters are {shown(parameters)}, expected an object")
-        theta = parameters.get("rope_theta", self.config.get("rope_theta"))
-        theta = _DEFAULT_THETA if theta is None else _number("rope_theta", theta)
+        given = [source["rope_theta"] for source in (parameters, self.config) if source.get("rope_theta") is not None]
+        thetas = [_number("rope_theta", value) for value in given] or [_DEFAULT_THETA]
+        if thetas[0] != thetas[-1]:  # transformers reads the first, other programs the second
+            raise wrong_value("rope_theta", thetas[-1], f"{shown(thetas[0])} as in rope_parameters; remove one of them")
+        theta = thetas[0]
         kind = parameters.get("rope_type", parameters.get("type"))
         if kind is None or kind == "default":
             return theta, None

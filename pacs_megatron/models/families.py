@@ -99,8 +99,10 @@ def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
         )
     spec = _BY_NAME[model_type].read(ConfigReader(hf_config, model_type))
     architectures = hf_config.get("architectures")
-    is_critic = isinstance(architectures, list) and bool(architectures) and str(architectures[0]).endswith(CRITIC_CLASS)
-    return spec.critic() if is_critic else spec
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    if name and not name.lower().startswith(f"{model_type.replace('_', '')}for"):  # servers choose the model by it
+        raise wrong_value("architectures", architectures, f"a class of model_type={model_type}")
+    return spec.critic() if name.endswith(CRITIC_CLASS) else spec
 
 
 def load_config(path: str | Path) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Any
 
-from pacs_megatron.errors import DataError
+from pacs_megatron.errors import ConfigError, DataError
 from pacs_megatron.runtime.json_reader import MAX_BYTES, as_object, parse_json
 
 PARTIAL_SUFFIX = ".partial"
 """of a file whose writer died; such a file is never read"""
+_SAME_KIND_BYTES = 12
 
 
 @contextlib.contextmanager
@@ -36,6 +37,25 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
         os.fsync(file.fileno())
     beside.replace(path)
     sync_path(path.parent)
+
+
+def write_outputs(files: Mapping[Path, bytes]) -> None:
+    """Files that the user named: new, or written by an earlier call of the same command.
+
+    Raises ConfigError, before anything is written, for a folder, a device, or a file that does not start as the new one
+    does: it is another kind of file, and its content would be lost.
+    """
+    for path, content in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is not a regular file; name another file for the output")
+        if path.exists():
+            with path.open("rb") as file:
+                before = file.read(_SAME_KIND_BYTES)
+            if before and before != content[:_SAME_KIND_BYTES]:
+                raise ConfigError(f"{path} exists and is no earlier output of this command; name another file")
+    for path, content in files.items():
+        write_atomically(path.resolve(), [content])
 
 
 def sync_path(path: Path) -> None:

@@ -61,6 +61,8 @@ def run_eval(
     _check(loaded)
     config, run_dir = loaded.config, run_folder(loaded)
     base = run_dir / "eval" if out is None else out
+    if len({Path(model).resolve() for model in models}) < len(models):
+        raise loaded.fail(f"--model {' '.join(models)} names a model twice, name each once")
     if out is None:
         refuse_if_locked(run_dir)
     folders = [_folder_of(model) for model in models or [config.model.path]]

@@ -27,7 +27,7 @@ from pacs_megatron.convert import convert as convert_module
 from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf, pieces
 from pacs_megatron.convert.pipeline import IN_FLIGHT_BYTES, Job, run_jobs
 from pacs_megatron.convert.verify import verify
-from pacs_megatron.errors import CheckpointError, ConversionError, PacsError
+from pacs_megatron.errors import CheckpointError, ConfigError, ConversionError, PacsError
 from pacs_megatron.models import load_spec, weight_table
 from tests.support.tiny_families import CASES, make_family
 
@@ -175,6 +175,32 @@ def test_verify_writes_a_certificate_and_finds_a_flipped_bit(converted: Path, ti
     with pytest.raises(ConversionError, match=r"layers\.1\.self_attn\.k_proj\.weight of .* differs"):
         verify(str(altered), converted, out, step=None, logits=None)
     assert not out.exists()
+
+
+def test_verify_finds_another_config(converted: Path, tiny_qwen3: Path, tmp_path: Path) -> None:
+    """Equal tensors of a model that computes something else."""
+    altered = shutil.copytree(tiny_qwen3, tmp_path / "altered")
+    config = json.loads((altered / "config.json").read_text())
+    (altered / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(ConversionError, match=r"altered: config\.json has norm_eps=0\.001, .* has 1e-06"):
+        verify(str(altered), converted, tmp_path / "certificate.json", step=None, logits=None)
+
+
+@pytest.mark.parametrize("existing", ["another file", "a folder", "a pipe"])
+def test_a_certificate_replaces_nothing_else(existing: str, converted: Path, tiny_qwen3: Path, tmp_path: Path) -> None:
+    out = tmp_path / "certificate.json"
+    verify(str(tiny_qwen3), converted, out, step=None, logits=None)
+    verify(str(tiny_qwen3), converted, out, step=None, logits=None)  # its own earlier file
+    out.unlink()
+    if existing == "a pipe":
+        os.mkfifo(out)
+    elif existing == "a folder":
+        out.mkdir()
+    else:
+        out.write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ConfigError, match=r"is no earlier output of this command|is not a regular file"):
+        verify(str(tiny_qwen3), converted, out, step=None, logits=None)
+    assert [path.name for path in tmp_path.iterdir()] == ["certificate.json"]
 
 
 def test_verify_finds_an_altered_checkpoint_file(converted: Path, tiny_qwen3: Path, tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ INTEGERS = (
     *("max_position_embeddings", "head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
 )
 NO_INTEGER = (math.nan, math.inf, -1, 0, 0.5, 8.0, "8", True, [8], {"a": 8}, 10**13, 10**400)
-LLAMA3 = LLAMA3_ROPE | {"rope_theta": 5e5}
+LLAMA3 = LLAMA3_ROPE | {"rope_theta": 1e6}
 
 
 @pytest.mark.parametrize("key", INTEGERS)
@@ -342,6 +342,18 @@ def test_two_scalings_that_differ_are_rejected() -> None:
     with pytest.raises(ConversionError, match=r"rope_scaling=.*remove one of them"):
         read_spec(config | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": linear})
     assert read_spec(config | {"rope_parameters": linear, "rope_scaling": linear}).rope_scaling is not None
+
+
+def test_two_bases_that_differ_and_another_architecture_are_refused() -> None:
+    """transformers takes the base of `rope_parameters`, a server may take the other; it chooses the class by its name."""
+    config = QWEN3_14B | {"rope_theta": 1e6}
+    with pytest.raises(ConversionError, match=r"rope_theta=12345\.0, expected 1000000\.0 as in rope_parameters"):
+        read_spec(config | {"rope_theta": 12345.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
+    assert read_spec(config | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}).rope_theta == 1e6
+    with pytest.raises(
+        ConversionError, match=r"architectures=.*LlamaForCausalLM.*, expected a class of model_type=qwen3"
+    ):
+        read_spec(config | {"architectures": ["LlamaForCausalLM"]})
 
 
 @fuzz
