@@ -28,6 +28,7 @@ from pacs_megatron.runtime.shipped import shipped_folder
 
 PRODUCT = ("-m", "pacs_megatron")
 VECTORS = "diversity.npz"
+_MAX_SEEDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ class Study:
         spec: Any = parse_yaml(text.replace("{dir}", str(base)), f"{scale}.yaml").plain()
         self.spec: dict[str, Any] = spec
         self.seeds: int = seeds or self.spec["seeds"]
+        if self.seeds > _MAX_SEEDS:
+            raise ConfigError(f"--seeds {self.seeds}, expected at most {_MAX_SEEDS}")
         self.evaluation_of = {
             benchmark.name: name
             for name, entry in self.spec["evaluations"].items()
@@ -143,7 +146,7 @@ def run_paper(study: Study, names: Sequence[str], *, cluster: Path | None, dry_r
     first, chains = study.nodes(list(found.values()))
     if study.base.exists() and not study.base.is_dir():
         raise ConfigError(f"{study.base} is not a folder; choose another --dir")
-    for chain in chains:
+    for chain in {chain.config: chain for chain in chains}.values():
         load_config(chain.config, chain.overrides)  # before the first run starts
     if dry_run:
         for name, node in [("first", n) for n in first] + [(c.folder.name, n) for c in chains for n in c.nodes]:

@@ -107,7 +107,7 @@ for _name, _file, _content in (
     ("samples are binary", "eval/samples-1.jsonl", bytes(range(256)) * 4),
 ):  # fmt: skip
     case(f"diversity: {_name}", *DIVERSITY, arrange=together(TWO, text(f"runs/b/{_file}", _content)))
-case("diversity: samples are gone", *DIVERSITY, arrange=together(TWO, lambda w: (w.folder / "runs/b/eval/samples-1.jsonl").unlink()))  # fmt: skip
+case("diversity: without the samples", *DIVERSITY, arrange=together(TWO, lambda w: (w.folder / "runs/b/eval/samples-1.jsonl").unlink()))  # fmt: skip
 case("diversity: no such benchmark", *DIVERSITY, "--benchmark", "aime99", arrange=TWO)
 case("diversity: no such embedder", *DIVERSITY[:3], "--embedder", "{w}/none", "--out", "{w}/o", arrange=TWO)
 case(
@@ -274,7 +274,7 @@ def test_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", QUIET)
 def test_odd_surroundings(name: str, original: World, tmp_path: Path) -> None:
-    """Without a traceback, whatever the command can do there; a terminal that closes is no error."""
+    """No traceback, and an exit code that fits."""
     world = copy_world(original, tmp_path / "world")
     script, arrange, codes = QUIET[name]
     arrange(world)

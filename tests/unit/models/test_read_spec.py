@@ -344,7 +344,7 @@ def test_two_scalings_that_differ_are_rejected() -> None:
     assert read_spec(config | {"rope_parameters": linear, "rope_scaling": linear}).rope_scaling is not None
 
 
-def test_two_bases_that_differ_and_another_architecture_are_refused() -> None:
+def test_two_bases_that_differ_and_another_architecture_are_errors() -> None:
     """transformers takes the base of `rope_parameters`, a server may take the other; it chooses the class by its name."""
     config = QWEN3_14B | {"rope_theta": 1e6}
     with pytest.raises(ConversionError, match=r"rope_theta=12345\.0, expected 1000000\.0 as in rope_parameters"):
