@@ -23,10 +23,15 @@ os.environ.update(
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.support.ranks import free_port as _free_port
 from tests.support.tiny_models import make_tiny_qwen3
+
+# No test depends on the host's speed.
+hypothesis.settings.register_profile("any host", deadline=None)
+hypothesis.settings.load_profile("any host")
 
 pytest_plugins = ["pytester", "tests.support.sessions"]
 

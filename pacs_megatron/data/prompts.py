@@ -23,7 +23,7 @@ _BATCH = 1024
 _BREAK = "\ue000"
 """Private-use character that marks where the text of a problem is cut before it is encoded."""
 _TEMPLATE_LIMIT_S = 5.0
-"""For one batch of prompts, which usually takes 0.02 s."""
+"""CPU time for one batch of prompts, which usually takes 0.02 s."""
 _TEMPLATE_MEMORY_BYTES = 2 * 2**30
 """For the texts of one batch"""
 _MAX_TEMPLATE_CHARS = 1_000_000
@@ -82,7 +82,7 @@ def dataset_name(dataset: DatasetOptions) -> str:
 def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[str]:
     """The text of each prompt, up to the start of the response, for `tokenize`.
 
-    Raises DataError if the template fails, runs for more than 5 s or writes far more text than it is given.
+    Raises DataError if the template fails, uses more than 5 s of CPU time or writes far more text than it is given.
     """
     system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     suffix = f" {data.prompt_suffix}" if data.prompt_suffix else ""
@@ -110,7 +110,7 @@ def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[s
         )
     except TimeoutError as error:
         raise DataError(
-            f"{where}: not finished after {_TEMPLATE_LIMIT_S:g} s; remove the endless loop from the template"
+            f"{where}: not finished after {_TEMPLATE_LIMIT_S:g} s of CPU time; remove the endless loop from the template"
         ) from error
     except RuntimeError as error:
         raise DataError(

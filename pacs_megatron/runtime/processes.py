@@ -36,7 +36,7 @@ def ignore_job_signals() -> None:
 
 
 def run_limited(work: Callable[[], Any], *, seconds: float, memory_bytes: int) -> Any:
-    """`work()`, a JSON value, computed in a fork of this process, which the kernel ends after `seconds`.
+    """`work()`, a JSON value, computed in a fork of this process, which the kernel ends after `seconds` of CPU time.
 
     A timer in this process could not interrupt a C function, such as a power of two integers. Raises TimeoutError, and
     RuntimeError with type and message of an exception in `work`.
@@ -50,7 +50,7 @@ def run_limited(work: Callable[[], Any], *, seconds: float, memory_bytes: int) -
         data = pipe.read()
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
-        if os.WTERMSIG(status) == signal.SIGALRM:
+        if os.WTERMSIG(status) == signal.SIGPROF:
             raise TimeoutError
         raise RuntimeError(f"ended by signal {os.WTERMSIG(status)}")
     report = json.loads(data) if data else {"error": "no memory for the report"}
@@ -62,9 +62,9 @@ def run_limited(work: Callable[[], Any], *, seconds: float, memory_bytes: int) -
 def _report_and_exit(work: Callable[[], Any], writer: int, seconds: float, memory_bytes: int) -> None:
     """In the fork. Calls nothing that may wait for a lock of another thread of the parent."""
     try:
-        for number in (*JOB_SIGNALS, signal.SIGALRM):
+        for number in (*JOB_SIGNALS, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         fields = Path("/proc/self/statm").read_text().split() if sys.platform == "linux" else ["0"] * 6
         limit = int(fields[5]) * os.sysconf("SC_PAGE_SIZE") + memory_bytes
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)

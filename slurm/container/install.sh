@@ -30,7 +30,7 @@ import transformer_engine.pytorch
 from packaging.version import Version
 
 from pacs_megatron.preflight.doctor import TE_RANGE, installed
-from pacs_megatron.preflight.host import version_problems
+from pacs_megatron.preflight.doctor import version_problems
 
 problems = [str(check) for check in version_problems()]
 low, high = TE_RANGE

@@ -117,7 +117,8 @@ def test_only_a_problem_with_special_tokens_is_cut(dataset, data_options, tokeni
     ids=["endless", "flood", "power", "doubling", "memory", "division", "undefined", "syntax"],
 )
 def test_a_hostile_template_ends_in_one_line(dataset, data_options, tmp_path, monkeypatch, template, message):
-    monkeypatch.setattr(prompts, "_TEMPLATE_LIMIT_S", 0.2)
+    if "not finished" in message:
+        monkeypatch.setattr(prompts, "_TEMPLATE_LIMIT_S", 0.2)
     tokenizer = save_tokenizer(tmp_path / "special", chat_template=template)
     with pytest.raises(DataError, match=message) as caught:
         load_prompts(dataset(["x"]), data_options(), tokenizer)

@@ -267,11 +267,10 @@ def test_the_trainer_has_its_memory_before_its_servers_start(tmp_path: Path, mon
 
     def build(*_: Any) -> Any:
         events.append("built")
-        return SimpleNamespace(models=[model])
+        return SimpleNamespace(models=[model], rank=SimpleNamespace(device=torch.device("cpu")))
 
     channel = SimpleNamespace(run_together=lambda action, only=None: action())
-    rank = SimpleNamespace(device=torch.device("cpu"))
-    monkeypatch.setattr(training_context, "join", lambda _: (rank, channel))
+    monkeypatch.setattr(training_context, "join", lambda _: channel)
     monkeypatch.setattr(training_context, "build", build)
     monkeypatch.setattr(training_context, "is_megatron_checkpoint", lambda _: False)
     driver: Any = SimpleNamespace(
