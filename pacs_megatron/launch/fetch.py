@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.errors import ConfigError, DataError, PacsError
-from pacs_megatron.models.hub import HUB_FILES, snapshot
+from pacs_megatron.models.hub import download, snapshot
 from pacs_megatron.plan.constants import GIB
 from pacs_megatron.preflight.check import existing_parent
 from pacs_megatron.runtime.waiting import hub_wait, report_wait
@@ -45,12 +45,11 @@ def _fetch_model(path: str) -> str:
     if Path(path).is_dir():
         return f"model {path}: a local folder"
     import httpx
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
         with hub_wait(path):
-            wanted = snapshot_download(path, allow_patterns=list(HUB_FILES), dry_run=True)
+            wanted = download(path, dry_run=True)
         num_bytes = sum(file.file_size or 0 for file in wanted)
         _check_free_space(path, wanted)
         folder = snapshot(path)

@@ -4,6 +4,7 @@ Every caller requests the same files: offline, the hub's client rejects a snapsh
 """
 
 from pathlib import Path
+from typing import Any
 
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.runtime.waiting import hub_wait
@@ -16,10 +17,21 @@ def snapshot(name: str, *, local_files_only: bool = False) -> Path:
 
     Raises the hub client's errors (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) and OSError.
     """
-    from huggingface_hub import snapshot_download
-
     with hub_wait(name):
-        return Path(snapshot_download(name, local_files_only=local_files_only, allow_patterns=list(HUB_FILES)))
+        return Path(download(name, local_files_only=local_files_only))
+
+
+def download(name: str, **options: Any) -> Any:
+    """`snapshot_download` of a model's files. Raises OSError also for a reply that describes no model."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return snapshot_download(name, allow_patterns=list(HUB_FILES), **options)
+    except (OSError, HFValidationError):
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise OSError(f"malformed reply: {type(error).__name__}: {error}") from None
 
 
 def config_folder(folder: Path) -> Path:
