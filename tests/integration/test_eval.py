@@ -154,7 +154,7 @@ def test_several_models_and_draws_of_each_benchmark(config, tmp_path, tiny_qwen3
     ("arguments", "message"),
     [
         (["evaluation.sampling.temperature=-1"], "evaluation.sampling.temperature"),
-        (["model.path=nowhere"], "nowhere is not a folder"),
+        (["model.path=nowhere"], "nowhere: no such folder"),
         (["evaluation.sampling.max_response_tokens=4000"], "exceed the model's context of 1024"),
     ],
 )
