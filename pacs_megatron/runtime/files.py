@@ -13,7 +13,8 @@ from pacs_megatron.runtime.json_reader import MAX_BYTES, as_object, parse_json
 
 PARTIAL_SUFFIX = ".partial"
 """of a file whose writer died; such a file is never read"""
-_SAME_KIND_BYTES = 20
+_SAME_KIND_BYTES = 12
+"""Of a file: before any name or number in it, or the checksum of an archive."""
 
 
 @contextlib.contextmanager
@@ -46,13 +47,13 @@ def write_outputs(files: Mapping[Path, bytes]) -> None:
     does: it is another kind of file, and its content would be lost.
     """
     for path, content in files.items():
-        kind = content[: 12 if content.startswith(b"PK") else _SAME_KIND_BYTES]  # an archive's checksum follows
+        kind = content[:_SAME_KIND_BYTES]
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path} is not a regular file; name another file for the output")
         if path.exists():
             with path.open("rb") as file:
-                before = file.read(_SAME_KIND_BYTES)[: len(kind)]
+                before = file.read(len(kind))
             if before and before != kind:
                 raise ConfigError(f"{path} exists and is no earlier output of this command; name another file")
     for path, content in files.items():
