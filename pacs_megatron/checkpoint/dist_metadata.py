@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from pacs_megatron.errors import CheckpointError
-from pacs_megatron.runtime.json_reader import read_object
+from pacs_megatron.runtime.json_reader import read_bytes, read_object
 
 METADATA_NAME = ".metadata"
 CONFIG_NAME = "metadata.json"
@@ -73,11 +73,12 @@ def read_metadata(folder: Path) -> Metadata:
     """The index of a checkpoint's `dist` folder. Raises CheckpointError if it is missing, damaged or unsafe."""
     _check_config(folder)
     path = folder / METADATA_NAME
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing; the checkpoint is not complete, use another one")
+    content = read_bytes(path, error=CheckpointError)
     try:
-        metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        metadata = _Unpickler(io.BytesIO(content)).load()
         _check_types(metadata)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; the checkpoint is not complete, use another one") from None
     except Exception as error:  # noqa: BLE001  a damaged pickle can raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise CheckpointError(f"{path} is damaged or unsafe ({reason}); use another copy") from None

@@ -17,7 +17,7 @@ class RewardWorkerOptions(Options):
     """Number of reward worker processes."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Timeout of one judgement, in seconds. The worker is killed and restarted."""
-    memory_limit_gib: float = Field(default=4.0, gt=0, le=2**20)
+    memory_limit_gib: float = Field(default=4.0, ge=0.1, le=2**20)
     """Memory limit of a worker, in GiB. A response that needs more is not judged."""
     label_threshold: float | None = None
     """`label = 1 if reward >= label_threshold`. If null, a reward outside {0, 1} is an error."""

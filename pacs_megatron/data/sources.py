@@ -15,12 +15,13 @@ from typing import Any
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.config.text import HUB_ID
 from pacs_megatron.errors import ConfigError, DataError
-from pacs_megatron.runtime.json_reader import as_object, parse_json, read_text
+from pacs_megatron.runtime.json_reader import as_object, parse_json, read_lines, read_text
 from pacs_megatron.runtime.waiting import hub_wait, report_wait
 
 _FORMATS = ".json (an array of objects), .jsonl (one object per line), .parquet, a folder or a hub id"
-_MAX_BYTES = 8 * 2**30
-"""Of a local text file; it is read into memory whole."""
+_MAX_JSON_BYTES = 2**30
+"""Of a .json file, which is read into memory whole; the lines of a .jsonl file are read one by one."""
+_EMPTY = "the file is empty; expected at least one problem"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,26 +83,23 @@ def _refuse_hub_options(options: DatasetOptions, names: tuple[str, ...], kind: s
 
 
 # ------------------------------------------------------------------------------------------------------------ local files
-def _text(path: Path) -> str:
-    text = read_text(path, max_bytes=_MAX_BYTES)
-    if not text.strip():
-        raise DataError(f"{path}: the file is empty; expected at least one problem")
-    return text
-
-
 def _read_jsonl(path: Path) -> Iterator[Row]:
     index = 0
-    for number, line in enumerate(_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        values = as_object(parse_json(line, str(path), line=number), where)
+        values = as_object(parse_json(line.rstrip(b"\n"), str(path), line=number), where)
         yield Row(index=index, where=where, values=values)
         index += 1
+    if not index:
+        raise DataError(f"{path}: {_EMPTY}")
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    text = _text(path)
+    text = read_text(path, max_bytes=_MAX_JSON_BYTES)
+    if not text.strip():
+        raise DataError(f"{path}: {_EMPTY}")
     if not text.lstrip().startswith("["):
         raise DataError(f"{path}: expected an array of objects, got {text.lstrip()[0]!r} first; is it .jsonl?")
     for index, value in enumerate(parse_json(text, str(path))):
@@ -113,7 +111,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
     if path.stat().st_size == 0:
-        raise DataError(f"{path}: the file is empty; expected at least one problem")
+        raise DataError(f"{path}: {_EMPTY}")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             index = 0

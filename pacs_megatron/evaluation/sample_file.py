@@ -24,6 +24,7 @@ from pacs_megatron.rewards.pool import received
 from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.files import json_line, naming, parse_lines, write_atomically
+from pacs_megatron.runtime.json_reader import read_lines
 
 _BATCH = 512
 """Responses that `rejudge` has in memory."""
@@ -148,10 +149,9 @@ class SampleFile(Closing):
 
 def read_samples(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """(line, its object) of every whole line, the header first. Raises DataError with the number of a malformed one."""
-    with path.open("rb") as lines:
-        whole = itertools.takewhile(lambda line: line.endswith(b"\n"), lines)
-        for_text, for_size = itertools.tee(whole)
-        yield from zip(for_size, parse_lines(for_text, path), strict=True)
+    whole = itertools.takewhile(lambda line: line.endswith(b"\n"), read_lines(path))
+    for_text, for_size = itertools.tee(whole)
+    yield from zip(for_size, parse_lines(for_text, path), strict=True)
 
 
 def outcome_of(record: Mapping[str, Any]) -> Outcome:

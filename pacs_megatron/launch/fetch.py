@@ -18,6 +18,7 @@ from pacs_megatron.errors import ConfigError, DataError, PacsError
 from pacs_megatron.models.hub import download, snapshot
 from pacs_megatron.plan.constants import GIB
 from pacs_megatron.preflight.check import existing_parent
+from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.waiting import hub_wait, report_wait
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def _fetch_model(path: str) -> str:
     if Path(path).is_dir():
         return f"model {path}: a local folder"
     import httpx
+    from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
 
     try:
@@ -53,6 +55,9 @@ def _fetch_model(path: str) -> str:
         num_bytes = sum(file.file_size or 0 for file in wanted)
         _check_free_space(path, wanted)
         folder = snapshot(path)
+        reference = folder.parents[1] / "refs" / constants.DEFAULT_REVISION
+        if not reference.is_file() or reference.read_text(encoding="utf-8") != folder.name:
+            write_atomically(reference, [folder.name.encode()])  # a job needs it; the client ignores a failed write
     except (OSError, httpx.HTTPError, HFValidationError) as error:
         raise _named(path, error) from None
     if not any(file.filename.endswith(".safetensors") for file in wanted):

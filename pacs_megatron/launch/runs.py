@@ -1,6 +1,7 @@
 """`status`, `logs` and `cancel` of a run folder."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +15,8 @@ from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER
 from pacs_megatron.runtime.waiting import run_program
 
 LOG_NAME = "output.log"
+_MAX_LINES, _MAX_LETTERS = 10**6, 2**16
+"""Of a log, at once; a longer line is printed in pieces."""
 
 
 def _check(run_dir: Path) -> None:
@@ -105,7 +108,8 @@ def log_lines(run_dir: Path, attempt: int | None, num_lines: int, *, follow: boo
             f"no log in {folder} or {run_dir / 'logs'}; `pacs-megatron status {run_dir}` shows the attempts"
         )
     with path.open(encoding="utf-8", errors="replace") as file:
-        yield from (line.rstrip("\n") for line in file.readlines()[-num_lines:])
+        pieces = iter(lambda: file.readline(_MAX_LETTERS), "")
+        yield from (line.rstrip("\n") for line in deque(pieces, min(num_lines, _MAX_LINES)))
         while follow:
             line = file.readline()
             if line:

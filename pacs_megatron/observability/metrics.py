@@ -15,6 +15,7 @@ import numbers
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -115,10 +116,9 @@ class MetricsWriter(Closing):
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / METRICS_FILE
-        lines = complete_lines(self.path)
-        rows = _checked(parse_lines(lines, self.path), self.path)
+        rows = _checked(parse_lines(complete_lines(self.path), self.path), self.path)
         self.last_step: int | None = rows[-1]["step"] if rows else None
-        whole = sum(len(line) + 1 for line in lines)
+        whole = sum(len(line) + 1 for line in complete_lines(self.path))
         if self.path.exists() and self.path.stat().st_size != whole:
             # The next row would be appended to the incomplete last line.
             os.truncate(self.path, whole)
@@ -188,13 +188,12 @@ def truncate_metrics(run_dir: Path, step: int) -> int:
     path = run_dir / METRICS_FILE
     if not path.exists():
         return 0
-    lines = complete_lines(path)
-    rows = _checked(parse_lines(lines, path), path)
+    rows = _checked(parse_lines(complete_lines(path), path), path)
     keep: int = sum(row["step"] <= step for row in rows)
     last = rows[keep - 1]["step"] if keep else None
     if last != step and step > 0:
         logger.warning("%s ends at step %s, before the checkpoint's step %d: its curves have a gap", path, last, step)
-    kept = [line + b"\n" for line in lines[:keep]]  # the same bytes, not formatted again
+    kept = [line + b"\n" for line in islice(complete_lines(path), keep)]  # the same bytes, not formatted again
     if path.stat().st_size != sum(map(len, kept)):
         write_atomically(path, kept)
     return len(rows) - keep

@@ -9,7 +9,7 @@ from types import UnionType
 from typing import Any
 
 from pacs_megatron.errors import ConfigError, DataError
-from pacs_megatron.runtime.json_reader import MAX_BYTES, as_object, parse_json
+from pacs_megatron.runtime.json_reader import as_object, parse_json, read_bytes, read_lines
 
 PARTIAL_SUFFIX = ".partial"
 """of a file whose writer died; such a file is never read"""
@@ -79,12 +79,10 @@ def json_line(record: Mapping[str, Any]) -> bytes:
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
-def complete_lines(path: Path) -> list[bytes]:
-    """The lines that end in a newline, without it; skips an incomplete last line. [] if there is no file."""
-    if not path.exists():
-        return []
-    # The piece after the last newline is empty, or incomplete after a kill.
-    return path.read_bytes().split(b"\n")[:-1]
+def complete_lines(path: Path) -> Iterator[bytes]:
+    """The lines that end in a newline, without it; none if there is no file. Skips a last line that a kill cut."""
+    if path.exists():
+        yield from (line[:-1] for line in read_lines(path) if line.endswith(b"\n"))
 
 
 def parse_lines(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
@@ -101,10 +99,8 @@ def read_rows(path: Path, fields: Fields) -> list[dict[str, Any]]:
     """The objects that have all `fields`; none if there is no file. Skips incomplete lines."""
     if not path.is_file():
         return []
-    if path.stat().st_size > MAX_BYTES:
-        raise DataError(f"{path}: {path.stat().st_size} bytes; at most {MAX_BYTES} are read")
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_bytes(path).decode(errors="replace").split("\n"):
         try:
             row = parse_json(line, str(path))
         except DataError:

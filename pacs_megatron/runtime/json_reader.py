@@ -8,8 +8,10 @@ that no file name or UTF-8 file can contain (NUL, lone surrogates).
 import json
 import math
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pacs_megatron.errors import DataError, PacsError, shown
 
@@ -81,17 +83,40 @@ def as_object(value: Any, where: str, *, error: type[PacsError] = DataError) -> 
 
 def read_text(path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES) -> str:
     """A text file, without a byte order mark. Raises `error`; a pipe or device is rejected before it is opened."""
+    return _decode(read_bytes(path, error=error, max_bytes=max_bytes), str(path), error)
+
+
+def read_bytes(path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES) -> bytes:
+    """As `read_text`, the bytes."""
+    with _regular(path, error) as (file, size):
+        if size > max_bytes:
+            raise error(f"{path}: {size} bytes; at most {max_bytes} are read")
+        return file.read()
+
+
+def read_lines(path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES) -> Iterator[bytes]:
+    """The lines of a file of any size, one at a time, with their newlines. Raises `error` for one of over `max_bytes`."""
+    with _regular(path, error) as (file, _):
+        number = 0
+        while line := file.readline(max_bytes + 1):
+            number += 1
+            if len(line) > max_bytes:
+                raise error(f"{path}:{number}: a line of more than {max_bytes} bytes; is it a file of lines?")
+            yield line
+
+
+@contextmanager
+def _regular(path: Path, error: type[PacsError]) -> Iterator[tuple[BinaryIO, int]]:
+    """(the open file, its bytes); a pipe or device is rejected before it is opened."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise error(f"{path}: not a regular file; correct the path")
-        if status.st_size > max_bytes:
-            raise error(f"{path}: {status.st_size} bytes; at most {max_bytes} are read")
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            yield file, status.st_size
     except (OSError, ValueError) as found:  # ValueError: a NUL in the path
         reason = found.strerror if isinstance(found, OSError) and found.strerror else str(found)
         raise error(f"{shown(str(path), limit=300)}: cannot read the file: {reason}") from found
-    return _decode(content, str(path), error)
 
 
 def _decode(content: bytes, where: str, error: type[PacsError]) -> str:

@@ -47,7 +47,8 @@ def write_exit_code(run_dir: Path, code: int, name: str = EXIT_CODE_FILE) -> Non
 
 def read_exit_code(file: Path, otherwise: int) -> int:
     """The code that rank 0 wrote; `otherwise` if the file is damaged."""
-    text = file.read_bytes()[:4].decode(errors="replace").strip()
+    with file.open("rb") as stream:
+        text = stream.read(4).decode(errors="replace").strip()
     return int(text) if text.isdecimal() else otherwise
 
 

@@ -38,6 +38,7 @@ FP8_BLOCKWISE_ARGS = (
     "--json-model-override-args",
     '{"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}}',
 )
+_TAIL_BYTES = 2**16
 _BAD_RECORD = (RolloutError, OSError, ValueError, TypeError, KeyError)
 PORT_TAKEN = ("address already in use", "Address already in use", "EADDRINUSE")
 
@@ -125,7 +126,9 @@ def free_port(host: str) -> int:
 def tail(path: Path, num_lines: int = 8) -> str:
     """The last lines of a log as one line."""
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return "no log"
     return " | ".join(line.strip() for line in lines[-num_lines:] if line.strip()) or "empty log"

@@ -195,12 +195,23 @@ for _name, _file, _content in (
     case(f"data: {_name}", "data", "preview", "{r}", f"data.train.path={{w}}/{_file}", arrange=text(_file, _content))
 
 
-def _sparse(world: World) -> None:
-    with (world.folder / "d.jsonl").open("wb") as file:
-        file.truncate(9 * 2**30)
+def _nothing(name: str) -> Arrange:
+    """Seven gigabytes of zeros, which take no space on the disk."""
+
+    def write(world: World) -> None:
+        with world.text(name, "").open("wb") as file:
+            file.truncate(7 * 2**30)
+
+    return write
 
 
-case("data: nine gigabytes of nothing", "data", "preview", "{r}", "data.train.path={w}/d.jsonl", arrange=_sparse)
+for _file in ("d.jsonl", "d.json", "d.parquet"):
+    case(f"data: gigabytes of nothing, {_file}", "data", "preview", "{r}", f"data.train.path={{w}}/{_file}", arrange=_nothing(_file))  # fmt: skip
+for _file in ("metrics.jsonl", "config.yaml", "eval/results.json"):
+    case(f"compare: gigabytes of {_file}", *COMPARE, arrange=together(TWO, _nothing(f"runs/b/{_file}")))
+    case(f"compare: {_file} without an end", *COMPARE, arrange=together(TWO, lambda w, f=_file: (w.folder / "runs/b" / f).unlink() or (w.folder / "runs/b" / f).symlink_to("/dev/zero")))  # type: ignore[misc]  # fmt: skip
+for _file in ("eval/samples-1.jsonl", "eval/results.json"):
+    case(f"diversity: gigabytes of {_file}", *DIVERSITY, arrange=together(TWO, _nothing(f"runs/b/{_file}")))
 
 # -------------------------------------------------------------------------------- clusters, submission, plan, evaluation
 SUBMIT = ("submit", "{r}", "--dry-run", "--cluster")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import struct
@@ -29,6 +30,8 @@ from tests.support.tiny_run import write_tiny_run
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0
 """So that a hang ends."""
+MEMORY_BYTES = 2 << 30
+"""Data of each process of a command. A command that needs three quarters of it fails its case."""
 SILENCE_S = 10.0
 _ERROR = re.compile(r"^(\w+Error: |fail  )", re.MULTILINE)
 _LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d |.*\r|waiting for ")
@@ -129,6 +132,8 @@ class Outcome:
     """time in which the process was runnable and a busy host did not run it"""
     cpu_s: float
     wall_s: float
+    memory_bytes: int
+    """largest resident set of a process"""
 
 
 _FORKED = (
@@ -148,6 +153,10 @@ _FORKED = (
 PROGRAM = [sys.executable, "-m", "pacs_megatron"]
 
 
+def _limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+
+
 def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, str], output: int) -> int:
     """The process of a command. Most verbs run in a fork, which has torch and transformers already.
 
@@ -163,6 +172,7 @@ def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, s
             stdout=output,
             stderr=output,
             start_new_session=True,
+            preexec_fn=_limit_memory,
         )
         process.returncode = 0  # `run` waits for it
         return process.pid
@@ -170,6 +180,7 @@ def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, s
     if pid == 0:
         try:
             os.setsid()
+            _limit_memory()
             os.chdir(folder)
             os.dup2(output, 1)
             os.dup2(output, 2)
@@ -220,6 +231,7 @@ def run(command: list[str | Path | bytes], folder: Path, environ: dict[str, str]
         starved_s,
         cpu_s,
         end - begin,
+        usage.ru_maxrss * 1024,
     )
 
 
@@ -276,6 +288,8 @@ def check(name: str, world: World, command: list[str | Path | bytes], environ: d
         faults.append(f"{len(lines)} lines")
     if outcome.silence_s - outcome.starved_s > SILENCE_S:
         faults.append(f"silent for {outcome.silence_s:.0f} s")
+    if outcome.memory_bytes > MEMORY_BYTES * 3 // 4 or "MemoryError" in outcome.text:
+        faults.append(f"{outcome.memory_bytes >> 20} MiB of memory")
     if (world.folder / "canary").exists() or (world.folder / "o").exists():
         faults.append("left something behind")
     half = [path for path in set(world.folder.rglob("*")) - before if ".partial" in path.name]
@@ -286,7 +300,8 @@ def check(name: str, world: World, command: list[str | Path | bytes], environ: d
         with Path(LOG).open("a") as file:
             verdict = ", ".join(faults) or "ok"
             file.write(
-                f"{verdict} | {name} | code {outcome.code}, {outcome.wall_s:.1f} s, cpu {outcome.cpu_s:.1f} s, starved "
+                f"{verdict} | {name} | code {outcome.code}, {outcome.wall_s:.1f} s, cpu {outcome.cpu_s:.1f} s, "
+                f"{outcome.memory_bytes >> 20} MiB, starved "
                 f"{outcome.starved_s:.1f} s, longest silence {outcome.silence_s:.1f} s | {line.replace(str(world.folder), '.')[:300]!r}\n"
             )
     assert not faults, f"{faults}\n{outcome.text[-3000:]}"

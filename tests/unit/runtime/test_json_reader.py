@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from pacs_megatron.errors import CheckpointError, DataError
 from pacs_megatron.runtime.files import complete_lines, parse_lines, read_rows
-from pacs_megatron.runtime.json_reader import MAX_DEPTH, MAX_DIGITS, parse_json, read_json, read_object, read_text
+from pacs_megatron.runtime.json_reader import (
+    MAX_DEPTH,
+    MAX_DIGITS,
+    parse_json,
+    read_json,
+    read_lines,
+    read_object,
+    read_text,
+)
 from tests.support.fuzz import fuzz, json_documents
 
 REFUSED = {
@@ -89,6 +97,19 @@ def test_a_large_file_is_rejected_before_it_is_read(tmp_path: Path) -> None:
         file.truncate(2**40)
     with pytest.raises(DataError, match="1099511627776 bytes; at most 268435456 are read"):
         read_text(tmp_path / "f.json")
+
+
+def test_lines_of_a_file_of_any_size_are_read_one_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(b"{}\n\ncut")
+    with path.open("r+b") as file:
+        file.truncate(2**40)
+    lines = read_lines(path, max_bytes=1000)
+    assert (next(lines), next(lines)) == (b"{}\n", b"\n")
+    with pytest.raises(DataError, match=r"f\.jsonl:3: a line of more than 1000 bytes"):
+        next(lines)
+    path.write_bytes(b"12345\n" * 3 + b"12345")
+    assert list(read_lines(path, max_bytes=6)) == [b"12345\n"] * 3 + [b"12345"]
 
 
 def test_an_array_is_no_object(tmp_path: Path) -> None:
