@@ -138,7 +138,7 @@ def _read(folder: Path) -> Run:
         )
     config = _leaves(read_yaml(folder / CONFIG_FILE, str(folder / CONFIG_FILE)).plain(), "")
     path = folder / "eval" / "results.json"
-    results = read_object(path).get("metrics") if path.is_file() else {}
+    results = read_object(path).get("metrics") if path.exists() else {}
     if not isinstance(results, dict) or not all(_is_score(key, results[key]) for key in results):
         raise DataError(
             f"{path}: metrics are no object of numbers, or a pass@k is not in [0, 1]; evaluate the run again"
