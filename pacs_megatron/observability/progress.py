@@ -17,7 +17,7 @@ logger = logging.getLogger(PROGRESS_LOGGER)
 Unit = Literal["step", "bytes"]
 LINE_INTERVAL_S = 5.0
 """Minimum time between two log lines about finished steps."""
-SAMPLES_INTERVAL_S = 30.0
+SAMPLES_INTERVAL_S = 8.0
 """Minimum time between two log lines about sampling."""
 _RATE_WEIGHT = 0.3
 """Weight of the newest step in tqdm's moving average of the speed."""

@@ -77,7 +77,7 @@ for _word in (
     *("rollout.sampling.max_response_tokens=1000000000", "batch.tokens_per_microbatch=1"),
     *("parallel.hang_timeout_s=.inf", "parallel.control_timeout_s=1e300", "resources.signal_lead_s=100000000000000000000"),
     *("reward.function=os:system", "reward.function={w}/reward.py", "reward.function={w}/reward.py:missing", "reward.function=:f"),
-    *("reward={{name: format, pattern: '('}}", "reward={{name: format, pattern: '(a+)+$', timeout_s: 1}}"),
+    "reward={{name: format, pattern: '('}}",
 ):  # fmt: skip
     case(f"train {_word}"[:70], "train", "{r}", _word)
 

@@ -199,13 +199,13 @@ def test_setup_twice_does_not_double_lines(tmp_path: Path) -> None:
     assert (tmp_path / "rank0.log").read_text().count("once") == 1
 
 
-def test_sampling_logs_a_line_every_30_s_without_a_terminal(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_sampling_logs_a_line_every_8_s_without_a_terminal(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     progress = Progress("run", 4, stream=io.StringIO())
     with caplog.at_level(logging.INFO):
-        for second in range(0, 95, 5):
+        for second in range(0, 26, 2):
             clock.now = float(second)
             progress.samples(("rollout",), 10 * second, 1000)
-    assert caplog.messages == [f"run 0/4 rollout {done}/1000" for done in (300, 600, 900)]
+    assert caplog.messages == [f"run 0/4 rollout {done}/1000" for done in (80, 160, 240)]
 
 
 def test_a_full_disk_under_the_log_file_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
