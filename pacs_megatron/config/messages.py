@@ -114,12 +114,13 @@ def _choice_line(path: Sequence[str | int], got: object, choices: Sequence[str],
 
 
 def _expected(message: str) -> str:
-    for prefix in ("Input should be ", "Input should "):
+    for prefix in ("Input should be ", "Input should ", "Tuple should have "):
         if message.startswith(prefix):
             message = message.removeprefix(prefix)
             break
     return (
-        message.replace("a valid dictionary or instance of", "a mapping of")
+        message.partition(" after validation")[0]
+        .replace("a valid dictionary or instance of", "a mapping of")
         .replace("a valid integer", "an integer")
         .replace("a valid ", "a ")
     )

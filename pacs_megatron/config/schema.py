@@ -278,7 +278,7 @@ class BenchmarkOptions(DatasetOptions):
 
     samples_per_prompt: PositiveInt | None = None
     """Number of responses per problem of this benchmark; null uses evaluation.samples_per_prompt."""
-    k: tuple[int, ...] | None = Field(default=None, strict=False)
+    k: tuple[int, ...] | None = Field(default=None, strict=False, min_length=1)
     """Values of k of this benchmark; null uses evaluation.k."""
 
 
@@ -289,7 +289,7 @@ class EvaluationOptions(Options):
     """Evaluation interval, in steps. The start and the end are always evaluated; null evaluates only there."""
     samples_per_prompt: PositiveInt = 4
     """Number of responses per problem: n of the unbiased pass@k estimate."""
-    k: tuple[int, ...] = Field(default=(1,), strict=False)
+    k: tuple[int, ...] = Field(default=(1,), strict=False, min_length=1)
     """Values of k to report pass@k for."""
     sampling: SamplingOptions | None = None
     """Sampling of evaluation responses; required with `benchmarks`."""

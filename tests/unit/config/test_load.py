@@ -162,6 +162,7 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
         (["batch=3"], "batch=3: expected a mapping of BatchOptions (override)"),
         (["reward.timeout_s=[1]"], "reward.timeout_s=[1]: expected a number (override)"),
         (["data.train.limit=-1"], "data.train.limit=-1: expected greater than 0 (override)"),
+        (["evaluation.k=[]"], "evaluation.k=[]: expected at least 1 item (override)"),
         (["evaluation.k=3"], "evaluation.k=3: expected a tuple; write a list: [a, b] (override)"),
         (["optimizer.lr"], "override 'optimizer.lr': expected key=value with a dotted key, such as optimizer.lr=1e-6"),
         (["a..b=1"], "override 'a..b=1': expected key=value with a dotted key, such as optimizer.lr=1e-6"),
