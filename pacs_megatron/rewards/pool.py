@@ -40,6 +40,8 @@ _POLL_S = 0.1
 _KILL_S = 10.0
 _MEMORY_INTERVAL_S = 1.0
 _LOGGED_CHARS = 200
+_OUTPUT_S = 1.0
+"""Wait for the last output of a killed process."""
 _OUTPUT_BYTES = 64 << 10
 _MARK = "PACS_REWARD_WORKER"
 """Environment variable of a worker: a daemon that the reward function starts leaves the worker's session and its tree."""
@@ -227,8 +229,8 @@ class _Worker:
                 start_new_session=True,
             )
             os.close(output)
-        # The thread is not joined: a grandchild may keep the pipe open.
-        threading.Thread(target=self._copy_output, args=(source,), name="reward output", daemon=True).start()
+        self._copier = threading.Thread(target=self._copy_output, args=(source,), name="reward output", daemon=True)
+        self._copier.start()
         setup = {
             "options": self._options.model_dump_json(),
             "sys_path": [os.path.abspath(entry) for entry in sys.path],
@@ -322,6 +324,7 @@ class _Worker:
             assert self._socket is not None
             self._socket.close()
             _kill_tree(process.pid, self._mark)
+            self._copier.join(_OUTPUT_S)  # a grandchild may keep the pipe open
             with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel waits for a file system
                 return process.wait(_KILL_S)
             return None

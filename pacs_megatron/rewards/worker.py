@@ -11,6 +11,7 @@ import resource
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TextIO
 
 import numpy as np
@@ -74,5 +75,7 @@ def _limit_memory(limit_bytes: int) -> None:
 
 
 def _send(replies: TextIO, message: dict[str, Any]) -> None:
+    with suppress(OSError, ValueError, AttributeError):  # the reward function has closed or replaced it
+        sys.stdout.flush()
     replies.write(json.dumps(message) + "\n")
     replies.flush()
