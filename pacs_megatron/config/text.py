@@ -1,7 +1,9 @@
 """Types of the schema's strings by meaning: strings that reach a file name, a shell or a batch script have one of these."""
 
+import os
 import re
 import unicodedata
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -15,6 +17,11 @@ MAX_PATH_BYTES = 4095
 MAX_NAME_BYTES = 255
 MAX_RUN_NAME_BYTES = 200
 """Leaves space for the suffixes of a sweep and of Slurm's logs in a file name."""
+
+
+def local_path(text: str | Path) -> Path:
+    """The path with `~` replaced by a home folder; unchanged for a user that does not exist, unlike `Path.expanduser`."""
+    return Path(os.path.expanduser(text))
 
 
 def encodable_bytes(text: str) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pacs_megatron.config.schema import DatasetOptions
-from pacs_megatron.config.text import HUB_ID
+from pacs_megatron.config.text import HUB_ID, local_path
 from pacs_megatron.errors import ConfigError, DataError
 from pacs_megatron.runtime.json_reader import as_object, parse_json, read_lines, read_text
 from pacs_megatron.runtime.waiting import hub_wait, report_wait
@@ -56,7 +56,7 @@ def find_source(options: DatasetOptions) -> Path | None:
     """The local file or folder of a data set; None for a hub id. Raises DataError for anything else."""
     path = None
     with suppress(RuntimeError):  # an unknown ~user
-        path = Path(options.path).expanduser()
+        path = local_path(options.path)
     if path is None or not (path.suffix in _READERS or path.exists()):
         if not HUB_ID.fullmatch(options.path):
             raise DataError(f"{options.path}: no such file or folder, and not a hub id; expected {_FORMATS}")

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from pacs_megatron.config.text import HUB_ID
+from pacs_megatron.config.text import HUB_ID, local_path
 from pacs_megatron.errors import DataError
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.waiting import hub_wait
@@ -19,7 +19,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    folder = Path(path).expanduser()
+    folder = local_path(path)
     if not folder.is_dir() and (folder.exists() or not HUB_ID.fullmatch(path)):
         raise DataError(f"tokenizer {path}: no such folder, and not a hub id; correct model.path")
     is_local = folder.is_dir()
@@ -58,7 +58,7 @@ def stop_token_ids(tokenizer: Any, path: str) -> tuple[int, ...]:
 
 
 def _generation_config(path: str) -> Path | None:
-    folder = Path(path).expanduser()
+    folder = local_path(path)
     if folder.is_dir():
         file = folder / GENERATION_CONFIG
         return file if file.is_file() else None

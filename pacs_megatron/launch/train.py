@@ -23,7 +23,7 @@ from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.reward_options import CustomReward, WeightedReward
-from pacs_megatron.config.text import HUB_ID
+from pacs_megatron.config.text import HUB_ID, local_path
 from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.launch.serve import are_on_every_node, attach
 from pacs_megatron.models.shape import shape_problems
@@ -71,7 +71,7 @@ def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
 
     config = loaded.config
     problems = layout_problems(config, world_size)
-    folder = config_folder(Path(config.model.path).expanduser())
+    folder = config_folder(local_path(config.model.path))
     if folder.is_dir():
         problems += shape_problems(config, load_spec(folder), folder.name)
     if problems:
@@ -86,12 +86,12 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
     from pacs_megatron.rewards.custom import find_file
 
     path = loaded.config.model.path
-    if not Path(path).expanduser().is_dir() and not HUB_ID.fullmatch(path):
+    if not local_path(path).is_dir() and not HUB_ID.fullmatch(path):
         raise ConfigError(
             f"model.path={path}: no such folder; correct the path, or create the folder first "
             f"({loaded.where('model.path')})"
         )
-    if (file := Path(path).expanduser() / GENERATION_CONFIG).is_file():
+    if (file := local_path(path) / GENERATION_CONFIG).is_file():
         read_eos_ids(file)
     for dataset in (loaded.config.data.train, *loaded.config.evaluation.benchmarks):
         find_source(dataset)

@@ -6,6 +6,7 @@ Every caller requests the same files: offline, the hub's client rejects a snapsh
 from pathlib import Path
 from typing import Any
 
+from pacs_megatron.config.text import local_path
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.runtime.waiting import hub_wait
 
@@ -45,7 +46,7 @@ def model_folder(path: str, key: str = "model.path", *, local_files_only: bool =
 
     Raises CheckpointError for anything else.
     """
-    folder = Path(path).expanduser()
+    folder = local_path(path)
     if folder.is_dir():
         return config_folder(folder)
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

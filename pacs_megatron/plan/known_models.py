@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pacs_megatron.config.text import local_path
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.models import ModelSpec, load_config, read_spec
 from pacs_megatron.models.hub import config_folder
@@ -82,7 +83,7 @@ def find_config(model_path: str) -> Mapping[str, Any] | None:
 
     Raises ConversionError if a folder's config.json cannot be read.
     """
-    folder = config_folder(Path(model_path).expanduser())
+    folder = config_folder(local_path(model_path))
     if (folder / "config.json").is_file():
         return load_config(folder)
     name = known_name(model_path)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pacs_megatron.config.text import local_path
 from pacs_megatron.errors import PacsError
 
 Level = Literal["ok", "none", "warn", "fail"]
@@ -46,6 +47,6 @@ def existing_parent(folder: Path) -> Path:
 def path_exists(path: str) -> bool:
     """Whether the file or folder exists and is visible to this user."""
     try:
-        return Path(path).expanduser().exists()
+        return local_path(path).exists()
     except OSError:
         return False

@@ -18,6 +18,7 @@ from pathlib import Path
 from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, whole_checkpoints
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.schema import DatasetOptions
+from pacs_megatron.config.text import local_path
 from pacs_megatron.errors import PacsError
 from pacs_megatron.models.hub import model_folder
 from pacs_megatron.observability.writers import check_wandb
@@ -177,11 +178,11 @@ def _model(loaded: LoadedConfig) -> Iterator[Check]:
         from pacs_megatron.checkpoint.manifest import check_files, read_manifest
         from pacs_megatron.models import load_spec
 
-        checkpoint = Path(path).expanduser()
+        checkpoint = local_path(path)
         check_files(checkpoint, read_manifest(checkpoint), digests=False)
         return f"{path}: a Megatron checkpoint, {load_spec(local_model(path)).family}"
 
-    is_converted = (Path(path).expanduser() / MANIFEST_NAME).is_file()
+    is_converted = (local_path(path) / MANIFEST_NAME).is_file()
     yield attempt("model.path", is_whole_checkpoint if is_converted else is_whole)
 
 

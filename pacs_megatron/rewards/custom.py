@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pacs_megatron.config.text import local_path
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards.labels import as_reward
@@ -72,7 +73,7 @@ def find_file(function: str) -> Path | None:
     if not path.endswith(".py"):
         return None
     try:
-        file = Path(path).expanduser().resolve()
+        file = local_path(path).resolve()
         is_file = file.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # too long, an unknown ~user, a NUL
         raise ConfigError(f"reward.function={ascii(function)[:300]}: {describe(error)}; correct the path") from error

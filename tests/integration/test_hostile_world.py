@@ -71,7 +71,7 @@ for _word in (
     *("reward.workers=1000000", "logging.wandb={{project: x}}", "checkpoint.keep_last=0", "data.limit=0", "data.train.limit=0"),
     *("data.train.split=''", "data.chat_template_args={{messages: x}}", "data.chat_template_args={{max_length: -5}}"),
     *("data.chat_template_args={{tools: 3}}", "data.chat_template_args={{continue_final_message: true}}", "model.path=."),
-    *("data.chat_template_args={{return_dict: true}}", 'run.name="\\e[2J"', 'run.name="a\\u202eb"', "model.path=s3://b/x"),
+    *("data.chat_template_args={{return_dict: true}}", 'run.name="\\e[2J"', 'run.name="a\\u202eb"', "model.path=s3://b/x", "model.path=~nobody-here/x"),
     *("model.path={w}/train.jsonl", "model.path=C:\\\\models\\\\x", "model.path=https://huggingface.co/Qwen/Qwen3-8B"),
     *("data.train.path=https://h/x.jsonl", "data.train.path={w}/*.jsonl", "data.train.path={w}/x.csv", "data.train.path=."),
     *("rollout.sampling.max_response_tokens=1000000000", "batch.tokens_per_microbatch=1"),
