@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hostile import Case, World, check_case, make_world
+from tests.support.hostile import Case, World, check_case
 
 pytestmark = pytest.mark.full
 CASES: dict[str, Case] = {}
@@ -279,11 +279,6 @@ for _name, _arrange in {
     "a link to itself": lambda w: (w.model / "model.safetensors").unlink() or (w.model / "model.safetensors").symlink_to("model.safetensors"),
 }.items():  # fmt: skip
     case(f"weights: {_name}", "convert", "to-megatron", "--hf", "{m}", "--out", "{w}/o", arrange=_arrange)
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.mark.parametrize("name", CASES)

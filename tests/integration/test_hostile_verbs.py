@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.hostile import Case, World, check_case, copy_world, make_world, run
+from tests.support.hostile import Case, World, check_case, copy_world, run
 
 pytestmark = pytest.mark.full
 CASES: dict[str, Case] = {}
@@ -271,11 +271,6 @@ QUIET: dict[str, tuple[str, Arrange, tuple[int, ...]]] = {
     "a page through a link": ("touch {w}/real; ln -s real {w}/l; $P compare {w}/runs/a --out {w}/l && test -s {w}/real", TWO, (0,)),
     "figures to standard output": ("ln -s /proc/self/fd/1 {w}/l; $P compare {w}/runs/a --out {w}/h --json {w}/l | cat; test -L {w}/l", TWO, (0,)),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.hostile import Case, World, check_case, copy_world, make_world, run
+from tests.support.hostile import Case, World, check_case, copy_world, run
 
 pytestmark = pytest.mark.full
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 3945\n"
@@ -389,11 +389,6 @@ for _name, _file, _content in (
     case(f"run folder: {_name}", "train", "{r}", "parallel.tp=1", arrange=_run_folder(_file, _content))
 case("run folder: it is a file", "train", "{r}", arrange=lambda w: w.text("runs/tiny", "x"))
 case("run folder: status of damage", "status", "{w}/runs/tiny", arrange=_run_folder("metrics.jsonl", b"\xff" * 99))
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -114,8 +114,8 @@ def test_training_replays_the_recorded_experts(tmp_path: Path, model: Path, reco
         run = (*sglang(server), *LAYOUTS[layout])
         done = start(tmp_path / "whole", model, *run)
         assert done.returncode == ExitCode.OK, done.stderr
-        asked = {body["rid"]: body.get("return_routed_experts", False) for body in server.bodies}
-        assert asked and all(asked.values())
+        requested = {body["rid"]: body.get("return_routed_experts", False) for body in server.bodies}
+        assert requested and all(requested.values())
         for path in (records / "rollouts").glob("*.safetensors"):  # the run's own records have the experts too
             mine = {
                 sample.id: sample.routes for sample in read_record(tmp_path / "whole/runs/tiny/rollouts" / path.name)
