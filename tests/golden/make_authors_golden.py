@@ -1,0 +1,160 @@
+"""Writes authors_golden.json: losses and gradients of REAL, PSR, NSR, W-REINFORCE and REINFORCE++ in their authors' code.
+
+Not a test, and none of this code is in the project. DIR holds checkouts of the commits in COMMITS, named as there:
+    python tests/golden/make_authors_golden.py DIR
+
+Modules that these files import for other functions are empty. Float64, except for OpenRLHF's mean and
+variance, and the targets of REAL's BCE variant.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+COMMITS = {
+    "REAL": "1c30726a1c7606e717091b4b8cf1fc156a06039f",  # Red-RL/REAL
+    "RLVR-Decomposed": "a5d4e7c1df6016ebd7396bd6db83d885120adb6d",  # TianHongZXY/RLVR-Decomposed
+    "OpenRLHF": "3c3be6234e0cb353e76bb8019947db9dfe99fca7",  # OpenRLHF/OpenRLHF
+}
+EMPTY = ("ray", "deepspeed", "tensordict", "vllm", "openrlhf.trainer.ray", "openrlhf.utils", "verl.protocol")
+LENS, GROUPS = [3, 5, 1, 4, 2, 5, 2, 3, 4], [0, 0, 0, 1, 1, 1, 2, 2, 2]
+LABELS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]  # the last group has one class
+CLIP, TAU, POSITIVE_WEIGHT = 0.2, 0.5, 0.1
+MASK = (torch.arange(max(LENS))[None] < torch.tensor(LENS)[:, None]).double()
+SCORES = MASK * (torch.arange(max(LENS))[None] == torch.tensor(LENS)[:, None] - 1) * torch.tensor(LABELS)[:, None]
+
+
+class Empty:
+    """Finds the modules of EMPTY, and those below them, as mocks."""
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if any(f"{name}.".startswith(f"{one}.") for one in EMPTY) else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return MagicMock(__path__=[], __spec__=spec)
+
+    def exec_module(self, module: Any) -> None:
+        pass
+
+
+@contextmanager
+def package(folder: Path) -> Iterator[None]:
+    """Imports from this folder only; the packages' own `__init__` files, which import everything, do not run."""
+    known = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    for path in (path for top in folder.iterdir() for path in [top, *top.rglob("*/")] if path.is_dir()):
+        name = ".".join(path.relative_to(folder).parts)
+        if not any(f"{name}.".startswith(f"{one}.") for one in EMPTY):
+            sys.modules[name] = ModuleType(name)
+            sys.modules[name].__path__ = [str(path)]
+    yield
+    sys.path.remove(str(folder))
+    for name in set(sys.modules) - known:
+        del sys.modules[name]
+
+
+def flat(values: Any) -> list[float]:
+    found: list[float] = values[MASK.bool()].tolist()
+    return found
+
+
+def real(folder: Path, tokens: dict[str, torch.Tensor]) -> dict[str, Any]:
+    with package(folder / "verl"):
+        algos = importlib.import_module("verl.trainer.ppo.core_algos")
+        found = {}
+        for name in ("real", "bce"):
+            logps = tokens["logps"].clone().requires_grad_(True)
+            loss, *_ = getattr(algos, f"compute_policy_loss_{name}")(
+                tokens["old"], logps, None, MASK, torch.tensor(GROUPS), torch.tensor(LABELS), 1e-4, TAU
+            )
+            loss.backward()
+            found["real" if name == "real" else "real_bce"] = {
+                "loss": float(loss.detach()),
+                "gradient": flat(logps.grad),
+            }
+    return found
+
+
+def w_reinforce(folder: Path, tokens: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """PSR and NSR train on a subset, which the authors' trainer cuts out of the batch."""
+    rows = {"positive": torch.tensor(LABELS) == 1, "negative": torch.tensor(LABELS) == 0}
+    with package(folder):
+        algos = importlib.import_module("verl.trainer.ppo.core_algos")
+        found = {}
+        for name, advantage in (("psr", "positive"), ("nsr", "negative"), ("w_reinforce", "weighted")):
+            kept = rows.get(advantage, torch.ones(len(LABELS), dtype=torch.bool))
+            scores, mask = SCORES[kept], MASK[kept]
+            advantages, _ = algos.compute_psr_nsr_outcome_advantage(
+                scores, scores, mask, 1.0, advantage, POSITIVE_WEIGHT
+            )
+            logps = tokens["logps"].clone().requires_grad_(True)
+            loss, *_ = algos.compute_policy_loss(tokens["old"][kept], logps[kept], advantages, mask, CLIP, scores)
+            loss.backward()
+            found[name] = {"loss": float(loss.detach()), "gradient": flat(logps.grad)}
+    return found
+
+
+def reinforce_pp(folder: Path, tokens: dict[str, torch.Tensor]) -> dict[str, Any]:
+    with package(folder):
+        maker = importlib.import_module("openrlhf.trainer.ppo_utils.experience_maker").RemoteExperienceMaker
+        policy_loss = importlib.import_module("openrlhf.models.loss").PolicyLoss(CLIP, CLIP)
+        found = {}
+        for name, estimator in (("reinforce_pp", "reinforce"), ("reinforce_pp-group", "reinforce_baseline")):
+            own = SimpleNamespace(estimator=estimator, gamma=1.0, no_std_norm=False)
+            args = SimpleNamespace(
+                algo=SimpleNamespace(advantage=own),
+                rollout=SimpleNamespace(n_samples_per_prompt=3),
+                reward=SimpleNamespace(clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None),
+            )
+            batch = SimpleNamespace(
+                index=list(range(len(LENS))), rewards=torch.tensor(LABELS).double(), kl=torch.zeros_like(MASK),
+                action_mask=MASK, info={}, values=None,
+            )  # fmt: skip
+            self = SimpleNamespace(
+                strategy=SimpleNamespace(args=args), kl_ctl=SimpleNamespace(value=0.0), advantage_estimator=estimator
+            )
+            self.get_cumulative_returns = lambda *given, own=self: maker.get_cumulative_returns(own, *given)
+            maker.compute_advantages_and_returns(self, [batch])
+            logps = tokens["logps"].clone().requires_grad_(True)
+            loss, *_ = policy_loss(logps, tokens["old"], batch.advantages, MASK)
+            loss.backward()
+            found[name] = {"loss": float(loss.detach()), "gradient": flat(logps.grad)}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    folder: Path = parser.parse_args().folder
+    sys.meta_path.insert(0, Empty())  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(5)
+    noise = torch.randn((2, len(LENS), max(LENS)), generator=generator, dtype=torch.float64)
+    logps = -noise[0].abs() - 0.05
+    tokens = {"logps": logps, "old": logps - 0.3 * noise[1]}
+    content = {
+        "commits": COMMITS,
+        "torch": version("torch"),
+        "lens": LENS,
+        "groups": GROUPS,
+        "labels": LABELS,
+        "tokens": {name: flat(values) for name, values in tokens.items()},
+        "cases": real(folder / "REAL", tokens)
+        | w_reinforce(folder / "RLVR-Decomposed", tokens)
+        | reinforce_pp(folder / "OpenRLHF", tokens),
+    }
+    Path(__file__).with_name("authors_golden.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

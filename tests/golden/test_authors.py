@@ -1,0 +1,56 @@
+"""REAL, PSR, NSR, W-REINFORCE and REINFORCE++ equal their authors' code on the same tensors (make_authors_golden.py made the
+file). OpenRLHF takes mean and variance in float32, REAL's BCE variant its targets."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from pacs_megatron.contracts import TokenRecord
+from pacs_megatron.objectives.registry import ObjectiveOptions, build_objective
+from tests.support.policies.objective_reference import make_facts
+
+GOLDEN = json.loads(Path(__file__).with_name("authors_golden.json").read_text(encoding="utf-8"))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "real": {"name": "real"},
+    "real_bce": {"name": "real_bce"},
+    "psr": {"name": "w_reinforce", "classes": "positive"},
+    "nsr": {"name": "w_reinforce", "classes": "negative"},
+    "w_reinforce": {"name": "w_reinforce"},
+    "reinforce_pp": {"name": "reinforce_pp"},
+    "reinforce_pp-group": {"name": "reinforce_pp", "baseline": "group"},
+}
+
+
+def test_every_case_of_the_file_is_compared() -> None:
+    assert set(OPTIONS) == set(GOLDEN["cases"])
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_loss_and_gradient_of_the_authors(case: str) -> None:
+    expected, lens = GOLDEN["cases"][case], GOLDEN["lens"]
+    tokens = {name: torch.tensor(values, dtype=torch.float64) for name, values in GOLDEN["tokens"].items()}
+    objective = build_objective(TypeAdapter(ObjectiveOptions).validate_python(OPTIONS[case]), updates_per_step=2)
+    facts = make_facts(GOLDEN["groups"], GOLDEN["labels"], lens=lens)
+    differences = (tokens["logps"] - tokens["old"]).split(lens)
+    scores = torch.stack([piece.mean() for piece in differences])
+    prepared = objective.prepare(scores, facts, objective.prepare_step(facts))
+    logps = tokens["logps"].requires_grad_(True)
+    record = TokenRecord(
+        logprobs=logps,
+        mask=torch.ones_like(logps),
+        sample_of_token=torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens)),
+        response_lens=torch.tensor(lens),
+        step_start_logprobs=tokens["old"],
+    )
+    loss = objective.token_loss(record, prepared).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    relative = 2e-6 if case.startswith(("reinforce_pp", "real_bce")) else 1e-12
+    if prepared.loss is not None:  # REAL's token loss is a surrogate
+        loss = torch.tensor(prepared.loss, dtype=torch.float64)
+    assert float(loss.detach()) == pytest.approx(expected["loss"], rel=relative)
+    np.testing.assert_allclose(logps.grad, expected["gradient"], rtol=relative, atol=1e-15)
