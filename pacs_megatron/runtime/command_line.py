@@ -57,7 +57,12 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Runs `command` and returns its exit code. Every error becomes one line on stderr and a non-zero code."""
+    """Runs `command` and returns its exit code. Every error becomes one line on stderr and a non-zero code.
+
+    `command` must import torch itself: OpenMP reads its variables when torch loads.
+    """
+    # Idle OpenMP threads spin by default and then keep the others of a busy host from running (docs/measurements/laptop.md).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         return int(command())
     except KeyboardInterrupt:

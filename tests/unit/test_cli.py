@@ -7,6 +7,7 @@ import importlib
 import inspect
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -138,6 +139,26 @@ def test_every_verb_calls_a_function_that_takes_its_arguments() -> None:
     for parser in verbs:
         options = {action.dest: None for action in parser._actions if action.dest != "help"}
         inspect.signature(function_of(parser.get_default("run_verb"))).bind(**options)
+
+
+@pytest.mark.parametrize(("own", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
+def test_idle_openmp_threads_of_a_verb_do_not_spin(own: dict[str, str], expected: str) -> None:
+    """The real libgomp of torch prints what it read."""
+    code = "from pacs_megatron.runtime.command_line import run_command; run_command(lambda: __import__('torch') and 0)"
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
+        env=environ | own | {"OMP_DISPLAY_ENV": "TRUE"},
+    )  # fmt: skip
+    assert f"OMP_WAIT_POLICY = '{expected}'" in done.stderr
+
+
+def test_no_command_line_imports_torch_before_it_runs() -> None:
+    code = "import sys, pacs_megatron.cli, pacs_megatron.launch.job, pacs_megatron.launch.serve; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.stdout == "False\n"
 
 
 def test_a_closed_pipe_is_quiet(config: str) -> None:
