@@ -29,6 +29,7 @@ TOLERANCES: Mapping[str, tuple[float, float, str]] = {
     "Adam's first moment": (1e-4, 0.2, "of the tensor's largest"),
     "Adam's second moment": (1e-4, 0.2, "of the tensor's largest"),
     "exported and converted weights": (0, 0, "difference from the last ones"),
+    "config.json of the exported and converted folders": (0, 0, "keys that differ"),
 }
 _TOKENS = {
     "start": "log-probs at the step's start",
@@ -118,10 +119,21 @@ def compare(folder: Path, *, updates_before_resume: int, is_bf16: bool) -> Compa
     last = _arrays(product / f"weights_{len(updates)}.npz")
     for kind in ("export", "convert to-hf", "convert to-megatron"):
         found.tensors("exported and converted weights", kind, product / f"{kind}.npz", last, 1.0)
+    model = _without_dtype(folder / "model")
+    for name in ("hf", "to_hf", "to_megatron/hf"):
+        own = _without_dtype(product / name)
+        keys = sum(own.get(key) != model.get(key) for key in {*own, *model})
+        found.check("config.json of the exported and converted folders", name, keys, 0)
     if (product / "critic to-hf.npz").is_file():
         of_critic = _arrays(product / f"critic_{len(updates)}.npz")
         found.tensors("exported and converted weights", "critic", product / "critic to-hf.npz", of_critic, 1.0)
     return found
+
+
+def _without_dtype(folder: Path) -> dict[str, Any]:
+    """config.json without the type, which is that of the written weights."""
+    content = json.loads((folder / "config.json").read_text())
+    return {key: value for key, value in content.items() if key not in ("dtype", "torch_dtype")}
 
 
 def _compare_update(

@@ -159,6 +159,7 @@ class _Recorded:
             offsets=np.cumsum([0, *facts.lens]),
             sampler_logprobs=self._data[f"{step}.sampler"],
             response_offsets=np.cumsum([0, *facts.response_lens]),
+            routes=self._data.get(f"{step}.routes"),
         )
         return StepSamples(facts=facts, tokens=tokens if self._is_first else None, metrics={})
 

@@ -59,7 +59,9 @@ class Model:
         return every.gather(1, tokens[prompt_len:, None])[:, 0], -(every.exp() * every).sum(-1)
 
     def values(self, ids: np.ndarray, prompt_len: int) -> Tensor:
-        """Of a critic: the values before each token of one sample's response, with graph."""
+        """Of a critic: the values before each token of one sample's response, with graph. It chooses its own experts."""
+        for router in self.routers:
+            router.chosen = None
         tokens = torch.from_numpy(ids.astype(np.int64))
         found: Tensor = self.model(tokens[None], use_cache=False).logits[0, prompt_len - 1 : -1, 0]
         return found
@@ -196,8 +198,13 @@ class Reference:
         self.routes: dict[int, list[Tensor | None]] = {}
         """row -> experts of each layer in the last pass over all samples"""
 
-    def logps(self, step: int, rows: Sequence[int] | None = None, *, replays: bool = False) -> tuple[Logps, Logps]:
-        """(log-probs, entropies) of some samples, with a graph; None: of all, without. `replays`: with `self.routes`."""
+    def logps(
+        self, step: int, rows: Sequence[int] | None = None, *, replays: bool = False, is_frozen: bool = False
+    ) -> tuple[Logps, Logps]:
+        """(log-probs, entropies) of some samples, with a graph; None: of all, without.
+
+        With the sampler's experts where the case has them, unless `is_frozen`; `replays`: with those of `self.routes`.
+        """
         tokens, prompt_lens = self.data[f"{step}.tokens"], self.data[f"{step}.prompt_lens"]
         bounds = np.cumsum([0, *(prompt_lens + self.data[f"{step}.response_lens"])])
         with torch.set_grad_enabled(rows is not None):
@@ -205,6 +212,9 @@ class Reference:
             found = []
             for row in wanted:
                 routes: list[Tensor | None] = self.routes[row] if replays else [None] * len(self.model.routers)
+                if f"{step}.routes" in self.data and not is_frozen:  # of every input token but the last
+                    given = torch.from_numpy(self.data[f"{step}.routes"][bounds[row] - row : bounds[row + 1] - row - 1])
+                    routes = [torch.cat([given[:, k], given[-1:, k]]).long() for k in range(len(routes))]
                 found.append(self.model.sample(tokens[bounds[row] : bounds[row + 1]], prompt_lens[row], routes))
                 if rows is None:
                     self.routes[row] = [router.chosen for router in self.model.routers]
@@ -299,7 +309,7 @@ class Reference:
         for step in range(1, self.case["steps"] + 1):
             own = self.model.copy()
             self.model.set(frozen_weights)
-            frozen = self.logps(step)[0]
+            frozen = self.logps(step, is_frozen=True)[0]
             self.model.set(own)
             starts = self.logps(step)[0]
             for index, rows in enumerate(self.minibatches(step)):

@@ -234,6 +234,11 @@ def write_samples(case: Case, folder: Path, seed: int) -> None:
             f"{step}.noise": rng.normal(0, 0.4, int(response_lens.sum()))
             + np.repeat(rng.normal(0, 0.7, len(groups)), response_lens),
         }
+        if config.policy.routing == "replay_sampler":  # random experts; the policy would choose others
+            experts = case.hf_config.get("num_experts") or case.hf_config["num_local_experts"]
+            shape = (int((prompt_lens + response_lens - 1).sum()), case.hf_config["num_hidden_layers"], experts)
+            order = rng.permuted(np.broadcast_to(np.arange(experts, dtype=np.int16), shape), axis=-1)
+            arrays[f"{step}.routes"] = order[..., : case.hf_config["num_experts_per_tok"]]
         ids[step] = [f"{step}:case/{(7 * g) % 11}-{g}#{row}" for row, g in enumerate(groups)]
     np.savez(folder / "steps.npz", **arrays)
     (folder / "model").mkdir()

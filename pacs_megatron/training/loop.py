@@ -244,6 +244,9 @@ def resume(run: RunContext) -> RunProgress | None:
         policy_state.load_sharded_state(model, own)
     if rng is not None:
         policy_state.load_rng_state(rng)
+    if run.has_reference and run.policy.reference is None:
+        logger.warning("%s has no frozen reference: it is the policy of this checkpoint from now on", folder)
+        run.policy.take_reference(reset_optimizer=False)
     run.policy.version = saved["policy_version"]
     run.policy.optimizer.schedule.load_state_dict(saved["schedule"])
     if run.critic is not None:
@@ -270,12 +273,17 @@ def _sharded(run: RunContext, *, is_loading: bool, with_reference: bool) -> dict
 
 
 def _settings(run: RunContext) -> dict[str, Any]:
-    """Values that a run may not change inside a step."""
+    """Values that a run may not change inside a step: its samples, mini-batches and log-probs depend on them."""
+    config, passes = run.config, [run.objective.logprob_passes(index) for index in (0, 1)]
     return {
-        "batch.updates_per_step": run.config.batch.updates_per_step,
-        "batch.epochs": run.config.batch.epochs,
-        "policy.routing": run.config.policy.routing,
-        "objective.*": sorted(run.objective.logprob_passes(1)),
+        "batch.updates_per_step": config.batch.updates_per_step,
+        "batch.epochs": config.batch.epochs,
+        "policy.routing": config.policy.routing,
+        "objective.*": [source for own in passes for source in sorted(own)],
+        "admission.truncated": config.admission.truncated == "drop",
+        "admission.drop_one_class_groups": config.admission.drop_one_class_groups,
+        "rollout.max_staleness": config.rollout.steps_ahead,
+        "rollout.sampling.temperature": config.rollout.sampling.temperature,
     }
 
 

@@ -75,7 +75,7 @@ class OpenStep:
         Raises CheckpointError when a setting differs.
         """
         header, arrays = record
-        saved = {"batch.epochs": 1, "policy.routing": "own"} | header["settings"]  # earlier checkpoints
+        saved = {**settings, "batch.epochs": 1, "policy.routing": "own"} | header["settings"]  # earlier checkpoints
         changed = [key for key, value in settings.items() if saved.get(key) != value]
         if changed:
             raise CheckpointError(

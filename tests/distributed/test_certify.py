@@ -104,7 +104,7 @@ RIVALS: dict[str, list[str]] = {
     "luspo": ["objective.kl_coef=0.1", "objective.kl_estimator=k2"],
     "real_bce": ["parallel.tp=1", "parallel.pp=2"],
     "cispo": ["parallel.tp=1", "parallel.cp=2"],
-    **{name: [] for name in ("grpo", "dr_grpo", "w_reinforce", "psr", "nsr", "reinforce_pp")},
+    **{name: [] for name in ("grpo", "dr_grpo", "w_reinforce", "psr", "nsr", "reinforce_pp", "reinforce_pp_baseline")},
 }
 
 

@@ -97,6 +97,26 @@ def test_results_do_not_depend_on_the_data_parallel_size(tmp_path: Path, model: 
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ("objective.reference=step_start", "objective.reference=frozen"),
+        ("objective={name: grpo}", "objective={name: grpo, kl_coef: 1.0e-9}"),
+    ],
+)
+def test_a_reference_that_a_resume_adds_is_the_policy_of_the_checkpoint(
+    tmp_path: Path, model: Path, first: str, later: str
+) -> None:
+    """In the step after the checkpoint it is the policy at the step's start, so nothing else changes."""
+    one = "parallel.tp=1"
+    whole = run(tmp_path / "whole", model, 1, one, first)
+    run(tmp_path / "changed", model, 1, one, first, "run.steps=1")
+    changed = run(tmp_path / "changed", model, 1, one, later)
+    weights, expected = (load_file(folder / "hf" / "model.safetensors") for folder in (changed, whole))
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, atol=2e-6, rtol=0, msg=name)
+
+
 def test_mismatch_is_reported_and_the_breaker_saves_and_stops(tmp_path: Path, model: Path) -> None:
     run_dir = run(tmp_path / "healthy", model, 2, "mismatch.max_abs_mean=1e-3", "mismatch.threshold=1e-3")
     for row in read_metrics(run_dir):

@@ -38,7 +38,6 @@ LAYOUTS = {
 ENGINES = ("embedded", "sglang")
 PHASES = ("start", "rollout", "logprobs", "update", "sync", "evaluation", "checkpoint", "export")
 VICTIMS = ("all ranks", "one rank", "driver", "reward worker", "server")
-KILLS_A_RUN = 4
 END_S = 900.0
 """for a run to end after a kill, on any host"""
 COMMON = (
@@ -269,9 +268,11 @@ class Campaign:
         kills: list[dict[str, Any]] = []
         run_dir, begin = folder / "runs" / "tiny", time.monotonic()
         attempt = self.attempt(folder, layout, server, 0.02)
-        while len(kills) < KILLS_A_RUN:
-            phase, who = rng.choice(PHASES), rng.choice(VICTIMS if server is not None else VICTIMS[:-1])
-            if phase == "export" and len(kills) < KILLS_A_RUN - 1:
+        victims = list(VICTIMS if server is not None else VICTIMS[:-1])  # each once
+        rng.shuffle(victims)
+        while len(kills) < len(victims):
+            phase, who = rng.choice(PHASES), victims[len(kills)]
+            if phase == "export" and len(kills) < len(victims) - 1:
                 phase = "update"  # the export is the last phase of a run
             delay_s = rng.uniform(0, 3.0) if phase == "start" else rng.choice((0.0, 0.003, 0.02, 0.1)) * rng.random()
             wanted = attempt.entered(phase) + rng.randint(1, 2) if phase != "export" else 1

@@ -19,6 +19,7 @@ from tests.support.policies.planted import (
     _option,
 )
 from tests.support.policies.planted import PLANTED as EARLIER
+from tests.support.policies.planted_fourth import FOURTH
 
 CRITIC = {"objective": {"name": "ppo"}}
 FOUR = {"batch": {"updates_per_step": 4}}
@@ -202,4 +203,4 @@ THIRD: dict[str, Planted] = {
         target=f"{POLICY}.optimizer.OptimizerConfig", change=_option("adam_eps", lambda value: 1.05 * value)
     ),
 }
-PLANTED = EARLIER | THIRD
+PLANTED = EARLIER | THIRD | FOURTH

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,19 @@ import pytest
 import torch.distributed as dist
 
 from pacs_megatron.checkpoint.run_checkpoint import read_open_step
+from pacs_megatron.config import load_config
 from pacs_megatron.contracts import UpdateReport
 from pacs_megatron.errors import CheckpointError
+from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.training import loop
 from pacs_megatron.training.progress import OpenStep
+from tests.support.policies.certify_runs import write_run
 from tests.support.ranks import rank_of, run_ranks
 
 SETTINGS = {"batch.updates_per_step": 3, "objective.*": ["reference"]}
+
+SAMPLING = {"max_response_tokens": 100}
+ROLLOUT = {"engine": "embedded", "sampling": SAMPLING}
 
 
 def open_step(rows: list[int]) -> OpenStep:
@@ -50,6 +59,34 @@ def test_settings_may_not_change_inside_a_step() -> None:
         OpenStep.from_record((header, {}), {**SETTINGS, "batch.updates_per_step": 2})
     with pytest.raises(CheckpointError, match=r"objective\.\* was \['reference'\] then"):
         OpenStep.from_record((header, {}), {**SETTINGS, "objective.*": []})
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("objective.*", {"objective": {"name": "grpo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}}),
+        ("admission.truncated", {"admission": {"truncated": "drop"}}),
+        ("admission.drop_one_class_groups", {"admission": {"drop_one_class_groups": True}}),
+        ("rollout.max_staleness", {"rollout": ROLLOUT | {"max_staleness": 1}}),
+        ("rollout.sampling.temperature", {"rollout": ROLLOUT | {"sampling": SAMPLING | {"temperature": 0.7}}}),
+    ],
+)
+def test_no_key_that_selects_samples_or_log_probs_changes_inside_a_step(
+    tmp_path: Path, key: str, changes: dict[str, Any]
+) -> None:
+    """Other samples would get the log-probs of the saved ones; a missing pass ends in an exception."""
+    base = {"objective": {"name": "grpo", "kl_coef": 0.1, "kl_in": "loss"}, "rollout": ROLLOUT}
+
+    def settings(values: dict[str, Any]) -> dict[str, Any]:
+        config = load_config(write_run(tmp_path, base | values)).config
+        return loop._settings(
+            SimpleNamespace(config=config, objective=build_objective(config.objective, updates_per_step=2))  # type: ignore[arg-type]
+        )
+
+    header = {"updates": 1, "minibatches": 0, "settings": settings({}), "sums": {}, "extremes": {}}
+    OpenStep.from_record((header, {}), settings({}))
+    with pytest.raises(CheckpointError, match=rf"and {re.escape(key)} was"):
+        OpenStep.from_record((header, {}), settings(changes))
 
 
 def test_the_record_of_an_earlier_release_is_rejected_by_name(tmp_path: Path) -> None:
