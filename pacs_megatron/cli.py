@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from pacs_megatron import __version__
 from pacs_megatron.errors import ExitCode
-from pacs_megatron.runtime.command_line import OneLineParser, check_arguments, integer_from, run_command
+from pacs_megatron.runtime.command_line import OneLineParser, check_arguments, integer_from, path_from, run_command
 from pacs_megatron.runtime.shipped import cluster_file, run_file
 
 Verb = Callable[..., "str | Iterable[str] | int | tuple[str, int]"]
@@ -93,7 +93,7 @@ def _add_config_verb(verbs: _SubParsers, name: str, text: str, run_verb: Verb | 
 
 def _add_run_verb(verbs: _SubParsers, name: str, text: str, place: str) -> argparse.ArgumentParser:
     parser = _add_verb(verbs, name, text, place)
-    parser.add_argument("run_dir", metavar="run", type=Path, help="the run folder")
+    parser.add_argument("run_dir", metavar="run", type=path_from, help="the run folder")
     return parser
 
 
@@ -112,27 +112,29 @@ def _add_evaluation(verbs: _SubParsers) -> None:
     parser.add_argument(
         "--model", nargs="+", default=[], help="Hugging Face folders, runs or checkpoints, instead of model.path"
     )
-    parser.add_argument("--out", type=Path, help="folder for the results; default: <run folder>/eval")
+    parser.add_argument("--out", type=path_from, help="folder for the results; default: <run folder>/eval")
     parser.add_argument("--rejudge", action="store_true", help="judge the existing samples again, without sampling")
     text = "do not compare the weights with their certificate"
     parser.add_argument("--no-verify", dest="verify", action="store_false", help=text)
     parser = _add_verb(verbs, "compare", "compare runs that differ in configuration and seed", _compare)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
-    parser.add_argument("--out", type=Path, default=Path("compare.html"), help="the page (default: compare.html)")
+    parser.add_argument("runs", type=path_from, nargs="+", metavar="RUN", help="run folders")
+    parser.add_argument("--out", type=path_from, default=Path("compare.html"), help="the page (default: compare.html)")
     for form in ("json", "csv", "latex"):
-        parser.add_argument(f"--{form}", type=Path, metavar="FILE", help=f"also write the figures as {form}")
+        parser.add_argument(f"--{form}", type=path_from, metavar="FILE", help=f"also write the figures as {form}")
     parser = _add_verb(verbs, "diversity", "diversity of the correct responses of evaluations", _diversity)
-    parser.add_argument("paths", type=Path, nargs="+", metavar="RUN|RESULTS", help="runs, or folders of `eval`")
+    parser.add_argument("paths", type=path_from, nargs="+", metavar="RUN|RESULTS", help="runs, or folders of `eval`")
     parser.add_argument(
         "--embedder", default="Qwen/Qwen3-Embedding-0.6B", help="an embedding model, or `hashed` (for tests)"
     )
-    parser.add_argument("--out", type=Path, default=Path("diversity.html"), help="the page (default: diversity.html)")
+    parser.add_argument(
+        "--out", type=path_from, default=Path("diversity.html"), help="the page (default: diversity.html)"
+    )
     parser.add_argument("--benchmark", nargs="+", default=[], help="names of benchmarks; default: all")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the embeddings, as .npz")
+    parser.add_argument("--save", type=path_from, metavar="FILE", help="also write the embeddings, as .npz")
     text = "write the weights of a run as a Hugging Face checkpoint"
     parser = _add_run_verb(verbs, "export", text, "launch.export:export")
     parser.add_argument("--step", type=integer_from(0), help="the checkpoint to export; default: the newest")
-    parser.add_argument("--out", type=Path, help="target folder; default: <run>/hf_exports/step_<n>")
+    parser.add_argument("--out", type=path_from, help="target folder; default: <run>/hf_exports/step_<n>")
     _add_no_verify(parser, "verify")
 
 
@@ -161,15 +163,15 @@ def _add_convert(verbs: _SubParsers) -> None:
     for parser in (to_megatron, verify):
         parser.add_argument("--hf", required=True, metavar="DIR_OR_HUB_ID", help="folder or hub id")
     for parser in (to_hf, verify):
-        parser.add_argument("--checkpoint", required=True, type=Path, metavar="CKPT", help="checkpoint or run")
+        parser.add_argument("--checkpoint", required=True, type=path_from, metavar="CKPT", help="checkpoint or run")
         parser.add_argument("--step", type=integer_from(0), help="step of the run's checkpoint (default: the newest)")
     for parser in (to_megatron, to_hf):
-        parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="target; must not exist")
+        parser.add_argument("--out", required=True, type=path_from, metavar="DIR", help="target; must not exist")
         text = "cast the weights (default: keep their dtype)"
         parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help=text)
         parser.add_argument("--verify", action="store_true", help="read the result back and compare every bit")
     _add_no_verify(to_hf, "verify_source")
-    verify.add_argument("--certificate", required=True, type=Path, metavar="FILE", help="JSON file to write")
+    verify.add_argument("--certificate", required=True, type=path_from, metavar="FILE", help="JSON file to write")
     verify.add_argument("--logits", action="store_true", help="also compare logits with transformers")
     for axis in ("tp", "pp", "ep"):
         text = f"{axis} for the logits comparison (default: 1)"
@@ -194,14 +196,14 @@ def _add_planning(verbs: _SubParsers) -> None:
     text = "do not start or probe SGLang servers"
     parser.add_argument("--skip-servers", dest="start_servers", action="store_false", help=text)
     parser = _add_config_verb(verbs, "certify", "compare a tiny run of this configuration with a reference", _certify)
-    parser.add_argument("--out", type=Path, help="folder of the certificate; default: <run folder>/certificate")
+    parser.add_argument("--out", type=path_from, help="folder of the certificate; default: <run folder>/certificate")
     text = "download model, tokenizer and data for jobs without a network"
     _add_config_verb(verbs, "fetch", text, "launch.fetch:fetch")
     _add_jobs(verbs)
     parser = _add_verb(verbs, "paper", "run and print tables and figures of the PACS paper", _paper)
     parser.add_argument("overrides", nargs="+", metavar="TABLE|FIGURE", help="or all; and key=value for all runs")
     parser.add_argument("--scale", choices=("paper", "laptop"), default="paper", help="laptop: two cores")
-    parser.add_argument("--dir", type=Path, help="folder of the runs and tables; default: runs/paper-<scale>")
+    parser.add_argument("--dir", type=path_from, help="folder of the runs and tables; default: runs/paper-<scale>")
     parser.add_argument("--seeds", type=integer_from(1), help="runs of each method; default: 1, or 3 on a laptop")
     parser.add_argument("--cluster", type=cluster_file, help="submit what is missing to Slurm; default: run here")
     parser.add_argument("--dry-run", action="store_true", help="only print the nodes of the DAG with their state")
@@ -247,18 +249,15 @@ def _eval(*, overrides: list[str], model: list[str], **options: Any) -> str:
 
 
 def _compare(*, runs: list[Path], out: Path, **files: Path | None) -> list[str]:
-    from pacs_megatron.errors import ConfigError
     from pacs_megatron.evaluation import compare_page
     from pacs_megatron.evaluation.compare import compare
     from pacs_megatron.runtime.files import write_outputs
 
     found = compare(runs)
-    content = {out: compare_page.compare_html(found).encode()}
-    for form, path in files.items():
-        if path in content:
-            raise ConfigError(f"{path} is the file of two outputs; name one file for each")
-        if path is not None:
-            content[path] = getattr(compare_page, f"compare_{form}")(found).encode()
+    content = [(out, compare_page.compare_html(found).encode())]
+    content += [
+        (path, getattr(compare_page, f"compare_{form}")(found).encode()) for form, path in files.items() if path
+    ]
     write_outputs(content)
     return [*found.sentences(), str(out)]
 
@@ -269,8 +268,8 @@ def _diversity(*, paths: list[Path], embedder: str, benchmark: list[str], out: P
 
     described, vectors = embedded(paths, embedder, benchmark)
     lines, text = diversity_page(described, vectors)
-    vectors_of = {} if save is None else {save: vectors_file(described, vectors)}
-    write_outputs({out: text.encode(), **vectors_of})
+    vectors_of = [] if save is None else [(save, vectors_file(described, vectors))]
+    write_outputs([(out, text.encode()), *vectors_of])
     return [*lines, str(out)]
 
 
@@ -313,5 +312,5 @@ def _paper(*, overrides: list[str], scale: str, dir: Path | None, seeds: int | N
     from pacs_megatron.launch.paper import Study, run_paper
 
     names, changes = ([word for word in overrides if ("=" in word) == wanted] for wanted in (False, True))
-    study = Study(scale, (dir or Path("runs", f"paper-{scale}")).resolve(), changes, seeds)
+    study = Study(scale, (dir or Path("runs", f"paper-{scale}")).absolute(), changes, seeds)
     return run_paper(study, names, **options)

@@ -17,13 +17,20 @@ from pacs_megatron.config import LoadedConfig
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.observability.page import page, safe_text
-from pacs_megatron.runtime.files import write_atomically
+from pacs_megatron.runtime.files import check_output, write_outputs
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import run_folder
 
 FILE = "certificate.json"
 _VERSIONS_OF = ("pacs-megatron", "torch", "megatron-core", "transformers", "numpy")
 _COVERED = ("model", "precision", "policy", "objective", "batch", "optimizer")
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError if `folder` is a model, or has the certificate of an export or another file of that name."""
+    if (folder / "config.json").exists():
+        raise ConfigError(f"{folder} is the folder of a model; choose another --out")
+    check_output(folder / FILE, b'{\n "result": ')
 
 
 def certificate_folder(loaded: LoadedConfig) -> Path:
@@ -99,10 +106,9 @@ class Certificate:
         return f"certified ({c['precision']}): {total} numbers equal the reference, {c['seconds']} s; {self.folder}"
 
     def write(self) -> None:
-        """`certificate.json` and `certificate.html`."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / "certificate.html", [self._page().encode()])
-        write_atomically(self.folder / FILE, [json.dumps(self.content, indent=1).encode(), b"\n"])
+        """`certificate.json` and `certificate.html`; a certificate of an export is kept."""
+        text = json.dumps(self.content, indent=1).encode() + b"\n"
+        write_outputs([(self.folder / FILE, text), (self.folder / "certificate.html", self._page().encode())])
 
     def _page(self) -> str:
         c = self.content

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from pacs_megatron.certify.certificate import Certificate, certificate_folder
+from pacs_megatron.certify.certificate import Certificate, certificate_folder, check_folder
 from pacs_megatron.certify.compare import Comparison, compare
 from pacs_megatron.certify.shrink import Case, shrink, write_samples
 from pacs_megatron.config import LoadedConfig, load_config
@@ -41,6 +41,7 @@ def certify(
     place = find_rank(os.environ)
     case = make_case(loaded, None if place is None else place.world_size)
     folder = out or certificate_folder(loaded)
+    check_folder(folder)
     work = folder / ".work"
     start, is_bf16 = time.monotonic(), case.config.precision.dtype == "bf16"
     _import(case, place)

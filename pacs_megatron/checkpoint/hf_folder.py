@@ -18,7 +18,7 @@ from pacs_megatron.config.text import MAX_NAME_BYTES
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.models import Entry, load_config
 from pacs_megatron.models.table import CRITIC_CLASS
-from pacs_megatron.runtime.files import naming, sync_path, write_atomically
+from pacs_megatron.runtime.files import is_file, naming, sync_path, write_atomically
 from pacs_megatron.runtime.json_reader import read_object
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -81,7 +81,7 @@ class HfFolder:
 
     def _open(self) -> dict[str, SafetensorsFile]:
         index = self.path / INDEX_NAME
-        if not index.exists():
+        if not is_file(index, CheckpointError):
             return {name: file for file in [self._open_single()] for name in file.tensors}
         weight_map = self._weight_map(index)
         file_of: dict[str, SafetensorsFile] = {}
@@ -262,8 +262,8 @@ def hf_tensors(entries: Iterable[Entry], dtype: torch.dtype) -> list[TensorInfo]
 
 
 def metadata_files(folder: Path) -> list[Path]:
-    """Config, generation config, tokenizer and chat template files; no weights, no code."""
-    files = [p for p in folder.iterdir() if p.is_file() and p.suffix in _METADATA_SUFFIXES]
+    """Config, generation config, tokenizer and chat template files; no weights, no code. Raises CheckpointError."""
+    files = [p for p in folder.iterdir() if p.suffix in _METADATA_SUFFIXES and is_file(p, CheckpointError)]
     files += [p for name in _METADATA_FOLDERS for p in (folder / name).glob("*.jinja")]
     return sorted(p for p in files if not p.name.endswith(".index.json") and p.name not in _OWN_FILES)
 

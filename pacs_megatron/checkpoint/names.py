@@ -7,6 +7,10 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from pacs_megatron.errors import CheckpointError
+from pacs_megatron.runtime.files import is_file
+from pacs_megatron.runtime.json_reader import read_text
+
 CHECKPOINTS_FOLDER = "checkpoints"
 MANIFEST_NAME = "manifest.json"
 """Written last: a folder without it is not a checkpoint."""
@@ -65,4 +69,4 @@ def newest_step(run_dir: Path) -> int | None:
 def read_run_identity(run_dir: Path) -> str | None:
     """The identity that every checkpoint of the run records; None before the first save."""
     file = run_dir / RUN_IDENTITY_FILE
-    return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else None
+    return read_text(file, error=CheckpointError).strip() if is_file(file, CheckpointError) else None

@@ -49,7 +49,7 @@ from pacs_megatron.errors import CheckpointError
 from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import gather_json
-from pacs_megatron.runtime.files import sync_path, write_atomically
+from pacs_megatron.runtime.files import is_file, sync_path, write_atomically
 from pacs_megatron.runtime.json_reader import as_object, parse_json, read_object, read_text
 
 logger = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ def _read_record(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, np.
     from safetensors.numpy import load_file
 
     path = folder / f"{name}.json"
-    if not path.is_file():
+    if not is_file(path, CheckpointError):
         return None
     text = read_text(path, error=CheckpointError)
     header = as_object(parse_json(text, str(path), error=CheckpointError, any_text=True), str(path))

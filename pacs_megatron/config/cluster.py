@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, PositiveInt, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from pacs_megatron.config.messages import explain_validation
 from pacs_megatron.config.text import (
@@ -54,7 +54,7 @@ class ClusterConfig(Options):
     """Slurm option that requests GPUs. `none`: the site allocates whole nodes, or has no GPUs."""
     exclusive: bool = True
     """Request whole nodes (`--exclusive`)."""
-    cpus_per_task: PositiveInt | None = None
+    cpus_per_task: int | None = Field(default=None, gt=0, le=65536)
     """CPU cores per rank; null uses Slurm's default. Required by `cpu_bind: cores` and `cpu_bind: threads`."""
     mem: MemorySize | None = None
     """Memory per node (`--mem`); `"0"` requests all of it."""
@@ -82,6 +82,8 @@ class ClusterConfig(Options):
 
     @model_validator(mode="after")
     def _check_binding(self) -> ClusterConfig:
+        if self.scratch is not None and not self.scratch.startswith("/"):
+            raise ValueError(f"scratch={self.scratch}: expected an absolute path, which exists on every node")
         if self.cpu_bind is not None and self.cpus_per_task is None:
             kind = next((word for word in self.cpu_bind.split(",") if re.fullmatch("cores?|threads?|rank", word)), None)
             if kind is not None:

@@ -366,7 +366,7 @@ class RunOptions(Options):
     """Parent folder: the run folder is `<dir>/<name>`."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of data order and sampling."""
-    steps: PositiveInt
+    steps: int = Field(gt=0, le=10**9)
     """Number of training steps (rollout batches)."""
     nproc: PositiveInt | None = None
     """Number of ranks that `train` starts on this host; null uses tp * pp * cp. Ignored under torchrun or srun."""

@@ -63,9 +63,9 @@ class Certificate:
             nbytes = sum(record["nbytes"] for record in records)
             sides[side] = {"num_tensors": len(records), "nbytes": nbytes, "tensors": records}
         content = {
+            "direction": self.direction,
             "format": _FORMAT,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "direction": self.direction,
             "source": self.source,
             "target": self.target,
             "family": self.spec.family,
@@ -79,4 +79,4 @@ class Certificate:
         return json.dumps(content, indent=1) + "\n"
 
     def write(self, path: Path) -> None:
-        write_outputs({path: self.to_json().encode()})
+        write_outputs([(path, self.to_json().encode())])

@@ -1,6 +1,7 @@
 """HF folder -> Megatron checkpoint and back, tensor by tensor: memory use does not depend on the model's size."""
 
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pacs_megatron.checkpoint.hf_folder import (
     HfFolderWriter,
     copy_hf_metadata,
     hf_tensors,
+    metadata_files,
 )
 from pacs_megatron.checkpoint.manifest import (
     DIST_FOLDER,
@@ -32,9 +34,10 @@ from pacs_megatron.convert.certificate import CERTIFICATE_NAME, Certificate
 from pacs_megatron.convert.pipeline import WORKERS, Job, run_jobs
 from pacs_megatron.convert.source import DTYPES, check_names
 from pacs_megatron.convert.verify import FILES, compare, files_check
-from pacs_megatron.errors import ConversionError
+from pacs_megatron.errors import CheckpointError, ConversionError
 from pacs_megatron.models import Entry, WeightTable, read_spec, weight_table
 from pacs_megatron.models.hub import model_folder
+from pacs_megatron.runtime.json_reader import parse_json, read_text
 
 _MAX_PIECES = 8
 _MIN_PIECE_BYTES = 1 << 20
@@ -60,7 +63,7 @@ def _summary(out: Path, num_tensors: int, nbytes: int, convert_s: float, verify_
 
 
 def _refuse_inside(out: Path, source: Path) -> None:
-    if out.resolve().is_relative_to(source.resolve()):
+    if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(source)):
         raise ConversionError(f"{out} is inside the source {source}; choose an output folder outside of it")
 
 
@@ -73,6 +76,9 @@ def hf_to_megatron(hf: str, options: Options) -> str:
     folder = HfFolder(model_folder(hf, "--hf"))
     _refuse_inside(options.out, folder.path)
     table = weight_table(read_spec(folder.config))
+    for file in metadata_files(folder.path):
+        if file.suffix == ".json":  # copied as it is
+            parse_json(read_text(file, error=CheckpointError), str(file), error=CheckpointError, any_text=True)
     certificate = Certificate(
         direction="hf-to-megatron", source=str(folder.path), target=str(options.out), spec=table.spec
     )
@@ -146,7 +152,7 @@ def _write_dist(
         tensors = [folder.get(name) for name in entry.hf_names]
         for name, tensor in zip(entry.hf_names, tensors, strict=True):
             certificate.add("hf", name, [tensor])
-        parts = entry.to_megatron_parts([t if cast is None else t.to(cast) for t in tensors])
+        parts = entry.to_megatron_parts([_cast(t, cast, name) for t, name in zip(tensors, entry.hf_names, strict=True)])
         certificate.add("megatron", entry.megatron_name, parts)
         for piece in pieces(entry, parts):
             writer.put(piece)
@@ -201,10 +207,18 @@ def _export(
     blocks = weights.get_entry_blocks(entry)
     certificate.add("megatron", entry.megatron_name, blocks)
     for name, rows in zip(entry.hf_names, entry.to_hf_blocks(blocks), strict=True):
-        out = rows if options.dtype is None else [block.to(DTYPES[options.dtype]) for block in rows]
+        out = [_cast(block, options.dtype and DTYPES[options.dtype], name) for block in rows]
         certificate.add("hf", name, out)
         writer.put(name, *out)
     weights.release_entry(entry)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None, name: str) -> torch.Tensor:
+    if dtype is None:
+        return tensor
+    if not (found := tensor.to(dtype)).isfinite().all():
+        raise ConversionError(f"{name} has values that are not finite in {dtype}; choose a --dtype of a larger range")
+    return found
 
 
 def _verified(folder: HfFolder, weights: MegatronWeights, certificate: Certificate) -> float:

@@ -16,8 +16,9 @@ from pacs_megatron.config.schema import DataOptions, DatasetOptions
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.data.presets import Problem, columns_of, problem_of
 from pacs_megatron.data.sources import read_rows
-from pacs_megatron.errors import DataError
+from pacs_megatron.errors import DataError, shown
 from pacs_megatron.runtime.processes import run_limited
+from pacs_megatron.runtime.waiting import report_wait
 
 _BATCH = 1024
 _BREAK = "\ue000"
@@ -65,6 +66,12 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
             f"{dataset.path}: all {len(rows)} prompts have more than data.max_prompt_tokens={data.max_prompt_tokens} "
             "tokens; raise the limit"
         )
+    distinct = {prompt.token_ids.tobytes() for prompt in prompts}
+    if b"" in distinct or len(distinct) == 1 < len({prompt.problem for prompt in prompts}):
+        raise DataError(
+            f"{tokenizer.name_or_path}: creates prompts without the problem, such as {shown(prompts[0].text)}; correct the "
+            "chat template, or the tokenizer"
+        )
     return PromptSet(
         name=name,
         prompts=tuple(prompts),
@@ -103,11 +110,12 @@ def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[s
         return text
 
     try:
-        texts: list[str] = run_limited(
-            lambda: [apply(content) for content in contents],
-            seconds=_TEMPLATE_LIMIT_S,
-            memory_bytes=_TEMPLATE_MEMORY_BYTES,
-        )
+        with report_wait(f"for the {where}"):
+            texts: list[str] = run_limited(
+                lambda: [apply(content) for content in contents],
+                seconds=_TEMPLATE_LIMIT_S,
+                memory_bytes=_TEMPLATE_MEMORY_BYTES,
+            )
     except TimeoutError as error:
         raise DataError(
             f"{where}: not finished after {_TEMPLATE_LIMIT_S:g} s of CPU time; remove the endless loop from the template"

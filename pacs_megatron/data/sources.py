@@ -14,7 +14,7 @@ from typing import Any
 
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.config.text import HUB_ID, local_path
-from pacs_megatron.errors import ConfigError, DataError
+from pacs_megatron.errors import ConfigError, DataError, shown
 from pacs_megatron.runtime.json_reader import as_object, parse_json, read_lines, read_text
 from pacs_megatron.runtime.waiting import hub_wait, report_wait
 
@@ -115,6 +115,9 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             index = 0
+            names = file.schema_arrow.names
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise DataError(f"{path}: {len(names)} columns, {shown(twice[0])} is repeated; rename one of them")
             for batch in file.iter_batches(batch_size=1024):
                 for values in batch.to_pylist():
                     yield Row(index=index, where=f"{path} (row {index})", values=values)

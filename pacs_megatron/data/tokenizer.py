@@ -6,6 +6,7 @@ from typing import Any
 
 from pacs_megatron.config.text import HUB_ID, local_path
 from pacs_megatron.errors import DataError
+from pacs_megatron.runtime.files import is_file
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.waiting import hub_wait
 
@@ -23,6 +24,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     if not folder.is_dir() and (folder.exists() or not HUB_ID.fullmatch(path)):
         raise DataError(f"tokenizer {path}: no such folder, and not a hub id; correct model.path")
     is_local = folder.is_dir()
+    for file in folder.glob("*.j*"):  # transformers would use defaults in place of a pipe or a lost link
+        is_file(file)
     try:
         with nullcontext() if is_local else hub_wait(path):
             tokenizer = AutoTokenizer.from_pretrained(
@@ -61,7 +64,7 @@ def _generation_config(path: str) -> Path | None:
     folder = local_path(path)
     if folder.is_dir():
         file = folder / GENERATION_CONFIG
-        return file if file.is_file() else None
+        return file if is_file(file) else None
     from transformers.utils import cached_file
 
     cached = cached_file(

@@ -24,6 +24,7 @@ from pacs_megatron.evaluation.statistics import (
     stratified,
 )
 from pacs_megatron.observability.metrics import METRICS_FILE, Row, read_metrics
+from pacs_megatron.runtime.files import check_distinct, is_file
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import CONFIG_FILE
 
@@ -94,9 +95,7 @@ class Comparison:
 
 def compare(folders: Sequence[Path]) -> Comparison:
     """Reads the runs and compares them. Raises DataError for a folder that is no run, or runs without a common score."""
-    for first, second in itertools.combinations(folders, 2):
-        if first.resolve() == second.resolve():
-            raise DataError(f"{second} is given twice; a run counts once")
+    check_distinct(folders)
     runs = [_read(folder) for folder in folders]
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
@@ -132,13 +131,13 @@ def compare(folders: Sequence[Path]) -> Comparison:
 
 def _read(folder: Path) -> Run:
     rows = read_metrics(folder)
-    if not rows or not (folder / CONFIG_FILE).is_file():
+    if not rows or not is_file(folder / CONFIG_FILE):
         raise DataError(
             f"{folder}: no {CONFIG_FILE} with metrics.jsonl; give the folder of a run with at least one step"
         )
     config = _leaves(read_yaml(folder / CONFIG_FILE, str(folder / CONFIG_FILE)).plain(), "")
     path = folder / "eval" / "results.json"
-    results = read_object(path).get("metrics") if path.exists() else {}
+    results = read_object(path).get("metrics") if is_file(path) else {}
     if not isinstance(results, dict) or not all(_is_score(key, results[key]) for key in results):
         raise DataError(
             f"{path}: metrics are no object of numbers, or a pass@k is not in [0, 1]; evaluate the run again"
@@ -158,7 +157,7 @@ def _read(folder: Path) -> Run:
 def _is_score(key: str, value: Any) -> bool:
     if value is None:
         return True
-    return isinstance(value, int | float) and (not key.endswith("/pass@1") or 0 <= value <= 1)
+    return type(value) in (int, float) and ("/pass@" not in key or 0 <= value <= 1)
 
 
 def _leaves(tree: Any, prefix: str) -> dict[str, Any]:

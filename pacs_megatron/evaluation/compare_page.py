@@ -41,7 +41,7 @@ def compare_html(comparison: Comparison) -> str:
     for title, charts in _sections(comparison):
         if charts:
             parts.append(f'<h2>{title}</h2><div class="charts">{"".join(charts)}</div>')
-    return page(" · ".join(names), f"<main>{''.join(parts)}</main>")
+    return page(f"Comparison: {' · '.join(names)}", f"<main>{''.join(parts)}</main>")
 
 
 def _scores(comparison: Comparison) -> tuple[list[str], list[list[str]]]:

@@ -4,7 +4,6 @@
 """
 
 import io
-import itertools
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,7 +15,7 @@ from pacs_megatron.errors import ConfigError, DataError
 from pacs_megatron.evaluation.sample_file import read_samples
 from pacs_megatron.evaluation.statistics import bootstrap_mean
 from pacs_megatron.observability.page import page, safe_text
-from pacs_megatron.runtime.files import has_fields
+from pacs_megatron.runtime.files import check_distinct, has_fields, is_file
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.waiting import report_wait
 
@@ -26,7 +25,7 @@ Vectors = Mapping[str, Mapping[str, np.ndarray]]
 """`<path> <benchmark>` -> `question_vectors`"""
 
 HASHED = "hashed"
-_SAMPLE_FIELDS = {"source": str, "prompt_id": str, "response": str, "label": int | None}
+_SAMPLE_FIELDS = {"id": str, "source": str, "prompt_id": str, "response": str, "label": int | None}
 _DIMENSIONS, _NGRAM = 1024, 4
 _BATCH, _MAX_TOKENS = 8, 8192
 _CELLS, _SIZE = 48, 380
@@ -114,6 +113,7 @@ def embedded(paths: Sequence[Path], embedder: str, benchmarks: Collection[str] =
     Raises DataError for a path without an evaluation.
     """
     described, embed = load_embedder(embedder)
+    check_distinct(paths)
     responses = {path: _correct_responses(path) for path in paths}
     for path, found in responses.items():
         if missing := sorted(set(benchmarks) - set(found)):
@@ -163,8 +163,8 @@ def diversity_page(described: str, vectors: Vectors) -> tuple[list[str], str]:
 
 def _correct_responses(path: Path) -> dict[str, dict[str, list[str]]]:
     """Benchmark -> question -> its correct responses."""
-    folder = path if (path / "results.json").is_file() else path / "eval"
-    if not (folder / "results.json").is_file():
+    folder = path if is_file(path / "results.json") else path / "eval"
+    if not is_file(folder / "results.json"):
         raise DataError(f"{path}: no results.json; run `pacs-megatron eval` first, and give its folder or the run's")
     name = read_object(folder / "results.json").get("samples")
     if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
@@ -172,9 +172,14 @@ def _correct_responses(path: Path) -> dict[str, dict[str, list[str]]]:
             f"{folder / 'results.json'}: samples={name!r} is no file of this folder; evaluate the run again"
         )
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for number, (_, record) in enumerate(itertools.islice(read_samples(folder / name), 1, None), start=2):
-        if not has_fields(record, _SAMPLE_FIELDS):
-            raise DataError(f"{folder / name}:{number} is not a judged sample; evaluate the run again")
+    seen: set[str] = set()
+    samples = read_samples(folder / name)
+    if not has_fields(next(samples, (b"", {}))[1], {"digest": str}):
+        raise DataError(f"{folder / name}:1 is no header of samples; evaluate the run again")
+    for number, (_, record) in enumerate(samples, start=2):
+        if not has_fields(record, _SAMPLE_FIELDS) or record["label"] not in (None, 0, 1) or record["id"] in seen:
+            raise DataError(f"{folder / name}:{number} is no judged sample, or a repeated one; evaluate the run again")
+        seen.add(record["id"])
         correct = found[record["source"]][record["prompt_id"]]
         if record["label"] == 1:
             correct.append(record["response"])

@@ -10,7 +10,7 @@ from typing import Any
 
 from pacs_megatron.config.cluster import ClusterConfig
 from pacs_megatron.config.layout import ranks_to_start
-from pacs_megatron.errors import ConfigError
+from pacs_megatron.errors import ConfigError, shown
 from pacs_megatron.launch.batch_script import python_command, serve_command, setup_lines, site_lines, train_command
 from pacs_megatron.launch.request import Job, Request
 from pacs_megatron.runtime.run_folder import run_folder
@@ -83,13 +83,17 @@ def launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
         reason = "; ".join(line.removeprefix("sbatch: error: ") for line in error.result.stderr.strip().splitlines())
         stay = f"; submitted before it: {', '.join(before)}" if before else ", nothing was submitted"
         raise ConfigError(
-            f"sbatch rejected the job: {reason}; correct the cluster's file (--cluster) or `resources`{stay}"
+            f"sbatch rejected the job: {reason or error.result.exited}; correct the cluster's file (--cluster) or "
+            f"`resources`{stay}"
         ) from None
     return {str(task.id): _job_id(task) for task in experiment.jobs}
 
 
 def _job_id(task: Any) -> str:
-    return str(task.handle).rsplit("/", 1)[-1]
+    found = str(task.handle).rsplit("/", 1)[-1]
+    if not re.fullmatch(r"[0-9]+(;[\w.-]+)?", found):
+        raise ConfigError(f"sbatch printed {shown(found)}, expected the id of a job; check sbatch and `squeue --me`")
+    return found
 
 
 def add_tasks(run: Any, experiment: Any, jobs: Sequence[Job], request: Request) -> list[tuple[str, str, str | None]]:

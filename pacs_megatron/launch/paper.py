@@ -5,6 +5,7 @@ call runs the missing nodes, and a call of a finished study only prints its tabl
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from pacs_megatron.runtime.shipped import shipped_folder
 PRODUCT = ("-m", "pacs_megatron")
 VECTORS = "diversity.npz"
 _MAX_SEEDS = 256
+_OWN_KEYS = ("model.path", "run.dir", "run.name", "run.seed")
+"""Of the configuration of a run; the study sets them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +147,12 @@ def run_paper(study: Study, names: Sequence[str], *, cluster: Path | None, dry_r
     """
     found = study.artefacts(names)
     first, chains = study.nodes(list(found.values()))
-    if study.base.exists() and not study.base.is_dir():
-        raise ConfigError(f"{study.base} is not a folder; choose another --dir")
+    if not next(path for path in (study.base, *study.base.parents) if os.path.lexists(path)).is_dir():
+        raise ConfigError(f"{study.base} is not a folder, or below a file; choose another --dir")
+    if own := [word for word in study.overrides if word.partition("=")[0] in _OWN_KEYS]:
+        raise ConfigError(f"{own[0]}: a study sets {', '.join(_OWN_KEYS)} of every run; remove it")
+    if cluster is not None:
+        load_cluster(cluster)
     for chain in {chain.config: chain for chain in chains}.values():
         load_config(chain.config, chain.overrides)  # before the first run starts
     if dry_run:

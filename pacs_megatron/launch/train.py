@@ -28,6 +28,7 @@ from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.launch.serve import are_on_every_node, attach
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.runtime.environment import find_rank, rank_environment
+from pacs_megatron.runtime.files import is_file
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, changed_since, read_exit_code, run_folder
 from pacs_megatron.runtime.run_lock import LOCK_FILE, refuse_if_locked
 from pacs_megatron.runtime.waiting import report_wait
@@ -91,7 +92,7 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
             f"model.path={path}: no such folder; correct the path, or create the folder first "
             f"({loaded.where('model.path')})"
         )
-    if (file := local_path(path) / GENERATION_CONFIG).is_file():
+    if is_file(file := local_path(path) / GENERATION_CONFIG):
         read_eos_ids(file)
     for dataset in (loaded.config.data.train, *loaded.config.evaluation.benchmarks):
         find_source(dataset)

@@ -203,8 +203,8 @@ def _checked(records: Iterable[dict[str, Any]], path: Path) -> list[dict[str, An
     rows: list[dict[str, Any]] = []
     for number, row in enumerate(records, start=1):
         step = row.get("step")
-        if type(step) is not int or (rows and step <= rows[-1]["step"]):
-            before = rows[-1]["step"] if rows else None
+        before = rows[-1]["step"] if rows else -1
+        if type(step) is not int or not before < step < 2**53:
             raise DataError(f"{path}:{number}: expected an int step after {before}, got {step!r}; delete the line")
         rows.append(row)
     return rows

@@ -234,10 +234,6 @@ def _read_set(loaded: LoadedConfig, key: str, dataset: DatasetOptions) -> str:
     config = loaded.config
     tokenizer = load_tokenizer(str(local_model(config.model.path)), config.model.trust_remote_code)
     prompts = load_prompts(dataset, config.data, tokenizer).prompts
-    if not all(len(prompt.token_ids) for prompt in prompts):
-        raise PacsError(
-            f"{dataset.path}: the chat template creates empty prompts; correct chat_template.jinja of the model"
-        )
     if key == "data.train" and len(prompts) < config.batch.prompts_per_step:
         raise PacsError(
             f"{dataset.path}: {len(prompts)} prompts for batch.prompts_per_step={config.batch.prompts_per_step}; lower it"

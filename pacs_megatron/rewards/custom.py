@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from pacs_megatron.config.text import local_path
 from pacs_megatron.contracts import Prompt
-from pacs_megatron.errors import ConfigError, RewardError
+from pacs_megatron.errors import ConfigError, RewardError, shown
 from pacs_megatron.rewards.labels import as_reward
 
 
@@ -72,13 +73,9 @@ def find_file(function: str) -> Path | None:
         raise ConfigError(f"reward.function={function!r}: expected module:function or path/to/file.py:function")
     if not path.endswith(".py"):
         return None
-    try:
-        file = local_path(path).resolve()
-        is_file = file.is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, an unknown ~user, a NUL
-        raise ConfigError(f"reward.function={ascii(function)[:300]}: {describe(error)}; correct the path") from error
-    if not is_file:
-        raise ConfigError(f"reward.function={function!r}: no file {file}; correct the path")
+    file = Path(os.path.realpath(local_path(path)))
+    if not os.path.isfile(file):
+        raise ConfigError(f"reward.function={shown(function, 300)}: no file {shown(str(file), 300)}; correct the path")
     return file
 
 

@@ -27,8 +27,8 @@ class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser whose usage errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Prints the error and exits with code 2."""
-        self.exit(ExitCode.MISCONFIGURED, f"ConfigError: {one_line(message)}; see `{self.prog} --help`\n")
+        """Raises ConfigError."""
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
 
 
 def integer_from(lowest: int) -> Callable[[str], int]:
@@ -42,10 +42,17 @@ def integer_from(lowest: int) -> Callable[[str], int]:
     return read
 
 
+def path_from(text: str) -> Path:
+    """The type of an argument: a path."""
+    if not text:
+        raise argparse.ArgumentTypeError("'', expected a path")
+    return Path(text)
+
+
 def check_arguments(arguments: Sequence[str]) -> None:
     """Raises ConfigError for NUL and bytes that are not UTF-8, which no path or value may contain, and for a process
     without standard output or working directory."""
-    if sys.stdout is None:  # a file that is opened next would get its number and receive the output
+    if sys.stdout is None:
         raise ConfigError("standard output is closed; redirect it to a file or to /dev/null")
     try:
         os.getcwd()
@@ -63,10 +70,14 @@ def run_command(command: Callable[[], int]) -> int:
     """
     # Idle OpenMP threads spin by default and then keep the others of a busy host from running (docs/measurements/laptop.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # a file that is opened next would receive output
+        pass
+    os.close(descriptor)
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
     try:
         return int(command())
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        _print_line("interrupted")
         return 128 + signal.SIGINT
     except BrokenPipeError:  # `pacs-megatron config show ... | head`
         sys.stderr.close()
@@ -115,8 +126,17 @@ def write_report(error: BaseException) -> str:
 
 
 def _fail(kind: str, text: str, code: ExitCode) -> int:
-    sys.stderr.write(f"{kind}: {one_line(text)}\n")
+    _print_line(f"{kind}: {one_line(text)}")
     return int(code)
+
+
+def _print_line(text: str) -> None:
+    """To standard error; a full disk and a closed pipe do not change the exit code."""
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _message(error: BaseException) -> str:

@@ -1,20 +1,22 @@
 """Small files of a run folder: atomic writes, and JSON lines that survive a kill at any moment."""
 
 import contextlib
+import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any
 
-from pacs_megatron.errors import ConfigError, DataError
+from pacs_megatron.errors import ConfigError, DataError, PacsError
 from pacs_megatron.runtime.json_reader import as_object, parse_json, read_bytes, read_lines
 
 PARTIAL_SUFFIX = ".partial"
 """of a file whose writer died; such a file is never read"""
-_SAME_KIND_BYTES = 12
-"""Of a file: before any name or number in it, or the checksum of an archive."""
+_KIND = re.compile(rb'<!doctype html>.{0,2000}?<title>\w+[:<]|\{\n "direction": "[a-z-]+"|.{0,12}', re.DOTALL)
+"""The start of an output, before any name or number in it, or the checksum of an archive."""
 
 
 @contextlib.contextmanager
@@ -40,24 +42,47 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
     sync_path(path.parent)
 
 
-def write_outputs(files: Mapping[Path, bytes]) -> None:
+def is_file(path: Path, error: type[PacsError] = DataError) -> bool:
+    """Whether there is a file. Raises `error` for a folder, a pipe, a device and a link to nowhere, which are not absent."""
+    if not path.is_file() and os.path.lexists(path):
+        raise error(f"{path}: not a regular file; correct or remove it")
+    return path.is_file()
+
+
+def check_distinct(paths: Iterable[Path]) -> None:
+    """Raises ConfigError for a file or folder that is given twice, also through a link."""
+    for one, other in itertools.combinations(paths, 2):
+        if os.path.realpath(one) == os.path.realpath(other):
+            raise ConfigError(f"{other} is given twice; name a file or folder once")
+
+
+def check_output(path: Path, content: bytes) -> None:
+    """Raises ConfigError for a folder, a device, and a file that does not start as `content` does.
+
+    It is another kind of file, and its content would be lost.
+    """
+    kind = _KIND.match(content)[0]  # type: ignore[index]
+    target = Path(os.path.realpath(path))
+    if os.path.lexists(target) and not target.is_file():  # a loop of links also
+        raise ConfigError(f"{path} is not a regular file; name another file for the output")
+    if path.exists():
+        with path.open("rb") as file:
+            before = file.read(len(kind))
+        if before and before != kind:
+            raise ConfigError(f"{path} exists and is no earlier output of this command; name another file")
+
+
+def write_outputs(files: Sequence[tuple[Path, bytes]]) -> None:
     """Files that the user named: new, or written by an earlier call of the same command.
 
-    Raises ConfigError, before anything is written, for a folder, a device, or a file that does not start as the new one
-    does: it is another kind of file, and its content would be lost.
+    Raises ConfigError as `check_output` does, before anything is written.
     """
-    for path, content in files.items():
-        kind = content[:_SAME_KIND_BYTES]
+    check_distinct([path for path, _ in files])
+    for path, content in files:
+        check_output(path, content)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{path} is not a regular file; name another file for the output")
-        if path.exists():
-            with path.open("rb") as file:
-                before = file.read(len(kind))
-            if before and before != kind:
-                raise ConfigError(f"{path} exists and is no earlier output of this command; name another file")
-    for path, content in files.items():
-        write_atomically(path.resolve(), [content])
+    for path, content in files:
+        write_atomically(Path(os.path.realpath(path)), [content])
 
 
 def sync_path(path: Path) -> None:
@@ -81,7 +106,7 @@ def json_line(record: Mapping[str, Any]) -> bytes:
 
 def complete_lines(path: Path) -> Iterator[bytes]:
     """The lines that end in a newline, without it; none if there is no file. Skips a last line that a kill cut."""
-    if path.exists():
+    if is_file(path):
         yield from (line[:-1] for line in read_lines(path) if line.endswith(b"\n"))
 
 
@@ -97,7 +122,7 @@ Fields = Mapping[str, type | UnionType]
 
 def read_rows(path: Path, fields: Fields) -> list[dict[str, Any]]:
     """The objects that have all `fields`; none if there is no file. Skips incomplete lines."""
-    if not path.is_file():
+    if not is_file(path):
         return []
     rows = []
     for line in read_bytes(path).decode(errors="replace").split("\n"):

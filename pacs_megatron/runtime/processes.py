@@ -72,6 +72,8 @@ def _report_and_exit(work: Callable[[], Any], writer: int, seconds: float, memor
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
         try:
             report = {"value": work()}
+        except MemoryError:
+            report = {"error": f"more than {memory_bytes >> 20} MiB of memory"}
         except Exception as error:  # noqa: BLE001  the code is not ours
             report = {"error": f"{type(error).__name__}: {error}"}
         with os.fdopen(writer, "wb") as pipe:

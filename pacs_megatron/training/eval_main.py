@@ -28,7 +28,7 @@ from pacs_megatron.rewards.labels import check_failures
 from pacs_megatron.rewards.pool import received
 from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.rollout.requests import evaluation_requests
-from pacs_megatron.runtime.files import json_line, write_atomically
+from pacs_megatron.runtime.files import check_distinct, is_file, json_line, write_outputs
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import CONFIG_FILE, run_folder
 from pacs_megatron.runtime.run_lock import LOCK_FILE, RunLock, refuse_if_locked
@@ -61,8 +61,7 @@ def run_eval(
     _check(loaded)
     config, run_dir = loaded.config, run_folder(loaded)
     base = run_dir / "eval" if out is None else out
-    if len({Path(model).resolve() for model in models}) < len(models):
-        raise loaded.fail(f"--model {' '.join(models)} names a model twice, name each once")
+    check_distinct(map(Path, models))
     if out is None:
         refuse_if_locked(run_dir)
     folders = [_folder_of(model) for model in models or [config.model.path]]
@@ -183,8 +182,8 @@ class _Evaluation:
             "sampling": produced_by["sampling"],
             "reward": judged_by,
         }
-        write_atomically(target / HARNESS_NAME, [harness_json(results, facts)])
-        write_atomically(target / RESULTS_NAME, [results_json(results, facts)])
+        files = {HARNESS_NAME: harness_json(results, facts), RESULTS_NAME: results_json(results, facts)}
+        write_outputs([(target / name, content) for name, content in files.items()])
         return f"{table(results)}\n{target / RESULTS_NAME}"
 
     def _produced_by(self, model: _Model, weights: str, sampler: Sampler) -> dict[str, Any]:
@@ -250,7 +249,7 @@ def _missing(requests: Sequence[SampleRequest], done: Mapping[str, Any], chunk: 
 def certified_digests(folder: HfFolder) -> dict[str, str]:
     """Tensor name -> xxh3-128, from the certificate that an export writes beside the weights; empty without one."""
     path = folder.path / CERTIFICATE_NAME
-    if not path.is_file():
+    if not is_file(path, CheckpointError):
         return {}
     try:
         tensors = read_object(path, error=CheckpointError)["hf"]["tensors"]

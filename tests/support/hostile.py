@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
 import os
 import re
 import resource
@@ -98,11 +100,21 @@ class World:
         path.write_bytes(bytes(data))
 
 
+_IMPORTED = (
+    *("config.load", "config.schema", "config.checks", "convert.convert", "data.prompts", "data.tokenizer"),
+    *("evaluation.compare", "evaluation.diversity", "launch.submit", "launch.train", "launch.paper"),
+    *("training.eval_main", "preflight.ranks", "preflight.doctor", "certify.run"),
+)
+"""Modules of the package that most commands import: a fork of this process has them."""
+
+
 def make_world(folder: Path) -> World:
     """A model, its conversion, a data set and a run below `folder`."""
     import torch
 
     torch.set_num_threads(1)  # a fork has no OpenMP threads
+    for name in _IMPORTED:
+        importlib.import_module(f"pacs_megatron.{name}")
     world = World(folder)
     make_tiny_qwen3(world.model)
     found = write_tiny_run(world.folder, world.model)
@@ -136,7 +148,7 @@ class Outcome:
     """largest resident set of a process"""
 
 
-_FORKED = (
+_ONE_LINE = (
     "compare",
     "diversity",
     "paper",
@@ -150,6 +162,8 @@ _FORKED = (
     "submit",
     "export",
 )
+"""Verbs that print an error and nothing else."""
+_FORKED = (*_ONE_LINE, "eval", "preflight", "certify", "doctor", "fetch", "train")
 PROGRAM = [sys.executable, "-m", "pacs_megatron"]
 
 
@@ -158,12 +172,12 @@ def _limit_memory() -> None:
 
 
 def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, str], output: int) -> int:
-    """The process of a command. Most verbs run in a fork, which has torch and transformers already.
+    """The process of a command. Verbs without variables of their own run in a fork, which has the imports already.
 
     `sh` as first word starts a shell with the program as `$P`.
     """
     words = [os.fsdecode(word) for word in command]
-    if words[:1] == ["sh"] or not words or words[0] not in _FORKED or any("some/" in word for word in words):
+    if environ or not words or words[0] not in _FORKED or any("some/" in word for word in words):
         process = subprocess.Popen(
             command if words[:1] == ["sh"] else [*PROGRAM, *command],
             cwd=folder,
@@ -182,6 +196,8 @@ def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, s
             os.setsid()
             _limit_memory()
             os.chdir(folder)
+            os.environ |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+            logging.getLogger().handlers.clear()  # pytest's
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -267,9 +283,19 @@ def check_case(name: str, case: Case, original: World, folder: Path) -> None:
         shutil.rmtree(world.folder, ignore_errors=True)
 
 
+def _contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """Size and first 64 MiB of every regular file, outside of the folders that runs write."""
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.relative_to(folder).parts[:2] != ("runs", "tiny"):
+            with path.open("rb") as file:
+                found[path] = path.stat().st_size, file.read(64 << 20)
+    return found
+
+
 def check(name: str, world: World, command: list[str | Path | bytes], environ: dict[str, str]) -> None:
     """Runs `command` and asserts that it ends as it should."""
-    before = set(world.folder.rglob("*"))
+    before, contents = set(world.folder.rglob("*")), _contents(world.folder)
     outcome = run(command, world.folder, environ)
     errors = _ERROR.findall(outcome.text)
     faults = []
@@ -284,7 +310,7 @@ def check(name: str, world: World, command: list[str | Path | bytes], environ: d
     if not errors or (len(errors) > 1 and command[0] != "preflight"):
         faults.append(f"{len(errors)} errors")
     lines = [line for line in outcome.text.splitlines() if line.strip() and not _LOG_LINE.match(line)]
-    if len(lines) > 1 and command[0] in _FORKED:
+    if len(lines) > 1 and command[0] in _ONE_LINE:
         faults.append(f"{len(lines)} lines")
     if outcome.silence_s - outcome.starved_s > SILENCE_S:
         faults.append(f"silent for {outcome.silence_s:.0f} s")
@@ -292,6 +318,8 @@ def check(name: str, world: World, command: list[str | Path | bytes], environ: d
         faults.append(f"{outcome.memory_bytes >> 20} MiB of memory")
     if (world.folder / "canary").exists() or (world.folder / "o").exists():
         faults.append("left something behind")
+    after = _contents(world.folder)
+    faults += [f"lost {path.name}" for path, content in contents.items() if after.get(path) != content]
     half = [path for path in set(world.folder.rglob("*")) - before if ".partial" in path.name]
     if half:
         faults.append(f"half-written {half[0].name}")

@@ -43,8 +43,7 @@ def test_overrides_may_follow_options(config: str, capsys: pytest.CaptureFixture
     assert main(["config", "explain", config, "batch.updates_per_step=3", "--ranks", "4", "parallel.tp=2"]) == 0
     assert "data-parallel replicas" in capsys.readouterr().out
     for words in (["parallel.tp=2", "--rank", "4", "--nosuch=3"], ["--ranks", "4", "nosuch"]):
-        with pytest.raises(SystemExit):
-            main(["config", "explain", config, *words])
+        assert main(["config", "explain", config, *words]) == 2
         assert "unrecognized arguments" in capsys.readouterr().err
 
 
@@ -73,9 +72,7 @@ def test_config_explain_rejects_ranks_that_do_not_factor(config: str, capsys: py
 @pytest.mark.parametrize("number", ["0", "-1", "many", "1.0", "1e9", "9" * 5000, ""])
 def test_a_count_is_a_positive_integer(config: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["config", "explain", config, "--ranks"], ["logs", "x", "--lines"], ["logs", "x", "--attempt"]):
-        with pytest.raises(SystemExit) as ended:
-            main([*command, number])
-        assert ended.value.code == 2
+        assert main([*command, number]) == 2
         error = capsys.readouterr().err
         assert error.startswith(
             f"ConfigError: argument {command[-1]}: '{number[:40]}', expected an integer of at least 1"
@@ -183,9 +180,7 @@ def test_a_closed_pipe_is_quiet(config: str) -> None:
     ],
 )
 def test_a_usage_error_is_one_line(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(words)
-    assert caught.value.code == 2
+    assert main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith(expected)
     assert error.count("\n") == 1
@@ -309,3 +304,11 @@ def test_any_words_are_a_command_or_one_line(imported: None, verb: str, words: l
     if code:
         text = error.getvalue()
         assert text.count("\n") == 1 and "InternalError" not in text and "Error: " in text, text
+
+
+@pytest.mark.parametrize("redirect", ["2>&-", "2>/dev/full", "<&- >&- 2>&-", "2> >(exit)"])
+def test_a_lost_standard_error_changes_no_exit_code(redirect: str, tmp_path: Path) -> None:
+    for words in ("trian", "train nowhere.yaml"):
+        command = f"{sys.executable} -m pacs_megatron {words} {redirect}"
+        environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        assert subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environ, check=False).returncode == 2

@@ -107,9 +107,9 @@ def test_only_a_problem_with_special_tokens_is_cut(dataset, data_options, tokeni
         ("{{ 9 ** (9 ** 9) }}", "not finished after 0.2 s"),
         (
             "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-            "MemoryError|not finished",
+            "MiB of memory|not finished",
         ),
-        ("{{ 'x' * 10 ** 12 }}", "MemoryError"),
+        ("{{ 'x' * 10 ** 12 }}", "MiB of memory"),
         ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero; check data.system_prompt"),
         ("{{ messages[7].content.x }}", "UndefinedError"),
         ("{% if %}", "TemplateSyntaxError"),
