@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from a checkout
 
-from pacs_megatron.cli import main
+from pacs_megatron.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main(["convert", "to-hf", *sys.argv[1:]]))

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import pickle
+import struct
 import zlib
 from typing import Any
 
@@ -19,6 +20,8 @@ _MALFORMED = (
     AttributeError,
     EOFError,
     RecursionError,
+    OverflowError,
+    struct.error,
     zlib.error,
     pickle.PickleError,
 )
@@ -53,16 +56,7 @@ def livecodebench(row: Row) -> dict[str, str]:
             "outputs": [test["output"] for test in tests],
             "fn_name": json.loads(_text(row, "metadata")).get("func_name"),
         }
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        zlib.error,
-        pickle.UnpicklingError,
-        EOFError,
-        RecursionError,
-    ) as error:
+    except _MALFORMED as error:
         raise DataError(
             f"{row.where}: the test cases are not in LiveCodeBench's schema ({type(error).__name__}: {error}); correct or "
             "remove the row"
@@ -74,8 +68,8 @@ def livecodebench(row: Row) -> dict[str, str]:
 BENCHMARKS = {"gpqa": gpqa, "apps": apps, "livecodebench": livecodebench}
 
 
-class _TextOnly(pickle.Unpickler):
-    """A pickle without any class: it can give text and containers only."""
+class _TextOnly(pickle._Unpickler):
+    """A pickle without any class: it can give text and containers only. The C one allocates gigabytes for a memo index."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"refers to {module}.{name}")

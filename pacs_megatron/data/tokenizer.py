@@ -1,6 +1,5 @@
 """Tokenizers of Hugging Face checkpoints, and the tokens that end a response."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from pacs_megatron.config.text import HUB_ID, local_path
 from pacs_megatron.errors import DataError
 from pacs_megatron.runtime.files import is_file
 from pacs_megatron.runtime.json_reader import read_object
-from pacs_megatron.runtime.waiting import hub_wait
+from pacs_megatron.runtime.waiting import hub_wait, report_wait
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -18,8 +17,6 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
     Raises DataError if the folder is missing or transformers cannot load a tokenizer from it.
     """
-    from transformers import AutoTokenizer
-
     folder = local_path(path)
     if not folder.is_dir() and (folder.exists() or not HUB_ID.fullmatch(path)):
         raise DataError(f"tokenizer {path}: no such folder, and not a hub id; correct model.path")
@@ -27,7 +24,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     for file in folder.glob("*.j*"):  # transformers would use defaults in place of a pipe or a lost link
         is_file(file)
     try:
-        with nullcontext() if is_local else hub_wait(path):
+        with report_wait(f"for the tokenizer of {path}") if is_local else hub_wait(path):
+            from transformers import AutoTokenizer
+
             tokenizer = AutoTokenizer.from_pretrained(
                 str(folder) if is_local else path, trust_remote_code=trust_remote_code, local_files_only=is_local
             )

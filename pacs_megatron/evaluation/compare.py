@@ -149,7 +149,7 @@ def _read(folder: Path) -> Run:
                     f"{folder / METRICS_FILE}:{number}: {key}={row[key]!r} is no such number; restore the file"
                 )
     seed = config.get("run.seed", 0)
-    if not isinstance(seed, int):
+    if type(seed) is not int:
         raise DataError(f"{folder / CONFIG_FILE}: run.seed={seed!r} is no integer; restore the file")
     return Run(name=folder.resolve().name, seed=seed, rows=rows, config=config, results=results)
 

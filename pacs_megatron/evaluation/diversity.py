@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pacs_megatron.errors import ConfigError, DataError
+from pacs_megatron.errors import ConfigError, DataError, shown
 from pacs_megatron.evaluation.sample_file import read_samples
 from pacs_megatron.evaluation.statistics import bootstrap_mean
 from pacs_megatron.observability.page import page, safe_text
@@ -75,14 +75,15 @@ def load_embedder(name: str) -> tuple[str, Embedder]:
     if name == HASHED:
         return f"hashed {_NGRAM}-grams of characters: for tests, no semantic model", _hashed
     import torch
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoModel, AutoTokenizer, logging
 
+    logging.set_verbosity_error()  # a report of unused tensors
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
         model = AutoModel.from_pretrained(name).eval().to("cuda" if torch.cuda.is_available() else "cpu")
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"--embedder {name}: {reason}; give the folder of an embedding model, or {HASHED}") from None
+    except Exception as error:  # the library raises KeyError, SafetensorError, ... for damaged files
+        reason = f"{type(error).__name__}: {shown(str(error), 200)}"
+        raise ConfigError(f"--embedder {name}: {reason}; give the folder of an embedding model, or {HASHED}") from error
 
     def embed(texts: Sequence[str]) -> np.ndarray:
         found = []

@@ -14,7 +14,7 @@ from pacs_megatron.errors import ConfigError, shown
 from pacs_megatron.launch.batch_script import python_command, serve_command, setup_lines, site_lines, train_command
 from pacs_megatron.launch.request import Job, Request
 from pacs_megatron.runtime.run_folder import run_folder
-from pacs_megatron.runtime.waiting import run_program
+from pacs_megatron.runtime.waiting import report_wait, run_program
 
 RESERVED = "/nemo_run"
 """NeMo-Run replaces it in all scripts by the folder of the job."""
@@ -25,9 +25,10 @@ def load(home: Path) -> Any:
     """Import NeMo-Run with `home` as its folder and without its console output. Raises ConfigError."""
     os.environ.setdefault("NEMORUN_SKIP_CONFIRM_DRYRUN", "1")
     try:
-        import nemo_run
-        from nemo_run.config import set_nemorun_home
-        from nemo_run.core.frontend.console.api import CONSOLE
+        with report_wait("for NeMo-Run to load"):
+            import nemo_run
+            from nemo_run.config import set_nemorun_home
+            from nemo_run.core.frontend.console.api import CONSOLE
     except ImportError as error:
         raise ConfigError(
             f"cannot import NeMo-Run ({error}); pip install nemo-run==0.11.1 leptonai==0.27.0, or: sbatch "

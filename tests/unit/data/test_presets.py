@@ -76,6 +76,8 @@ def test_a_choice_is_at_its_letter_and_a_program_has_its_starter(samples):
         "[1]",
         "5",
         base64.b64encode(zlib.compress(pickle.dumps(os.getcwd))).decode(),
+        base64.b64encode(zlib.compress(b"\x80\x04\x8c\x01ar\xff\xff\xff\x7f.")).decode(),  # a memo of 32 GiB
+        base64.b64encode(zlib.compress(b"\x80\x04r\xff.")).decode(),
         base64.b64encode(b"x").decode(),
     ],
 )
