@@ -126,9 +126,7 @@ def _add_evaluation(verbs: _SubParsers) -> None:
     parser.add_argument(
         "--embedder", default="Qwen/Qwen3-Embedding-0.6B", help="an embedding model, or `hashed` (for tests)"
     )
-    parser.add_argument(
-        "--out", type=path_from, default=Path("diversity.html"), help="the page (default: diversity.html)"
-    )
+    parser.add_argument("--out", type=path_from, default=Path("diversity.html"), help="page (default: diversity.html)")
     parser.add_argument("--benchmark", nargs="+", default=[], help="names of benchmarks; default: all")
     parser.add_argument("--save", type=path_from, metavar="FILE", help="also write the embeddings, as .npz")
     text = "write the weights of a run as a Hugging Face checkpoint"

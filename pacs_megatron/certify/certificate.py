@@ -17,20 +17,13 @@ from pacs_megatron.config import LoadedConfig
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.observability.page import page, safe_text
-from pacs_megatron.runtime.files import check_output, write_outputs
+from pacs_megatron.runtime.files import write_outputs
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import run_folder
 
 FILE = "certificate.json"
 _VERSIONS_OF = ("pacs-megatron", "torch", "megatron-core", "transformers", "numpy")
 _COVERED = ("model", "precision", "policy", "objective", "batch", "optimizer")
-
-
-def check_folder(folder: Path) -> None:
-    """Raises ConfigError if `folder` is a model, or has the certificate of an export or another file of that name."""
-    if (folder / "config.json").exists():
-        raise ConfigError(f"{folder} is the folder of a model; choose another --out")
-    check_output(folder / FILE, b'{\n "result": ')
 
 
 def certificate_folder(loaded: LoadedConfig) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from pacs_megatron.certify.certificate import Certificate, certificate_folder, check_folder
+from pacs_megatron.certify.certificate import FILE, Certificate, certificate_folder
 from pacs_megatron.certify.compare import Comparison, compare
 from pacs_megatron.certify.shrink import Case, shrink, write_samples
 from pacs_megatron.config import LoadedConfig, load_config
@@ -20,6 +20,7 @@ from pacs_megatron.models import read_spec
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.plan.known_models import need_config
 from pacs_megatron.runtime.environment import RankPlace, find_rank, rank_environment
+from pacs_megatron.runtime.files import check_output
 from pacs_megatron.runtime.rank_processes import Processes
 
 LIMIT_S = 900.0
@@ -41,7 +42,9 @@ def certify(
     place = find_rank(os.environ)
     case = make_case(loaded, None if place is None else place.world_size)
     folder = out or certificate_folder(loaded)
-    check_folder(folder)
+    check_output(folder / FILE, b'{\n "result": ')  # an export's certificate is kept
+    if (folder / "config.json").exists():
+        raise ConfigError(f"{folder} is the folder of a model; choose another --out")
     work = folder / ".work"
     start, is_bf16 = time.monotonic(), case.config.precision.dtype == "bf16"
     _import(case, place)

@@ -207,7 +207,7 @@ def _export(
     blocks = weights.get_entry_blocks(entry)
     certificate.add("megatron", entry.megatron_name, blocks)
     for name, rows in zip(entry.hf_names, entry.to_hf_blocks(blocks), strict=True):
-        out = [_cast(block, options.dtype and DTYPES[options.dtype], name) for block in rows]
+        out = [_cast(block, DTYPES.get(options.dtype or ""), name) for block in rows]
         certificate.add("hf", name, out)
         writer.put(name, *out)
     weights.release_entry(entry)

@@ -62,8 +62,7 @@ def check_output(path: Path, content: bytes) -> None:
     It is another kind of file, and its content would be lost.
     """
     kind = _KIND.match(content)[0]  # type: ignore[index]
-    target = Path(os.path.realpath(path))
-    if os.path.lexists(target) and not target.is_file():  # a loop of links also
+    if (path.exists() and not path.is_file()) or os.path.islink(os.path.realpath(path)):  # a loop of links
         raise ConfigError(f"{path} is not a regular file; name another file for the output")
     if path.exists():
         with path.open("rb") as file:
