@@ -34,11 +34,15 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
     """`path` has either its old content or all of `chunks`, also after a kill. Creates parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + PARTIAL_SUFFIX)
-    with naming(path), beside.open("wb") as file:
-        file.writelines(chunks)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with naming(path), beside.open("wb") as file:
+            file.writelines(chunks)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
     sync_path(path.parent)
 
 

@@ -309,7 +309,7 @@ def check(name: str, world: World, command: list[str | Path | bytes], environ: d
         faults.append("traceback")
     if not errors or (len(errors) > 1 and command[0] != "preflight"):
         faults.append(f"{len(errors)} errors")
-    lines = [line for line in outcome.text.splitlines() if line.strip() and not _LOG_LINE.match(line)]
+    lines = [line for line in outcome.text.split("\n") if line.strip() and not _LOG_LINE.match(line)]
     if len(lines) > 1 and command[0] in _ONE_LINE:
         faults.append(f"{len(lines)} lines")
     if outcome.silence_s - outcome.starved_s > SILENCE_S:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pacs_megatron.errors import CheckpointError, ConfigError
-from pacs_megatron.runtime.files import is_file, write_outputs
+from pacs_megatron.runtime.files import is_file, write_atomically, write_outputs
 
 OUTPUTS = {
     "json": (b'{"tasks": ["math"], "differences": []}', b'{"tasks": ["aime24"], "differences": []}'),
@@ -83,3 +83,10 @@ def test_a_pipe_a_folder_and_a_lost_link_are_not_absent(tmp_path: Path) -> None:
             path.unlink()
     path.write_text("x")
     assert is_file(path)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "page").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_atomically(tmp_path / "page", [b"x"])
+    assert [path.name for path in tmp_path.iterdir()] == ["page"]
