@@ -252,11 +252,8 @@ def _compare(*, runs: list[Path], out: Path, **files: Path | None) -> list[str]:
     from pacs_megatron.runtime.files import write_outputs
 
     found = compare(runs)
-    content = [(out, compare_page.compare_html(found).encode())]
-    content += [
-        (path, getattr(compare_page, f"compare_{form}")(found).encode()) for form, path in files.items() if path
-    ]
-    write_outputs(content)
+    paths = {"html": out, **{form: path for form, path in files.items() if path is not None}}
+    write_outputs([(p, getattr(compare_page, f"compare_{form}")(found).encode()) for form, p in paths.items()])
     return [*found.sentences(), str(out)]
 
 

@@ -69,8 +69,8 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
     distinct = {prompt.token_ids.tobytes() for prompt in prompts}
     if b"" in distinct or len(distinct) == 1 < len({prompt.problem for prompt in prompts}):
         raise DataError(
-            f"{tokenizer.name_or_path}: creates prompts without the problem, such as {shown(prompts[0].text)}; correct the "
-            "chat template, or the tokenizer"
+            f"{tokenizer.name_or_path}: creates prompts without the problem, such as {shown(prompts[0].text)}; correct "
+            "chat_template.jinja, or the tokenizer"
         )
     return PromptSet(
         name=name,

@@ -6,7 +6,6 @@ column of mixed answers, and does not name the line of a malformed row.
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,7 +20,6 @@ from pacs_megatron.runtime.waiting import hub_wait, report_wait
 _FORMATS = ".json (an array of objects), .jsonl (one object per line), .parquet, a folder or a hub id"
 _MAX_JSON_BYTES = 2**30
 """Of a .json file, which is read into memory whole; the lines of a .jsonl file are read one by one."""
-_EMPTY = "the file is empty; expected at least one problem"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +52,8 @@ def read_rows(options: DatasetOptions) -> list[Row]:
 
 def find_source(options: DatasetOptions) -> Path | None:
     """The local file or folder of a data set; None for a hub id. Raises DataError for anything else."""
-    path = None
-    with suppress(RuntimeError):  # an unknown ~user
-        path = local_path(options.path)
-    if path is None or not (path.suffix in _READERS or path.exists()):
+    path = local_path(options.path)
+    if not (path.suffix in _READERS or path.exists()):
         if not HUB_ID.fullmatch(options.path):
             raise DataError(f"{options.path}: no such file or folder, and not a hub id; expected {_FORMATS}")
         return None
@@ -71,7 +67,7 @@ def find_source(options: DatasetOptions) -> Path | None:
 def _checked(rows: Iterator[Row], options: DatasetOptions) -> list[Row]:
     found = list(islice(rows, options.limit))
     if not found:
-        raise DataError(f"{options.path}: has no rows; expected at least one problem")
+        raise DataError(f"{options.path}: is empty or has no rows; expected at least one problem")
     return found
 
 
@@ -84,24 +80,17 @@ def _refuse_hub_options(options: DatasetOptions, names: tuple[str, ...], kind: s
 
 # ------------------------------------------------------------------------------------------------------------ local files
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    index = 0
-    for number, line in enumerate(read_lines(path), start=1):
-        if not line.strip():
-            continue
+    lines = ((number, line) for number, line in enumerate(read_lines(path), start=1) if line.strip())
+    for index, (number, line) in enumerate(lines):
         where = f"{path}:{number}"
         values = as_object(parse_json(line.rstrip(b"\n"), str(path), line=number), where)
         yield Row(index=index, where=where, values=values)
-        index += 1
-    if not index:
-        raise DataError(f"{path}: {_EMPTY}")
 
 
 def _read_json(path: Path) -> Iterator[Row]:
     text = read_text(path, max_bytes=_MAX_JSON_BYTES)
-    if not text.strip():
-        raise DataError(f"{path}: {_EMPTY}")
     if not text.lstrip().startswith("["):
-        raise DataError(f"{path}: expected an array of objects, got {text.lstrip()[0]!r} first; is it .jsonl?")
+        raise DataError(f"{path}: expected an array of objects, got {text.lstrip()[:1]!r} first; is it .jsonl?")
     for index, value in enumerate(parse_json(text, str(path))):
         where = f"{path} (row {index})"
         yield Row(index=index, where=where, values=as_object(value, where))
@@ -110,8 +99,6 @@ def _read_json(path: Path) -> Iterator[Row]:
 def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
-    if path.stat().st_size == 0:
-        raise DataError(f"{path}: {_EMPTY}")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             index = 0

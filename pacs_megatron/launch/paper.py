@@ -30,8 +30,6 @@ from pacs_megatron.runtime.shipped import shipped_folder
 PRODUCT = ("-m", "pacs_megatron")
 VECTORS = "diversity.npz"
 _MAX_SEEDS = 256
-_OWN_KEYS = ("model.path", "run.dir", "run.name", "run.seed")
-"""Of the configuration of a run; the study sets them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +57,9 @@ class Study:
 
     def __init__(self, scale: str, base: Path, overrides: Sequence[str], seeds: int | None) -> None:
         self.scale, self.base, self.overrides = scale, base, tuple(overrides)
+        for word in overrides:
+            if word.startswith(("model.path=", "run.dir=", "run.name=", "run.seed=")):
+                raise ConfigError(f"{word}: a study sets this key for every run; remove it")
         self._configs = shipped_folder("configs").resolve()
         text = (self._configs / "paper" / "studies" / f"{scale}.yaml").read_text(encoding="utf-8")
         spec: Any = parse_yaml(text.replace("{dir}", str(base)), f"{scale}.yaml").plain()
@@ -149,8 +150,6 @@ def run_paper(study: Study, names: Sequence[str], *, cluster: Path | None, dry_r
     first, chains = study.nodes(list(found.values()))
     if not next(path for path in (study.base, *study.base.parents) if os.path.lexists(path)).is_dir():
         raise ConfigError(f"{study.base} is not a folder, or below a file; choose another --dir")
-    if own := [word for word in study.overrides if word.partition("=")[0] in _OWN_KEYS]:
-        raise ConfigError(f"{own[0]}: a study sets {', '.join(_OWN_KEYS)} of every run; remove it")
     if cluster is not None:
         load_cluster(cluster)
     for chain in {chain.config: chain for chain in chains}.values():

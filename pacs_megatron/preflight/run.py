@@ -196,9 +196,7 @@ def _tokenizer(loaded: LoadedConfig) -> Iterator[Check]:
         folder = local_model(model.path)
         tokenizer = load_tokenizer(str(folder), model.trust_remote_code)
         if not tokenizer.chat_template:
-            raise PacsError(
-                f"{folder} has no chat template; use an instruct model's tokenizer, or add chat_template.jinja"
-            )
+            raise PacsError(f"{folder} has no chat template; use the one of an instruct model")
         stops = stop_token_ids(tokenizer, str(folder))
         rows = load_spec(folder).vocab_size
         # Some models' padding token has no row in the embedding; it is never looked up.

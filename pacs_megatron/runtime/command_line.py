@@ -90,11 +90,11 @@ def report_error(error: Exception) -> int:
     """Prints `error` as one line, with a crash report if it is not of a path or of the disk; returns the exit code."""
     if isinstance(error, PacsError):
         return _fail(type(error).__name__, str(error), error.exit_code)
-    if isinstance(error, ImportError | MemoryError):
-        what = f"{type(error).__name__}: {_message(error)[:300]}"
-        return _fail(
-            "EnvironmentError", f"{what}; check the installation (`make install`) and `ulimit -v`", ExitCode.FAILED
-        )
+    # Libraries read variables while they load, such as HF_HUB_DOWNLOAD_TIMEOUT.
+    modules = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
+    if isinstance(error, ImportError | MemoryError) or (modules and "pacs_megatron" not in modules[-1]):
+        fix = "check the installation (`make install`), the environment's variables and `ulimit -v`"
+        return _fail("EnvironmentError", f"{type(error).__name__}: {_message(error)[:300]}; {fix}", ExitCode.FAILED)
     is_temporary = isinstance(error, OSError) and "temporary directory" in str(error.strerror)  # it lists the places
     if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL or is_temporary):
         place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "

@@ -244,7 +244,7 @@ def test_a_process_without_output_or_folder_is_one_line(
     ("error", "line"),
     [
         (ImportError("numpy is\nbroken"), "EnvironmentError: ImportError: numpy is broken; check the installation"),
-        (MemoryError(), "EnvironmentError: MemoryError: ; check the installation (`make install`) and `ulimit -v`"),
+        (MemoryError(), "EnvironmentError: MemoryError: ; check the installation (`make install`)"),
         (OSError(errno.EFBIG, "File too large"), "OSError: File too large; free some space"),
         (
             FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
@@ -312,3 +312,11 @@ def test_a_lost_standard_error_changes_no_exit_code(redirect: str, tmp_path: Pat
         command = f"{sys.executable} -m pacs_megatron {words} {redirect}"
         environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         assert subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environ, check=False).returncode == 2
+
+
+def test_a_library_that_rejects_a_variable_is_one_line(config: str) -> None:
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_DOWNLOAD_TIMEOUT": "soon"}
+    command = [sys.executable, "-m", "pacs_megatron", "fetch", config, "model.path=some/model"]
+    done = subprocess.run(command, env=environ | {"HF_HUB_OFFLINE": "0"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("EnvironmentError: ValueError: invalid literal for int() with base 10: 'soon'; check")
