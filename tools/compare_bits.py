@@ -32,8 +32,13 @@ from pacs_megatron.config.messages import RENAMED_KEYS  # noqa: E402
 
 METRIC_KEYS = {"lag/": "staleness/"}
 """metrics: old prefix -> new prefix"""
-NEW_METRICS = ("optimizer/clipped_frac", "passes/step_start", "passes/reference", "passes/score")
-"""metrics that the old code did not write"""
+NEW_METRICS = (
+    "optimizer/clipped_frac", "passes/step_start", "passes/reference", "passes/score", "batch/dp_imbalance",
+    "batch/groups_together_frac", "batch/pipeline_bubble", "pacs/psi_mean_square", "pacs/score_drift_max",
+)  # fmt: skip
+"""metrics that only one of the two writes"""
+CORRECTED_METRICS = ("grpo/importance_mean", "mismatch/ratio", "policy/entropy", "policy/logprob_mean")
+"""metrics whose denominator was corrected: their tokens, over all updates of a step"""
 STOPPED, LIMIT_S = 75, 900.0
 
 Facts = dict[str, Any]
@@ -179,7 +184,7 @@ class Checkout:
         }
 
     def _is_compared(self, key: str) -> bool:
-        return not key.startswith("time/") and "per_s" not in key and key not in NEW_METRICS
+        return not key.startswith("time/") and "per_s" not in key and key not in NEW_METRICS + CORRECTED_METRICS
 
     def _old(self, key: str) -> str:
         for old, new in METRIC_KEYS.items():
