@@ -14,6 +14,7 @@ from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from tests.distributed.test_checkpoint import FROZEN, STEPS, continued, load, save
+from tests.support.policies.changed_runs import CHANGED, certify_changed
 from tests.support.policies.plain_trainer import PlainTrainer, pacs_loss
 from tests.support.policies.policy_cases import OPTIMIZER, make_policy, train
 from tests.support.ranks import run_ranks
@@ -95,6 +96,33 @@ def test_a_changed_optimizer_key_takes_effect_on_resume(tmp_path: Path, key: str
     for name, weight in expected.items():
         np.testing.assert_allclose(weights[name], weight, atol=1e-5, err_msg=name)
     assert max(np.abs(unchanged[name] - expected[name]).max() for name in expected) > 5e-5, "the change has no effect"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CHANGED)
+def test_changed_options_take_effect_from_the_next_update_on(tmp_path: Path, name: str) -> None:
+    """Against `certify`'s float64 reference, which changes its options at the same update; the layout changes too."""
+    certificate = certify_changed(tmp_path, CHANGED[name])
+    assert certificate.is_green, certificate.line()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "section", "kept"),
+    [
+        ("pacs", "objective", {"beta": 1.0}),
+        ("grpo", "objective", {"kl_estimator": "k3"}),
+        ("ppo", "objective", {"lam": 1.0}),
+        ("ppo", "objective", {"critic": {"lr": 2e-3}}),
+        ("dapo", "objective", {"overlong_penalty": 1.0}),
+        ("pacs", "optimizer", {"adam_beta2": 0.95}),
+    ],
+)
+def test_a_changed_option_without_effect_is_found(
+    tmp_path: Path, name: str, section: str, kept: dict[str, Any]
+) -> None:
+    certificate = certify_changed(tmp_path, CHANGED[name], ignored={section: kept})
+    assert not certificate.is_green
 
 
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {

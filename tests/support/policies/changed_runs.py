@@ -1,0 +1,207 @@
+"""`certify` with other options in the attempt that resumes; the reference follows them from the same update on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pacs_megatron.certify import ranks, reference
+from pacs_megatron.certify import run as certify_run
+from pacs_megatron.certify.certificate import Certificate
+from pacs_megatron.certify.formulas import Batch, estimates
+from pacs_megatron.certify.shrink import Case
+from pacs_megatron.config.schema import RunConfig
+from tests.support.policies.certify_runs import write_run
+
+Sections = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """`before`: changes of BASE. `later`: of the second attempt, in the sizes of the tiny case."""
+
+    before: Sections
+    later: Sections
+    family: str = "qwen3"
+    clip: float = 1.0
+    """factor of the second attempt's `clip_grad`"""
+
+
+def certify_changed(folder: Path, case: Changed, *, ignored: Sections | None = None) -> Certificate:
+    """`ignored`: values that the product keeps, as if it ignored a changed key."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after: list[int] = []
+        make_case = certify_run.make_case
+
+        def make(*args: Any) -> Case:
+            found = make_case(*args)
+            stop_after.append(found.stop_after)
+            return found
+
+        patch.setattr(certify_run, "make_case", make)
+        _change_product(patch, case, ignored or {})
+        _change_reference(patch, case, stop_after)
+        path = write_run(folder, dict(case.before), case.family)
+        certificate = certify_run.certify(path, [], out=folder / "certificate")
+    assert certificate is not None
+    return certificate
+
+
+def _merged(before: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    nested = {k: _merged(before[k], v) for k, v in values.items() if isinstance(v, Mapping) and before.get(k)}
+    return {**before, **values, **nested}
+
+
+def _change_product(patch: pytest.MonkeyPatch, case: Changed, ignored: Sections) -> None:
+    attempt = ranks.attempt
+
+    def changed(tiny: Case, folder: Path, number: int) -> None:
+        if number:
+            tree = _merged(_merged(tiny.config.model_dump(mode="json"), case.later), ignored)
+            tiny = replace(tiny, config=RunConfig.model_validate(tree))
+            for name in ("build_policy", "build_critic"):
+                patch.setattr(ranks, name, _clipped(getattr(ranks, name), case.clip))
+        attempt(tiny, folder, number)
+
+    patch.setattr(ranks, "attempt", changed)
+
+
+def _clipped(build: Any, factor: float) -> Any:
+    def built(config: RunConfig, *args: Any) -> Any:
+        objective = config.objective.model_copy(update={"clip_grad": factor * config.objective.clip_grad})
+        return build(config.model_copy(update={"objective": objective}), *args)
+
+    return built
+
+
+def _change_reference(patch: pytest.MonkeyPatch, case: Changed, stop_after: list[int]) -> None:
+    kind = reference.Reference
+    update, logps, estimate = kind._update, kind.logps, kind._estimate
+    state = {"is_due": False, "is_open": False}
+    """the change comes before the next pass; it came inside a step"""
+
+    def change(self: Any) -> None:
+        if not state["is_due"]:
+            return
+        state["is_due"] = False
+        self.options = _merged(self.options, case.later.get("objective", {}))
+        self.case["optimizer"] = o = _merged(self.case["optimizer"], case.later.get("optimizer", {}))
+        self.adam.o, self.adam.clip = o, self.adam.clip * case.clip
+        sampling = case.later.get("rollout", {}).get("sampling", {})
+        self.model.temperature = sampling.get("temperature", self.model.temperature)
+        if self.critic is not None:
+            lr = self.options["critic"]["lr"]
+            self.critic_adam.o = o | {"lr": lr, "min_lr": o["min_lr"] * lr / o["lr"]}
+            self.critic_adam.clip = self.adam.clip
+
+    def changed_update(self: Any, number: int, step: int, index: int, *args: Any) -> Any:
+        state["is_open"] = state["is_due"] and index > 0
+        change(self)
+        found = update(self, number, step, index, *args)
+        state["is_due"] = number == stop_after[0]
+        return found
+
+    def changed_logps(self: Any, *args: Any, **options: Any) -> Any:
+        change(self)
+        return logps(self, *args, **options)
+
+    def changed_estimate(self: Any, step: int, batch: Batch) -> None:
+        if state["is_open"] and self.critic is not None and batch.step is not None:
+            self.advantages, self.returns = estimates(batch.step, self.starts)  # a resume computes them again
+        estimate(self, step, batch)
+
+    patch.setattr(kind, "_update", changed_update)
+    patch.setattr(kind, "logps", changed_logps)
+    patch.setattr(kind, "_estimate", changed_estimate)
+
+
+OPTIMIZER = {"lr": 5e-4, "min_lr": 2e-4, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 2e-3, "weight_decay": 2.0}
+DECAYED = {"optimizer": {"schedule": "linear", "min_lr": 1e-7, "weight_decay": 0.1, "warmup_updates": 1}}
+ONE_UPDATE = {"batch": {"updates_per_step": 1}}
+"""The first attempt ends between two steps; otherwise inside one."""
+CHANGED: dict[str, Changed] = {
+    "pacs": Changed(
+        before=DECAYED | {"objective": {"name": "pacs", "clip_grad": 1.0, "importance_cap": 2.0}},
+        later={
+            "objective": {"beta": 0.5, "score": "dr_grpo", "weighting": "only_negative", "importance_cap": 1.05},
+            "optimizer": OPTIMIZER | {"schedule": "cosine"},
+        },
+        clip=0.7,
+    ),
+    "pacs with a frozen reference, between steps": Changed(
+        before=ONE_UPDATE
+        | {"objective": {"name": "pacs", "reference": "frozen", "score": "grpo", "score_std_floor": 0.1}},
+        later={
+            "objective": {"score_std_floor": 0.3, "actor_term": 0.5, "actor_scope": "group", "reset_every": 1},
+            "rollout": {"sampling": {"temperature": 0.8}},
+        },
+    ),
+    "grpo": Changed(
+        before=DECAYED
+        | {
+            "objective": {"name": "grpo", "kl_coef": 0.1, "importance": "truncate", "clip_grad": 1.0},
+            "parallel": {"pp": 2},
+        },
+        later={
+            "objective": {
+                "advantage": "grpo",
+                "advantage_eps": 0.1,
+                "clip_low": 0.01,
+                "clip_high": 0.015,
+                "kl_coef": 0.3,
+                "kl_estimator": "k2",
+                "entropy_coef": 0.01,
+                "loss_mean": "sequence",
+                "importance_cap": 1.2,
+            },
+            "optimizer": OPTIMIZER,
+        },
+        clip=1.5,
+    ),
+    "dapo": Changed(
+        before={"objective": {"name": "dapo", "overlong_length": 90, "overlong_buffer": 40}},
+        later={"objective": {"overlong_length": 10, "overlong_buffer": 8, "overlong_penalty": 0.5}},
+    ),
+    "gspo": Changed(
+        before={"objective": {"name": "gspo", "importance": "truncate"}},
+        later={"objective": {"importance": "mask", "importance_level": "sequence", "importance_floor": 0.8}},
+    ),
+    "reinforce_pp, between steps": Changed(
+        before=ONE_UPDATE
+        | {"objective": {"name": "reinforce_pp", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}},
+        later={"objective": {"baseline": "group", "kl_estimator": "k3", "kl_coef": 0.5}},
+    ),
+    "w_reinforce": Changed(
+        before={"objective": {"name": "w_reinforce"}},
+        later={"objective": {"positive_weight": 0.7}},
+    ),
+    "real": Changed(before={"objective": {"name": "real"}}, later={"objective": {"tau": 1.5}}),
+    "ppo": Changed(
+        before=DECAYED
+        | {"objective": {"name": "ppo", "clip_grad": 1.0, "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}},
+        later={
+            "objective": {
+                "gamma": 0.9,
+                "lam": 0.8,
+                "value_clip": 0.01,
+                "kl_coef": 0.3,
+                "loss_mean": "sequence",
+                "entropy_coef": 0.01,
+                "critic": {"lr": 5e-4},
+            },
+            "optimizer": OPTIMIZER,
+        },
+        clip=0.7,
+    ),
+    "ppo with experts, between steps": Changed(
+        before=ONE_UPDATE
+        | {"objective": {"name": "ppo", "value_clip": None}, "parallel": {"ep": 2, "distributed_optimizer": True}},
+        later={"objective": {"lam": 0.5, "value_clip": 0.05, "critic": {"lr": 1e-3}}, "optimizer": OPTIMIZER},
+        family="qwen3_moe",
+    ),
+}
+"""Keys of each objective and of the optimizer that a resume may change, several in a case."""
