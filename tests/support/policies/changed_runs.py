@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from pacs_megatron.certify import ranks, reference
 from pacs_megatron.certify import run as certify_run
 from pacs_megatron.certify.certificate import Certificate
 from pacs_megatron.certify.formulas import Batch, estimates
 from pacs_megatron.certify.shrink import Case
+from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.errors import ConfigError
 from tests.support.policies.certify_runs import write_run
+from tests.support.policies.planted_fourth import ROUTED
+from tests.support.tiny_families import CASES
 
 Sections = Mapping[str, Mapping[str, Any]]
 
@@ -205,3 +212,108 @@ CHANGED: dict[str, Changed] = {
     ),
 }
 """Keys of each objective and of the optimizer that a resume may change, several in a case."""
+
+_DENSE: list[tuple[int, dict[str, Any]]] = [
+    (2, {"tp": 2, "sequence_parallel": True}),
+    (4, {"tp": 4}),
+    (4, {"pp": 2, "vpp": 2}),
+    (4, {"pp": 4}),
+    (4, {"cp": 2}),
+    (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+    (4, {"tp": 2, "cp": 2}),
+    (4, {"pp": 2, "cp": 2}),
+    (2, {}),
+]
+_EXPERTS: list[tuple[int, dict[str, Any]]] = [
+    (4, {"ep": 2}),
+    (2, {"tp": 2, "ep": 2, "sequence_parallel": True}),
+    (4, {"pp": 2, "ep": 2}),
+    (4, {"cp": 2, "ep": 2}),
+]
+_NAMES = ("pacs", "grpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo", "reinforce_pp", "rloo", "w_reinforce", "ppo")
+
+
+def random_change(seed: int, folder: Path) -> Changed:
+    """A legal draw over family, layout, objective, options, precision, packing and schedule, with options drawn again for
+    the resume. Reproducible."""
+    for number in range(100):
+        draw = random.Random(f"{seed}.{number}")
+        with contextlib.suppress(ConfigError, ValidationError, ValueError):
+            return _draw(draw, folder / str(number))
+    raise AssertionError(seed)
+
+
+def _draw(draw: random.Random, folder: Path) -> Changed:
+    family = draw.choice([*CASES])
+    is_moe = family.startswith("qwen3_moe")
+    ranks_, axes = draw.choice(_EXPERTS if is_moe else _DENSE)
+    recompute = {"granularity": draw.choice(["none", "selective", "full"])}
+    name, frozen = draw.choice([*_NAMES, "pacs", "ppo", "real", "real_bce", "sft"]), draw.random() < 0.5
+    where = draw.choice(["loss", "reward"]) if draw.random() < 0.5 else None
+    first, second = (_options(draw, name, frozen, where) for _ in range(2))
+    sampling = {"max_response_tokens": 100, "temperature": draw.choice([1.0, 0.7])}
+    before: dict[str, Any] = {
+        "run": {"nproc": ranks_},
+        "precision": {"dtype": draw.choice(["fp32", "bf16"]), "head": draw.choice(["bf16", "fp32"])},
+        "parallel": axes | {"distributed_optimizer": draw.random() < 0.5, "recompute": recompute},
+        "objective": first,
+        "batch": {
+            "updates_per_step": 1 if first.get("actor_term") or second.get("actor_term") else draw.randint(1, 4),
+            "samples_per_prompt": draw.choice([2, 3, 4]),
+            "tokens_per_microbatch": draw.choice([160, 200, 400, 1600]),
+            "groups": draw.choice(["auto", "apart"]),
+        },
+        "optimizer": {"schedule": "cosine", "min_lr": 2e-7, "weight_decay": draw.choice([0.0, 0.1])},
+    }
+    if name != "sft":
+        before["rollout"] = {"engine": "embedded", "sampling": sampling}
+    if is_moe and name != "sft" and draw.random() < 0.5:
+        before |= ROUTED | {"rollout": ROUTED["rollout"] | {"sampling": sampling}}
+    config = load_config(write_run(folder, before | {"objective": second}, family)).config
+    certify_run.make_case(load_config(write_run(folder, before, family)), None)
+    later = config.objective.model_dump(mode="json", exclude={"name", "clip_grad", "constant_length"})
+    later |= {key: 0.1 * later[key] for key in ("clip_low", "clip_high", "value_clip") if (later.get(key) or 0) >= 0.05}
+    if "critic" in later:
+        later["critic"] = {"lr": draw.choice([5e-4, 3e-3])}
+    optimizer = {"lr": draw.choice([5e-4, 2e-3]), "adam_beta1": 0.8, "adam_eps": 2e-3, "schedule": "linear"}
+    clip = draw.choice([0.7, 1.5]) if first.get("clip_grad") else 1.0
+    return Changed(before=before, later={"objective": later, "optimizer": optimizer}, family=family, clip=clip)
+
+
+def _options(draw: random.Random, name: str, frozen: bool, where: str | None) -> dict[str, Any]:
+    """`frozen`, and `where` the KL is, stay: they select passes, which stay inside a step."""
+    o: dict[str, Any] = {"name": name, "clip_grad": 1.0}
+    if name == "pacs":
+        o |= {"beta": draw.choice([1.0, 0.3]), "score": draw.choice(["rloo", "dr_grpo", "grpo", "naive"])}
+        o |= {
+            "weighting": draw.choice(["question", "only_positive", "none"]),
+            "importance_cap": draw.choice([1.1, 2.0]),
+        }
+        o |= {"reference": "frozen", "reset_every": draw.choice([1, 2, None])} if frozen else {}
+        o |= {"score_std_floor": draw.choice([0.1, 0.3])} if o["score"] == "grpo" else {}
+        return o | ({"actor_term": 0.5} if draw.random() < 0.2 else {})
+    if name in ("real", "real_bce"):
+        return o | {"tau": draw.choice([0.3, 0.5, 2.0])}
+    if name == "sft":
+        return o | {"loss_mean": draw.choice(["token", "sequence"])}
+    if where is not None:
+        o |= {"kl_coef": draw.choice([0.05, 0.3]), "kl_in": where, "reset_every": draw.choice([1, 2, None])}
+        o["kl_estimator"] = "k1" if name == "ppo" and where == "reward" else draw.choice(["k2", "k3"])
+    if draw.random() < 0.4:
+        o["entropy_coef"] = draw.choice([0.005, 0.02])
+    o["importance"] = draw.choice(["none", "truncate", "mask"])
+    if o["importance"] != "none":
+        o |= {"importance_cap": draw.choice([1.2, 2.0]), "importance_level": draw.choice(["token", "sequence"])}
+    if name in ("grpo", "dapo", "cispo", "reinforce_pp", "ppo"):
+        o["loss_mean"] = draw.choice(["token", "sequence"])
+    if name == "grpo":
+        o["advantage"] = draw.choice(["grpo", "dr_grpo", "rloo"])
+    if name == "reinforce_pp":
+        o["baseline"] = draw.choice(["none", "group"])
+    if name == "ppo":
+        o |= {
+            "gamma": draw.choice([1.0, 0.95]),
+            "lam": draw.choice([1.0, 0.9, 0.0]),
+            "value_clip": draw.choice([None, 0.2]),
+        }
+    return o
