@@ -95,17 +95,27 @@ def logprobs(folder: Path, tokens: np.ndarray, budget: int, ranks: int = 1, **op
 
 
 def report(name: str, difference: np.ndarray, lengths: list[int]) -> None:
-    """One row a length: `difference` [sequences, tokens]."""
+    """One row a length: `difference` [sequences, tokens], cut into samples.
+
+    Siblings are the samples at the same place of all sequences, so what a place has in common is in sd(r) and not in
+    sd(siblings), the sd of r without the mean of its place.
+    """
     sigma, bias = difference.std(), difference.mean()
-    print(f"{name:<24} sigma {sigma:.2e}  bias {bias:+.1e}  largest {abs(difference).max():.2e}")
+    within = (difference - difference.mean(0)).std() * (len(difference) / (len(difference) - 1)) ** 0.5
+    print(
+        f"{name:<24} sigma {sigma:.2e}  bias {bias:+.1e}  largest {abs(difference).max():.2e}  in a place {within:.2e}"
+    )
     for length in lengths:
-        windows = difference[:, : difference.shape[1] // length * length].reshape(-1, length).sum(1)
-        line = f"  T={length:>6}  sd(r) {windows.std():.2e}, predicted {sigma * length**0.5:.2e}"
-        if len(windows) >= 2 * GROUP:
-            groups = windows[: len(windows) // GROUP * GROUP].reshape(-1, GROUP)
+        count = difference.shape[1] // length
+        sums = difference[:, : count * length].reshape(len(difference), count, length).sum(2)
+        siblings = (((sums - sums.mean(0)) ** 2).sum() / (sums.size - count)) ** 0.5
+        line = f"  T={length:>6}  sd(r) {sums.std():.2e}, predicted {sigma * length**0.5:.2e}"
+        line += f"   sd(siblings) {siblings:.2e}   mean |r| {abs(sums).mean():.2e}"
+        if sums.size >= 2 * GROUP:
+            groups = sums.reshape(-1)[: sums.size // GROUP * GROUP].reshape(-1, GROUP)
             psi = (groups - groups.mean(1, keepdims=True)) * GROUP / (GROUP - 1)
             line += f"   sd(psi) {psi.std():.2e}, predicted {sigma * (length + length / (GROUP - 1)) ** 0.5:.2e}"
-        print(line + f"   ({len(windows)} samples)", flush=True)
+        print(line + f"   ({sums.size} samples)", flush=True)
 
 
 def main() -> None:

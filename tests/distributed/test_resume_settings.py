@@ -14,7 +14,7 @@ from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from tests.distributed.test_checkpoint import FROZEN, STEPS, continued, load, save
-from tests.support.policies.changed_runs import CHANGED, certify_changed
+from tests.support.policies.changed_runs import CHANGED, certify_changed, random_change
 from tests.support.policies.plain_trainer import PlainTrainer, pacs_loss
 from tests.support.policies.policy_cases import OPTIMIZER, make_policy, train
 from tests.support.ranks import run_ranks
@@ -104,6 +104,14 @@ def test_changed_options_take_effect_from_the_next_update_on(tmp_path: Path, nam
     """Against `certify`'s float64 reference, which changes its options at the same update; the layout changes too."""
     certificate = certify_changed(tmp_path, CHANGED[name])
     assert certificate.is_green, certificate.line()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(40))
+def test_a_random_run_with_changed_options_is_green(tmp_path: Path, seed: int) -> None:
+    case = random_change(seed, tmp_path / "draws")
+    certificate = certify_changed(tmp_path / "run", case)
+    assert certificate.is_green, f"{case}: {certificate.line()}"
 
 
 @pytest.mark.full
