@@ -81,7 +81,7 @@ class Comparison:
             one, other = (next(m for m in self.methods if m.label == label) for label in (x, y))
             fewest = min(len(one.runs), len(other.runs))
             if fewest < MIN_SEEDS:
-                found.append(f"{x} and {y}: {fewest} seed(s) are too few to order them (at least {MIN_SEEDS}).")
+                found.append(f"{x} and {y}: fewer than {MIN_SEEDS} seeds ({fewest}) cannot order them.")
                 continue
             p = permutation_p(one.scores, other.scores)
             verdict = "significant" if p < 0.05 else "not significant"

@@ -29,7 +29,13 @@ def compare_html(comparison: Comparison) -> str:
     """The page."""
     verdicts = "".join(f"<p>{safe_text(sentence)}</p>" for sentence in comparison.sentences())
     names = [method.label for method in comparison.methods]
-    differ = _table(["key", *names], [[key, *map(str, given)] for key, given in comparison.differences.items()])
+    differ = _table(
+        ["key", *names],
+        [
+            [key, *("–" if value is None else str(value) for value in given)]
+            for key, given in comparison.differences.items()
+        ],
+    )
     parts = [
         f"<h1>{safe_text(' · '.join(names))}</h1>",
         f'<p class="soft"><small>Score: final pass@1 of {safe_text(", ".join(comparison.tasks))}. Brackets are 95 % intervals '

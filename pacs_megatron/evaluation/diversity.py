@@ -51,7 +51,7 @@ def _mean_pairwise_distance(vectors: np.ndarray) -> float:
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     cosines = unit @ unit.T
     rows, columns = np.triu_indices(len(unit), k=1)
-    return float(np.mean(1.0 - cosines[rows, columns]))
+    return max(float(np.mean(1.0 - cosines[rows, columns])), 0.0)  # equal vectors have a cosine of 1 + rounding
 
 
 def _checked(vectors: np.ndarray, num_texts: int, question_id: str) -> np.ndarray:

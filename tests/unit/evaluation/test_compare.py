@@ -76,7 +76,7 @@ def test_methods_scores_and_statistics(runs: list[Path]) -> None:
 def test_equal_methods_and_few_seeds_are_not_significant(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"{m}{s}", m, s, 0.5 + 0.01 * s) for m in ("pacs", "grpo") for s in range(4)]
     assert "not significant" in compare(runs).sentences()[0]
-    assert "too few" in compare([*runs[:4], *runs[4:7]]).sentences()[0]
+    assert "fewer than 4 seeds (3)" in compare([*runs[:4], *runs[4:7]]).sentences()[0]
     assert compare(runs[:4]).sentences() == []
 
 

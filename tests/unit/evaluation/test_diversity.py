@@ -42,6 +42,12 @@ def test_same_and_orthogonal_and_opposite() -> None:
     assert distances({"q": ["a", "b"]}, lambda _: np.array([[1.0, 0.0], [-3.0, 0.0]]))["q"] == pytest.approx(2.0)
 
 
+def test_no_distance_is_negative() -> None:
+    """Rounding gives some equal vectors a cosine above 1."""
+    rows = np.random.default_rng(0).normal(size=(50, 1, 7))
+    assert all(distances({"q": ["a", "b"]}, lambda _, row=row: np.repeat(row, 2, axis=0))["q"] >= 0.0 for row in rows)
+
+
 def test_questions_with_fewer_than_two_correct_are_left_out() -> None:
     assert set(distances({"q1": ["a", "b"], "q2": ["a"], "q3": []}, letters)) == {"q1"}
 
