@@ -302,8 +302,8 @@ def skips_zero_gradient(o: Mapping[str, Any]) -> bool:
 
 def without_gradient(batch: Batch, slopes: Sequence[Tensor]) -> list[bool]:
     """Samples whose gradient is 0 by their group. One whose tokens are all masked (`importance: mask`) is none of them."""
-    if OBJECTIVES[batch.options["name"]] is policy_gradient and batch.advantages is None:
-        return [float(a) == 0 for a in _advantages(batch)]
+    if OBJECTIVES[batch.options["name"]] is policy_gradient:
+        return [not bool(a.any()) for a in batch.advantages or _advantages(batch)]
     least = 1e-12 * max(float(slope.abs().max()) for slope in slopes)
     return [float(slope.abs().max()) <= least for slope in slopes]
 
