@@ -108,6 +108,7 @@ def log_lines(run_dir: Path, attempt: int | None, num_lines: int, *, follow: boo
             f"no log in {folder} or {run_dir / 'logs'}; `pacs-megatron status {run_dir}` shows the attempts"
         )
     with path.open(encoding="utf-8", errors="replace") as file:
+        file.seek(max(0, path.stat().st_size - 4 * _MAX_LETTERS * num_lines))  # a letter has at most 4 bytes
         pieces = iter(lambda: file.readline(_MAX_LETTERS), "")
         yield from (line.rstrip("\n") for line in deque(pieces, min(num_lines, _MAX_LINES)))
         while follow:

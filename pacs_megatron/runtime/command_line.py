@@ -60,7 +60,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
         raise ConfigError("the working directory was removed; change to another one") from None
     for word in arguments:
         if "\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word):
-            raise ConfigError(f"argument {word[:60]!r} contains NUL or is not UTF-8; correct it")
+            raise ConfigError(f"argument {word[:60]!r} contains NUL or is not UTF-8; correct it, or LC_ALL (C.UTF-8)")
 
 
 def run_command(command: Callable[[], int]) -> int:
