@@ -204,6 +204,21 @@ def test_equal_rewards_give_exactly_no_gradient_unless_a_kl_term_remains() -> No
     assert with_kl.prepare(None, facts, with_kl.prepare_step(facts)).zero_gradient is None
 
 
+def test_log_ratios_are_cut_at_20_nats() -> None:
+    facts = make_facts([0, 0], [1.0, 0.0], lens=[1, 2])
+    batch = Batch(
+        facts=facts,
+        logprobs=torch.full((3,), -1.0, dtype=torch.float64),
+        reference=torch.tensor([-1.0, -16.0, -26.0], dtype=torch.float64),  # log-ratios 0, 15, 25
+        mask=torch.ones(3, dtype=torch.float64),
+        sample_of_token=torch.tensor([0, 1, 1]),
+    )
+    objective = grpo(updates_per_step=2, advantage="dr_grpo")
+    gradient, loss = objective_gradient(objective, batch, objective.prepare(None, facts, objective.prepare_step(facts)))
+    assert loss == pytest.approx((-0.5 + 0.5 * np.exp(15) + 0.5 * np.exp(20)) / 3)
+    assert gradient.tolist() == pytest.approx([-0.5 / 3, 0.5 * np.exp(15) / 3, 0.0])
+
+
 def test_huge_ratios_leave_no_nan() -> None:
     facts = make_facts([0, 0], [1.0, 0.0], lens=[2, 2])
     batch = Batch(

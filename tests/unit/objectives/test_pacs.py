@@ -516,13 +516,13 @@ def test_metrics_and_their_denominators() -> None:
     facts = make_facts(
         [0, 0, 1, 1, 2, 2], [1.0, 0.0, 1.0, 1.0, 0.0, 0.0], truncated=[False, True, False, False, True, True]
     )
-    scores = torch.tensor([9.0, -9.0, 0.0, 2.0, 1.0, -8.5], dtype=torch.float64)
+    scores = torch.tensor([8.01, -9.0, 0.0, 2.0, 7.99, -8.5], dtype=torch.float64)
     metrics = prepare(pacs(score="naive", reference="frozen"), facts, scores).metrics
     residuals = [abs(1 / (1 + np.exp(-float(s))) - y) for s, y in zip(scores, facts.labels, strict=True)]
     assert metrics == pytest.approx(
         {
-            "pacs/psi_mean_pos": 11.0 / 3,
-            "pacs/psi_mean_neg": -16.5 / 3,
+            "pacs/psi_mean_pos": 10.01 / 3,
+            "pacs/psi_mean_neg": -9.51 / 3,
             "pacs/psi_mean_square": float((scores**2).mean()),
             "pacs/residual_mean": np.mean(residuals),
             "pacs/psi_over_8_frac": 3 / 6,
