@@ -32,6 +32,7 @@ from pacs_megatron.checkpoint.manifest import (
     FileFacts,
     Manifest,
     check_checkpoint,
+    check_identity,
     digest_file,
     read_manifest,
     write_manifest,
@@ -94,11 +95,12 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 def finish_interrupted(run_dir: Path) -> None:
     """Renames a complete checkpoint whose writer was killed after the last byte and before the renaming."""
     for partial in (run_dir / "checkpoints").glob(f"step_*{_PARTIAL}"):
+        final = partial.with_name(partial.name.removesuffix(_PARTIAL))
         try:
-            read_manifest(partial)
+            check_identity(final, read_manifest(partial))
         except CheckpointError:
-            continue  # not complete: the next save removes it
-        _replace(partial.with_name(partial.name.removesuffix(_PARTIAL)), partial)
+            continue  # not complete, or a copy of another step: the next save of this step removes it
+        _replace(final, partial)
         logger.info("%s was complete; renamed", partial)
 
 

@@ -51,6 +51,14 @@ def test_a_half_written_one_does_not(manifest: bytes | None, tmp_path: Path) -> 
     assert run_checkpoint.latest_checkpoint(tmp_path) == whole
 
 
+def test_a_copy_of_another_step_replaces_nothing(tmp_path: Path) -> None:
+    whole = _folder(tmp_path, "step_000003", 3, "its own")
+    _folder(tmp_path, "step_000003.partial", 2, "a copy of step 2")
+    run_checkpoint.finish_interrupted(tmp_path)
+    assert run_checkpoint.latest_checkpoint(tmp_path) == whole
+    assert (whole / "state.json").read_text() == "its own"
+
+
 def test_a_run_without_checkpoints_has_nothing_to_finish(tmp_path: Path) -> None:
     run_checkpoint.finish_interrupted(tmp_path)
     assert run_checkpoint.latest_checkpoint(tmp_path) is None
