@@ -71,9 +71,12 @@ def _text(script: Path, home: Path, shown_home: Path) -> str:
 def launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
     """Slurm id of each task. If sbatch rejects one, cancels the others of the experiment and raises ConfigError."""
     from invoke.exceptions import UnexpectedExit
+    from torchx.specs.api import MalformedAppHandleException
 
     try:
         experiment.run(detach=True, tail_logs=False)
+    except MalformedAppHandleException:
+        raise ConfigError("sbatch printed no id of a job; check sbatch and `squeue --me`") from None
     except UnexpectedExit as error:
         submitted = [
             _job_id(task) for task in experiment.jobs if getattr(task, "handles", None) or vars(task).get("handle")

@@ -61,6 +61,7 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
         os.execve(sys.executable, [sys.executable, "-m", *command], environ)  # noqa: S606  this process is the rank
     refuse_if_locked(run_folder(loaded))
     changed_since(loaded, run_folder(loaded))  # raises for another run's folder
+    is_file(run_folder(loaded) / EXIT_CODE_FILE, ConfigError)
     lead_s = loaded.config.resources.signal_lead_s
     return start_ranks(command, world_size, run_folder(loaded) / EXIT_CODE_FILE, lead_s=lead_s)
 

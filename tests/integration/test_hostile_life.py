@@ -198,7 +198,7 @@ QUIET: dict[str, tuple[str, Arrange, tuple[int, ...]]] = {
     "status of a row being written": ("printf '{{\"step\": 3, \"rew' >> {w}/runs/a/metrics.jsonl; $P status {w}/runs/a", TWO, (0, 1)),
     "a terabyte of log": ("mkdir -p {w}/runs/a/logs; truncate -s 1T {w}/runs/a/logs/rank0.log; $P logs {w}/runs/a --lines 3 | head -c 100", TWO, (0,)),
     "two pages into one file": ("$P compare {w}/runs/a --out {w}/h & $P compare {w}/runs/b --out {w}/h; a=$?; wait $!; b=$?; grep -q '</html>' {w}/h && exit $(($a + $b))", TWO, (0, 1, 2)),
-    "two evaluations into one folder": ("$P eval {r} " + " ".join(f'"{word}"' for word in BENCHMARK) + " --out {w}/e & $P eval {r} " + " ".join(f'"{word}"' for word in BENCHMARK) + " --out {w}/e; a=$?; wait $!; b=$?; test $a = 0 -o $b = 0 && test -s {w}/e/results.json && exit $(($a + $b))", TWO, (0, 1)),
+    "two evaluations into one folder": ("$P eval {r} " + " ".join(f'"{word}"' for word in BENCHMARK) + " --out {w}/e & $P eval {r} " + " ".join(f'"{word}"' for word in BENCHMARK) + " --out {w}/e; a=$?; wait $!; b=$?; test $a = 0 -o $b = 0 && test -s {w}/e/results.json && exit $(($a + $b))", TWO, (0, 2)),
     "all streams are closed": ("$P config show {r} <&- >&- 2>&-", TWO, (1, 2)),
     "closed errors, train": ("$P train {r} run.steps=0 2>&-", TWO, (2,)),
     "closed errors, conversion": ("$P convert to-megatron --hf {w}/none --out {w}/o 2>&-", TWO, (1,)),
