@@ -10,9 +10,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from pacs_megatron.contracts import TokenRecord
 from pacs_megatron.objectives.registry import ObjectiveOptions, build_objective
-from tests.support.policies.objective_reference import make_facts
+from tests.support.policies.objective_reference import make_facts, make_record
 
 GOLDEN = json.loads(Path(__file__).with_name("authors_golden.json").read_text(encoding="utf-8"))
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -40,11 +39,9 @@ def test_loss_and_gradient_of_the_authors(case: str) -> None:
     scores = torch.stack([piece.mean() for piece in differences])
     prepared = objective.prepare(scores, facts, objective.prepare_step(facts))
     logps = tokens["logps"].requires_grad_(True)
-    record = TokenRecord(
-        logprobs=logps,
-        mask=torch.ones_like(logps),
-        sample_of_token=torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens)),
-        response_lens=torch.tensor(lens),
+    record = make_record(
+        logps,
+        lens,
         step_start_logprobs=tokens["old"],
     )
     loss = objective.token_loss(record, prepared).sum()

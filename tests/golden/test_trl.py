@@ -9,9 +9,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from pacs_megatron.contracts import TokenRecord
 from pacs_megatron.objectives.registry import ObjectiveOptions, build_objective
-from tests.support.policies.objective_reference import make_facts
+from tests.support.policies.objective_reference import make_facts, make_record
 
 GOLDEN = json.loads(Path(__file__).with_name("trl_golden.json").read_text(encoding="utf-8"))
 TRUNCATE = {"importance": "truncate", "importance_cap": GOLDEN["cap"]}
@@ -54,11 +53,9 @@ def test_loss_and_gradient_of_trl(case: str) -> None:
     scores = torch.stack([(a - b).sum() for a, b in zip(pieces["logps"], pieces["old"], strict=True)])
     prepared = objective.prepare(scores, facts, dict(zip(facts.ids, GOLDEN["advantages"], strict=True)))
     logps, entropies = tokens["logps"].requires_grad_(True), tokens["entropies"].requires_grad_(True)
-    record = TokenRecord(
-        logprobs=logps,
-        mask=torch.ones_like(logps),
-        sample_of_token=torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens)),
-        response_lens=torch.tensor(lens),
+    record = make_record(
+        logps,
+        lens,
         step_start_logprobs=tokens["old"],
         reference_logprobs=tokens["reference"],
         sampler_logprobs=tokens["sampler"],

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from pacs_megatron.contracts import MiniBatch, TokenRecord
 from pacs_megatron.objectives.ppo import Ppo, PpoOptions
 from pacs_megatron.objectives.registry import ObjectiveOptions, build_objective
-from tests.support.policies.objective_reference import make_facts
+from tests.support.policies.objective_reference import make_facts, make_record
 
 GOLDEN = json.loads(Path(__file__).with_name("verl_golden.json").read_text(encoding="utf-8"))
 TOKENS = {name: torch.tensor(values, dtype=torch.float64) for name, values in GOLDEN["tokens"].items()}
@@ -27,14 +27,8 @@ def rows(name: str) -> dict[int, np.ndarray]:
 
 
 def record(logprobs: torch.Tensor, **estimates: Any) -> TokenRecord:
-    return TokenRecord(
-        logprobs=logprobs,
-        mask=torch.ones_like(logprobs),
-        sample_of_token=torch.repeat_interleave(torch.arange(len(LENS)), torch.tensor(LENS)),
-        response_lens=torch.tensor(LENS),
-        step_start_logprobs=TOKENS["old"],
-        estimates={name: torch.as_tensor(values, dtype=torch.float64) for name, values in estimates.items()},
-    )
+    tokens = {name: torch.as_tensor(values, dtype=torch.float64) for name, values in estimates.items()}
+    return make_record(logprobs, LENS, step_start_logprobs=TOKENS["old"], estimates=tokens)
 
 
 def test_advantages_are_whitened_and_returns_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

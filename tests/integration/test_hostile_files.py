@@ -11,31 +11,22 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from tests.integration.test_hostile_verbs import DIVERSITY, RUNS, SAMPLE, SUBMIT, TWO
-from tests.support.hostile import Case, World, check_case
+from tests.support.hostile import Arrange, Cases, World, check_case
 
 pytestmark = pytest.mark.full
-CASES: dict[str, Case] = {}
-Arrange = Callable[[World], Any]
+CASES = Cases()
+case = CASES.add
 COMPARE = ("compare", *RUNS, "--out", "{w}/o")
 TO_MEGATRON = ("convert", "to-megatron", "--hf", "{m}", "--out", "{w}/o")
 TO_HF = ("convert", "to-hf", "--checkpoint", "{c}", "--out", "{w}/o")
 VERIFY = ("convert", "verify", "--hf", "{m}", "--checkpoint", "{c}", "--certificate", "{w}/o")
 PREVIEW = ("data", "preview", "{r}")
 SHOW = ("config", "show", "{r}")
-
-
-def case(
-    name: str, *command: str, arrange: Arrange = lambda world: None, environ: dict[str, str] | None = None
-) -> None:
-    """`command` may contain {m}odel, {c}heckpoint, {r}un, {w}orld."""
-    assert name not in CASES, name
-    CASES[name] = (arrange, command, environ or {})
 
 
 def text(name: str, content: str | bytes) -> Arrange:

@@ -15,22 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_hostile_files import PREVIEW, Arrange, folder, link, pipe, text, together
+from tests.integration.test_hostile_files import PREVIEW, folder, link, pipe, text, together
 from tests.integration.test_hostile_verbs import BENCHMARK, TWO
-from tests.support.hostile import Case, World, check, check_case, copy_world, make_world, run, serve
+from tests.support.hostile import Arrange, Cases, World, check, check_case, copy_world, make_world, run, serve
 
 pytestmark = pytest.mark.full
-CASES: dict[str, Case] = {}
+CASES = Cases()
+case = CASES.add
 TRAIN = ("train", "{r}", "parallel.tp=1")
 EVAL = ("eval", "{r}", *BENCHMARK)
-
-
-def case(
-    name: str, *command: str, arrange: Arrange = lambda world: None, environ: dict[str, str] | None = None
-) -> None:
-    """`command` may contain {m}odel, {c}heckpoint, {r}un, {w}orld."""
-    assert name not in CASES, name
-    CASES[name] = (arrange, command, environ or {})
 
 
 # ------------------------------------------------------------------------------------------------------------ evaluation

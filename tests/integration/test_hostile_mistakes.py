@@ -21,7 +21,6 @@ from tests.integration.test_hostile_files import (
     TO_HF,
     TO_MEGATRON,
     VERIFY,
-    Arrange,
     encoded,
     folder,
     link,
@@ -29,18 +28,11 @@ from tests.integration.test_hostile_files import (
     together,
 )
 from tests.integration.test_hostile_verbs import BENCHMARK, DIVERSITY, RUNS, SAMPLE, SUBMIT, TWO
-from tests.support.hostile import Case, World, check_case
+from tests.support.hostile import Arrange, Cases, World, check_case
 
 pytestmark = pytest.mark.full
-CASES: dict[str, Case] = {}
-
-
-def case(
-    name: str, *command: str, arrange: Arrange = lambda world: None, environ: dict[str, str] | None = None
-) -> None:
-    """`command` may contain {m}odel, {c}heckpoint, {r}un, {w}orld."""
-    assert name not in CASES, name
-    CASES[name] = (arrange, command, environ or {})
+CASES = Cases()
+case = CASES.add
 
 
 # ------------------------------------------------------------------------------------- YAML with another meaning

@@ -14,21 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.hostile import Case, World, check_case
+from tests.support.hostile import Cases, World, check_case
 
 pytestmark = pytest.mark.full
-CASES: dict[str, Case] = {}
-
-
-def case(
-    name: str,
-    *command: str,
-    arrange: Callable[[World], Any] = lambda world: None,
-    environ: dict[str, str] | None = None,
-) -> None:
-    """`command` may contain {m}odel, {c}heckpoint, {r}un, {w}orld."""
-    assert name not in CASES
-    CASES[name] = (arrange, command, environ or {})
+CASES = Cases()
+case = CASES.add
 
 
 def text(name: str, content: str | bytes) -> Callable[[World], Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.hostile import Case, World, check_case, copy_world, run
+from tests.support.hostile import Arrange, Cases, World, check_case, copy_world, run
 
 pytestmark = pytest.mark.full
-CASES: dict[str, Case] = {}
-Arrange = Callable[[World], Any]
-
-
-def case(
-    name: str, *command: str, arrange: Arrange = lambda world: None, environ: dict[str, str] | None = None
-) -> None:
-    """`command` may contain {m}odel, {c}heckpoint, {r}un, {w}orld."""
-    assert name not in CASES
-    CASES[name] = (arrange, command, environ or {})
+CASES = Cases()
+case = CASES.add
 
 
 def text(name: str, content: str | bytes) -> Arrange:

@@ -14,25 +14,15 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.hostile import Case, World, check_case, copy_world, run
+from tests.support.hostile import Cases, World, check_case, copy_world, run
 
 pytestmark = pytest.mark.full
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 3945\n"
 PAGE = "<!DOCTYPE html><html><head><title>404</title></head><body>Not found</body></html>\n"
 ROW = '{"problem": "1 + 1 = ?", "answer": "2"}\n'
 Words = list[str | Path | bytes]
-CASES: dict[str, Case] = {}
-
-
-def case(
-    name: str,
-    *command: str,
-    arrange: Callable[[World], Any] = lambda world: None,
-    environ: dict[str, str] | None = None,
-) -> None:
-    """`command` may contain {m}odel, {c}heckpoint, {r}un, {w}orld."""
-    assert name not in CASES
-    CASES[name] = (arrange, command, environ or {})
+CASES = Cases()
+case = CASES.add
 
 
 # -------------------------------------------------------------------------------------------------------- command line

@@ -267,8 +267,20 @@ def serve(reply: bytes, stop: threading.Event, server: socket.socket) -> None:
                 continue
 
 
-Case = tuple[Callable[[World], Any], tuple[str, ...], dict[str, str]]
+Arrange = Callable[[World], Any]
+Case = tuple[Arrange, tuple[str, ...], dict[str, str]]
 """(arranges the world, words of the command with {m}, {c}, {r} and {w}, environment)"""
+
+
+class Cases(dict[str, Case]):
+    """The cases of one file by name."""
+
+    def add(
+        self, name: str, *command: str, arrange: Arrange = lambda world: None, environ: dict[str, str] | None = None
+    ) -> None:
+        """`command` may contain {m}odel, {c}heckpoint, {r}un, {w}orld."""
+        assert name not in self, name
+        self[name] = (arrange, command, environ or {})
 
 
 def check_case(name: str, case: Case, original: World, folder: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,6 +77,17 @@ def make_facts(
         response_lens=np.asarray(lens if lens is not None else [1] * n, dtype=np.int64),
         truncated=np.asarray(truncated if truncated is not None else [False] * n, dtype=np.bool_),
         log_ratio_to_sampler=None if log_ratio_to_sampler is None else np.asarray(log_ratio_to_sampler, np.float64),
+    )
+
+
+def make_record(logprobs: torch.Tensor, lens: Sequence[int], **fields: Any) -> TokenRecord:
+    """All tokens of all responses, none masked; `fields` are further fields of the record."""
+    return TokenRecord(
+        logprobs=logprobs,
+        mask=torch.ones_like(logprobs),
+        sample_of_token=torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens)),
+        response_lens=torch.tensor(lens),
+        **fields,
     )
 
 
