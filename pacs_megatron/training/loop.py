@@ -274,12 +274,13 @@ def _sharded(run: RunContext, *, is_loading: bool, with_reference: bool) -> dict
 
 def _settings(run: RunContext) -> dict[str, Any]:
     """Values that a run may not change inside a step: its samples, mini-batches and log-probs depend on them."""
-    config, passes = run.config, [run.objective.logprob_passes(index) for index in (0, 1)]
+    config = run.config
     return {
         "batch.updates_per_step": config.batch.updates_per_step,
         "batch.epochs": config.batch.epochs,
         "policy.routing": config.policy.routing,
-        "objective.*": [source for own in passes for source in sorted(own)],
+        "objective.*": sorted(run.objective.logprob_passes(1)),
+        "objective.* (first update)": sorted(run.objective.logprob_passes(0)),
         "admission.truncated": config.admission.truncated == "drop",
         "admission.drop_one_class_groups": config.admission.drop_one_class_groups,
         "rollout.max_staleness": config.rollout.steps_ahead,

@@ -64,7 +64,10 @@ def test_settings_may_not_change_inside_a_step() -> None:
 @pytest.mark.parametrize(
     ("key", "changes"),
     [
-        ("objective.*", {"objective": {"name": "grpo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}}),
+        (
+            "objective.* (first update)",
+            {"objective": {"name": "grpo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}},
+        ),
         ("admission.truncated", {"admission": {"truncated": "drop"}}),
         ("admission.drop_one_class_groups", {"admission": {"drop_one_class_groups": True}}),
         ("rollout.max_staleness", {"rollout": ROLLOUT | {"max_staleness": 1}}),
@@ -85,6 +88,10 @@ def test_no_key_that_selects_samples_or_log_probs_changes_inside_a_step(
 
     header = {"updates": 1, "minibatches": 0, "settings": settings({}), "sums": {}, "extremes": {}}
     OpenStep.from_record((header, {}), settings({}))
+    # Earlier code wrote these two keys.
+    earlier = {key: settings({})[key] for key in ("batch.updates_per_step", "objective.*")}
+    assert earlier["objective.*"] == ["reference", "step_start"]
+    OpenStep.from_record((header | {"settings": earlier}, {}), settings({}))
     with pytest.raises(CheckpointError, match=rf"and {re.escape(key)} was"):
         OpenStep.from_record((header, {}), settings(changes))
 
