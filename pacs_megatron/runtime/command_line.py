@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pacs_megatron import __version__
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError, one_line
@@ -24,11 +24,14 @@ _SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential)")
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser whose usage errors are one line."""
+    """An ArgumentParser whose usage errors are one line, and whose help does not ignore a full disk."""
 
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError."""
         raise ConfigError(f"{message}; see `{self.prog} --help`")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message, end="", file=file, flush=True)
 
 
 def integer_from(lowest: int) -> Callable[[str], int]:
@@ -80,9 +83,11 @@ def run_command(command: Callable[[], int]) -> int:
         _print_line("interrupted")
         return 128 + signal.SIGINT
     except BrokenPipeError:  # `pacs-megatron config show ... | head`
-        sys.stderr.close()
+        _discard(1)
         return 128 + signal.SIGPIPE
     except Exception as error:  # noqa: BLE001  everything that is left
+        if isinstance(error, OSError):
+            _discard(1)
         return report_error(error)
 
 
@@ -136,7 +141,12 @@ def _print_line(text: str) -> None:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        _discard(2)
+
+
+def _discard(descriptor: int) -> None:
+    """Nothing that a stream still holds is written: at its end Python would report the error again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _message(error: BaseException) -> str:

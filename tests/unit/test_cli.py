@@ -314,6 +314,15 @@ def test_a_lost_standard_error_changes_no_exit_code(redirect: str, tmp_path: Pat
         assert subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environ, check=False).returncode == 2
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["--help", "train --help", "--version", "config schema"])
+def test_output_to_a_full_disk_is_one_line(words: str, unbuffered: str) -> None:
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": unbuffered}
+    command = ["bash", "-c", f"{sys.executable} -m pacs_megatron {words} > /dev/full"]
+    done = subprocess.run(command, env=environ, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "OSError: No space left on device; free some space\n")
+
+
 def test_a_library_that_rejects_a_variable_is_one_line(config: str) -> None:
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_DOWNLOAD_TIMEOUT": "soon"}
     command = [sys.executable, "-m", "pacs_megatron", "fetch", config, "model.path=some/model"]
