@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pacs_megatron.config.checks import max_sequence_tokens
-from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.config.schema import RECOMPUTED_WITH_TRANSFORMER_ENGINE, MegatronOptions, RunConfig
 from pacs_megatron.contracts import Layout
 from pacs_megatron.models import read_spec
 from pacs_megatron.objectives.ppo import PpoOptions
@@ -142,6 +142,10 @@ def _tiny_model(hf: Mapping[str, Any], first: Layout, second: Layout, *, is_gpu:
     return kept | sizes
 
 
+_ON_CPU = ("overlap_grad_reduce", "overlap_param_gather")
+"""Options of `parallel.megatron` that need no GPU."""
+
+
 def _changes(config: RunConfig, updates: int, steps: int, tiny: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
     """Section -> keys with the values of the case."""
     optimizer, batch, objective = config.optimizer, config.batch, config.objective
@@ -179,13 +183,17 @@ def _changes(config: RunConfig, updates: int, steps: int, tiny: Mapping[str, Any
     for name in ("constant_length", "overlong_length", "overlong_buffer"):
         if getattr(objective, name, None) is not None:
             changed["objective"][name] = max(1, round(getattr(objective, name) * RESPONSE / response))
-    if config.parallel.recompute.granularity == "full":
-        recompute = config.parallel.recompute.model_dump(mode="json")
+    recompute = config.parallel.recompute.model_dump(mode="json")
+    if recompute["granularity"] == "full":
         # It divides the layers of a stage, see `_tiny_model`.
         several = 3 if config.parallel.pp == 1 else 2
         changed["parallel"]["recompute"] = recompute | {"num_layers": several if recompute["num_layers"] > 1 else 1}
     if on_cpu:
         changed["precision"] = {"dtype": "fp32", "fp8": None}
+        megatron = config.parallel.megatron.model_dump(mode="json")
+        changed["parallel"]["megatron"] = MegatronOptions().model_dump() | {name: megatron[name] for name in _ON_CPU}
+        modules = [name for name in recompute["modules"] if name not in RECOMPUTED_WITH_TRANSFORMER_ENGINE]
+        changed["parallel"].setdefault("recompute", recompute | {"modules": modules} if modules else {})
         changed["resources"] = {"gpus_per_node": 0, "gpu": None}
     return changed
 

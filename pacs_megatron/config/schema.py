@@ -56,6 +56,10 @@ class RecomputeOptions(Options):
     """Parts of a layer that `granularity: selective` recomputes (Megatron's `recompute_modules`)."""
 
 
+RECOMPUTED_WITH_TRANSFORMER_ENGINE = {"layernorm", "moe_act"}
+"""Megatron-Core recomputes these modules with CheckpointWithoutOutput, which calls Transformer Engine."""
+
+
 class MegatronOptions(Options):
     """Options of Megatron-Core by its own names; an option that does not combine with the run is an error."""
 

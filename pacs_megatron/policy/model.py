@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from pacs_megatron.config.schema import ParallelOptions, PrecisionOptions
+from pacs_megatron.config.schema import RECOMPUTED_WITH_TRANSFORMER_ENGINE, ParallelOptions, PrecisionOptions
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.models import ModelSpec
 from pacs_megatron.parallel import cpu_redirects
@@ -140,6 +140,12 @@ def transformer_config(
             arguments |= {"recompute_method": "uniform", "recompute_num_layers": parallel.recompute.num_layers}
         else:
             arguments["recompute_modules"] = list(parallel.recompute.modules)
+            without_te = set(parallel.recompute.modules) & RECOMPUTED_WITH_TRANSFORMER_ENGINE
+            if machine.transformer_engine is None and without_te:
+                raise ConfigError(
+                    f"parallel.recompute.modules: {', '.join(sorted(without_te))} needs Transformer Engine, which is not "
+                    "installed; remove it, or install transformer-engine 2.11"
+                )
     arguments |= precision.megatron_arguments(options, machine)
     arguments |= precision.megatron_options(TransformerConfig, parallel.megatron, machine, dtype)
     try:

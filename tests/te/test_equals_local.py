@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.te.cases import CASES, run
+from tests.te.cases import CASES, DISCARDED, run
 from tests.te.stand_ins import CALLS
 
-PAIRWISE = ["qwen3-one", "qwen3-tp2-sp-distopt", "qwen3-tied-pp2", "qwen2-tp2-sp", "moe-ep2-distopt"]
+PAIRWISE = ["qwen3-one", "qwen3-tp2-sp-distopt", "qwen3-tied-pp2", "qwen2-tp2-sp", "moe-ep2-distopt", *DISCARDED]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -162,12 +161,7 @@ def test_the_rules_allow(file: str, source: str) -> None:
         "import pacs_megatron.cli\ntry:\n    pacs_megatron.cli.main(['--help'])\nexcept SystemExit:\n    pass",
     ],
 )
-def test_light_imports_are_quick(code: str) -> None:
+def test_light_imports_leave_out_what_is_slow(code: str) -> None:
     check = "\nimport sys\nprint(sorted({'torch', 'megatron', 'transformers'} & set(sys.modules)))"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, check=True, cwd=ROOT)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.stdout.splitlines()[-1] == "[]"
-    # Of the processor, and not by the clock: other work on this machine is not what is measured.
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert seconds < 2, f"{seconds:.1f} s"

@@ -17,6 +17,7 @@ from pacs_megatron.certify.compare import TOLERANCES, Comparison
 from pacs_megatron.certify.run import make_case
 from pacs_megatron.certify.shrink import write_samples
 from pacs_megatron.config import load_config
+from pacs_megatron.config.schema import MegatronOptions, RecomputeOptions
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.models import read_spec
 from pacs_megatron.runtime.shipped import run_file
@@ -34,6 +35,27 @@ def test_the_reference_imports_nothing_of_the_package_but_its_formulas() -> None
         external |= {name.split(".")[0] for name in found} - set(sys.stdlib_module_names)
         assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
     assert external == {"numpy", "torch", "transformers"}
+
+
+def test_on_a_cpu_a_case_leaves_out_and_lists_options_that_need_a_gpu(tmp_path: Path) -> None:
+    given = [
+        f"parallel.megatron.{name}=true" for name in ("overlap_grad_reduce", "moe_permute_fusion", "tp_comm_overlap")
+    ]
+    given += ["parallel.recompute={granularity: selective, modules: [layernorm, core_attn]}"]
+    loaded = load_config(
+        run_file("pacs-qwen3-30b-a3b-4n8g-ep8"), [*given, "parallel.tp=2", "parallel.sequence_parallel=true"]
+    )
+    case = make_case(loaded, None)
+    changed = {key: value for key, value in case.config.parallel.megatron if value != getattr(MegatronOptions(), key)}
+    assert changed == {"overlap_grad_reduce": True}
+    assert case.config.parallel.recompute == RecomputeOptions(granularity="selective", modules=("core_attn",))
+    assert {note.split(":")[0] for note in case.changes} >= {"parallel.megatron", "parallel.recompute"}
+    case = make_case(
+        load_config(loaded.path, ["parallel.recompute={granularity: selective, modules: [moe_act]}"]), None
+    )
+    assert case.config.parallel.recompute == RecomputeOptions()
+    on_gpus = make_case(loaded, 8).config.parallel
+    assert (on_gpus.megatron, on_gpus.recompute) == (loaded.config.parallel.megatron, loaded.config.parallel.recompute)
 
 
 def certificate(folder: Path, comparison: Comparison, **overrides: Any) -> tuple[Any, Certificate]:
