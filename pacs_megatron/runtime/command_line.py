@@ -145,7 +145,7 @@ def _print_line(text: str) -> None:
 
 
 def _discard(descriptor: int) -> None:
-    """Nothing that a stream still holds is written: at its end Python would report the error again."""
+    """Discards what a stream still holds: Python would report the error again when it flushes."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
