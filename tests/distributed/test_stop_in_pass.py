@@ -282,6 +282,7 @@ def test_a_step_goes_on_in_another_layout(tmp_path: Path) -> None:
         moved = (expected - start[name]).abs().max()
         torch.testing.assert_close(cut[name], expected, rtol=0, atol=max(1e-3 * float(moved), 1e-7), msg=name)
     rows = [read_metrics(tmp_path / name / "runs" / "tiny")[-1] for name in ("whole", "cut")]
+    assert rows[0].pop("batch/pipeline_bubble") == 0 < rows[1]["batch/pipeline_bubble"]  # the layouts differ in it
     for key, value in strip_times(rows[0]).items():
         assert rows[1][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
 
