@@ -56,7 +56,7 @@ test-full: $(TEST_TOOLS) ## every other test, up to two hours, and test-te and t
 campaign: $(TEST_TOOLS) ## once a release: seeds, kills, studies; the same command resumes
 	@$(PY) -m pytest -m campaign --resume=.pytest_cache/campaign $(PYTEST_ARGS)
 
-test-te: ## tests/te: real Transformer Engine modules without a GPU; PACS_TE_PACK names a folder with its build
+test-te: ## tests/te: real Transformer Engine modules without a GPU; compiled in half an hour, or from the folder PACS_TE_PACK
 	@tools/install.sh te
 	@.venv-te/bin/python -m pytest $(WORKERS) tests/te -m "not campaign" $(PYTEST_ARGS)
 

@@ -106,9 +106,17 @@ if [ "$venv" = .venv-te ]; then # guards of servers ignore PYTHONPATH
 fi
 if [ "$venv" = .venv-te ] && ! "$py" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("transformer_engine") is None)'; then
     site=$("$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    pack=${PACS_TE_PACK:?names a folder with transformer_engine-*.tar.xz and libtransformer_engine-*.so.xz for torch 2.11, Python 3.12}
-    tar -C "$site" -xJf "$pack"/transformer_engine-*.tar.xz
-    xz -dc "$pack"/libtransformer_engine-*.so.xz >"$site/transformer_engine/wheel_lib/libtransformer_engine.so"
+    if [ -n "${PACS_TE_PACK:-}" ]; then # transformer_engine-*.tar.xz and libtransformer_engine-*.so.xz for torch 2.11, Python 3.12
+        tar -C "$site" -xJf "$PACS_TE_PACK"/transformer_engine-*.tar.xz
+        xz -dc "$PACS_TE_PACK"/libtransformer_engine-*.so.xz >"$site/transformer_engine/wheel_lib/libtransformer_engine.so"
+    else
+        echo "install: PACS_TE_PACK is not set: compiling Transformer Engine's extension for torch, about half an hour" >&2
+        "$py" -m pip install -q --no-deps nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85 # headers; torch's packages have the rest
+        headers=$site/nvidia
+        CPATH=$headers/cu13/include:$headers/cu13/include/cccl:$headers/cudnn/include:$headers/nccl/include \
+            NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS:-1} "$py" -m pip install --no-deps --no-build-isolation \
+            transformer_engine==2.11.0 transformer_engine_cu13==2.11.0 transformer_engine_torch==2.11.0
+    fi
 fi
 if [ "$venv" != .venv ] && [ "$venv" != .venv-current ]; then exit; fi
 
