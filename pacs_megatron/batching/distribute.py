@@ -25,7 +25,7 @@ def cut_step(
     minibatches = []
     for index, rows in enumerate(split_by_group(facts, batch.updates_per_step)):
         selected = facts.select(rows)
-        depends_on_groups = objective.coupling == "group" and bool(objective.statistics(index))
+        depends_on_groups = objective.coupling == "group" and any(map(objective.statistics, batch.updates_of(index)))
         plan = plan_with_groups(
             selected,
             layout=rank.layout,

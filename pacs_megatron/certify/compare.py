@@ -211,7 +211,7 @@ def _compare_rows(found: Comparison, product: Path, updates: list[dict[str, Any]
             else sum(v * count for v, count in pairs) / sum(count for _, count in pairs)
             for name, pairs in sums.items()
         }
-        expected["admission/num_samples"] = float(sum(len(update["ids"]) for update in own))
+        expected["admission/num_samples"] = float(len({row for update in own for row in update["ids"]}))
         found.metrics("metrics of a step", f"step {step}", rows.get(str(step), {}), expected)
 
 

@@ -187,7 +187,7 @@ class Reference:
         self.options = self.case["objective"]
         self.data: dict[str, Any] = dict(np.load(folder / "steps.npz"))
         self.model = Model(folder / "model", self.case["temperature"])
-        total = self.case["steps"] * self.case["updates_per_step"]
+        total = self.case["steps"] * self._updates()
         self.adam = Adam(self.model.parameters, self.case["optimizer"], self.case["clip_grad"], total)
         self.critic: Model | None = None
         if self.options["name"] == "ppo":
@@ -227,12 +227,17 @@ class Reference:
         critic = self.critic
         return [critic.values(tokens[bounds[r] : bounds[r + 1]], prompt_lens[r]) for r in rows if critic is not None]
 
+    def _updates(self) -> int:
+        """Planned updates of a step."""
+        return int(self.case["updates_per_step"] * self.case["epochs"])
+
     def minibatches(self, step: int) -> list[list[int]]:
-        """Rows of each update: equal shares of the groups, in order."""
+        """Rows of each update: equal shares of the groups, in order, once an epoch."""
         groups = self.data[f"{step}.groups"]
         num, parts = int(groups.max()) + 1, min(self.case["updates_per_step"], int(groups.max()) + 1)
         bounds = [round(num * k / parts) for k in range(parts + 1)]
-        return [[r for r, g in enumerate(groups) if bounds[k] <= g < bounds[k + 1]] for k in range(parts)]
+        shares = [[r for r, g in enumerate(groups) if bounds[k] <= g < bounds[k + 1]] for k in range(parts)]
+        return shares * self.case["epochs"]
 
     def batch(self, step: int, rows: list[int], own: tuple[Logps, Logps], starts: Logps, frozen: Logps) -> Batch:
         """`own`: log-probs and entropies."""
@@ -263,7 +268,7 @@ class Reference:
                 self.model.model.zero_grad()
                 batch = self.batch(step, rows, self.logps(step, rows), starts, starts)
                 batch.step = self.batch(step, list(range(len(starts))), (starts, []), starts, starts)
-                self._estimate(step, batch)
+                self._estimate(step, 0, batch)
                 torch.autograd.backward(OBJECTIVES[self.options["name"]](batch)[0])
                 norms.append(self.adam.norm())
         np.savez(self.folder / "steps.npz", **self.data)
@@ -273,11 +278,11 @@ class Reference:
         (self.folder / "case.json").write_text(json.dumps(self.case))
 
     @torch.no_grad()
-    def _estimate(self, step: int, batch: Batch) -> None:
-        """Sets the mini-batch's advantages, and with the first one of a step the values and returns of all samples."""
+    def _estimate(self, step: int, index: int, batch: Batch) -> None:
+        """Sets the mini-batch's advantages, and for a step's first update the values and returns of all samples."""
         if self.critic is None or batch.step is None:
             return
-        if 0 in batch.rows:
+        if index == 0:
             self.starts = self.values(step, batch.step.rows)
             self.advantages, self.returns = estimates(batch.step, self.starts)
         batch.advantages = [self.advantages[row] for row in batch.rows]
@@ -305,10 +310,10 @@ class Reference:
         """All updates of the case."""
         (self.folder / "reference").mkdir()
         updates: list[dict[str, Any]] = []
-        frozen_weights = self.model.copy()
+        self.frozen = self.model.copy()
         for step in range(1, self.case["steps"] + 1):
             own = self.model.copy()
-            self.model.set(frozen_weights)
+            self.model.set(self.frozen)
             frozen = self.logps(step, is_frozen=True)[0]
             self.model.set(own)
             starts = self.logps(step)[0]
@@ -318,7 +323,7 @@ class Reference:
                 np.savez(self.folder / "reference" / f"update_{len(updates)}.npz", **arrays)
             reset = self.options.get("reset_every")
             if reset and step % reset == 0:
-                frozen_weights = self.model.copy()
+                self.frozen = self.model.copy()
                 self.adam.reset()
         for kind, values in (("exp_avg", self.adam.first), ("exp_avg_sq", self.adam.second)):
             np.savez(self.folder / "reference" / f"{kind}.npz", **self.model.named(values))
@@ -337,7 +342,8 @@ class Reference:
         """(arrays, numbers) of one update."""
         o, case, n = self.options, self.case, len(rows)
         self.model.model.zero_grad()
-        own, entropies = self.logps(step, rows, replays=passes(o, index)["passes/step_start"][0] > 0)
+        counts = passes(o, max(index, case["epochs"] - 1))  # of a mini-batch, for all its epochs
+        own, entropies = self.logps(step, rows, replays=counts["passes/step_start"][0] > 0)
         arrays = {"update": own, "start": [starts[row] for row in rows], "reference": [frozen[row] for row in rows]}
         # The objective is evaluated at the product's log-probs, which the comparison bounds; the graph is this model's.
         ids, found = [case["ids"][str(step)][row] for row in rows], self._of_product(number)
@@ -353,20 +359,21 @@ class Reference:
             [values.get(f"{kind} {i}", logp) for i, logp in zip(ids, arrays[kind], strict=True)]
             for kind, values in (("start", first | found), ("reference", found))
         )
-        self._estimate(step, batch)
+        self._estimate(step, index, batch)
         loss, metrics = OBJECTIVES[o["name"]](batch)
         torch.autograd.backward(loss)
         slopes = [torch.zeros_like(p) if p.grad is None else p.grad for p in logps]
-        skips = index == 0 and skips_zero_gradient(o)
+        skips = index == 0 and case["epochs"] == 1 and skips_zero_gradient(o)
         skipped = [skips and zero for zero in without_gradient(batch, slopes)]
-        norm, lr = self.adam.norm(), self.adam.rate((step - 1) * case["updates_per_step"] + index + 1)
+        planned = (step - 1) * self._updates() + index + 1
+        norm, lr = self.adam.norm(), self.adam.rate(planned)
         self.adam.step(lr)
-        critic, critic_metrics = self._update_critic(step, (step - 1) * case["updates_per_step"] + index + 1, rows)
+        critic, critic_metrics = self._update_critic(step, planned, rows)
         seen = [k for k in range(n) if not skipped[k]]
         if seen:
             forward = [torch.cat([values[k].detach() for k in seen]) for values in (logps, entropies, batch.sampler)]
             metrics |= token_metrics(forward[0], forward[1], forward[2], case)
-        metrics |= passes(o, index) | {"objective/loss": (float(loss.detach()), n)}
+        metrics |= counts | {"objective/loss": (float(loss.detach()), n)}
         if o["name"] != "sft":
             metrics[f"{o['name']}/truncated_frac"] = (float(self.data[f"{step}.truncated"][rows].mean()), n)
         weights = {f"weight {name}": value for name, value in self.model.named(self.model.parameters).items()}

@@ -17,8 +17,8 @@ from pacs_megatron.objectives.ppo import PpoOptions
 
 PROMPT, RESPONSE = 8, 13
 """Longest prompt and response of the samples, tokens."""
-MAX_UPDATES = 4
-"""Updates per step that are kept."""
+MAX_UPDATES, MAX_EPOCHS = 4, 2
+"""Updates per step, and epochs, that are kept."""
 _MAX_GROUP, _VOCAB, _HEAD_DIM, _HEADS_PER_GROUP = 4, 251, 8, 3
 
 
@@ -32,7 +32,7 @@ class Case:
     hf_config: Mapping[str, Any]
     steps: int
     stop_after: int
-    """Updates of the first attempt. With several updates a step it ends inside the second step."""
+    """Updates of the first attempt. With several updates a step it ends inside a step."""
     changes: tuple[str, ...]
     """differences from the user's configuration, for the certificate"""
 
@@ -51,12 +51,12 @@ def shrink(config: RunConfig, hf_config: Mapping[str, Any], user: Layout, *, wor
     layout = replace(user, world_size=world) if world else _few_ranks(user)
     after = _neighbour(layout, is_fixed=world is not None, is_moe=read_spec(hf_config).moe is not None)
     tiny = _tiny_model(hf_config, layout, after, is_gpu=world is not None)
-    updates = min(config.batch.updates_per_step, MAX_UPDATES)
+    updates, epochs = min(config.batch.updates_per_step, MAX_UPDATES), min(config.batch.epochs, MAX_EPOCHS)
     # The first attempt ends inside a step, unless a step has one update. A reset reference is used after the resume.
     resets = getattr(config.objective, "reset_every", None) is not None
-    steps, stop_after = (5, 3) if updates == 1 else (3, len(_groups_of_step(1, updates)) + 1)
+    steps, stop_after = (5, 3) if updates == 1 else (3, epochs * len(_groups_of_step(1, updates)) + 1)
     if resets and updates > 1:
-        steps, stop_after = steps + 1, stop_after + updates
+        steps, stop_after = steps + 1, stop_after + epochs * updates
     changed = _changes(config, updates, steps, tiny, on_cpu=world is None)
     after_text = _text(after) if after != layout else "the same layout: no other one fits"
     notes = [f"layout: {_text(layout)} for {_text(user)}; resumed in {after_text}"]
@@ -156,7 +156,7 @@ def _changes(config: RunConfig, updates: int, steps: int, tiny: Mapping[str, Any
         "run": {"steps": steps},
         "batch": {
             "updates_per_step": updates,
-            "epochs": 1,
+            "epochs": min(config.batch.epochs, MAX_EPOCHS),
             "samples_per_prompt": min(batch.samples_per_prompt, _MAX_GROUP),
             "tokens_per_microbatch": max(longest, round(min(share, 100.0) * longest)),
         },
@@ -256,6 +256,7 @@ def write_samples(case: Case, folder: Path, seed: int) -> None:
         "optimizer": config.optimizer.model_dump(mode="json"),
         "clip_grad": config.objective.clip_grad,
         "updates_per_step": config.batch.updates_per_step,
+        "epochs": config.batch.epochs,
         "temperature": config.rollout.sampling.temperature,
         "mismatch_threshold": config.mismatch.threshold,
         "is_sampled": config.rollout.is_sampled,

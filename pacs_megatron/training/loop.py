@@ -187,8 +187,6 @@ def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None
             sharded=_sharded(run, is_loading=False, with_reference=has_reference),
             state={
                 "policy_version": run.policy.version,
-                "schedule": run.policy.optimizer.schedule.state_dict(),
-                "critic_schedule": None if run.critic is None else run.critic.optimizer.schedule.state_dict(),
                 "driver": driver.order,
                 "row": progress.row,
                 "digest": run.digest,
@@ -234,7 +232,7 @@ def resume(run: RunContext) -> RunProgress | None:
         )
     if saved["has_reference"] and run.policy.reference is None:
         run.policy.take_reference(reset_optimizer=False)
-    if run.critic is not None and saved.get("critic_schedule") is None:
+    if run.critic is not None and not (folder / run_checkpoint.CRITIC_DIST).is_dir():
         raise CheckpointError(
             f"{folder} has no critic, which objective.name=ppo needs; export the checkpoint and start a new run from its weights"
         )
@@ -248,19 +246,15 @@ def resume(run: RunContext) -> RunProgress | None:
         logger.warning("%s has no frozen reference: it is the policy of this checkpoint from now on", folder)
         run.policy.take_reference(reset_optimizer=False)
     run.policy.version = saved["policy_version"]
-    run.policy.optimizer.schedule.load_state_dict(saved["schedule"])
-    if run.critic is not None:
-        run.critic.optimizer.schedule.load_state_dict(saved["critic_schedule"])
     buffer = run_checkpoint.read_buffer(folder) if run.rank.rank == 0 else None
     run.rollouts.load_state(DriverState(order=saved["driver"], buffer=buffer), saved["step"])
     if run.rank.rank == 0:
         logger.info("resumed from %s", folder)
-    open_step = run_checkpoint.read_open_step(folder)
-    return RunProgress(
-        step=saved["step"],
-        row=saved["row"],
-        open_step=OpenStep() if open_step is None else OpenStep.from_record(open_step, _settings(run)),
-    )
+    record = run_checkpoint.read_open_step(folder)
+    open_step = OpenStep() if record is None else OpenStep.from_record(record, _settings(run))
+    for model in run.models:  # of updates as this attempt counts them: batch.updates_per_step may be another
+        model.optimizer.advance_schedule(saved["step"] * run.config.batch.num_updates + open_step.updates)
+    return RunProgress(step=saved["step"], row=saved["row"], open_step=open_step)
 
 
 def _sharded(run: RunContext, *, is_loading: bool, with_reference: bool) -> dict[str, dict[str, Any]]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pydantic import BaseModel
 
 from pacs_megatron.checkpoint.dist_reader import DistReader
 from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint
+from pacs_megatron.config.schema import BatchOptions, OptimizerOptions, PolicyOptions, PrecisionOptions
 from pacs_megatron.objectives.pacs import PacsOptions
-from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.objectives.registry import REGISTRY, build_objective
+from pacs_megatron.runtime.run_folder import FIXED_KEYS
 from tests.distributed.test_checkpoint import FROZEN, STEPS, continued, load, save
 from tests.support.policies.changed_runs import CHANGED, certify_changed, random_change
 from tests.support.policies.plain_trainer import PlainTrainer, pacs_loss
 from tests.support.policies.policy_cases import OPTIMIZER, make_policy, train
+from tests.support.policies.unseen_runs import COMBINATIONS
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3
@@ -107,6 +112,13 @@ def test_changed_options_take_effect_from_the_next_update_on(tmp_path: Path, nam
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_an_unseen_combination_is_green(tmp_path: Path, name: str) -> None:
+    certificate = certify_changed(tmp_path, COMBINATIONS[name])
+    assert certificate.is_green, certificate.line()
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(40))
 def test_a_random_run_with_changed_options_is_green(tmp_path: Path, seed: int) -> None:
     case = random_change(seed, tmp_path / "draws")
@@ -131,6 +143,67 @@ def test_a_changed_option_without_effect_is_found(
 ) -> None:
     certificate = certify_changed(tmp_path, CHANGED[name], ignored={section: kept})
     assert not certificate.is_green
+
+
+ELSEWHERE = {
+    "objective.clip_grad": "`Changed.clip`",
+    "objective.critic.warmup_steps": "tests/distributed/policy/test_ppo.py",
+    "precision.dtype": "test_another_dtype_continues_from_master_weights_and_moments",
+    "precision.head": "without state: tests/distributed/policy/test_head.py",
+    "precision.fp8": "without state; CUDA only",
+    "policy.offload": "the same bits: tests/distributed/policy/test_offload.py",
+    "policy.routing": "tests/distributed/policy/test_routing.py",
+}
+
+
+def keys_of(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from keys_of(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def changed_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        yield from changed_keys(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [prefix + name]
+
+
+def test_every_key_that_changes_an_update_has_a_case() -> None:
+    """Keys of the schema that a resume may change; layouts (`parallel`) have a table, other sections change no update."""
+    keys = {key for kind in REGISTRY.values() for key in keys_of(kind.options_class, "objective.")}
+    models = {"precision": PrecisionOptions, "policy": PolicyOptions, "batch": BatchOptions}
+    for section, model in (models | {"optimizer": OptimizerOptions}).items():
+        keys |= set(keys_of(model, f"{section}."))
+    changed = {key for case in CHANGED.values() for key in changed_keys(case.later) if not key.startswith("rollout.")}
+    changed |= {f"optimizer.{name}" for name in CHANGES} | set(ELSEWHERE)
+    assert {key for key in keys if not key.startswith(FIXED_KEYS)} == changed
+
+
+@pytest.mark.full
+def test_another_dtype_continues_from_master_weights_and_moments(tmp_path: Path) -> None:
+    """fp32, then bf16, then fp32, two updates each. Rounded master weights differ by 1e-3, lost moments by an update."""
+    model = make_tiny_qwen3(tmp_path / "model", tied=False)
+    trainer = PlainTrainer(model)
+    for step in STEPS:
+        trainer.update(*step, pacs_loss(trainer.logprobs(*step), step[0]))
+
+    def on_rank(dtype: Any, first: int) -> Any:
+        def run(_rank: int, world: int) -> Any:
+            policy = make_policy(model, world, dtype=dtype)
+            policy.take_reference(reset_optimizer=False)
+            if first:
+                load(policy, tmp_path)
+            train(policy, build_objective(PACS, updates_per_step=1), STEPS[first : first + 2])
+            save(policy, tmp_path, first + 2, model)
+            return {name: tensor.float().numpy().copy() for name, tensor in policy.export_weights()}
+
+        return run
+
+    weights = [run_ranks(on_rank(dtype, 2 * k), 1)[0] for k, dtype in enumerate(("fp32", "bf16", "fp32"))][-1]
+    for name, weight in trainer.weights().items():
+        np.testing.assert_allclose(weights[name], weight, atol=2e-4, err_msg=name)
 
 
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {

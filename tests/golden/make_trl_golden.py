@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
@@ -44,6 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     "rloo": {"trainer": "rloo", "epsilon": 0.2, "epsilon_high": 0.2},
 }
 CAP, FLOOR = 1.3, 0.7
+OVERLONG = {"length": 20, "buffer": 8, "lens": [1, 11, 12, 13, 15, 17, 19, 20, 21, 40]}
+"""DAPO's punishment of long responses"""
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -126,6 +129,11 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def punishments() -> list[float]:
+    reward = get_soft_overlong_punishment(OVERLONG["length"], OVERLONG["buffer"])
+    return reward(completion_ids=[[0] * n for n in OVERLONG["lens"]])
+
+
 def main() -> None:
     mask = torch.tensor([[column < n for column in range(max(LENS))] for n in LENS])
     versions = {name: importlib.metadata.version(name) for name in ("trl", "torch", "transformers")}
@@ -138,6 +146,7 @@ def main() -> None:
         "constant_length": 7,
         "tokens": {name: values[mask].tolist() for name, values in tensors().items()},
         "cases": {name: run(case) for name, case in CASES.items()},
+        "overlong": OVERLONG | {"punishment": punishments()},
     }
     path = Path(__file__).with_name("trl_golden.json")
     path.write_text(json.dumps(content, indent=1) + "\n")

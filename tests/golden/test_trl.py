@@ -68,3 +68,18 @@ def test_loss_and_gradient_of_trl(case: str) -> None:
     assert ("entropy_gradient" in expected) == (entropies.grad is not None)
     if entropies.grad is not None:
         np.testing.assert_allclose(entropies.grad, expected["entropy_gradient"], rtol=1e-12)
+
+
+def test_punishment_of_long_responses_of_trl() -> None:
+    """DAPO's equation 13, in units of the largest punishment."""
+    given = GOLDEN["overlong"]
+    size, expected = len(given["lens"]), np.array(given["punishment"])
+    options = {"name": "dapo", "overlong_length": given["length"], "overlong_buffer": given["buffer"]}
+    for penalty in (1.0, 0.5):
+        objective: Any = build_objective(
+            TypeAdapter(ObjectiveOptions).validate_python(options | {"overlong_penalty": penalty}), updates_per_step=1
+        )
+        facts = make_facts([0] * size, [1.0, 0.0] * (size // 2), lens=given["lens"])
+        found = objective.rewards(facts) - facts.rewards
+        np.testing.assert_allclose(found, penalty * expected, rtol=1e-15, atol=1e-16)
+    assert set(expected) > {0.0, -1.0}

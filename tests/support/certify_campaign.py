@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,14 +27,23 @@ from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.shipped import run_file
 from tests.distributed.test_certify import RIVALS, SHIPPED
 from tests.support.policies.certify_runs import UNSEEN, random_run, write_run
+from tests.support.policies.changed_runs import CHANGED, certify_changed
 from tests.support.policies.planted_more import PLANTED
+from tests.support.policies.unseen_runs import COMBINATIONS
 
+KINDS = ("planted", "shipped", "rivals", "unseen", "changed", "combinations", "random")
 EXAMPLES = Path(__file__).parents[2] / "examples" / "objectives"
 
 
 def cases(kinds: list[str], seeds: range) -> Iterator[tuple[str, str]]:
-    names = {"planted": PLANTED, "shipped": SHIPPED, "rivals": RIVALS, "random": [str(seed) for seed in seeds]} | {
-        "unseen": UNSEEN
+    names: dict[str, Iterable[str]] = {
+        "planted": PLANTED,
+        "shipped": SHIPPED,
+        "rivals": RIVALS,
+        "random": [str(seed) for seed in seeds],
+        "unseen": UNSEEN,
+        "changed": CHANGED,
+        "combinations": COMBINATIONS,
     }
     yield from ((kind, name) for kind in kinds for name in names[kind])
 
@@ -53,9 +62,12 @@ def run_case(kind: str, name: str, folder: Path) -> dict[str, object]:
             make_case(load_config(path), None)
         elif kind == "shipped":
             path = run_file(name)
-        else:
+        elif kind == "rivals":
             path, overrides = EXAMPLES / f"{name}.yaml", RIVALS[name]
-        certificate = certify(path, overrides, out=folder / "certificate")
+        if kind in ("changed", "combinations"):
+            certificate = certify_changed(folder, (CHANGED | COMBINATIONS)[name])
+        else:
+            certificate = certify(path, overrides, out=folder / "certificate")
         assert certificate is not None
     except ConfigError as error:
         return {"kind": kind, "case": name, "result": "not legal", "first_deviation": str(error)}
@@ -78,7 +90,7 @@ def run_case(kind: str, name: str, folder: Path) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("log", type=Path)
-    parser.add_argument("kinds", nargs="+", choices=("planted", "shipped", "rivals", "unseen", "random"))
+    parser.add_argument("kinds", nargs="+", choices=KINDS)
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 26))
     options = parser.parse_args()
     stops: list[int] = []

@@ -13,6 +13,7 @@ from tests.support.policies.policy_cases import random_step
 from tests.support.policies.ppo_reference import PPO, PpoReference
 from tests.support.policies.ppo_run import Step, attempt, config_of, make_models, split
 from tests.support.ranks import run_ranks
+from tests.support.tiers import in_test
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -138,23 +139,59 @@ def test_resume_export_and_conversion_are_equal_bit_for_bit(
             np.testing.assert_array_equal(tensor.numpy(), whole["weights"]["critic"][key])
 
 
+WITHOUT_KL = {key: value for key, value in PPO.items() if not key.startswith("kl_")}
+
+
 def test_warm_up_trains_the_critic_alone(models: tuple[Path, Path], tmp_path: Path) -> None:
-    options = PPO | {"kl_coef": 0.0}
-    for key in ("kl_estimator", "kl_in"):
-        del options[key]
+    options = WITHOUT_KL
     expected = PpoReference(*models, options, critic_lr=2e-3)
     for number, (facts, tokens) in enumerate(STEPS):
-        expected.step(facts, tokens, split(facts, 2), is_warmup=number == 0)
+        expected.step(facts, tokens, split(facts, 2), warmup=2 if number == 0 else 0)
     config = config_of(tmp_path, models, options, {})
-    config = config.model_copy(update={"objective": _with_warmup(config.objective)})
+    config = with_warmup(config, 1)
     [found] = run_ranks(lambda _rank, _world: attempt(config, tmp_path / "run", STEPS), 1)
     assert len(found["numbers"]["policy"]) == 2 and len(found["numbers"]["critic"]) == 4
     assert found["rows"][0]["optimizer/lr"] == 0 and found["rows"][0]["critic/lr"] == 2e-3
     check(found, expected)
 
 
-def _with_warmup(objective: Any) -> Any:
-    return objective.model_copy(update={"critic": objective.critic.model_copy(update={"warmup_steps": 1})})
+def with_warmup(config: Any, steps: int) -> Any:
+    critic = config.objective.critic.model_copy(update={"warmup_steps": steps})
+    return config.model_copy(update={"objective": config.objective.model_copy(update={"critic": critic})})
+
+
+def linear(first: int, count: int, total: int) -> list[float]:
+    """Factors of the rates of planned updates from `first` on; a decay to 0 reaches it one update after the last."""
+    return [1 - update / (total + 1) for update in range(first, first + count)]
+
+
+CHANGES: dict[str, Any] = {
+    # (updates per step, epochs, warm-up) of both attempts, updates of the first one, warm-up updates and rates by step
+    "longer warm-up": ((2, 1, 1), (2, 1, 2), 2, (2, 2), (linear(1, 2, 4), linear(3, 2, 4))),
+    "no warm-up any more, inside a step": ((2, 1, 1), (2, 1, 0), 1, (1, 0), (linear(1, 2, 4), linear(3, 2, 4))),
+    "more updates": ((1, 1, 0), (2, 2, 0), 1, (0, 0), (linear(1, 1, 2), linear(5, 4, 8))),
+    "fewer updates": ((2, 2, 0), (1, 1, 0), 4, (0, 0), (linear(1, 4, 8), linear(2, 1, 2))),
+}
+
+
+@pytest.mark.parametrize("case", in_test(CHANGES, "fewer updates"))
+def test_updates_epochs_and_warm_up_change_on_resume(models: tuple[Path, Path], case: str, tmp_path: Path) -> None:
+    """The schedule counts all steps as the present attempt does."""
+    *attempts, stop_after, warmup, rates = CHANGES[case]
+    expected = PpoReference(*models, WITHOUT_KL, critic_lr=2e-3)
+    for (facts, tokens), (parts, epochs, _), first, factors in zip(STEPS, attempts, warmup, rates, strict=True):
+        expected.step(facts, tokens, split(facts, parts), epochs=epochs, warmup=first, rates=factors)
+    numbers: dict[str, list[Any]] = {"policy": [], "critic": []}
+    for number, (parts, epochs, steps) in enumerate(attempts):
+        config = with_warmup(config_of(tmp_path, models, WITHOUT_KL, {}, updates_per_step=parts, epochs=epochs), steps)
+        config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"schedule": "linear"})})
+        stop = stop_after if number == 0 else None
+        [found] = run_ranks(
+            lambda _rank, _world, config=config, stop=stop: attempt(config, tmp_path / "run", STEPS, stop_after=stop),
+            1,
+        )
+        numbers = {name: before + found["numbers"][name] for name, before in numbers.items()}
+    check(found | {"numbers": numbers}, expected)
 
 
 def _planted_lambda(monkeypatch: pytest.MonkeyPatch) -> None:

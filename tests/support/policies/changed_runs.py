@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,10 @@ class Changed:
     family: str = "qwen3"
     clip: float = 1.0
     """factor of the second attempt's `clip_grad`"""
+    stop_after: int | None = None
+    """updates of the first attempt, in the place of the case's own number"""
+    data: Callable[[pytest.MonkeyPatch], None] = lambda _patch: None
+    """changes the recorded samples"""
 
 
 def certify_changed(folder: Path, case: Changed, *, ignored: Sections | None = None) -> Certificate:
@@ -46,10 +50,12 @@ def certify_changed(folder: Path, case: Changed, *, ignored: Sections | None = N
 
         def make(*args: Any) -> Case:
             found = make_case(*args)
+            found = replace(found, stop_after=case.stop_after or found.stop_after)
             stop_after.append(found.stop_after)
             return found
 
         patch.setattr(certify_run, "make_case", make)
+        case.data(patch)
         _change_product(patch, case, ignored or {})
         _change_reference(patch, case, stop_after)
         path = write_run(folder, dict(case.before), case.family)
@@ -96,6 +102,9 @@ def _change_reference(patch: pytest.MonkeyPatch, case: Changed, stop_after: list
             return
         state["is_due"] = False
         self.options = _merged(self.options, case.later.get("objective", {}))
+        self.case |= {k: v for k, v in case.later.get("batch", {}).items() if k in ("updates_per_step", "epochs")}
+        for adam in (self.adam, self.critic_adam) if self.critic is not None else (self.adam,):
+            adam.total = self.case["steps"] * self._updates()
         self.case["optimizer"] = o = _merged(self.case["optimizer"], case.later.get("optimizer", {}))
         self.adam.o, self.adam.clip = o, self.adam.clip * case.clip
         sampling = case.later.get("rollout", {}).get("sampling", {})
@@ -110,16 +119,18 @@ def _change_reference(patch: pytest.MonkeyPatch, case: Changed, stop_after: list
         change(self)
         found = update(self, number, step, index, *args)
         state["is_due"] = number == stop_after[0]
+        if state["is_due"] and case.later.get("objective", {}).get("reference") == "frozen":
+            self.frozen = self.model.copy() if self.options["reference"] != "frozen" else self.frozen
         return found
 
     def changed_logps(self: Any, *args: Any, **options: Any) -> Any:
         change(self)
         return logps(self, *args, **options)
 
-    def changed_estimate(self: Any, step: int, batch: Batch) -> None:
+    def changed_estimate(self: Any, step: int, index: int, batch: Batch) -> None:
         if state["is_open"] and self.critic is not None and batch.step is not None:
             self.advantages, self.returns = estimates(batch.step, self.starts)  # a resume computes them again
-        estimate(self, step, batch)
+        estimate(self, step, index, batch)
 
     patch.setattr(kind, "_update", changed_update)
     patch.setattr(kind, "logps", changed_logps)
@@ -128,6 +139,8 @@ def _change_reference(patch: pytest.MonkeyPatch, case: Changed, stop_after: list
 
 OPTIMIZER = {"lr": 5e-4, "min_lr": 2e-4, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 2e-3, "weight_decay": 2.0}
 DECAYED = {"optimizer": {"schedule": "linear", "min_lr": 1e-7, "weight_decay": 0.1, "warmup_updates": 1}}
+COSINE = {"schedule": "cosine", "weight_decay": 0.1}
+"""To a rate of 0"""
 ONE_UPDATE = {"batch": {"updates_per_step": 1}}
 """The first attempt ends between two steps; otherwise inside one."""
 CHANGED: dict[str, Changed] = {
@@ -181,6 +194,39 @@ CHANGED: dict[str, Changed] = {
         before=ONE_UPDATE
         | {"objective": {"name": "reinforce_pp", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}},
         later={"objective": {"baseline": "group", "kl_estimator": "k3", "kl_coef": 0.5}},
+    ),
+    "pacs with another proxy, between steps": Changed(
+        before=ONE_UPDATE | {"objective": {"name": "pacs"}},
+        later={"objective": {"reward_proxy": "mean_log_prob", "reference": None, "score": "grpo", "beta": 2.0}},
+    ),
+    "pacs with a reference that the resume adds, more updates of it": Changed(
+        before=ONE_UPDATE | {"objective": {"name": "pacs"}, "optimizer": COSINE},
+        later={
+            "objective": {"reference": "frozen"},
+            "batch": {"updates_per_step": 2, "epochs": 2, "groups": "apart", "tokens_per_microbatch": 60},
+        },
+    ),
+    "grpo with the KL in the reward, between steps": Changed(
+        before=ONE_UPDATE
+        | {
+            "objective": {
+                "name": "grpo",
+                "kl_coef": 0.1,
+                "kl_estimator": "k2",
+                "loss_mean": "dr_grpo",
+                "constant_length": 100,
+            }
+        },
+        later={"objective": {"kl_in": "reward", "constant_length": 7}},
+    ),
+    "ppo with fewer updates": Changed(
+        before={"batch": {"updates_per_step": 4}, "objective": {"name": "ppo"}, "optimizer": COSINE},
+        later={"batch": {"updates_per_step": 1}},
+        stop_after=7,
+    ),
+    "w_reinforce on one class": Changed(
+        before={"objective": {"name": "w_reinforce"}},
+        later={"objective": {"classes": "negative", "positive_weight": None}},
     ),
     "w_reinforce": Changed(
         before={"objective": {"name": "w_reinforce"}},

@@ -58,7 +58,7 @@ class PpoReference:
         self.critic = AutoModelForTokenClassification.from_pretrained(critic_folder, **exact).eval()
         settings = {"betas": (0.9, 0.95), "eps": OPTIMIZER["adam_eps"], "weight_decay": 0.0}
         self.optimizers = {
-            id(model): torch.optim.AdamW(model.parameters(), lr=lr, **settings)
+            id(model): (torch.optim.AdamW(model.parameters(), lr=lr, **settings), lr)
             for model, lr in ((self.policy, OPTIMIZER["lr"]), (self.critic, critic_lr))
         }
         self.numbers: dict[str, list[tuple[float, float]]] = {"policy": [], "critic": []}
@@ -79,9 +79,10 @@ class PpoReference:
         minibatches: Sequence[Sequence[int]],
         *,
         epochs: int = 1,
-        is_warmup: bool = False,
+        warmup: int = 0,
+        rates: Sequence[float] | None = None,
     ) -> None:
-        """All updates of one step."""
+        """All updates of one step. `warmup`: first ones without the policy. `rates`: factors of the learning rates."""
         o, rows = self.options, range(facts.num_samples)
         with torch.no_grad():
             starts, frozen, values = (
@@ -96,9 +97,11 @@ class PpoReference:
             advantages.append(torch.tensor(found, dtype=torch.float64))
             returns.append(advantages[-1] + values[row])
         white = whitened(advantages)
-        for part in [part for _ in range(epochs) for part in minibatches]:
+        for number, part in enumerate([part for _ in range(epochs) for part in minibatches]):
+            for optimizer, lr in self.optimizers.values() if rates is not None else ():
+                optimizer.param_groups[0]["lr"] = lr * rates[number]
             count = sum(len(values[row]) for row in part)
-            if not is_warmup:
+            if number >= warmup:
                 loss = torch.zeros((), dtype=torch.float64)
                 for row in part:
                     ratio = (self.run(self.policy, tokens, facts, row) - starts[row]).exp()
@@ -114,7 +117,7 @@ class PpoReference:
             self._update("critic", self.critic, loss)
 
     def _update(self, name: str, model: Any, loss: Tensor) -> None:
-        optimizer = self.optimizers[id(model)]
+        optimizer = self.optimizers[id(model)][0]
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
