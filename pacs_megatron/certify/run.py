@@ -22,6 +22,7 @@ from pacs_megatron.plan.known_models import need_config
 from pacs_megatron.runtime.environment import RankPlace, find_rank, rank_environment
 from pacs_megatron.runtime.files import check_output
 from pacs_megatron.runtime.rank_processes import Processes
+from pacs_megatron.runtime.run_lock import RunLock
 
 LIMIT_S = 900.0
 """A process that takes longer hangs."""
@@ -51,15 +52,16 @@ def certify(
     if place is not None and place.rank:
         _attempts_of_rank(case, work, place)
         return None
-    shutil.rmtree(work, ignore_errors=True)
-    (work / "product").mkdir(parents=True)
-    try:
-        _run(case, work, place, seed)
-        found = compare(work, updates_before_resume=case.stop_after, is_bf16=is_bf16)
-    except _FailedError as error:
-        found = Comparison(is_bf16=is_bf16, first=str(error))
-    finally:
+    with RunLock(folder, "certify"):
         shutil.rmtree(work, ignore_errors=True)
+        (work / "product").mkdir(parents=True)
+        try:
+            _run(case, work, place, seed)
+            found = compare(work, updates_before_resume=case.stop_after, is_bf16=is_bf16)
+        except _FailedError as error:
+            found = Comparison(is_bf16=is_bf16, first=str(error))
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
     seconds = time.monotonic() - start
     import torch
 

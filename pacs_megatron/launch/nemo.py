@@ -87,7 +87,7 @@ def launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
         reason = "; ".join(line.removeprefix("sbatch: error: ") for line in error.result.stderr.strip().splitlines())
         stay = f"; submitted before it: {', '.join(before)}" if before else ", nothing was submitted"
         raise ConfigError(
-            f"sbatch rejected the job: {reason or error.result.exited}; correct the cluster's file (--cluster) or "
+            f"sbatch rejected the job: {reason or f'exit code {error.result.exited}'}; correct the cluster's file (--cluster) or "
             f"`resources`{stay}"
         ) from None
     return {str(task.id): _job_id(task) for task in experiment.jobs}
@@ -161,7 +161,7 @@ def _checked(text: str) -> str:
 
 
 def _executor(run: Any, job: Job, cluster: ClusterConfig, *, nodes: int, tasks: int) -> Any:
-    from nemo_run.core.tunnel.client import LocalTunnel
+    from pacs_megatron.launch.tunnel import BoundedTunnel
 
     config, container = job.loaded.config, cluster.container
     gpus = config.resources.gpus_per_node
@@ -200,5 +200,5 @@ def _executor(run: Any, job: Job, cluster: ClusterConfig, *, nodes: int, tasks: 
         monitor_group_job_wait_time=5,
         poll_estimated_start_time=False,
         packager=run.Packager(),
-        tunnel=LocalTunnel(job_dir=""),
+        tunnel=BoundedTunnel(job_dir=""),
     )
