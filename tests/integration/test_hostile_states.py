@@ -19,7 +19,7 @@ import yaml
 from tests.integration.test_hostile_files import folder, link, pipe, text, together
 from tests.integration.test_hostile_life import STEP, TRAIN, Trained, trained
 from tests.integration.test_hostile_verbs import BENCHMARK, COMPARE, DIVERSITY, RUNS, SAMPLE, TWO
-from tests.support.hostile import Arrange, Cases, World, check, check_case, copy_world, run
+from tests.support.hostile import Arrange, Cases, World, check, check_case, copy_world, make_world, run
 
 __all__ = ["trained"]
 pytestmark = pytest.mark.full
@@ -107,8 +107,14 @@ def zeros_after(name: str) -> Arrange:
 
 def lease(**changes: object) -> Arrange:
     found = {
-        **{"command": "train", "host": socket.gethostname(), "namespace": os.readlink("/proc/self/ns/pid"), "pid": 1},
-        **{"started": "1", "since": "2026-01-01 00:00:00", "token": "a" * 32, "heartbeat": 1},
+        "command": "train",
+        "host": socket.gethostname(),
+        "namespace": os.readlink("/proc/self/ns/pid"),
+        "pid": 1,
+        "started": "1",
+        "since": "2026-01-01 00:00:00",
+        "token": "a" * 32,
+        "heartbeat": 1,
     }
     return text(f"{RUN}/run.lock", json.dumps(found | changes))
 
@@ -237,14 +243,7 @@ REJUDGE = (*EVALUATE, "--rejudge")
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory: pytest.TempPathFactory) -> World:
     """A world with an evaluation's samples in `e`."""
-    world = make_judged(tmp_path_factory.mktemp("judged"))
-    return world
-
-
-def make_judged(place: Path) -> World:
-    from tests.support.hostile import make_world
-
-    world = make_world(place)
+    world = make_world(tmp_path_factory.mktemp("judged"))
     ended = run([word.format(r=world.run, w=world.folder) for word in EVALUATE], world.folder, {})
     assert ended.code == 0, ended.text
     return world
