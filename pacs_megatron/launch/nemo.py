@@ -85,7 +85,6 @@ def launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
             run_program(["scancel", *submitted])
         shutil.rmtree(experiment._exp_dir, ignore_errors=True)
         reason = "; ".join(line.removeprefix("sbatch: error: ") for line in error.result.stderr.strip().splitlines())
-        code = f"exit code {error.result.exited}"
         stay = f"; submitted before it: {', '.join(before)}" if before else ", nothing was submitted"
         raise ConfigError(
             f"sbatch rejected the job: {reason or f'exit code {error.result.exited}'}; correct the cluster's file (--cluster) or "

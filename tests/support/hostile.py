@@ -283,14 +283,14 @@ class Cases(dict[str, Case]):
         self[name] = (arrange, command, environ or {})
 
 
-def check_case(name: str, case: Case, original: World, folder: Path) -> None:
+def check_case(name: str, case: Case, original: World, folder: Path, *, may_work: bool = False) -> None:
     """Runs a case in its own copy of the world; {m}, {c}, {r}, {w}: its model, checkpoint, run and folder."""
     world = copy_world(original, folder / "world")
     arrange, words, environ = case
     arrange(world)
     places = {"m": world.model, "c": world.checkpoint, "r": world.run, "w": world.folder}
     try:
-        check(name, world, [word.format(**places) for word in words], environ)
+        check(name, world, [word.format(**places) for word in words], environ, may_work=may_work)
     finally:
         shutil.rmtree(world.folder, ignore_errors=True)
 
