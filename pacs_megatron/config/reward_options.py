@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from pacs_megatron.config.text import EnvironmentName, Line, Url
+from pacs_megatron.config.text import EnvironmentName, Line, Pattern, Url
 from pacs_megatron.contracts.options import Options
 
 
@@ -70,7 +70,7 @@ class FormatReward(RewardWorkerOptions):
 
     name: Literal["format"]
     """Reward function: see `math`."""
-    pattern: str
+    pattern: Pattern
     """Regular expression that must match the whole response (re.DOTALL)."""
 
 
@@ -141,7 +141,7 @@ _UNIT = ("math", "arithmetic", "format", "code")
 class RewardComponent(Options):
     """One reward of several."""
 
-    weight: float
+    weight: float = Field(ge=-1e9, le=1e9)
     """Factor of its value in the sum."""
     reward: Annotated[SingleReward, Field(discriminator="name")]
     """Reward function. Options of all rewards belong to the weighted one (`timeout_s` of `code` and `http` does not)."""

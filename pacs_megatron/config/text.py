@@ -93,10 +93,19 @@ def _check_server(text: str) -> str:
     return f"http://{parts.netloc.lower()}"
 
 
+def _check_pattern(text: str) -> str:
+    try:
+        re.compile(text, re.DOTALL)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"expected a regular expression of Python, got {shown(text)} ({error}); correct it") from None
+    return text
+
+
 Line = Annotated[str, AfterValidator(_check_line)]
 """Not empty, without control characters."""
 PathText = Annotated[str, AfterValidator(_check_path)]
 """A path that the file system can contain."""
+Pattern = Annotated[str, AfterValidator(_check_pattern)]
 Url = Annotated[str, AfterValidator(_check_url)]
 ServerUrl = Annotated[str, AfterValidator(_check_server)]
 """http://<host>:<port>, in one spelling."""

@@ -79,8 +79,10 @@ def load_embedder(name: str) -> tuple[str, Embedder]:
 
     logging.set_verbosity_error()  # a report of unused tensors
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-        model = AutoModel.from_pretrained(name).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        # Without the argument, transformers asks whether to run a model's own code.
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
+        model = AutoModel.from_pretrained(name, trust_remote_code=False, use_safetensors=True).eval()
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     except Exception as error:  # the library raises KeyError, SafetensorError, ... for damaged files
         reason = f"{type(error).__name__}: {shown(str(error), 200)}"
         raise ConfigError(f"--embedder {name}: {reason}; give the folder of an embedding model, or {HASHED}") from error

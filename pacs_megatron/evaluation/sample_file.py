@@ -20,6 +20,7 @@ from pacs_megatron.contracts import Prompt, Sample, Stop
 from pacs_megatron.errors import ConfigError, DataError, RewardError
 from pacs_megatron.observability.rollout_log import rollout_record, verdict_fields
 from pacs_megatron.rewards.boxed import last_boxed
+from pacs_megatron.rewards.labels import check_failures
 from pacs_megatron.rewards.pool import received
 from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.runtime.closing import Closing
@@ -44,7 +45,7 @@ class Outcome(NamedTuple):
 
 
 class SampleFile(Closing):
-    """The samples of one model. Opening reads those of an earlier attempt and removes an incomplete last line."""
+    """The samples of one model. Opening reads those of an earlier attempt."""
 
     def __init__(
         self, folder: Path, produced_by: Mapping[str, Any], judged_by: Mapping[str, Any], prompts: Mapping[str, Prompt]
@@ -55,6 +56,8 @@ class SampleFile(Closing):
         self.outcomes: dict[str, Outcome] = {}
         """by sample id"""
         self._prompts = prompts
+        self._size = 0
+        """bytes of whole lines; an append removes a last line that a kill cut"""
         self._file: IO[bytes] | None = None
         self._header: dict[str, Any] = {"digest": self.digest, "produced_by": produced_by, "judged_by": judged_by}
         self._judged_by: Mapping[str, Any] = judged_by
@@ -62,17 +65,14 @@ class SampleFile(Closing):
             self._read()
 
     def _read(self) -> None:
-        size = 0
         for number, (line, record) in enumerate(read_samples(self.path)):
-            size += len(line)
+            self._size += len(line)
             if number:
                 self._add(record)
             elif record.get("digest") != self.digest:
                 raise DataError(f"{self.path}:1: no header of these samples; remove the file")
             else:
                 self._judged_by = record["judged_by"]
-        if size != self.path.stat().st_size:
-            os.truncate(self.path, size)
 
     def _add(self, record: Mapping[str, Any]) -> None:
         try:
@@ -81,7 +81,8 @@ class SampleFile(Closing):
             if prompt is not None and (record["prompt"], record["answer"]) != (prompt.text, prompt.answer):
                 problem = "is of another problem text or reference answer"
             self.outcomes[sample_id] = outcome_of(record)
-        except (KeyError, TypeError, AttributeError) as error:
+            _sample_of(record)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{self.path}: a line is not a sample ({error!r}); remove the file") from None
         if problem:
             raise DataError(f"{self.path}: sample {sample_id} {problem}; choose another --out, or remove the file")
@@ -100,10 +101,10 @@ class SampleFile(Closing):
         """Writes a judged sample; it is in the file when this returns, also if the process is killed then."""
         record = rollout_record(sample, self._prompts[sample.prompt_id], lambda _: text) | {"seed": seed}
         if self._file is None:
-            is_new = not self.path.exists() or not self.path.stat().st_size
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab")
-            self._write(json_line(self._header) if is_new else b"")
+            self._file.truncate(self._size)
+            self._write(b"" if self._size else json_line(self._header))
         self._write(json_line(record))
         self.outcomes[sample.id] = outcome_of(record)
 
@@ -119,15 +120,16 @@ class SampleFile(Closing):
                 os.fsync(self._file.fileno())
                 self._file.close()
 
-    def rejudge(self, judge: Judge) -> None:
+    def rejudge(self, judge: Judge, max_failure_frac: float) -> None:
         """Judges every response again and replaces the file when all have a verdict.
 
-        Raises RewardError as `received` does, ConfigError for samples of a benchmark without prompts.
+        Raises RewardError as `received` and `check_failures` do, ConfigError for samples of a benchmark without prompts.
         """
-        write_atomically(self.path, itertools.chain([json_line(self._header)], self._judged_again(judge)))
+        lines = self._judged_again(judge, max_failure_frac)
+        write_atomically(self.path, itertools.chain([json_line(self._header)], lines))
         self._judged_by = self._header["judged_by"]
 
-    def _judged_again(self, judge: Judge) -> Iterator[bytes]:
+    def _judged_again(self, judge: Judge, max_failure_frac: float) -> Iterator[bytes]:
         records = (record for _, record in itertools.islice(read_samples(self.path), 1, None))
         while batch := list(itertools.islice(records, _BATCH)):
             verdicts: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
@@ -145,6 +147,8 @@ class SampleFile(Closing):
                 record |= verdict_fields(verdict)
                 self.outcomes[verdict.id] = outcome_of(record)
                 yield json_line(record)
+        failures = [outcome.failure for outcome in self.outcomes.values() if outcome.failure is not None]
+        check_failures(failures, len(self.outcomes), max_failure_frac)
 
 
 def read_samples(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -171,7 +175,7 @@ def _sample_of(record: Mapping[str, Any]) -> Sample:
     return Sample(
         id=record["id"],
         prompt_id=record["prompt_id"],
-        token_ids=np.zeros(record["prompt_tokens"] + record["response_tokens"], dtype=np.int32),
+        token_ids=np.broadcast_to(np.int32(0), record["prompt_tokens"] + record["response_tokens"]),
         prompt_len=record["prompt_tokens"],
         sampler_logprobs=np.empty(0, dtype=np.float32),
         spans=(),

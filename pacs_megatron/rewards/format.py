@@ -3,19 +3,13 @@
 import re
 
 from pacs_megatron.contracts import Prompt
-from pacs_megatron.errors import ConfigError
 
 
 class Format:
     """1.0 if the whole response matches `pattern` (re.DOTALL), else 0.0. Ignores the gold answer."""
 
     def __init__(self, pattern: str) -> None:
-        try:
-            self._pattern = re.compile(pattern, re.DOTALL)
-        except re.error as error:
-            raise ConfigError(
-                f"reward.pattern={pattern!r} is not a regular expression: {error}; correct it (Python's re syntax)"
-            ) from error
+        self._pattern = re.compile(pattern, re.DOTALL)
 
     def __call__(self, prompt: Prompt, response: str) -> float:
         return float(self._pattern.fullmatch(response) is not None)

@@ -170,11 +170,12 @@ class RewardPool(Closing):
 def received(answers: "queue.SimpleQueue[T | RewardError]", count: int) -> list[T]:
     """Waits for `count` answers. Raises a RewardError that comes instead of one."""
     found: list[T] = []
-    for _ in range(count):
-        answer = answers.get()
-        if isinstance(answer, RewardError):
-            raise answer
-        found.append(answer)
+    with report_wait(lambda: f"for {count - len(found)} verdicts of the reward"):
+        for _ in range(count):
+            answer = answers.get()
+            if isinstance(answer, RewardError):
+                raise answer
+            found.append(answer)
     return found
 
 

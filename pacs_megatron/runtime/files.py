@@ -40,7 +40,7 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-    except OSError:
+    except BaseException:
         beside.unlink(missing_ok=True)
         raise
     sync_path(path.parent)

@@ -207,10 +207,16 @@ class _Evaluation:
             raise ConfigError(
                 f"--rejudge: {samples.path} does not exist: these weights and settings have no samples; run without it"
             )
-        if self._rejudge:
-            samples.rejudge(judge)
-        samples.check_verifier()
         missing = list(_missing(model.requests, samples.outcomes, sampler.chunk))
+        if self._rejudge and missing:
+            raise ConfigError(
+                f"--rejudge: {samples.path} lacks samples, and --rejudge samples nothing; first finish the evaluation "
+                "without it, with the reward that judged the others"
+            )
+        if self._rejudge:
+            assert self._config.reward is not None
+            samples.rejudge(judge, self._config.reward.max_failure_frac)
+        samples.check_verifier()
         if not missing:
             return
         sampler.load(model.folder, model.tokenizer)

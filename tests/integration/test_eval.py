@@ -118,10 +118,15 @@ def test_an_evaluation_that_was_killed_goes_on_with_the_same_samples(config, tmp
     assert json.loads((cut / "results.json").read_text())["metrics"] == metrics[0]
 
 
+BROKEN = "def broken(prompt, response):\n    raise OSError('no judge')\n"
+
+
 def test_another_verifier_judges_the_samples_again(config, tmp_path, capsys, monkeypatch):
     assert main(["eval", str(config), "--out", str(tmp_path / "out")]) == 0
     before = read_samples(tmp_path / "out")
-    (tmp_path / "reward.py").write_text(REWARD + "def short(prompt, response):\n    return float(len(response) < 4)\n")
+    (tmp_path / "reward.py").write_text(
+        REWARD + "def short(prompt, response):\n    return float(len(response) < 4)\n" + BROKEN
+    )
     short = f"reward.function={tmp_path / 'reward.py'}:short"
     monkeypatch.setattr("pacs_megatron.training.eval_samplers.EmbeddedSampler.load", None)
     assert main(["eval", str(config), short, "--out", str(tmp_path / "out")]) == 2
@@ -133,6 +138,21 @@ def test_another_verifier_judges_the_samples_again(config, tmp_path, capsys, mon
     assert [row["label"] for row in after] == [int(len(r["response"]) < 4 and r["stop"] == "eos") for r in before]
     assert main(["eval", str(config), "--out", str(tmp_path / "new"), "--rejudge"]) == 2
     assert "have no samples" in capsys.readouterr().err
+    broken = f"reward.function={tmp_path / 'reward.py'}:broken"
+    assert main(["eval", str(config), broken, "--out", str(tmp_path / "out"), "--rejudge"]) == 1
+    assert "could not be judged" in capsys.readouterr().err
+    assert read_samples(tmp_path / "out") == after
+    more = "evaluation.samples_per_prompt=8"
+    assert main(["eval", str(config), more, "--out", str(tmp_path / "out"), "--rejudge"]) == 2
+    assert "--rejudge samples nothing" in capsys.readouterr().err
+    assert read_samples(tmp_path / "out") == after
+    [file] = (tmp_path / "out").glob("samples-*.jsonl")
+    whole = file.read_bytes()
+    for name, value in (("prompt_tokens", -9), ("prompt_tokens", 2.5), ("stop", "tired"), ("response", None)):
+        header, first, rest = whole.split(b"\n", 2)
+        file.write_bytes(b"\n".join([header, json.dumps(json.loads(first) | {name: value}).encode(), rest]))
+        assert main(["eval", str(config), "--out", str(tmp_path / "out"), "--rejudge"]) == 2
+        assert "is not a sample" in capsys.readouterr().err
 
 
 def test_several_models_and_draws_of_each_benchmark(config, tmp_path, tiny_qwen3, tiny_qwen3_tied, capsys):

@@ -205,7 +205,11 @@ for _name, _urls in {
     "half an address of version 6": ["http://[::1:8000"],
 }.items():
     _value = json.dumps(_urls).replace("{", "{{").replace("}", "}}")
-    case(f"urls: {_name}", *SHOW, f"rollout={{{{engine: sglang, urls: {_value}, sync: {{{{transport: disk}}}}}}}}")
+    case(
+        f"urls: {_name}",
+        *SHOW,
+        f"rollout={{{{engine: sglang, urls: {_value}, sampling: {{{{max_response_tokens: 9}}}}, sync: {{{{transport: disk}}}}}}}}",
+    )
 FORMAT = "{{name: format, pattern: x}}"
 for _name, _value in {
     "no components": "{{name: weighted, components: []}}",
@@ -243,12 +247,13 @@ for _name, _content in {
 }.items():
     case(f"cluster: {_name}", *SUBMIT, "{w}/cluster.yaml", arrange=text("cluster.yaml", _content))
 for _words in (
-    *(("--sweep", "run.nothing=1,2"), ("--sweep", "optimizer.lr=.inf,1e-3"), ("--sweep", "run.dir=a,b"), ("--sweep", "=1,2")),
+    *(("--sweep", "run.nothing=1,2"), ("--sweep", "optimizer.lr=.inf,1e-3"), ("--sweep", "=1,2")),
     *(("--sweep", "run.name=a,a"), ("--sweep", "run.seed=1,1"), ("--seeds", "1e3"), ("--seeds", "-3"), ("--sweep", "run.seed")),
     ("--sweep", "batch.updates_per_step=" + ",".join(map(str, range(3, 3000)))),
     ("--sweep", "optimizer.lr=1e-3,1e-4", "--sweep", "optimizer.lr=1e-5,1e-6"),
 ):  # fmt: skip
     case(f"submit: {' '.join(_words)[:50]}", *SUBMIT, "local", *_words)
+quiet("submit: --sweep run.dir=a,b", *SUBMIT, "local", "--sweep", "run.dir=a,b")
 
 
 # --------------------------------------------------------------------------------------------- tokenizers, chat templates

@@ -269,6 +269,8 @@ JUDGED: dict[str, tuple[Arrange, tuple[str, ...]]] = {
     "half a sample": (samples(lambda p: os.truncate(p, p.stat().st_size - 30)), REJUDGE),
     "a response of null": (lines(lambda rows: rows[1].update(response=None)), REJUDGE),
     "a response of a list": (lines(lambda rows: rows[1].update(response=["1"])), REJUDGE),
+    "prompt tokens of -9": (lines(lambda rows: rows[1].update(prompt_tokens=-9)), REJUDGE),
+    "a stop of no kind": (lines(lambda rows: rows[1].update(stop="tired")), REJUDGE),
     "a prompt that the benchmark lacks": (lines(lambda rows: rows[1].update(prompt_id="x/99")), REJUDGE),
     "a sample twice": (lines(lambda rows: rows.append(rows[1])), REJUDGE),
     "no sample of a prompt": (lines(lambda rows: rows.pop()), REJUDGE),
@@ -299,8 +301,7 @@ JUDGED: dict[str, tuple[Arrange, tuple[str, ...]]] = {
     "a file that is a socket": (unix_socket("reward.py"), REJUDGE),
 }  # fmt: skip
 MAY_WORK = {
-    *("more samples a prompt", "a module named as a library", "json replaced", "all descriptors closed"),
-    *("details of nan", "details of 300 MB", "details without an end"),
+    *("json replaced", "all descriptors closed", "details of nan", "details of 300 MB", "details without an end"),
 }
 
 
@@ -310,8 +311,7 @@ def test_judged_again(name: str, judged: World, tmp_path: Path) -> None:
     arrange, words = JUDGED[name]
     arrange(world)
     places = [word.format(r=world.run, w=world.folder) for word in words]
-    outcome = check(f"rejudge: {name}", world, places, {}, may_work=name in MAY_WORK and "library" not in name)
-    assert outcome.code or name in MAY_WORK
+    check(f"rejudge: {name}", world, places, {}, may_work=name in MAY_WORK)
     shutil.rmtree(world.folder, ignore_errors=True)
 
 
@@ -357,6 +357,20 @@ for _name, _change in {
     _rows = [{"digest": "1", "judged_by": {}}, SAMPLE | _change, SAMPLE | _change | {"id": "1:x/0#1"}]
     case(f"diversity: {_name}", *DIVERSITY, arrange=together(TWO, text("runs/b/eval/samples-1.jsonl", "".join(json.dumps(row) + "\n" for row in _rows))))  # fmt: skip
 case("diversity: a checkpoint as embedder", *DIVERSITY[:3], "--embedder", "{c}", "--out", "{w}/o", arrange=TWO)
+
+
+def _own_code(world: World) -> None:
+    """A model whose own code writes a file."""
+    TWO(world)
+    world.model_json("config.json", model_type="evil", auto_map={"AutoConfig": "evil.C", "AutoModel": "evil.M"})
+    world.text("model/evil.py", "open('canary', 'w')\nfrom transformers import Qwen3Config as C, Qwen3Model as M\n")
+
+
+case(
+    "diversity: an embedder of its own code",
+    *("sh", "-c", "yes | $P diversity {w}/runs/a --embedder {m} --out {w}/o"),
+    arrange=_own_code,
+)
 PAPER = ("paper", "table1", "--scale", "laptop", "--dir")
 case("paper: a folder that is a link to nothing", *PAPER, "{w}/l", "--dry-run", arrange=link("l", "nowhere/x"))
 case("paper: a folder that is a socket", *PAPER, "{w}/s", arrange=unix_socket("s"))

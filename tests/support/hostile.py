@@ -333,7 +333,8 @@ def check(
     if (world.folder / "canary").exists() or (outcome.code and (world.folder / "o").exists()):
         faults.append("left something behind")
     after = _contents(world.folder)
-    faults += [f"lost {path.name}" for path, content in contents.items() if after.get(path) != content]
+    given = (path for path in contents if outcome.code or path.parent != world.folder / "e")  # results of a command
+    faults += [f"lost {path.name}" for path in given if after.get(path) != contents[path]]
     half = [path for path in set(world.folder.rglob("*")) - before if ".partial" in path.name]
     if half:
         faults.append(f"half-written {half[0].name}")

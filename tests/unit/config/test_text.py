@@ -17,6 +17,11 @@ NO_SERVERS = (
 )
 SGLANG = "rollout={engine: sglang, sampling: {max_response_tokens: 8}, sync: {transport: disk}"
 
+WEIGHTED = (
+    "reward={{name: weighted, label_threshold: 0.5, components: [{{weight: {}, reward: {{name: math}}}}, "
+    "{{weight: 1, reward: {{name: arithmetic}}}}]}}"
+)
+
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -59,6 +64,10 @@ def refusal(path: Path, override: str) -> str:
         ),
         *((f"{SGLANG}, urls: ['{url}']}}", "rollout.urls.0: expected http://<host>:<port>") for url in NO_SERVERS),
         (f"{SGLANG}, urls: ['http://h:1', 'http://H:1/']}}", "rollout.urls: http://h:1 is named twice"),
+        ("reward={name: format, pattern: '('}", "reward.pattern: expected a regular expression of Python, got '('"),
+        (f"reward={{name: format, pattern: '{'(' * 5000 + ')' * 5000}'}}", "reward.pattern: expected a regular"),
+        ("reward={name: format, pattern: 'a{9999999999}'}", "reward.pattern: expected a regular expression of Python"),
+        (WEIGHTED.format("1e308"), "reward.components.0.weight=1e+308: expected"),
         (f"{SGLANG}, urls: ['http://h:1'], api_key_env: 'A=B'}}", "rollout.api_key_env: expected the name of an env"),
     ],
 )

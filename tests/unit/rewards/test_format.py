@@ -1,6 +1,3 @@
-import pytest
-
-from pacs_megatron.errors import ConfigError
 from pacs_megatron.rewards.format import Format
 
 
@@ -9,8 +6,3 @@ def test_whole_response_must_match(make_prompt):
     assert judge(make_prompt("1"), "<think>a\nb</think>\n5") == 1.0
     assert judge(make_prompt("1"), "well <think>a</think> 5") == 0.0
     assert judge(make_prompt("1"), "<think>a</think>") == 0.0
-
-
-def test_bad_pattern():
-    with pytest.raises(ConfigError, match=r"reward\.pattern='\('"):
-        Format("(")

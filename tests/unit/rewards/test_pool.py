@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pacs_megatron.config.reward_options import ArithmeticReward, CustomReward, FormatReward, MathReward
+from pacs_megatron.config.reward_options import ArithmeticReward, CustomReward, MathReward
 from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards import build_reward
 from tests.support.rewards import CollectingPool
@@ -249,8 +249,8 @@ def test_prompt_arrives_whole_and_torch_is_not_imported(custom, make_prompt):
 def test_bad_options_end_in_one_error_and_no_process(tmp_path):
     with pytest.raises(ConfigError, match="no file"):
         CollectingPool(CustomReward(name="custom", function=f"{tmp_path}/absent.py:f"))
-    with pytest.raises(ConfigError, match="regular expression"):
-        CollectingPool(FormatReward(name="format", pattern="("))
+    with pytest.raises(ConfigError, match="absent_module"):
+        CollectingPool(CustomReward(name="custom", function="absent_module:f"))
     assert workers() == []
 
 

@@ -89,4 +89,12 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "page").mkdir()
     with pytest.raises(IsADirectoryError):
         write_atomically(tmp_path / "page", [b"x"])
+    with pytest.raises(ConfigError):
+        write_atomically(tmp_path / "rows", (_raise(number) for number in range(3)))
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
+
+
+def _raise(number: int) -> bytes:
+    if number:
+        raise ConfigError("the second row is wrong")
+    return b"x"
