@@ -25,6 +25,8 @@ _BREAK = "\ue000"
 """Private-use character that marks where the text of a problem is cut before it is encoded."""
 _TEMPLATE_LIMIT_S = 5.0
 """CPU time for one batch of prompts, which usually takes 0.02 s."""
+_TOKENIZER_LIMIT_S = 120.0
+"""CPU time for one batch of prompts, which usually takes 0.1 s."""
 _TEMPLATE_MEMORY_BYTES = 2 * 2**30
 """For the texts of one batch"""
 _MAX_TEMPLATE_CHARS = 1_000_000
@@ -58,8 +60,9 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
     for start in range(0, len(rows), _BATCH):
         batch = rows[start : start + _BATCH]
         texts = render([problem for _, problem in batch], data, tokenizer)
-        for (index, problem), text, ids in zip(batch, texts, tokenize(texts, tokenizer), strict=True):
-            if len(ids) <= data.max_prompt_tokens:
+        for (index, problem), text, found in zip(batch, texts, _tokenized_apart(texts, tokenizer), strict=True):
+            if len(found) <= data.max_prompt_tokens:
+                ids = np.array(found, dtype=np.int32)
                 prompts.append(_prompt(f"{name}/{index}", name, problem, text, ids))
     if not prompts:
         raise DataError(
@@ -149,6 +152,20 @@ def tokenize(texts: Sequence[str], tokenizer: Any) -> list[np.ndarray]:
     encoded = tokenizer(flat, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     ids = iter(encoded)
     return [np.array([token for _ in parts for token in next(ids)], dtype=np.int32) for parts in pieces]
+
+
+def _tokenized_apart(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """`tokenize` in a process that may crash: tokenizer.json may have a pattern that never ends on some text."""
+    try:
+        with report_wait(f"for the tokenizer {tokenizer.name_or_path}"):
+            return run_limited(  # type: ignore[no-any-return]
+                lambda: [ids.tolist() for ids in tokenize(texts, tokenizer)],
+                seconds=_TOKENIZER_LIMIT_S,
+                memory_bytes=_TEMPLATE_MEMORY_BYTES,
+            )
+    except (TimeoutError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300] or f"not finished after {_TOKENIZER_LIMIT_S:g} s of CPU time"
+        raise DataError(f"tokenizer {tokenizer.name_or_path}: {reason}; correct tokenizer.json, or the data") from error
 
 
 def _check_template(tokenizer: Any) -> None:

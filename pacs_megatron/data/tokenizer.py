@@ -1,5 +1,6 @@
 """Tokenizers of Hugging Face checkpoints, and the tokens that end a response."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,11 @@ from pacs_megatron.config.text import HUB_ID, local_path
 from pacs_megatron.errors import DataError
 from pacs_megatron.runtime.files import is_file
 from pacs_megatron.runtime.json_reader import read_object
+from pacs_megatron.runtime.processes import run_limited
 from pacs_megatron.runtime.waiting import hub_wait, report_wait
 
 GENERATION_CONFIG = "generation_config.json"
+_LOAD_LIMIT_S, _LOAD_MEMORY_BYTES = 120.0, 4 * 2**30
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
@@ -27,9 +30,15 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         with report_wait(f"for the tokenizer of {path}") if is_local else hub_wait(path):
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(folder) if is_local else path, trust_remote_code=trust_remote_code, local_files_only=is_local
+            load = partial(
+                AutoTokenizer.from_pretrained,
+                str(folder) if is_local else path,
+                trust_remote_code=trust_remote_code,
+                local_files_only=is_local,
             )
+            if is_local:  # first in a process that may crash
+                run_limited(lambda: load() is None, seconds=_LOAD_LIMIT_S, memory_bytes=_LOAD_MEMORY_BYTES)
+            tokenizer = load()
     except Exception as error:  # the library raises bare Exception for a malformed tokenizer.json
         fix = "the folder needs tokenizer.json and tokenizer_config.json as save_pretrained writes them"
         if not is_local:

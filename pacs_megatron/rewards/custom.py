@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from pacs_megatron.config.text import local_path
-from pacs_megatron.contracts import Prompt
+from pacs_megatron.contracts import Judgement, Prompt
 from pacs_megatron.errors import ConfigError, RewardError, shown
 from pacs_megatron.rewards.labels import as_reward
 
@@ -24,10 +24,11 @@ class Custom:
         self._name = function
         self._function = _load(function)
 
-    def __call__(self, prompt: Prompt, response: str) -> float:
+    def __call__(self, prompt: Prompt, response: str) -> float | Judgement:
         """Raises RewardError if the function raises, exits or returns something else than a finite number."""
         try:
-            return as_reward(self._function(prompt, response))
+            found = self._function(prompt, response)
+            return found if isinstance(found, Judgement) else as_reward(found)
         except RewardError as error:
             raise RewardError(f"reward.function={self._name}: {describe(error, named=False)}") from error
         except BaseException as error:  # a plug-in may raise anything: only this sample fails

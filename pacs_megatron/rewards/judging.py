@@ -1,16 +1,19 @@
 """Calls rewards, one or several: a verifier that fails loses its own samples only."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from pacs_megatron.contracts import Judgement, Prompt, RewardFn
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.custom import describe
 from pacs_megatron.rewards.labels import as_reward
+from pacs_megatron.runtime.json_reader import parse_json
 
 Job = tuple[Prompt, str]
 """Prompt and response"""
 _MAX_FAILURE_CHARS = 500
+_MAX_DETAILS = 1 << 20
 
 
 @runtime_checkable
@@ -36,10 +39,18 @@ def _judge(reward: RewardFn, prompt: Prompt, response: str) -> dict[str, Any]:
     try:
         found = reward(prompt, response)
         if isinstance(found, Judgement):
-            return {"reward": as_reward(found.reward), "details": dict(found.details)}
+            return {"reward": as_reward(found.reward), "details": _plain(found.details)}
         return {"reward": as_reward(found)}
     except Exception as error:  # noqa: BLE001  # only this sample fails
         return _failure(error)
+
+
+def _plain(details: Mapping[str, Any]) -> Any:
+    """The details after JSON, as the pool receives them."""
+    text = json.dumps(dict(details))
+    if len(text) > _MAX_DETAILS:
+        raise RewardError(f"details of {len(text)} characters, expected at most {_MAX_DETAILS}")
+    return parse_json(text, "details", error=RewardError, any_text=True)
 
 
 def _failure(error: Exception) -> dict[str, Any]:

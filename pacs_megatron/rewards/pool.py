@@ -24,10 +24,11 @@ from typing import Any, NamedTuple, TypeVar
 import psutil
 
 from pacs_megatron.contracts import Prompt
-from pacs_megatron.errors import ConfigError, RewardError
+from pacs_megatron.errors import ConfigError, DataError, RewardError
 from pacs_megatron.rewards.registry import AnyReward
 from pacs_megatron.rewards.worker import encode_jobs
 from pacs_megatron.runtime.closing import Closing
+from pacs_megatron.runtime.json_reader import as_object, parse_json
 from pacs_megatron.runtime.waiting import report_wait
 
 logger = logging.getLogger(__name__)
@@ -278,7 +279,11 @@ class _Worker:
         if not reply.endswith(b"\n"):
             code = self.kill()
             return {"failure": f"the worker died ({_describe_exit(code)})", "killed": code == -signal.SIGKILL}
-        return json.loads(reply)  # type: ignore[no-any-return]
+        try:
+            return as_object(parse_json(reply, "verdict", any_text=True), "verdict")
+        except DataError as error:
+            self.kill()
+            return {"failure": f"the worker sent no verdict ({error}); the reward function changes its process"}
 
     def _reply_to(self, line: bytes, limit_s: float) -> bytes:
         """One line; an incomplete one if the process has ended. Raises TimeoutError, MemoryError."""

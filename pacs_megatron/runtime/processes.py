@@ -62,6 +62,7 @@ def run_limited(work: Callable[[], Any], *, seconds: float, memory_bytes: int) -
 def _report_and_exit(work: Callable[[], Any], writer: int, seconds: float, memory_bytes: int) -> None:
     """In the fork. Calls nothing that may wait for a lock of another thread of the parent."""
     try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library of Rust prints its own report
         for number in (*JOB_SIGNALS, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -74,7 +75,7 @@ def _report_and_exit(work: Callable[[], Any], writer: int, seconds: float, memor
             report = {"value": work()}
         except MemoryError:
             report = {"error": f"more than {memory_bytes >> 20} MiB of memory"}
-        except Exception as error:  # noqa: BLE001  the code is not ours
+        except BaseException as error:  # noqa: BLE001  the code is not ours; a panic of Rust is no Exception
             report = {"error": f"{type(error).__name__}: {error}"}
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(json.dumps(report).encode())

@@ -236,7 +236,15 @@ def test_exports(name: str, trained: Trained) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- results judged again
-EVALUATE = ("eval", "{r}", *BENCHMARK, "evaluation.samples_per_prompt=1", "--out", "{w}/e")
+EVALUATE = (
+    "eval",
+    "{r}",
+    BENCHMARK[0].replace("path:", "limit: 4, path:"),
+    BENCHMARK[1],
+    "evaluation.samples_per_prompt=1",
+    "--out",
+    "{w}/e",
+)
 REJUDGE = (*EVALUATE, "--rejudge")
 
 

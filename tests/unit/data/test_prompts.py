@@ -1,3 +1,4 @@
+import base64
 import json
 from functools import partial
 
@@ -10,6 +11,7 @@ from transformers import AddedToken
 
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.data import load_prompts, prompts
+from pacs_megatron.data.tokenizer import load_tokenizer
 from pacs_megatron.errors import DataError
 from pacs_megatron.runtime.processes import run_limited
 from tests.support.fuzz import NUM_INPUTS, fuzz
@@ -123,6 +125,22 @@ def test_a_hostile_template_ends_in_one_line(dataset, data_options, tmp_path, mo
     with pytest.raises(DataError, match=message) as caught:
         load_prompts(dataset(["x"]), data_options(), tokenizer)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_crashes_is_one_line(dataset, data_options, tmp_path, capfd):
+    """The library is in Rust: its panics are no Exception, and print reports of their own."""
+    save_tokenizer(tmp_path / "t")
+    file = tmp_path / "t" / "tokenizer.json"
+    whole = json.loads(file.read_text())
+    endless = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    file.write_text(json.dumps(whole | {"pre_tokenizer": endless}))
+    with pytest.raises(DataError, match="PanicException: .*; correct tokenizer.json, or the data"):
+        load_prompts(dataset(["x" * 3000]), data_options(), load_tokenizer(str(tmp_path / "t")))
+    noise = base64.b64encode(bytes(range(64))).decode()
+    file.write_text(json.dumps(whole | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": noise}}))
+    with pytest.raises(DataError, match="transformers could not load it: RuntimeError"):
+        load_tokenizer(str(tmp_path / "t"))
+    assert capfd.readouterr().err == ""
 
 
 TEMPLATES = st.text(alphabet="{}%# abcdefmsg[]().+*-/'\"0123456789|:=<>!_\n", max_size=60)

@@ -21,6 +21,7 @@ from tests.support.rewards import CollectingPool
 CUSTOM = """
 import ctypes, os, pathlib, signal, subprocess, sys, time
 import numpy as np
+from pacs_megatron.contracts import Judgement
 class Mute(Exception):
     def __str__(self): return 1 / 0
 def judge(prompt, response):
@@ -70,6 +71,17 @@ def judge(prompt, response):
         case "print": print('{"reward": 0.0}', flush=True)
         case "torch": return float("torch" in sys.modules)
         case "pid": return float(os.getpid())
+        case "dumps":
+            import json
+            json.dumps = lambda *values, **options: "x"
+        case "circle":
+            details = {}
+            details["a"] = details
+            return Judgement(1.0, details)
+        case "bulky": return Judgement(1.0, {"a": "x" * 2**21})
+        case "bytes": return Judgement(1.0, {"a": b"x"})
+        case "not a number": return Judgement(1.0, {"a": float("nan")})
+        case "details": return Judgement(0.0, {"a": [1, None, "\ud800"]})
         case "ids": return float(prompt.token_ids.dtype == "int32" and prompt.token_ids.tolist() == [3, 1, 2])
     return 1.0
 """
@@ -183,6 +195,11 @@ def test_unreadable_gold_is_a_failure_not_zero(make_prompt):
         ("huge", "returned an integer"),
         ("nan", "the reward is nan"),
         ("hog", "out of memory"),
+        ("dumps", "the worker sent no verdict"),
+        ("circle", "Circular reference"),
+        ("bulky", "details of 2097161 characters, expected at most 1048576"),
+        ("bytes", "not JSON serializable"),
+        ("not a number", "NaN is no JSON number"),
     ],
 )
 def test_broken_verifiers_fail_their_sample_only(custom, make_prompt, caplog, response, reason):
@@ -214,6 +231,12 @@ def test_the_limit_of_memory_counts_what_the_function_forks(custom, make_prompt)
         failed, whole = pool.results()
     assert failed.failure == ("its processes use more than reward.memory_limit_gib=0.4 together; the worker was killed")
     assert whole == ("b", 1.0, None, None) and workers() == []
+
+
+def test_a_function_may_return_details(custom, make_prompt):
+    with CollectingPool(custom()) as pool:
+        pool.submit("a", make_prompt("5"), "details")
+        assert pool.next_finished() == ("a", 0.0, None, {"a": [1, None, "\ud800"]})
 
 
 def test_a_hung_worker_holds_up_no_other(custom, make_prompt):
