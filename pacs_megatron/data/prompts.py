@@ -5,8 +5,9 @@ problem (`<|im_end|>`) is encoded letter by letter, so data cannot close the use
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ _TEMPLATE_LIMIT_S = 5.0
 """CPU time for one batch of prompts, which usually takes 0.02 s."""
 _TOKENIZER_LIMIT_S = 120.0
 """CPU time for one batch of prompts, which usually takes 0.1 s."""
-_TEMPLATE_MEMORY_BYTES = 2 * 2**30
+_MEMORY_BYTES = 2 * 2**30
 """For the texts of one batch"""
 _MAX_TEMPLATE_CHARS = 1_000_000
 """Characters that the template may add to one problem."""
@@ -60,7 +61,10 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
     for start in range(0, len(rows), _BATCH):
         batch = rows[start : start + _BATCH]
         texts = render([problem for _, problem in batch], data, tokenizer)
-        for (index, problem), text, found in zip(batch, texts, _tokenized_apart(texts, tokenizer), strict=True):
+        # tokenizer.json may have a pattern that never ends on some text.
+        work, where = partial(_encode, texts, tokenizer), f"tokenizer {tokenizer.name_or_path}"
+        encoded = _apart(work, _TOKENIZER_LIMIT_S, where, "correct tokenizer.json, or the data")
+        for (index, problem), text, found in zip(batch, texts, encoded, strict=True):
             if len(found) <= data.max_prompt_tokens:
                 ids = np.array(found, dtype=np.int32)
                 prompts.append(_prompt(f"{name}/{index}", name, problem, text, ids))
@@ -112,23 +116,8 @@ def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[s
             raise ValueError(f"{len(text)} characters for a problem of {len(content)}")
         return text
 
-    try:
-        with report_wait(f"for the {where}"):
-            texts: list[str] = run_limited(
-                lambda: [apply(content) for content in contents],
-                seconds=_TEMPLATE_LIMIT_S,
-                memory_bytes=_TEMPLATE_MEMORY_BYTES,
-            )
-    except TimeoutError as error:
-        raise DataError(
-            f"{where}: not finished after {_TEMPLATE_LIMIT_S:g} s of CPU time; remove the endless loop from the template"
-        ) from error
-    except RuntimeError as error:
-        raise DataError(
-            f"{where}: {' '.join(str(error).split())[:300]}; check data.system_prompt and data.chat_template_args, or "
-            "correct the template"
-        ) from error
-    return texts
+    fix = "check data.system_prompt and data.chat_template_args, or correct the template"
+    return _apart(lambda: [apply(content) for content in contents], _TEMPLATE_LIMIT_S, where, fix)
 
 
 def control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
@@ -154,18 +143,18 @@ def tokenize(texts: Sequence[str], tokenizer: Any) -> list[np.ndarray]:
     return [np.array([token for _ in parts for token in next(ids)], dtype=np.int32) for parts in pieces]
 
 
-def _tokenized_apart(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """`tokenize` in a process that may crash: tokenizer.json may have a pattern that never ends on some text."""
+def _encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    return [ids.tolist() for ids in tokenize(texts, tokenizer)]
+
+
+def _apart(work: Callable[[], Any], seconds: float, where: str, fix: str) -> Any:
+    """`work()` in a process that may crash or be ended. Raises DataError with `fix`."""
     try:
-        with report_wait(f"for the tokenizer {tokenizer.name_or_path}"):
-            return run_limited(  # type: ignore[no-any-return]
-                lambda: [ids.tolist() for ids in tokenize(texts, tokenizer)],
-                seconds=_TOKENIZER_LIMIT_S,
-                memory_bytes=_TEMPLATE_MEMORY_BYTES,
-            )
+        with report_wait(f"for the {where}"):
+            return run_limited(work, seconds=seconds, memory_bytes=_MEMORY_BYTES)
     except (TimeoutError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300] or f"not finished after {_TOKENIZER_LIMIT_S:g} s of CPU time"
-        raise DataError(f"tokenizer {tokenizer.name_or_path}: {reason}; correct tokenizer.json, or the data") from error
+        reason = " ".join(str(error).split())[:300] or f"not finished after {seconds:g} s of CPU time"
+        raise DataError(f"{where}: {reason}; {fix}") from error
 
 
 def _check_template(tokenizer: Any) -> None:

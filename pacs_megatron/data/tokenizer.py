@@ -30,12 +30,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         with report_wait(f"for the tokenizer of {path}") if is_local else hub_wait(path):
             from transformers import AutoTokenizer
 
-            load = partial(
-                AutoTokenizer.from_pretrained,
-                str(folder) if is_local else path,
-                trust_remote_code=trust_remote_code,
-                local_files_only=is_local,
-            )
+            options = {"trust_remote_code": trust_remote_code, "local_files_only": is_local}
+            load = partial(AutoTokenizer.from_pretrained, str(folder) if is_local else path, **options)
             if is_local:  # first in a process that may crash
                 run_limited(lambda: load() is None, seconds=_LOAD_LIMIT_S, memory_bytes=_LOAD_MEMORY_BYTES)
             tokenizer = load()

@@ -203,15 +203,11 @@ class _Evaluation:
 
     def _sample(self, model: _Model, samples: SampleFile, sampler: Sampler, judge: Judge) -> None:
         """Samples and judges the samples that the file lacks. Raises RewardError for a reward that is no label."""
-        if self._rejudge and not samples.path.exists():
-            raise ConfigError(
-                f"--rejudge: {samples.path} does not exist: these weights and settings have no samples; run without it"
-            )
         missing = list(_missing(model.requests, samples.outcomes, sampler.chunk))
         if self._rejudge and missing:
             raise ConfigError(
-                f"--rejudge: {samples.path} lacks samples, and --rejudge samples nothing; first finish the evaluation "
-                "without it, with the reward that judged the others"
+                f"--rejudge: {samples.path} does not have all samples of these weights and settings; first finish the "
+                "evaluation without it, with the reward that judged the others"
             )
         if self._rejudge:
             assert self._config.reward is not None

@@ -137,14 +137,14 @@ def test_another_verifier_judges_the_samples_again(config, tmp_path, capsys, mon
     assert [row["response"] for row in after] == [row["response"] for row in before]
     assert [row["label"] for row in after] == [int(len(r["response"]) < 4 and r["stop"] == "eos") for r in before]
     assert main(["eval", str(config), "--out", str(tmp_path / "new"), "--rejudge"]) == 2
-    assert "have no samples" in capsys.readouterr().err
+    assert "does not have all samples" in capsys.readouterr().err
     broken = f"reward.function={tmp_path / 'reward.py'}:broken"
     assert main(["eval", str(config), broken, "--out", str(tmp_path / "out"), "--rejudge"]) == 1
     assert "could not be judged" in capsys.readouterr().err
     assert read_samples(tmp_path / "out") == after
     more = "evaluation.samples_per_prompt=8"
     assert main(["eval", str(config), more, "--out", str(tmp_path / "out"), "--rejudge"]) == 2
-    assert "--rejudge samples nothing" in capsys.readouterr().err
+    assert "does not have all samples" in capsys.readouterr().err
     assert read_samples(tmp_path / "out") == after
     [file] = (tmp_path / "out").glob("samples-*.jsonl")
     whole = file.read_bytes()

@@ -134,7 +134,7 @@ def test_a_tokenizer_that_crashes_is_one_line(dataset, data_options, tmp_path, c
     whole = json.loads(file.read_text())
     endless = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
     file.write_text(json.dumps(whole | {"pre_tokenizer": endless}))
-    with pytest.raises(DataError, match="PanicException: .*; correct tokenizer.json, or the data"):
+    with pytest.raises(DataError, match=r"PanicException: .*; correct tokenizer\.json, or the data"):
         load_prompts(dataset(["x" * 3000]), data_options(), load_tokenizer(str(tmp_path / "t")))
     noise = base64.b64encode(bytes(range(64))).decode()
     file.write_text(json.dumps(whole | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": noise}}))
