@@ -52,6 +52,8 @@ def certify(
     if place is not None and place.rank:
         _attempts_of_rank(case, work, place)
         return None
+    if work.is_symlink() or (work.exists() and not (work / "product").is_dir()):
+        raise ConfigError(f"{work} is not of an earlier `certify`; remove it, or choose another --out")
     with RunLock(folder, "certify"):
         shutil.rmtree(work, ignore_errors=True)
         (work / "product").mkdir(parents=True)

@@ -58,14 +58,10 @@ def dry_run(experiment: Any, jobs: Sequence[Job], home: Path, shown_home: Path) 
     for task in experiment.jobs:
         if task.dependencies:
             yield f"# {title}: {task.id} starts after {', '.join(task.dependencies)} (sbatch --dependency=afterok)"
-    for script in sorted(folder.rglob("*_sbatch.sh")):
-        yield f"# {title}: {script.name}\n{_text(script, home, shown_home)}"
-    for script in sorted(folder.rglob("scripts/*.sh")):
-        yield f"# {title}: {script.name}, run by each task\n{_text(script, home, shown_home)}"
-
-
-def _text(script: Path, home: Path, shown_home: Path) -> str:
-    return script.read_text(encoding="utf-8").replace(str(home), str(shown_home))
+    for pattern, role in (("*_sbatch.sh", ""), ("scripts/*.sh", ", run by each task")):
+        for script in sorted(folder.rglob(pattern)):
+            text = script.read_text(encoding="utf-8").replace(str(home), str(shown_home))
+            yield f"# {title}: {script.name}{role}\n{text}"
 
 
 def launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
