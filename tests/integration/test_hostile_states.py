@@ -17,11 +17,10 @@ import xxhash
 import yaml
 
 from tests.integration.test_hostile_files import folder, link, pipe, text, together
-from tests.integration.test_hostile_life import STEP, TRAIN, Trained, trained
+from tests.integration.test_hostile_life import STEP, TRAIN, Trained
 from tests.integration.test_hostile_verbs import BENCHMARK, COMPARE, DIVERSITY, RUNS, SAMPLE, TWO
 from tests.support.hostile import Arrange, Cases, World, check, check_case, copy_world, make_world, run
 
-__all__ = ["trained"]
 pytestmark = pytest.mark.full
 CASES = Cases()
 case = CASES.add
@@ -81,20 +80,21 @@ def manifest(**changes: object) -> Arrange:
     return change
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Two runs; `other` has another seed and one update a step."""
+    found = Trained(tmp_path_factory.mktemp("trained"))
+    words = ("run.name=other", "run.seed=9", "batch.updates_per_step=1")
+    ended = run(["train", found.world.run, "parallel.tp=1", *words], found.world.folder, {})
+    assert ended.code == 0, ended.text
+    copy = shutil.copytree(found.world.folder / "runs/other", found.copy / "runs/other", symlinks=True)
+    assert (copy / "checkpoints/step_000002").is_dir()
+    return found
+
+
 def other_run(*moves: tuple[str, str]) -> Arrange:
-    """A second run `other` with another seed, whose parts take the place of the first one's."""
-
-    def make(world: World) -> None:
-        ended = run(
-            ["train", world.run, "parallel.tp=1", "run.name=other", "run.seed=9", "batch.updates_per_step=1"],
-            world.folder,
-            {},
-        )
-        assert ended.code == 0, ended.text
-        for old, new in moves:
-            copied(old, new)(world)
-
-    return make
+    """Parts of the run `other` take the place of those of `tiny`."""
+    return together(*(copied(old, new) for old, new in moves))
 
 
 def half_of(name: str) -> Arrange:
