@@ -117,7 +117,8 @@ def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[s
         return text
 
     fix = "check data.system_prompt and data.chat_template_args, or correct the template"
-    return _apart(lambda: [apply(content) for content in contents], _TEMPLATE_LIMIT_S, where, fix)
+    texts: list[str] = _apart(lambda: [apply(content) for content in contents], _TEMPLATE_LIMIT_S, where, fix)
+    return texts
 
 
 def control_tokens(tokenizer: Any) -> re.Pattern[str] | None:

@@ -12,7 +12,7 @@ _OUTPUT_BYTES = 4096
 
 
 @dataclass(kw_only=True)
-class BoundedTunnel(LocalTunnel):  # type: ignore[misc]
+class BoundedTunnel(LocalTunnel):
     """Reports a long wait, and reads the start of the output only: NeMo-Run takes all of it for the id of the job."""
 
     def run(self, command: str, **options: Any) -> Any:

@@ -81,7 +81,7 @@ def judge(prompt, response):
         case "bulky": return Judgement(1.0, {"a": "x" * 2**21})
         case "bytes": return Judgement(1.0, {"a": b"x"})
         case "not a number": return Judgement(1.0, {"a": float("nan")})
-        case "details": return Judgement(0.0, {"a": [1, None, "\ud800"]})
+        case "details": return Judgement(0.0, {"a": [1, None, "\\ud800"]})
         case "ids": return float(prompt.token_ids.dtype == "int32" and prompt.token_ids.tolist() == [3, 1, 2])
     return 1.0
 """
