@@ -79,7 +79,7 @@ def load_embedder(name: str) -> tuple[str, Embedder]:
 
     logging.set_verbosity_error()  # a report of unused tensors
     try:
-        # Without the argument, transformers asks whether to run a model's own code.
+        # Without the argument, transformers offers on the terminal to run a model's own code.
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
         model = AutoModel.from_pretrained(name, trust_remote_code=False, use_safetensors=True).eval()
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")

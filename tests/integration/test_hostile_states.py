@@ -431,7 +431,7 @@ def _note(name: str, is_good: bool, output: str) -> None:
 
 # -------------------------------------------------------------------------------------------- a configuration of two folders
 def test_one_run_with_the_folder_of_another(trained: Trained, tmp_path: Path) -> None:
-    """Another world's configuration with the run folder of this one: rejected, or a run that says what changed."""
+    """Another world's configuration with the run folder of this one: rejected, or a run that reports the changes."""
     world = trained.restore()
     other = copy_world(trained.world, tmp_path / "world")
     tree = yaml.safe_load(other.run.read_text())
