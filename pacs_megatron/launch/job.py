@@ -21,7 +21,7 @@ from pacs_megatron.launch.serve import servers_here, wait_for_urls
 from pacs_megatron.launch.train import check_model_and_layout
 from pacs_megatron.runtime.command_line import run_command
 from pacs_megatron.runtime.files import has_fields, json_line, read_rows, write_atomically
-from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, read_exit_code, run_folder
+from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, FAILED_RANK_FILE, read_exit_code, run_folder
 from pacs_megatron.runtime.waiting import report_wait, run_program
 
 ATTEMPTS_FILE = "attempts.jsonl"
@@ -66,7 +66,7 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
 def begin(run_dir: Path, job_id: str) -> Path:
     """Opens the next attempt: its log folder, the link `logs/latest`, a row in attempts.jsonl. Returns the folder.
 
-    Removes the stop request of the previous attempt. Raises ConfigError if another job trains this run.
+    Removes the previous attempt's stop request and code of a failed rank. Raises ConfigError if another job trains this run.
     """
     rows = read_attempts(run_dir)
     if rows and "end" not in rows[-1] and str(rows[-1]["job_id"]) != job_id:
@@ -79,7 +79,7 @@ def begin(run_dir: Path, job_id: str) -> Path:
             )
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    for name in ("STOP", CANCEL_FILE):
+    for name in ("STOP", CANCEL_FILE, FAILED_RANK_FILE):
         (run_dir / name).unlink(missing_ok=True)
     number = len(rows) + 1
     folder = logs / f"attempt_{number}"
@@ -96,14 +96,15 @@ def begin(run_dir: Path, job_id: str) -> Path:
 def end(run_dir: Path, code: int, max_attempts: int) -> tuple[int, bool, str]:
     """Closes the attempt; returns (exit code, whether to requeue, reason).
 
-    Rank 0's code in `<run>/exit_code` has precedence over `code`: srun reports the largest code of all ranks.
+    Rank 0's code in `<run>/exit_code`, or that of another rank in `<run>/failed_rank`, has precedence over `code`: srun
+    reports the largest code of all ranks, those that it ended included.
     """
     rows = read_attempts(run_dir)
     if not rows:
         raise ConfigError(f"{run_dir}/logs/{ATTEMPTS_FILE} is empty; run `begin` before `end`")
-    code_file = run_dir / EXIT_CODE_FILE
-    if code_file.is_file() and code_file.stat().st_mtime >= float(rows[-1]["begin"]):
-        code = read_exit_code(code_file, code)
+    for file in (run_dir / FAILED_RANK_FILE, run_dir / EXIT_CODE_FILE):
+        if file.is_file() and file.stat().st_mtime >= float(rows[-1]["begin"]):
+            code = read_exit_code(file, code)
     rows[-1] |= {"end": time.time(), **_progress(run_dir, "end"), "code": code}
     write_atomically(run_dir / "logs" / ATTEMPTS_FILE, map(json_line, rows))
     again, reason = _verdict(rows, code, max_attempts)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import NoReturn, Self
 
 import psutil
 
@@ -24,12 +24,20 @@ from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.reward_options import CustomReward, WeightedReward
 from pacs_megatron.config.text import HUB_ID, local_path
-from pacs_megatron.errors import ConfigError, ExitCode
+from pacs_megatron.errors import ConfigError, ExitCode, PacsError
 from pacs_megatron.launch.serve import are_on_every_node, attach
 from pacs_megatron.models.shape import shape_problems
-from pacs_megatron.runtime.environment import find_rank, rank_environment
+from pacs_megatron.runtime.environment import RankPlace, find_rank, rank_environment
 from pacs_megatron.runtime.files import is_file
-from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, changed_since, read_exit_code, run_folder
+from pacs_megatron.runtime.run_folder import (
+    ATTEMPT_VARIABLE,
+    EXIT_CODE_FILE,
+    FAILED_RANK_FILE,
+    changed_since,
+    read_exit_code,
+    run_folder,
+    write_exit_code,
+)
 from pacs_megatron.runtime.run_lock import LOCK_FILE, refuse_if_locked
 from pacs_megatron.runtime.waiting import report_wait
 
@@ -39,31 +47,51 @@ _POLL_S = 1.0
 
 
 def run_train(config_path: Path, overrides: Sequence[str]) -> int:
-    """Trains and returns the exit code. Raises ConfigError before anything is started or written."""
+    """Trains and returns the exit code. Raises ConfigError before anything is started."""
     loaded = load_config(config_path, overrides)
     place = find_rank(os.environ)
-    world_size = place.world_size if place is not None else ranks_to_start(loaded.config)
-    check_model_and_layout(loaded, world_size)
-    check_files_are_here(loaded)
-    if place is None and loaded.config.resources.nodes > 1:
+    if place is not None:
+        try:
+            become_rank(loaded, place, config_path, overrides)
+        except PacsError as error:
+            if ATTEMPT_VARIABLE in os.environ:  # srun reports the signal of the ranks that it ends, not this code
+                file = EXIT_CODE_FILE if place.rank == 0 else FAILED_RANK_FILE
+                write_exit_code(run_folder(loaded), error.exit_code, file)
+            raise
+    world_size = ranks_to_start(loaded.config)
+    certificate = _check(loaded, world_size)
+    if loaded.config.resources.nodes > 1:
         raise ConfigError(
             f"resources.nodes={loaded.config.resources.nodes}: `train` starts ranks on one host only; use `submit`, or "
             f"sbatch slurm/train.sbatch {config_path} ({loaded.where('resources.nodes')})"
         )
-    certificate = certificate_line(loaded)
-    if certificate is not None and (place is None or place.rank == 0):
+    if certificate is not None:
         sys.stderr.write(f"{certificate}\n")
-    command = [TRAINING_MODULE, str(config_path), *overrides]
-    if place is not None:
-        if are_on_every_node(loaded.config):
-            command += attach(loaded.config, config_path, overrides, place)
-        environ = rank_environment(place.local_world_size, single_host=False) | place.variables()
-        os.execve(sys.executable, [sys.executable, "-m", *command], environ)  # noqa: S606  this process is the rank
     refuse_if_locked(run_folder(loaded))
     changed_since(loaded, run_folder(loaded))  # raises for another run's folder
     is_file(run_folder(loaded) / EXIT_CODE_FILE, ConfigError)
     lead_s = loaded.config.resources.signal_lead_s
+    command = [TRAINING_MODULE, str(config_path), *overrides]
     return start_ranks(command, world_size, run_folder(loaded) / EXIT_CODE_FILE, lead_s=lead_s)
+
+
+def become_rank(loaded: LoadedConfig, place: RankPlace, config_path: Path, overrides: Sequence[str]) -> NoReturn:
+    """This process of torchrun or srun becomes the rank of training. Raises ConfigError or DataError before."""
+    certificate = _check(loaded, place.world_size)
+    if certificate is not None and place.rank == 0:
+        sys.stderr.write(f"{certificate}\n")
+    command = [TRAINING_MODULE, str(config_path), *overrides]
+    if are_on_every_node(loaded.config):
+        command += attach(loaded.config, config_path, overrides, place)
+    environ = rank_environment(place.local_world_size, single_host=False) | place.variables()
+    os.execve(sys.executable, [sys.executable, "-m", *command], environ)  # noqa: S606  this process is the rank
+
+
+def _check(loaded: LoadedConfig, world_size: int) -> str | None:
+    """Raises ConfigError, ConversionError or DataError; returns the line on the run's certificate."""
+    check_model_and_layout(loaded, world_size)
+    check_files_are_here(loaded)
+    return certificate_line(loaded)
 
 
 def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:

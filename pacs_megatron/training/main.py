@@ -66,7 +66,8 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
         return _train(loaded, run_dir, rank_number)
     is_new = not run_dir.exists()
     with RunLock(run_dir, "train") as lock:
-        (run_dir / FAILED_RANK_FILE).unlink(missing_ok=True)
+        if ATTEMPT_VARIABLE not in os.environ:  # a batch script removes it when the attempt begins
+            (run_dir / FAILED_RANK_FILE).unlink(missing_ok=True)
         return _train(loaded, run_dir, rank_number, lock, is_new=is_new)
 
 

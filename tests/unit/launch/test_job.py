@@ -62,6 +62,17 @@ def test_the_exit_code_of_rank_0_has_precedence(tmp_path: Path) -> None:
     assert attempt(tmp_path, 1, written=75)[:2] == (75, True)
 
 
+def test_the_code_of_a_failed_rank_counts_where_rank_0_wrote_none(tmp_path: Path) -> None:
+    begin(tmp_path, "7")
+    (tmp_path / "failed_rank").write_text("2\n")
+    assert end(tmp_path, 143, 3)[:2] == (2, False)
+    assert attempt(tmp_path, 143)[:2] == (143, True)  # removed by `begin`
+    begin(tmp_path / "other", "7")
+    (tmp_path / "other" / "failed_rank").write_text("2\n")
+    (tmp_path / "other" / "exit_code").write_text("75\n")
+    assert end(tmp_path / "other", 143, 3)[:2] == (75, True)
+
+
 def test_an_old_exit_code_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "exit_code").write_text("0\n")
     os.utime(tmp_path / "exit_code", (1, 1))
