@@ -58,7 +58,7 @@ for _name, _arrange in {
 
 # ------------------------------------------------------------------------------------------- layouts and combinations
 for _words in (
-    *(("parallel.tp=0",), ("parallel.tp=1", "parallel.pp=3"), ("parallel.vpp=2",), ("parallel.ep=2",), ("parallel.cp=3",)),
+    *(("parallel.tp=0",), ("parallel.tp=1", "parallel.pp=3"), ("parallel.vpp=2",), ("parallel.ep=2",), ("parallel.cp=0",)),
     *(("parallel.tp=1", "parallel.sequence_parallel=true"), ("parallel.recompute.modules=[moe]",), ("parallel.recompute.modules=[]",)),
     *(("parallel.megatron.nosuch=1",), ("parallel.megatron.tp_comm_overlap=true",), ("parallel.megatron=[]",), ("parallel=2",)),
     *(("precision.fp8={{recipe: delayed}}",), ("precision.dtype=fp16",), ("precision.dtype=32",), ("policy.offload=all",)),
