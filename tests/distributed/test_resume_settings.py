@@ -183,7 +183,8 @@ def test_every_key_that_changes_an_update_has_a_case() -> None:
 
 @pytest.mark.full
 def test_another_dtype_continues_from_master_weights_and_moments(tmp_path: Path) -> None:
-    """fp32, then bf16, then fp32, two updates each. Rounded master weights differ by 1e-3, lost moments by an update."""
+    """fp32, then bf16, then fp32, two updates each. The bf16 gradients change a tensor by 5e-6 to 3e-5 in the mean; master
+    weights that were rounded once by 1.3e-4 or more, lost moments by 4.6e-4 or more."""
     model = make_tiny_qwen3(tmp_path / "model", tied=False)
     trainer = PlainTrainer(model)
     for step in STEPS:
@@ -203,7 +204,7 @@ def test_another_dtype_continues_from_master_weights_and_moments(tmp_path: Path)
 
     weights = [run_ranks(on_rank(dtype, 2 * k), 1)[0] for k, dtype in enumerate(("fp32", "bf16", "fp32"))][-1]
     for name, weight in trainer.weights().items():
-        np.testing.assert_allclose(weights[name], weight, atol=2e-4, err_msg=name)
+        assert np.abs(weights[name] - weight).mean() < 5e-5, name
 
 
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
