@@ -97,7 +97,8 @@ def report_error(error: Exception) -> int:
         return _fail(type(error).__name__, str(error), error.exit_code)
     # Libraries read variables while they load, such as HF_HUB_DOWNLOAD_TIMEOUT.
     modules = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
-    if isinstance(error, ImportError | MemoryError) or (modules and "pacs_megatron" not in modules[-1]):
+    is_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if is_memory or isinstance(error, ImportError) or (modules and "pacs_megatron" not in modules[-1]):
         fix = "check the installation (`make install`), the environment's variables and `ulimit -v`"
         return _fail("EnvironmentError", f"{type(error).__name__}: {_message(error)[:300]}; {fix}", ExitCode.FAILED)
     is_temporary = isinstance(error, OSError) and "temporary directory" in str(error.strerror)  # it lists the places

@@ -245,6 +245,10 @@ def test_a_process_without_output_or_folder_is_one_line(
     [
         (ImportError("numpy is\nbroken"), "EnvironmentError: ImportError: numpy is broken; check the installation"),
         (MemoryError(), "EnvironmentError: MemoryError: ; check the installation (`make install`)"),
+        (
+            OSError(12, "Cannot allocate memory"),
+            "EnvironmentError: OSError: [Errno 12] Cannot allocate memory; check the",
+        ),
         (OSError(errno.EFBIG, "File too large"), "OSError: File too large; free some space"),
         (
             FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),

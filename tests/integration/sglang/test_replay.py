@@ -139,9 +139,11 @@ def test_a_run_is_the_same_bits_given_the_recorded_samples(
         assert folder.name == f"step_{step - 1:06d}"
         kept = set(json.loads((folder / "buffer.json").read_text())["ids"])
         finished = {s.id for s in train if s.id in server.finished and int(s.id.partition(":")[0]) >= step}
-        assert own - late <= finished == kept
+        assert own - late <= finished >= kept > set()
         server.asked.clear()
         server.holds = lambda _: False
         finish(start(tmp_path / "replayed", lab.folders[0], server.url, **options))
-        assert late <= set(server.asked) and not kept & set(server.asked)
+        # A busy client may have received a response too late to keep it; such a sample is requested again.
+        asked = set(server.asked)
+        assert late <= asked and finished - kept <= asked and not kept & asked
     assert_same(replayed, recorded)
