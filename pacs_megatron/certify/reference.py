@@ -237,7 +237,7 @@ class Reference:
         num, parts = int(groups.max()) + 1, min(self.case["updates_per_step"], int(groups.max()) + 1)
         bounds = [round(num * k / parts) for k in range(parts + 1)]
         shares = [[r for r, g in enumerate(groups) if bounds[k] <= g < bounds[k + 1]] for k in range(parts)]
-        return shares * self.case["epochs"]
+        return shares * int(self.case["epochs"])
 
     def batch(self, step: int, rows: list[int], own: tuple[Logps, Logps], starts: Logps, frozen: Logps) -> Batch:
         """`own`: log-probs and entropies."""

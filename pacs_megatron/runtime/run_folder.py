@@ -25,8 +25,10 @@ ATTEMPT_VARIABLE = "PACS_ATTEMPT"
 """Set by batch scripts: the log folder of the attempt."""
 TENSORBOARD_FOLDER = "tensorboard"
 
-FIXED_KEYS = ("run.seed", "model.path", "objective.name", "objective.critic.path", "data.")
-FIXED_KEYS += ("batch.prompts_per_step", "batch.samples_per_prompt")
+FIXED_KEYS = (
+    *("run.seed", "model.path", "objective.name", "objective.critic.path", "data."),
+    *("batch.prompts_per_step", "batch.samples_per_prompt"),
+)
 """A resumed run may not change these: its metrics would mix two experiments."""
 _PACKAGES = (
     "torch",

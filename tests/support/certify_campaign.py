@@ -67,8 +67,9 @@ def run_case(kind: str, name: str, folder: Path) -> dict[str, object]:
         if kind in ("changed", "combinations"):
             certificate = certify_changed(folder, (CHANGED | COMBINATIONS)[name])
         else:
-            certificate = certify(path, overrides, out=folder / "certificate")
-        assert certificate is not None
+            found = certify(path, overrides, out=folder / "certificate")
+            assert found is not None
+            certificate = found
     except ConfigError as error:
         return {"kind": kind, "case": name, "result": "not legal", "first_deviation": str(error)}
     finally:

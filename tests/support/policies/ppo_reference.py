@@ -98,8 +98,9 @@ class PpoReference:
             returns.append(advantages[-1] + values[row])
         white = whitened(advantages)
         for number, part in enumerate([part for _ in range(epochs) for part in minibatches]):
-            for optimizer, lr in self.optimizers.values() if rates is not None else ():
-                optimizer.param_groups[0]["lr"] = lr * rates[number]
+            if rates is not None:
+                for optimizer, lr in self.optimizers.values():
+                    optimizer.param_groups[0]["lr"] = lr * rates[number]
             count = sum(len(values[row]) for row in part)
             if number >= warmup:
                 loss = torch.zeros((), dtype=torch.float64)
