@@ -237,7 +237,7 @@ PLANTED: dict[str, Planted] = {
     ),
     "slope of wrong responses 2 % low": Planted(target=f"{OBJECTIVES}.pacs.sample_loss", change=_wrong_slope),
     "biased standard deviation": Planted(
-        target=f"{OBJECTIVES}.shared.groups.Groups.std",
+        target="pacs_megatron.contracts.protocols.SampleTable.std",
         change=lambda original, self, values: torch.sqrt(self.total(values * values) / self.sizes),
         changes=GRPO,
     ),
