@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial as partial_call
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -43,10 +44,11 @@ from pacs_megatron.checkpoint.names import (
     RUN_IDENTITY_FILE,
     Position,
     describe_newest,
+    position_of,
     read_run_identity,
     whole_checkpoints,
 )
-from pacs_megatron.errors import CheckpointError
+from pacs_megatron.errors import CheckpointError, shown
 from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import gather_json
@@ -57,6 +59,7 @@ logger = logging.getLogger(__name__)
 CRITIC_DIST = f"critic/{DIST_FOLDER}"
 _PARTIAL = ".partial"
 _BUFFER, _OPEN_STEP = "buffer", "open_step"
+_RESTORE = "restore it, or remove it to resume from what is older"
 Record = tuple[Mapping[str, Any], Mapping[str, np.ndarray]]
 """Plain JSON values and flat arrays: `<name>.json` and `<name>.safetensors`."""
 
@@ -93,8 +96,15 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def finish_interrupted(run_dir: Path) -> None:
-    """Renames a complete checkpoint whose writer was killed after the last byte and before the renaming."""
-    for partial in (run_dir / "checkpoints").glob(f"step_*{_PARTIAL}"):
+    """Renames a complete checkpoint whose writer was killed after the last byte and before the renaming.
+
+    Raises CheckpointError where a checkpoint is not a folder.
+    """
+    folder = run_dir / CHECKPOINTS_FOLDER
+    for path in (folder, *(path for path in folder.glob("step_*") if position_of(path.name))):
+        if os.path.lexists(path) and not path.is_dir():
+            raise CheckpointError(f"{path} is not a folder; {_RESTORE}")
+    for partial in folder.glob(f"step_*{_PARTIAL}"):
         final = partial.with_name(partial.name.removesuffix(_PARTIAL))
         try:
             check_identity(final, read_manifest(partial))
@@ -302,9 +312,22 @@ def verify_checkpoint(folder: Path, channel: ControlChannel) -> None:
     channel.run_together(check)
 
 
+_STATE = {"policy_version": int, "driver": dict, "row": (dict, NoneType), "has_reference": bool}
+"""Key of state.json -> type"""
+
+
 def read_state(folder: Path) -> dict[str, Any]:
-    """Counters and data position."""
-    return read_object(folder / "state.json", error=CheckpointError)
+    """Counters and data position. Raises CheckpointError if one is malformed or the step is not the folder's."""
+    file = folder / "state.json"
+    state, position = read_object(file, error=CheckpointError), position_of(folder.name)
+    if position is None or state.get("step") != position.step:
+        raise CheckpointError(
+            f"{file}: step is {shown(state.get('step'))}, but the folder is {folder.name}; {_RESTORE}"
+        )
+    for name, kind in _STATE.items():
+        if not isinstance(state.get(name), kind) or (kind is int and not 0 <= state[name] < 2**63):
+            raise CheckpointError(f"{file}: {name} is {shown(state.get(name))}; {_RESTORE}")
+    return state
 
 
 def load_checkpoint(

@@ -1,5 +1,6 @@
 """The order of the training prompts: a function of the seed, resumable at any prompt."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,6 +81,9 @@ class PromptOrder:
                     f"data position: the checkpoint has {name}={state[name]}, this run {name}={value}; use the same data "
                     "and run.seed, or start a new run"
                 )
-        self._epoch, self._position = state["epoch"], state["position"]
-        self._skipped = list(state["skipped"])
+        epoch, position, skipped = (state[name] for name in ("epoch", "position", "skipped"))
+        if not (0 <= epoch < 2**63 and 0 <= position <= self._num_prompts):
+            raise ValueError(f"epoch={epoch} position={position}")
+        self._epoch, self._position = operator.index(epoch), operator.index(position)
+        self._skipped = [range(self._num_prompts)[number] for number in skipped]
         self._order = self._permutation(self._epoch)

@@ -95,7 +95,8 @@ def _check(loaded: LoadedConfig, world_size: int) -> str | None:
 
 
 def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
-    """Raises ConfigError or ConversionError if the world size or the model's shape does not fit the layout."""
+    """Raises ConfigError, ConversionError or DataError if the layout does not fit the world size or the model's files."""
+    from pacs_megatron.data.tokenizer import GENERATION_CONFIG, read_eos_ids
     from pacs_megatron.models import load_spec
     from pacs_megatron.models.hub import config_folder
 
@@ -103,7 +104,15 @@ def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
     problems = layout_problems(config, world_size)
     folder = config_folder(local_path(config.model.path))
     if folder.is_dir():
-        problems += shape_problems(config, load_spec(folder), folder.name)
+        spec = load_spec(folder)
+        problems += shape_problems(config, spec, folder.name)
+        if (
+            is_file(file := folder / GENERATION_CONFIG)
+            and (last := max(read_eos_ids(file), default=0)) >= spec.vocab_size
+        ):
+            problems.append(
+                f"{file}: eos_token_id is {last}, but config.json has vocab_size={spec.vocab_size}; correct it"
+            )
     if problems:
         raise loaded.fail(problems[0])
 
@@ -111,7 +120,6 @@ def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
 def check_files_are_here(loaded: LoadedConfig) -> None:
     """Raises ConfigError or DataError if a file or package that the run names is missing on this host."""
     from pacs_megatron.data.sources import find_source
-    from pacs_megatron.data.tokenizer import GENERATION_CONFIG, read_eos_ids
     from pacs_megatron.observability.writers import check_wandb
     from pacs_megatron.rewards.custom import find_file
 
@@ -121,8 +129,6 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
             f"model.path={path}: no such folder; correct the path, or create the folder first "
             f"({loaded.where('model.path')})"
         )
-    if is_file(file := local_path(path) / GENERATION_CONFIG):
-        read_eos_ids(file)
     for dataset in (loaded.config.data.train, *loaded.config.evaluation.benchmarks):
         find_source(dataset)
     reward = loaded.config.reward

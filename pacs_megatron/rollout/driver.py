@@ -26,7 +26,7 @@ import numpy as np
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.data import load_prompts, load_tokenizer
-from pacs_megatron.errors import ExitCode, PacsError, RolloutError
+from pacs_megatron.errors import CheckpointError, ExitCode, PacsError, RolloutError
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.rollout.buffer import RolloutBuffer
 from pacs_megatron.rollout.judge import Judge
@@ -37,6 +37,7 @@ from pacs_megatron.rollout.step_results import StepResults
 from pacs_megatron.rollout.step_rollouts import StepRollouts
 from pacs_megatron.rollout.train_data import TrainData
 from pacs_megatron.rollout.wire import Connection
+from pacs_megatron.runtime.json_reader import parsing
 from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals
 from pacs_megatron.sglang.build import open_engine
 from pacs_megatron.sglang.client import SglangEngine
@@ -205,9 +206,11 @@ class Driver:
 
     def load_state(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Message:
         """Continues from a checkpoint."""
-        self._data.order.load_state_dict(header["order"])
+        with parsing("the checkpoint's state.json (driver)", CheckpointError):
+            self._data.order.load_state_dict(header["order"])
         if header["buffer"] is not None:
-            self._buffer.load_state((header["buffer"], dict(arrays)), self._data.by_id, self._data.requests)
+            with parsing("the checkpoint's buffer.json", CheckpointError):
+                self._buffer.load_state((header["buffer"], dict(arrays)), self._data.by_id, self._data.requests)
         return {"kind": "loaded"}, {}
 
     # --------------------------------------------------------------------------------------------------------- serve

@@ -200,3 +200,12 @@ def _place(where: str, line: int | None, text: str, position: int) -> str:
     if line is None and position == 0:
         return where
     return f"{where}:{(line or 1) + text.count(chr(10), 0, position)}"
+
+
+@contextmanager
+def parsing(where: str, error: type[PacsError]) -> Iterator[None]:
+    """Raises `error` where the block finds that values lack a part, or have one of a wrong kind."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, AssertionError) as fault:
+        raise error(f"{where} is malformed ({type(fault).__name__}: {fault}); restore it") from fault

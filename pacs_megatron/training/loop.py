@@ -24,6 +24,7 @@ from pacs_megatron.observability.writers import open_sinks
 from pacs_megatron.policy import state as policy_state
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.rollout.collect import DriverState
+from pacs_megatron.runtime.json_reader import parsing
 from pacs_megatron.runtime.waiting import report_wait
 from pacs_megatron.training.breaker import exceeded_limit, warn_of_clipping
 from pacs_megatron.training.context import RunContext
@@ -251,7 +252,8 @@ def resume(run: RunContext) -> RunProgress | None:
     if run.rank.rank == 0:
         logger.info("resumed from %s", folder)
     record = run_checkpoint.read_open_step(folder)
-    open_step = OpenStep() if record is None else OpenStep.from_record(record, _settings(run))
+    with parsing(f"{folder}/open_step.json", CheckpointError):
+        open_step = OpenStep() if record is None else OpenStep.from_record(record, _settings(run))
     for model in run.models:  # of updates as this attempt counts them: batch.updates_per_step may be another
         model.optimizer.advance_schedule(saved["step"] * run.config.batch.num_updates + open_step.updates)
     return RunProgress(step=saved["step"], row=saved["row"], open_step=open_step)
