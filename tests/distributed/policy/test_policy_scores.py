@@ -45,7 +45,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def parts_of(
-    policy: Any, objective: Any, facts: SampleFacts, tokens: TokenBuffers, updates: int, groups: Any = "apart"
+    policy: Any,
+    objective: Any,
+    facts: SampleFacts,
+    tokens: TokenBuffers,
+    updates: int,
+    groups: Any = "apart",
+    epochs: int = 1,
 ) -> list[MiniBatch]:
     return cut_step(
         facts,
@@ -57,6 +63,7 @@ def parts_of(
             updates_per_step=updates,
             tokens_per_microbatch=BUDGET,
             groups=groups,
+            epochs=epochs,
         ),
         objective,
     )
@@ -133,6 +140,16 @@ def test_the_first_update_against_the_steps_start_needs_no_forward(tiny_qwen3: P
             kinds.add(expected > 0)
             np.testing.assert_allclose(coefficients[row], expected, rtol=1e-12, atol=1e-18)
     assert kinds == {True, False}
+
+
+def test_the_first_mini_batch_keeps_groups_together_where_a_later_epoch_scores_it(tiny_qwen3: Path) -> None:
+    def on_rank(_rank: int, world: int) -> Any:
+        policy = make_policy(tiny_qwen3, world)
+        objective = build_objective(PacsOptions(name="pacs"), updates_per_step=2)
+        cuts = (parts_of(policy, objective, *random_step(3), 2, "together", epochs) for epochs in (1, 2))
+        return [[bool(part.plan.together.all()) for part in parts] for parts in cuts]
+
+    assert run_ranks(on_rank, 1)[0] == [[False, True], [True, True]]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.policies.policy_cases import random_step
 from tests.support.policies.ppo_reference import PPO, PpoReference
@@ -77,6 +78,71 @@ def test_two_steps_of_two_epochs_equal_the_plain_loop(
     config = config_of(tmp_path, models, PPO, parallel, epochs=2)
     for found in run_ranks(lambda _rank, _world: attempt(config, tmp_path / "run", STEPS), world):
         check(found, expected)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[Path, Path], PpoReference]:
+    models = make_models(tmp_path_factory.mktemp("experts"), "qwen3_moe")
+    reference = PpoReference(*models, PPO, critic_lr=2e-3)
+    for facts, tokens in STEPS:
+        reference.step(facts, tokens, split(facts, 2), epochs=2)
+    return models, reference
+
+
+def planted_none(_monkeypatch: pytest.MonkeyPatch) -> None:
+    """No error."""
+
+
+def planted_head_as_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of the value head is summed over the ranks with the same experts only."""
+    from pacs_megatron.policy import model
+
+    exact = torch.nn.Linear
+
+    def linear(*args: Any, **options: Any) -> Any:
+        head = exact(*args, **options)
+        for parameter in head.parameters():
+            parameter.allreduce = False
+        return head
+
+    monkeypatch.setattr(model.torch.nn, "Linear", linear)
+
+
+def planted_experts_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The critic replays them."""
+    from pacs_megatron.training import phases
+
+    def kept(item: Any, **changes: Any) -> Any:
+        return replace(item, **{key: value for key, value in changes.items() if key != "routes" or value is not None})
+
+    monkeypatch.setattr(phases, "replace", kept)
+
+
+def planted_no_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy chooses its experts in each update."""
+    from pacs_megatron.policy.routing import Routing
+
+    exact = Routing.__init__
+    monkeypatch.setattr(Routing, "__init__", lambda self, spec, models, _given: exact(self, spec, models, None))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "plant", [planted_none, planted_head_as_expert, planted_experts_of_the_policy, planted_no_replay]
+)
+def test_experts_on_two_ranks_equal_the_plain_loop(
+    experts: tuple[tuple[Path, Path], PpoReference], plant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    models, expected = experts
+    config = config_of(tmp_path, models, PPO, {"ep": 2}, epochs=2)
+    results = run_ranks(lambda _rank, _world: attempt(config, tmp_path / "run", STEPS), 2)
+    for found in results:
+        if plant is planted_none:
+            check(found, expected)
+        else:
+            with pytest.raises(AssertionError, match="Not equal to tolerance"):
+                check(found, expected)
 
 
 RESUMED = {

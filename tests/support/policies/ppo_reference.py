@@ -1,12 +1,12 @@
 """PPO with a critic as the papers write it: transformers in float64, autograd through whole mini-batches, torch's AdamW.
 
-The critic is transformers' class for token classification with one label. GAE is the double sum of its definition. It uses
-data classes of the package, but none of its arithmetic.
+The critic is transformers' class for token classification with one label. GAE is the double sum of its definition. Both
+models are those of `certify`'s reference, which imports nothing of the package: with experts the policy's updates replay
+the choice of the step's start, as documented, and the critic chooses in each pass. Of the package it uses data classes only.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pacs_megatron.certify.reference import Model
 from pacs_megatron.contracts import SampleFacts, TokenBuffers
 from tests.support.policies.policy_cases import OPTIMIZER
 
@@ -49,28 +50,27 @@ class PpoReference:
     """Policy and critic, each with its AdamW."""
 
     def __init__(self, folder: Path, critic_folder: Path, options: dict[str, Any], critic_lr: float) -> None:
-        from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-
         self.options = options
-        exact: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
-        self.policy = AutoModelForCausalLM.from_pretrained(folder, **exact).eval()
-        self.frozen = AutoModelForCausalLM.from_pretrained(folder, **exact).eval()
-        self.critic = AutoModelForTokenClassification.from_pretrained(critic_folder, **exact).eval()
+        self.policy, self.frozen = Model(folder, 1.0), Model(folder, 1.0)
+        self.critic = Model(critic_folder, 1.0)
+        self.routes: dict[int, list[Tensor | None]] = {}
+        """row -> the policy's experts of each layer at the step's start"""
         settings = {"betas": (0.9, 0.95), "eps": OPTIMIZER["adam_eps"], "weight_decay": 0.0}
         self.optimizers = {
-            id(model): (torch.optim.AdamW(model.parameters(), lr=lr, **settings), lr)
+            id(model): (torch.optim.AdamW(model.parameters.values(), lr=lr, **settings), lr)
             for model, lr in ((self.policy, OPTIMIZER["lr"]), (self.critic, critic_lr))
         }
         self.numbers: dict[str, list[tuple[float, float]]] = {"policy": [], "critic": []}
 
-    def run(self, model: Any, tokens: TokenBuffers, facts: SampleFacts, row: int) -> Tensor:
-        """Log-probs or values of one sample's response tokens."""
-        ids = torch.from_numpy(tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]].astype(np.int64))
-        start = int(facts.prompt_lens[row])
-        logits: Tensor = model(ids[None]).logits[0, start - 1 : -1]
+    def run(self, model: Model, tokens: TokenBuffers, facts: SampleFacts, row: int, *, replays: bool = False) -> Tensor:
+        """Log-probs or values of one sample's response tokens. `replays`: with the policy's experts of the step's start."""
+        ids, prompt_len = tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]], int(facts.prompt_lens[row])
         if model is self.critic:
-            return logits[:, 0]
-        return torch.log_softmax(logits, -1).gather(1, ids[start:, None])[:, 0]
+            return model.values(ids, prompt_len)
+        logps, _ = model.sample(ids, prompt_len, self.routes[row] if replays else [None] * len(model.routers))
+        if model is self.policy and not replays:
+            self.routes[row] = [router.chosen for router in model.routers]
+        return logps
 
     def step(
         self,
@@ -105,7 +105,7 @@ class PpoReference:
             if number >= warmup:
                 loss = torch.zeros((), dtype=torch.float64)
                 for row in part:
-                    ratio = (self.run(self.policy, tokens, facts, row) - starts[row]).exp()
+                    ratio = (self.run(self.policy, tokens, facts, row, replays=True) - starts[row]).exp()
                     bounded = ratio.clamp(1 - o["clip_low"], 1 + o["clip_high"])
                     loss = loss - torch.minimum(ratio * white[row], bounded * white[row]).sum() / count
                 self._update("policy", self.policy, loss)
@@ -117,18 +117,14 @@ class PpoReference:
                 loss = loss + 0.5 * worst.sum() / count
             self._update("critic", self.critic, loss)
 
-    def _update(self, name: str, model: Any, loss: Tensor) -> None:
+    def _update(self, name: str, model: Model, loss: Tensor) -> None:
         optimizer = self.optimizers[id(model)][0]
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters.values(), 1.0)
         optimizer.step()
         self.numbers[name].append((float(loss.detach()), float(norm)))
 
-    def weights(self, model: Any) -> dict[str, np.ndarray]:
+    def weights(self, model: Model) -> dict[str, np.ndarray]:
         """Under the names of a transformers checkpoint, with one tensor for each expert."""
-        from safetensors.numpy import load_file
-
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            return load_file(Path(folder) / "model.safetensors")
+        return model.named(model.parameters)

@@ -17,6 +17,7 @@ from pacs_megatron.preflight import quota
 from tests.support.tiny_models import save_tokenizer
 
 Breaker = Callable[[Path], None]
+PPO = ["objective={name: ppo}"]
 GPUS = ["resources.gpus_per_node=8", "resources.gpu=h100", "parallel.tp=2"]
 
 
@@ -77,6 +78,10 @@ def broken_checkpoint(folder: Path) -> None:
 def earlier_run(folder: Path) -> None:
     config = load_config(folder / "run.yaml").to_yaml()
     write("runs/tiny/config.yaml", config)(folder)
+
+
+def earlier_critic(folder: Path) -> None:
+    write("runs/tiny/config.yaml", load_config(folder / "run.yaml", PPO).to_yaml())(folder)
 
 
 def run_dir_is_a_file(folder: Path) -> None:
@@ -281,6 +286,13 @@ REWARD = [
 HOST = [
     Case("run.dir is a file", key="run.dir", fix="name a folder", breaks=run_dir_is_a_file),
     Case("damaged checkpoint", key="checkpoint", fix="resume from the one before", breaks=broken_checkpoint),
+    Case(
+        "another critic on resume",
+        [*PPO, "objective.critic.path=model"],
+        key="objective.critic.path",
+        fix="the same value",
+        breaks=earlier_critic,
+    ),
     Case("another run's folder", ["run.seed=6"], key="run.name", fix="choose another run.name", breaks=earlier_run),
     Case(
         "more samples than memory",

@@ -22,6 +22,7 @@ from tests.support.tiny_run import write_tiny_run
 from tests.unit.launch.broken_cases import DATA, HOST, MODEL, REWARD, Case, write
 from tests.unit.launch.broken_configs import CONFIGURATION, SERVERS
 
+RESUMED = ("another critic on resume",)
 CASES = [*CONFIGURATION, *SERVERS, *MODEL, *DATA, *REWARD, *HOST]
 
 
@@ -95,7 +96,8 @@ def test_broken(case: Case, sound: Path, tmp_path: Path, taken_port: int, monkey
     [
         case
         for case in CASES
-        if case.name in ("unknown key", "tp and heads", "ranks do not factor", "unsupported family", "pp and layers")
+        if case.name
+        in ("unknown key", "tp and heads", "ranks do not factor", "unsupported family", "pp and layers", *RESUMED)
     ],
     ids=str,
 )
