@@ -164,7 +164,7 @@ class _Recorded:
         return StepSamples(facts=facts, tokens=tokens if self._is_first else None, metrics={})
 
     def state(self, trained: int, *, final: bool, at_boundary: bool) -> DriverState:
-        return DriverState(order=None, buffer=None)
+        return DriverState(order={}, buffer=None)
 
     def load_state(self, saved: DriverState, trained: int) -> None:
         """Nothing is in progress."""

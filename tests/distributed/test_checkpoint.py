@@ -57,7 +57,7 @@ def load(policy: Any, folder: Path) -> None:
     sharded = state.sharded_state(policy, is_loading=True, with_reference=True)
     filled, _ = run_checkpoint.load_checkpoint(checkpoint, policy.rank, {"dist": sharded})
     state.load_sharded_state(policy, filled["dist"])
-    policy.optimizer.schedule.load_state_dict(run_checkpoint.read_state(checkpoint)["schedule"])
+    policy.optimizer.schedule.load_state_dict(json.loads((checkpoint / "state.json").read_text())["schedule"])
 
 
 def continued(policy: Any) -> dict[str, Any]:

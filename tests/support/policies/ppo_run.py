@@ -76,7 +76,7 @@ class Recorded:
     def state(self, trained: int, *, final: bool, at_boundary: bool) -> Any:
         from pacs_megatron.rollout.collect import DriverState
 
-        return DriverState(order=None, buffer=None)
+        return DriverState(order={}, buffer=None)
 
     def load_state(self, saved: Any, trained: int) -> None:
         """Nothing is in progress."""
