@@ -101,8 +101,8 @@ def finish_interrupted(run_dir: Path) -> None:
     Raises CheckpointError where a checkpoint is not a folder.
     """
     folder = run_dir / CHECKPOINTS_FOLDER
-    for path in (folder, *(path for path in folder.glob("step_*") if position_of(path.name))):
-        if os.path.lexists(path) and not path.is_dir():
+    for path in folder.glob("step_*"):
+        if position_of(path.name) and not path.is_dir():
             raise CheckpointError(f"{path} is not a folder; {_RESTORE}")
     for partial in folder.glob(f"step_*{_PARTIAL}"):
         final = partial.with_name(partial.name.removesuffix(_PARTIAL))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pacs_megatron.errors import ConfigError, DataError, shown
-from pacs_megatron.evaluation.sample_file import read_samples
+from pacs_megatron.evaluation.sample_file import is_sample, read_samples
 from pacs_megatron.evaluation.statistics import bootstrap_mean
 from pacs_megatron.observability.page import page, safe_text
 from pacs_megatron.runtime.files import check_distinct, has_fields, is_file
@@ -25,7 +25,6 @@ Vectors = Mapping[str, Mapping[str, np.ndarray]]
 """`<path> <benchmark>` -> `question_vectors`"""
 
 HASHED = "hashed"
-_SAMPLE_FIELDS = {"id": str, "source": str, "prompt_id": str, "response": str, "label": int | None}
 _DIMENSIONS, _NGRAM = 1024, 4
 _BATCH, _MAX_TOKENS = 8, 8192
 _CELLS, _SIZE = 48, 380
@@ -180,7 +179,7 @@ def _correct_responses(path: Path) -> dict[str, dict[str, list[str]]]:
     if not has_fields(next(samples, (b"", {}))[1], {"digest": str}):
         raise DataError(f"{folder / name}:1 is no header of samples; evaluate the run again")
     for number, (_, record) in enumerate(samples, start=2):
-        if not has_fields(record, _SAMPLE_FIELDS) or record["label"] not in (None, 0, 1) or record["id"] in seen:
+        if not is_sample(record) or record["id"] in seen:
             raise DataError(f"{folder / name}:{number} is no judged sample, or a repeated one; evaluate the run again")
         seen.add(record["id"])
         correct = found[record["source"]][record["prompt_id"]]

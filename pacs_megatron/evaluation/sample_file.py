@@ -24,9 +24,15 @@ from pacs_megatron.rewards.labels import check_failures
 from pacs_megatron.rewards.pool import received
 from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.runtime.closing import Closing
-from pacs_megatron.runtime.files import json_line, naming, parse_lines, write_atomically
+from pacs_megatron.runtime.files import has_fields, json_line, naming, parse_lines, write_atomically
 from pacs_megatron.runtime.json_reader import read_lines
 
+_FIELDS = {
+    **dict.fromkeys(("id", "prompt_id", "source", "prompt", "response", "stop"), str),
+    **dict.fromkeys(("prompt_tokens", "response_tokens"), int),
+    "label": int | None,
+    "failure": str | None,
+}
 _BATCH = 512
 """Responses that `rejudge` has in memory."""
 
@@ -75,15 +81,13 @@ class SampleFile(Closing):
                 self._judged_by = record["judged_by"]
 
     def _add(self, record: Mapping[str, Any]) -> None:
-        try:
-            sample_id, prompt = record["id"], self._prompts.get(record["prompt_id"])
-            problem = "is repeated" if sample_id in self.outcomes else ""
-            if prompt is not None and (record["prompt"], record["answer"]) != (prompt.text, prompt.answer):
-                problem = "is of another problem text or reference answer"
-            self.outcomes[sample_id] = outcome_of(record)
-            _sample_of(record)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"{self.path}: a line is not a sample ({error!r}); remove the file") from None
+        if not is_sample(record):
+            raise DataError(f"{self.path}: a line is not a judged sample; remove the file")
+        sample_id, prompt = record["id"], self._prompts.get(record["prompt_id"])
+        problem = "is repeated" if sample_id in self.outcomes else ""
+        if prompt is not None and (record["prompt"], record.get("answer")) != (prompt.text, prompt.answer):
+            problem = "is of another problem text or reference answer"
+        self.outcomes[sample_id] = outcome_of(record)
         if problem:
             raise DataError(f"{self.path}: sample {sample_id} {problem}; choose another --out, or remove the file")
 
@@ -156,6 +160,17 @@ def read_samples(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     whole = itertools.takewhile(lambda line: line.endswith(b"\n"), read_lines(path))
     for_text, for_size = itertools.tee(whole)
     yield from zip(for_size, parse_lines(for_text, path), strict=True)
+
+
+def is_sample(record: Mapping[str, Any]) -> bool:
+    """Whether a line has what this program wrote of a judged sample."""
+    return (
+        has_fields(record, _FIELDS)
+        and record["stop"] in set(Stop)
+        and min(record["prompt_tokens"], record["response_tokens"]) >= 0
+        and not isinstance(record["label"], bool)
+        and record["label"] in ((None, 0, 1) if record["failure"] is None else (None,))
+    )
 
 
 def outcome_of(record: Mapping[str, Any]) -> Outcome:

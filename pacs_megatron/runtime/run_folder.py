@@ -1,6 +1,7 @@
 """The run folder as a whole: its names, cutting it back to a checkpoint, and what software made it."""
 
 import json
+import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,6 +25,7 @@ FAILED_RANK_FILE = "failed_rank"
 ATTEMPT_VARIABLE = "PACS_ATTEMPT"
 """Set by batch scripts: the log folder of the attempt."""
 TENSORBOARD_FOLDER = "tensorboard"
+_FOLDERS = ("checkpoints", "rollouts", "hf", LOG_FOLDER, HEARTBEAT_FOLDER, TENSORBOARD_FOLDER)
 
 FIXED_KEYS = (
     *("run.seed", "model.path", "objective.name", "objective.critic.path", "data."),
@@ -63,8 +65,12 @@ def run_folder(loaded: LoadedConfig) -> Path:
 def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
     """Keys whose values differ from the last attempt's in this folder; empty where there was none.
 
-    Raises ConfigError when the folder belongs to a run with another data set, model, objective or seed.
+    Raises ConfigError when the folder belongs to a run with another data set, model, objective or seed, or a file is where
+    a folder of the run belongs.
     """
+    for name in _FOLDERS:
+        if os.path.lexists(run_dir / name) and not (run_dir / name).is_dir():
+            raise ConfigError(f"{run_dir / name} is not a folder; remove it, or choose another run.name")
     target = run_dir / CONFIG_FILE
     if not target.exists():
         return []

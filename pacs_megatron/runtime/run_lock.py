@@ -22,6 +22,7 @@ from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.files import naming
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.processes import process_facts
+from pacs_megatron.runtime.waiting import report_wait
 
 logger = logging.getLogger(__name__)
 
@@ -192,16 +193,16 @@ def _is_alive(path: Path, lease: Lease) -> bool:
             return False
     except FileNotFoundError:
         return False
-    logger.warning("%s: waiting up to %.0f s for a heartbeat of %s", path.parent, _STALE_S, lease)
     deadline = time.monotonic() + _STALE_S
-    while time.monotonic() < deadline:
-        time.sleep(0.5)
-        found = _read(path)
-        if found is None:
-            if not path.is_file() or path.stat().st_size == 0:
-                return False  # released
-        elif (found.token, found.heartbeat) != (lease.token, lease.heartbeat):
-            return True
+    with report_wait(f"up to {_STALE_S:.0f} s for a heartbeat of {lease} in {path.parent}"):
+        while time.monotonic() < deadline:
+            time.sleep(0.5)
+            found = _read(path)
+            if found is None:
+                if not path.is_file() or path.stat().st_size == 0:
+                    return False  # released
+            elif (found.token, found.heartbeat) != (lease.token, lease.heartbeat):
+                return True
     return False
 
 

@@ -387,9 +387,13 @@ case("paper: a folder of 300 letters", *PAPER, "{w}/" + "p" * 300)
 case("paper: a folder in use", *PAPER, "{w}/p", arrange=together(text("p/x", ""), lambda w: (w.folder / "p/run.lock").mkdir()))  # fmt: skip
 
 
+UNREAD = {"compare: a name that is a list", "diversity: a lone surrogate"}
+"""No part of the result, and what a model may write."""
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
-    check_case(name, CASES[name], original, tmp_path)
+    check_case(name, CASES[name], original, tmp_path, may_work=name in UNREAD)
 
 
 # ---------------------------------------------------------------------------------------------------------- two at once

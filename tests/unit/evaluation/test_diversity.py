@@ -68,8 +68,9 @@ def test_embeddings_that_cannot_be_compared_are_rejected(vectors: np.ndarray, co
 
 def write_evaluation(folder: Path, responses: dict[str, list[tuple[str, int]]]) -> Path:
     """Results as `eval` writes them: prompt id -> (response, label)."""
+    rest = {"prompt": "p", "answer": "1", "failure": None, "stop": "eos", "prompt_tokens": 1, "response_tokens": 1}
     records = [
-        {"id": f"eval0:{prompt}#{i}", "prompt_id": prompt, "source": "sums", "response": text, "label": label}
+        rest | {"id": f"eval0:{prompt}#{i}", "prompt_id": prompt, "source": "sums", "response": text, "label": label}
         for prompt, found in responses.items()
         for i, (text, label) in enumerate(found)
     ]

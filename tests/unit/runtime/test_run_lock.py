@@ -19,7 +19,7 @@ import pytest
 
 from pacs_megatron.launch import runs
 from pacs_megatron.observability.report import write_report
-from pacs_megatron.runtime import run_lock
+from pacs_megatron.runtime import run_lock, waiting
 from pacs_megatron.runtime.run_lock import LOCK_FILE, FolderInUseError, Lease, RunLock, lock_owner, refuse_if_locked
 
 HOLD = """
@@ -173,6 +173,7 @@ def test_the_lease_of_another_host_is_stale_without_a_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(run_lock, "_STALE_S", 1.0)
+    monkeypatch.setattr(waiting, "NOTICE_S", 0.2)
     leave_remote_lease(tmp_path, age_s=30.0)
     with caplog.at_level(logging.WARNING), RunLock(tmp_path, "train"):
         assert lease_of(tmp_path).pid == os.getpid()
