@@ -229,7 +229,9 @@ class MegatronPolicy:
         )
         if all(len(own) < 2 for batches in plan.by_dp_rank for own in batches):
             return {}
-        packed = replace(minibatch, index=1, plan=plan)
+        # Experts that an earlier pass recorded are, with sequence parallelism, those of this rank's tokens in its packing.
+        routes = None if minibatch.tokens.routes is None else minibatch.routes
+        packed = replace(minibatch, index=1, plan=plan, routes=routes)
         packed = replace(packed, step_start_logprobs=self.logprobs(packed, "step_start", should_stop))
         before, after = (
             self._gathered(self._score_pass(part, objective, {"score"}, should_stop), facts, rows)["score"]

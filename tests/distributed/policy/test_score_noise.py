@@ -11,6 +11,7 @@ import torch
 
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.training.phases import with_logprobs
 from tests.support.policies.policy_cases import make_part, make_policy, random_step, with_passes
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
@@ -105,3 +106,21 @@ def test_the_measurement_changes_no_number_of_training(model: Path, layout: str,
     assert without[0] == measured[0]
     for key, weight in without[1].items():
         np.testing.assert_array_equal(measured[1][key], weight, err_msg=key)
+
+
+@pytest.mark.full
+def test_experts_recorded_for_later_epochs_are_not_replayed_in_another_packing(tmp_path: Path) -> None:
+    """Each rank has recorded those of its own tokens, which another packing gives to other ranks."""
+    world, options = LAYOUTS["tp2-sp"]
+    model = make_family(tmp_path / "model", "qwen3_moe", vocab_size=272)
+
+    def on_rank(_rank: int, world: int) -> dict[str, float]:
+        policy = make_policy(model, world, tokens_per_microbatch=96, **options)
+        objective = build_objective(OPTIONS["step_start"], updates_per_step=2)
+        part = make_part(FACTS, TOKENS, policy, 96, keep_groups=True)
+        starts = policy.logprobs(part, "step_start")
+        part = with_logprobs(part, {"step_start": starts, "routes": policy.routes})
+        return policy.score_noise(part, objective, np.flatnonzero(FACTS.groups % 6 == 0))
+
+    results = run_ranks(on_rank, world)
+    assert all(found == results[0] for found in results) and 0 < results[0]["pacs/score_noise"] < 1e-4
