@@ -48,13 +48,14 @@ def certify(
         raise ConfigError(f"{folder} is the folder of a model; choose another --out")
     work = folder / ".work"
     start, is_bf16 = time.monotonic(), case.config.precision.dtype == "bf16"
-    _import(case, place)
     if place is not None and place.rank:
+        _import(case, place)
         _attempts_of_rank(case, work, place)
         return None
     if work.is_symlink() or (work.exists() and not (work / "product").is_dir()):
         raise ConfigError(f"{work} is not of an earlier `certify`; remove it, or choose another --out")
     with RunLock(folder, "certify"):
+        _import(case, place)
         shutil.rmtree(work, ignore_errors=True)
         (work / "product").mkdir(parents=True)
         try:

@@ -12,6 +12,7 @@ from pacs_megatron.launch.job import CANCEL_FILE, LATEST, Row, job_states, known
 from pacs_megatron.runtime.files import read_rows
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER
+from pacs_megatron.runtime.run_lock import lock_owner
 from pacs_megatron.runtime.waiting import run_program
 
 LOG_NAME = "output.log"
@@ -130,6 +131,8 @@ def cancel(run_dir: Path, *, save: bool) -> str:
             _scancel(waiting)
             if len(waiting) == len(alive):
                 return f"cancelled {', '.join(waiting)}; no job was running, so nothing was saved"
+        if not alive and all("end" in row for row in read_attempts(run_dir)) and lock_owner(run_dir) is None:
+            raise ConfigError(f"no job and no process runs in {run_dir}; nothing to cancel")
         (run_dir / CANCEL_FILE).touch()
         (run_dir / "STOP").touch()
         return f"requested {run_dir} to save and stop, without a requeue; see `pacs-megatron status {run_dir}`"

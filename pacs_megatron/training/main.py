@@ -37,6 +37,7 @@ from pacs_megatron.runtime.run_folder import (
 )
 from pacs_megatron.runtime.run_lock import FolderInUseError, RunLock
 from pacs_megatron.runtime.waiting import report_wait
+from pacs_megatron.training.signals import STOP_FILE
 
 if TYPE_CHECKING:
     from pacs_megatron.training.context import RunContext
@@ -66,8 +67,9 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
         return _train(loaded, run_dir, rank_number)
     is_new = not run_dir.exists()
     with RunLock(run_dir, "train") as lock:
-        if ATTEMPT_VARIABLE not in os.environ:  # a batch script removes it when the attempt begins
-            (run_dir / FAILED_RANK_FILE).unlink(missing_ok=True)
+        if ATTEMPT_VARIABLE not in os.environ:  # a batch script removes them when the attempt begins
+            for name in (FAILED_RANK_FILE, STOP_FILE):
+                (run_dir / name).unlink(missing_ok=True)
         return _train(loaded, run_dir, rank_number, lock, is_new=is_new)
 
 
@@ -131,9 +133,6 @@ def _build(
     from pacs_megatron.training.signals import StopFlag
 
     stop = StopFlag(run_dir)
-    if rank_number == 0 and ATTEMPT_VARIABLE not in os.environ:
-        # A batch script removes the STOP file when the attempt begins; there may be a new one since.
-        stop.clear_file()
     stop.install(end_now, with_file=rank_number == 0)
     model_dir = model_folder(loaded.config.model.path)
     driver = None

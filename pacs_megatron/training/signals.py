@@ -71,7 +71,3 @@ class StopFlag:
                 self.reason = f"file {STOP_FILE}"
             self._next_look = time.monotonic() + FILE_CHECK_S
         return bool(self.reason)
-
-    def clear_file(self) -> None:
-        """Removes the file of an earlier attempt."""
-        self._file.unlink(missing_ok=True)

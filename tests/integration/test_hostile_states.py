@@ -399,11 +399,11 @@ def test_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- two at once
 BOTH = "a=$?; wait $!; b=$?; "
 AT_ONCE: dict[str, str] = {
-    "two certificates into one folder": "$P certify {r} parallel.tp=1 & sleep 8; $P certify {r} parallel.tp=1; " + BOTH + "test $a != 0 -a $b = 0 && exit 7",
+    "two certificates into one folder": "$P certify {r} parallel.tp=1 & $P certify {r} parallel.tp=1; " + BOTH + "test $(($a * $b)) = 0 -a $(($a + $b)) != 0 && exit 7",
     "two exports into one folder": "$P export {w}/runs/tiny --out {w}/x & $P export {w}/runs/tiny --out {w}/x; " + BOTH + "test $(($a * $b)) = 0 -a -s {w}/x/config.json && exit 7",
     "an export while the run trains": "$P train {r} parallel.tp=1 run.steps=6 & sleep 3; $P export {w}/runs/tiny --step 1 --out {w}/x; " + BOTH + "test $b = 0 && exit 7",
     "two runs in one folder": "$P train {r} parallel.tp=1 run.steps=6 & $P train {r} parallel.tp=1 run.steps=6; " + BOTH + "test $(($a * $b)) = 0 -a $(($a + $b)) != 0 && exit 7",
-    "a cancel during the start": "$P train {r} parallel.tp=1 run.steps=900 & sleep 1; $P cancel {w}/runs/tiny --save; " + BOTH + "test $b = 75 -o $b = 0 && exit 7",
+    "a cancel during the start": "$P train {r} parallel.tp=1 run.steps=900 & for i in $(seq 60); do $P cancel {w}/runs/tiny --save && break; sleep 1; done; " + BOTH + "test $b = 75 -o $b = 0 && exit 7",
     "a STOP file before the start": "touch {w}/runs/tiny/STOP; timeout 120 $P train {r} parallel.tp=1 run.steps=5; test $? = 75 -o $? = 0 && exit 7",
     "a status while the lock is taken": "$P train {r} parallel.tp=1 run.steps=5 & for i in 1 2 3; do $P status {w}/runs/tiny || exit 1; done; wait $! && exit 7",
     "a comparison while a run writes": "$P train {r} parallel.tp=1 run.steps=5 & for i in 1 2 3; do $P compare {w}/runs/tiny --out {w}/x || exit 1; done; wait $! && exit 7",
@@ -420,7 +420,8 @@ def test_two_at_once(name: str, trained: Trained) -> None:
     _note(f"at once: {name}", outcome.code == 7 and "Traceback" not in outcome.text, outcome.text)
     assert outcome.code == 7, outcome.text[-4000:]
     assert "Traceback" not in outcome.text and "InternalError" not in outcome.text, outcome.text
-    assert json.loads((world.folder / STEP / "manifest.json").read_text()) == before
+    manifest = world.folder / STEP / "manifest.json"
+    assert not manifest.exists() or json.loads(manifest.read_text()) == before  # a run that went on keeps the newest
     for line in (world.folder / RUN / "metrics.jsonl").read_text().splitlines():
         json.loads(line)
 
