@@ -71,7 +71,7 @@ class Comparison:
         quantity = self.quantities.setdefault(name, new)
         left, right = np.asarray(found, np.float64), np.asarray(expected, np.float64)
         deviation = np.inf
-        if left.shape == right.shape and bool(np.isfinite(left).all()):
+        if left.shape == right.shape and all(np.isfinite(values).all() for values in (left, right, scale)):
             deviation = float(np.max(np.abs(left - right), initial=0.0)) / (scale or 1.0)
         quantity.compared += right.size
         if deviation > quantity.largest:

@@ -196,7 +196,7 @@ def policy_gradient(batch: Batch) -> tuple[Tensor, Metrics]:
         mean = {"gspo": "sequence", "rloo": "sequence", "luspo": "sum", "dr_grpo": "dr_grpo"}.get(
             name, o.get("loss_mean", "token")
         )
-        counted = float(batch.lens[is_counted].sum())
+        counted = max(float(batch.lens[is_counted].sum()), 1.0)
         divisor = {
             "token": counted,
             "sequence": n * len(logp),

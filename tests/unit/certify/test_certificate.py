@@ -103,9 +103,10 @@ def test_a_red_certificate_names_the_first_deviation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, np.zeros(2)])
 def test_a_number_that_is_none_or_of_another_shape_is_a_deviation(value: Any) -> None:
     for name in TOLERANCES:
-        comparison = Comparison(is_bf16=True)
-        comparison.check(name, "update 1", value, 0.0)
-        assert comparison.first
+        for found, expected in ((value, 0.0), (0.0, value)):
+            comparison = Comparison(is_bf16=True)
+            comparison.check(name, "update 1", found, expected)
+            assert comparison.first
 
 
 def test_the_digest_covers_what_is_computed(tmp_path: Path) -> None:
