@@ -68,6 +68,10 @@ def _matching(pattern: str, expected: str, max_bytes: int = MAX_NAME_BYTES) -> A
     return AfterValidator(check)
 
 
+_HOST = re.compile(r"(?=.{1,253}$)([\w-]{1,63}(\.[\w-]{1,63})*\.?|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*)", re.ASCII)
+"""A name by its labels, or an address of version 6."""
+
+
 def _check_url(text: str) -> str:
     expected = "expected http://<host>:<port>"
     _check_line(text)
@@ -77,7 +81,7 @@ def _check_url(text: str) -> str:
     except ValueError as error:
         raise ValueError(f"{expected}, got {text!r} ({error}); correct it") from None
     host = parts.hostname or ""
-    if parts.scheme not in ("http", "https") or not re.fullmatch(r"[A-Za-z0-9_.:-]+", host) or port == 0:
+    if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host) or port == 0:
         raise ValueError(f"{expected}, got {text!r}; correct it")
     if "@" in parts.netloc:  # not printed: it contains a secret
         raise ValueError(f"{expected} without user or password; name the key by an environment variable")

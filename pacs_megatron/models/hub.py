@@ -31,8 +31,8 @@ def download(name: str, **options: Any) -> Any:
         return snapshot_download(name, allow_patterns=list(HUB_FILES), **options)
     except (OSError, HFValidationError):
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise OSError(f"malformed reply: {type(error).__name__}: {error}") from None
+    except Exception as error:  # noqa: BLE001  the hub's client passes on what its libraries raise
+        raise OSError(f"malformed reply or address: {type(error).__name__}: {error}") from None
 
 
 def config_folder(folder: Path) -> Path:

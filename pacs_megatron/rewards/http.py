@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from pacs_megatron.config.reward_options import HttpReward
-from pacs_megatron.errors import ConfigError, RewardError
+from pacs_megatron.errors import ConfigError, RewardError, shown
 from pacs_megatron.rewards.judging import Job
 from pacs_megatron.rewards.labels import as_reward
 from pacs_megatron.runtime.json_reader import as_object, parse_json
@@ -89,14 +89,18 @@ class Http:
                 data += piece
                 if len(data) > _MAX_BYTES:
                     raise RewardError(f"{where}: a response of more than {_MAX_BYTES >> 20} MiB; correct the server")
-        found = as_object(parse_json(bytes(data), where, error=RewardError, any_text=True), where, error=RewardError)
+        found = as_object(parse_json(bytes(data), where, error=RewardError), where, error=RewardError)
         rewards = found.get("rewards")
         if not isinstance(rewards, list) or len(rewards) != len(body["samples"]):
             got = (
                 f"{len(rewards)} rewards" if isinstance(rewards, list) else f"rewards of type {type(rewards).__name__}"
             )
             raise RewardError(f"{where}: {got}, expected a list of {len(body['samples'])} numbers; correct the server")
-        labels = {name: found[name][:_LABEL_CHARS] for name in ("model", "version") if isinstance(found.get(name), str)}
+        named = {name: found[name] for name in ("model", "version") if found.get(name) is not None}
+        for name, value in named.items():
+            if not isinstance(value, str):
+                raise RewardError(f"{where}: {name} is {shown(value)}, expected text; correct the server")
+        labels = {name: text[:_LABEL_CHARS] for name, text in named.items()}
         try:
             return [as_reward(reward) for reward in rewards], labels
         except RewardError as error:

@@ -25,11 +25,11 @@ from pacs_megatron.observability.logs import PROGRESS_LOGGER
 from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import HEARTBEAT_FOLDER, write_exit_code
+from pacs_megatron.runtime.waiting import NOTICE_S, next_notice_s
 
 logger = logging.getLogger(__name__)
 _WRITE_EVERY_S = 10.0
 _NOTICE_EVERY_S = 10.0
-_FIRST_NOTICE_S = 5.0
 _LEAD_SHARE = 0.95
 """Of the lead: the rest is for the report and the exit."""
 _GRACE_S = 2.0
@@ -59,7 +59,7 @@ class Watchdog:
         self._stop_since: float | None = None
         self._next_notice = 0.0
         self._phase = "start"
-        self._phase_since, self._next_phase_notice_s = time.monotonic(), _FIRST_NOTICE_S
+        self._phase_since, self._next_phase_notice_s = time.monotonic(), NOTICE_S
         self._since = time.monotonic()
         self._stop = threading.Event()
         self._file = run_dir / HEARTBEAT_FOLDER / f"rank{rank}.json"
@@ -76,7 +76,7 @@ class Watchdog:
     def phase(self, names: tuple[str, ...]) -> None:
         """The main thread entered or left a phase; a callback for `Timer.on_change`."""
         self._phase = " ".join(names) or "between phases"
-        self._phase_since, self._next_phase_notice_s = time.monotonic(), _FIRST_NOTICE_S
+        self._phase_since, self._next_phase_notice_s = time.monotonic(), NOTICE_S
         self.alive()
 
     def alive(self) -> None:
@@ -101,10 +101,10 @@ class Watchdog:
                 last_write = time.monotonic()
 
     def _notice_phase(self) -> None:
-        """Rank 0, where no live bar shows it: the phase that lasts for 5, 15, 45, ... s."""
+        """Rank 0, where no live bar shows it: a phase that lasts."""
         lasts_s = time.monotonic() - self._phase_since
         if self._rank == 0 and lasts_s > self._next_phase_notice_s:
-            self._next_phase_notice_s = 3 * lasts_s
+            self._next_phase_notice_s = lasts_s + next_notice_s(lasts_s)
             logging.getLogger(PROGRESS_LOGGER).info("in phase '%s' for %.0f s", self._phase, lasts_s)
 
     def _notice_stop(self, silent_s: float) -> float:

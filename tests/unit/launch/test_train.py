@@ -55,7 +55,7 @@ def test_the_wait_for_the_ranks_is_reported_until_they_run(
 ) -> None:
     """With a program in place of torchrun that waits for the report, then takes the run's lock."""
     monkeypatch.setattr(waiting, "NOTICE_S", 0.05)
-    monkeypatch.setattr(waiting, "MAX_INTERVAL_S", 0.05)
+    monkeypatch.setattr(waiting, "next_notice_s", lambda _: 0.05)
     program = tmp_path / "python"
     program.write_text(
         f"#!/bin/sh\ncd {tmp_path}\nuntil [ -e seen ]; do sleep 0.1; done\ntouch run.lock\nuntil [ -e end ]; do sleep 0.1; done\n"
