@@ -111,7 +111,7 @@ def check(world: World, first: int, call: str, metrics: bytes, model: bytes) -> 
     return [f"call {first} ({call}): {'; '.join(wrong)}\n{error[-1500:]}"] if wrong else []
 
 
-@pytest.mark.full
+@pytest.mark.campaign  # ten minutes
 @pytest.mark.timeout(3600)
 def test_a_full_disk_at_every_kind_of_call(world: World) -> None:
     calls, metrics, model = whole_run(world)

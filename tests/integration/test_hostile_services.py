@@ -26,7 +26,6 @@ from tests.integration.test_hostile_verbs import SUBMIT
 from tests.support.hostile import Arrange, Cases, World, check, check_case, copy_world
 
 __all__ = ["judged"]
-pytestmark = pytest.mark.full
 CASES = Cases()
 case = CASES.add
 QUIET = Cases()
@@ -156,6 +155,7 @@ SERVERS: dict[str, Behaviour] = {
 HTTP = "reward={{name: http, url: '{url}', timeout_s: 6}}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SERVERS)
 def test_reward_servers(name: str, judged: World, tmp_path: Path) -> None:
     """Existing samples are judged by a server; nothing of the earlier results changes."""
@@ -180,6 +180,7 @@ OTHERS: dict[str, Behaviour] = {
 }
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", OTHERS)
 def test_services_in_place_of_sglang(name: str, original: World, tmp_path: Path) -> None:
     world = copy_world(original, tmp_path / "world")
@@ -347,11 +348,13 @@ for _name, _command, _arrange in (
     case(f"files: {_name}", *_command, arrange=_arrange)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
     check_case(name, CASES[name], original, tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", QUIET)
 def test_works_or_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
     check_case(name, QUIET[name], original, tmp_path, may_work=True)
@@ -366,6 +369,7 @@ CLOCKS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CLOCKS)
 def test_a_run_with_a_clock(name: str, original: World, tmp_path: Path) -> None:
     """The run ends as with another clock."""

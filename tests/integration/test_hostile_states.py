@@ -21,7 +21,6 @@ from tests.integration.test_hostile_life import STEP, TRAIN, Trained
 from tests.integration.test_hostile_verbs import BENCHMARK, COMPARE, DIVERSITY, RUNS, SAMPLE, TWO
 from tests.support.hostile import Arrange, Cases, World, check, check_case, copy_world, make_world, run
 
-pytestmark = pytest.mark.full
 CASES = Cases()
 case = CASES.add
 AGAIN = (*TRAIN, "run.steps=3")
@@ -192,6 +191,7 @@ FAILS = {
 """Those that have to fail. The others may continue with rows 1, 2, 3, or end with one line."""
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", RESUMES)
 def test_a_changed_run(name: str, trained: Trained) -> None:
     """One clear line and nothing changed, or a run that continues with all rows."""
@@ -225,6 +225,7 @@ EXPORTS: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", EXPORTS)
 def test_exports(name: str, trained: Trained) -> None:
     world = trained.restore()
@@ -313,6 +314,7 @@ MAY_WORK = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", JUDGED)
 def test_judged_again(name: str, judged: World, tmp_path: Path) -> None:
     world = copy_world(judged, tmp_path / "world")
@@ -391,6 +393,7 @@ UNREAD = {"compare: a name that is a list", "diversity: a lone surrogate"}
 """No part of the result, and what a model may write."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
     check_case(name, CASES[name], original, tmp_path, may_work=name in UNREAD)
@@ -410,6 +413,7 @@ AT_ONCE: dict[str, str] = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_two_at_once(name: str, trained: Trained) -> None:
     """No traceback, one of both works, and the steps that were there stay."""
@@ -435,6 +439,7 @@ def _note(name: str, is_good: bool, output: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------- a configuration of two folders
+@pytest.mark.full
 def test_one_run_with_the_folder_of_another(trained: Trained, tmp_path: Path) -> None:
     """Another world's configuration with the run folder of this one: rejected, or a run that reports the changes."""
     world = trained.restore()
