@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 from traceback import StackSummary
 
@@ -57,6 +58,32 @@ def test_a_copy_of_another_step_replaces_nothing(tmp_path: Path) -> None:
     run_checkpoint.finish_interrupted(tmp_path)
     assert run_checkpoint.latest_checkpoint(tmp_path) == whole
     assert (whole / "state.json").read_text() == "its own"
+
+
+STATE = {"step": 3, "policy_version": 6, "driver": {}, "row": None, "has_reference": False}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({}, *({"step": wrong} for wrong in (-1, 4, 10**30, "three")), {"policy_version": -1}),
+        *({"policy_version": 2**63}, {"driver": []}, {"row": 7}, {"has_reference": None}),
+    ],
+)
+def test_a_state_fits_its_folder(change: dict[str, object], tmp_path: Path) -> None:
+    folder = _folder(tmp_path, "step_000003", 3, json.dumps(STATE | change))
+    if not change:
+        assert run_checkpoint.read_state(folder) == STATE
+        return
+    with pytest.raises(CheckpointError, match=rf"state.json: {next(iter(change))} is .*restore it"):
+        run_checkpoint.read_state(folder)
+
+
+def test_a_file_with_the_name_of_a_checkpoint_is_rejected(tmp_path: Path) -> None:
+    _folder(tmp_path, "step_000003", 3, "its own")
+    (tmp_path / "checkpoints" / "step_000004").write_text("")
+    with pytest.raises(CheckpointError, match="step_000004 is not a folder"):
+        run_checkpoint.finish_interrupted(tmp_path)
 
 
 def test_a_run_without_checkpoints_has_nothing_to_finish(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.unit.config.test_load import BASE
 
 NO_SERVERS = (
     *("http://host:99999", "http://host:port", "http://host:0", "http://host", "https://host:1", "http://host:1/v1"),
+    *("http://" + "a" * 64 + ":1", "http://..:1", "http://a..b:1"),
     *("http://host:1?key=x", "http://host:1#x", "host:1", "http://:1"),
 )
 SGLANG = "rollout={engine: sglang, sampling: {max_response_tokens: 8}, sync: {transport: disk}"

@@ -104,6 +104,14 @@ def test_state_of_another_run_is_rejected(change, name):
         PromptOrder(*change).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    "change", [{"epoch": -1}, {"epoch": 2**70}, {"position": -5}, {"position": 6}, {"position": 1.5}, {"skipped": [5]}]
+)
+def test_a_position_outside_of_the_data_is_an_error(change):
+    with pytest.raises((ValueError, TypeError, IndexError)):  # the driver's `parsing` names the file
+        PromptOrder(5, 0, True).load_state_dict(PromptOrder(5, 0, True).state_dict() | change)
+
+
 def test_needs_no_torch():
     code = "import sys, pacs_megatron.data.order, pacs_megatron.rewards; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

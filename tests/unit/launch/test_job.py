@@ -13,6 +13,7 @@ from pacs_megatron.errors import ConfigError, ExitCode, RolloutError
 from pacs_megatron.launch.job import begin, describe, end, main, note_jobs, read_attempts
 from pacs_megatron.launch.runs import cancel, log_lines, status
 from pacs_megatron.launch.serve import wait_for_urls
+from pacs_megatron.runtime.run_lock import RunLock
 
 BIG = Path(__file__).parents[3] / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml"
 
@@ -169,6 +170,15 @@ def test_cancel_with_save_prevents_a_requeue(tmp_path: Path) -> None:
     assert "cancel --save" in reason
     begin(tmp_path, "8")
     assert end(tmp_path, 75, 3)[1]  # a new submission is independent
+
+
+def test_cancel_with_save_needs_a_process(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match="no job and no process"):
+        cancel(tmp_path, save=True)
+    assert not (tmp_path / "STOP").exists()
+    with RunLock(tmp_path, "train"):
+        assert "requested" in cancel(tmp_path, save=True)
 
 
 def test_status_and_logs(tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ def test_the_pool_batches_and_keeps_order_and_provenance(make_prompt) -> None:
         ((200, b'{"rewards": [1, "1"]}'), "expected a number"),
         ((200, b'{"rewards": [1, 1e999]}'), ""),
         ((200, b'{"reward": [1, 1]}'), "rewards of type NoneType"),
+        ((200, b'{"rewards": [1, 1], "model": ["x"]}'), "model is ['x'], expected text"),
+        ((200, b'{"rewards": [1, 1], "version": "\\ud800"}'), "surrogate"),
         ((200, b"[" * 10_000), ""),
         ((200, b" " * (5 << 20)), "more than 4 MiB"),
         ((200, b"\xff\xfe"), ""),

@@ -1,0 +1,24 @@
+"""Folders of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pacs_megatron.config import load_config
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.runtime.run_folder import changed_since
+from tests.unit.config.test_load import BASE
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "rollouts", "hf", "logs"])
+@pytest.mark.parametrize("kind", ["file", "lost link"])
+def test_a_file_in_the_place_of_a_folder_is_an_error(name: str, kind: str, tmp_path: Path) -> None:
+    config = tmp_path / "base.yaml"
+    config.write_text(BASE)
+    loaded = load_config(config)
+    assert changed_since(loaded, tmp_path) == []
+    (tmp_path / name).touch() if kind == "file" else (tmp_path / name).symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=f"{name} is not a folder"):
+        changed_since(loaded, tmp_path)
