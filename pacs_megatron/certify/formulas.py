@@ -241,7 +241,7 @@ def value_loss(
     tokens, total, clipped = sum(len(value) for value in values), torch.zeros((), dtype=torch.float64), 0
     for value, start, target in zip(values, starts, returns, strict=True):
         bound = o["value_clip"] or math.inf
-        near = start + (value - start).clamp(-bound, bound)
+        near = value.clamp(start - bound, start + bound)  # the value itself within the bound, without rounding
         clipped += int(((near - target) ** 2 > (value - target) ** 2).sum())
         divisor = {"token": tokens, "sequence": len(values) * len(value)}.get(
             o["loss_mean"], len(values) * (o["constant_length"] or 1)

@@ -245,7 +245,7 @@ COMBINATIONS: dict[str, Changed] = {
         updates=2,
         epochs=2,
     ),
-    # Five chosen after reading the code.
+    # Chosen after reading the code.
     "ppo with KL in the reward, tied, one KV head, pp2, recomputed, distributed optimizer": case(
         {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "gamma": 0.95, "lam": 0.9},
         {"pp": 2, "distributed_optimizer": True} | FULL,
@@ -295,8 +295,29 @@ COMBINATIONS: dict[str, Changed] = {
         updates=3,
         epochs=2,
         groups="apart",
-        tokens=120,
+        tokens=200,
         optimizer=WARM,
         later={"batch": {"groups": "auto", "tokens_per_microbatch": 100}, "objective": {"tau": 1.5}},
+    ),
+    "pacs, experts, ep2, one group on one of two ranks, two epochs, recomputed": case(
+        {"name": "pacs", "importance_cap": 1.2},
+        {"ep": 2, "distributed_optimizer": True} | FULL,
+        family="qwen3_moe",
+        data=one_group,
+        updates=2,
+        epochs=2,
+        groups="together",
+        tokens=1600,
+        optimizer=WARM,
+    ),
+    "w_reinforce, one sample a prompt, KL in the loss, pp2 cp2": case(
+        {"name": "w_reinforce", "kl_coef": 0.1, "importance": "truncate"},
+        {"pp": 2, "cp": 2},
+        4,
+        samples=1,
+        updates=3,
+        epochs=2,
+        optimizer=COSINE,
+        later={"objective": {"kl_coef": 0.02}, "batch": {"tokens_per_microbatch": 30}},
     ),
 }

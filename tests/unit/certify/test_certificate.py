@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pacs_megatron.certify import formulas, reference
 from pacs_megatron.certify.certificate import Certificate, certificate_folder, certificate_line, digest_of
@@ -107,6 +108,14 @@ def test_a_number_that_is_none_or_of_another_shape_is_a_deviation(value: Any) ->
             comparison = Comparison(is_bf16=True)
             comparison.check(name, "update 1", found, expected)
             assert comparison.first
+
+
+@pytest.mark.parametrize("bound", [None, 1e9])
+def test_a_value_within_its_bound_is_not_clipped(bound: float | None) -> None:
+    """1e8 + (0.1 - 1e8) is 0.1 + 1.5e-9."""
+    start, value, target = (torch.tensor([number], dtype=torch.float64) for number in (1e8, 0.1, 0.0))
+    _, metrics = formulas.value_loss({"value_clip": bound, "loss_mean": "token"}, [value], [start], [target])
+    assert metrics["critic/clip_frac"] == (0.0, 1.0)
 
 
 def test_the_digest_covers_what_is_computed(tmp_path: Path) -> None:
