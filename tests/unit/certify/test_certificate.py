@@ -112,9 +112,11 @@ def test_a_number_that_is_none_or_of_another_shape_is_a_deviation(value: Any) ->
 
 @pytest.mark.parametrize("bound", [None, 1e9])
 def test_a_value_within_its_bound_is_not_clipped(bound: float | None) -> None:
-    """1e8 + (0.1 - 1e8) is 0.1 + 1.5e-9."""
-    start, value, target = (torch.tensor([number], dtype=torch.float64) for number in (1e8, 0.1, 0.0))
-    _, metrics = formulas.value_loss({"value_clip": bound, "loss_mean": "token"}, [value], [start], [target])
+    """1e8 + (0.1 - 1e8) is 0.1 - 6e-9."""
+    start, value, target = (torch.tensor([number], dtype=torch.float64) for number in (1e8, 0.1, 1.0))
+    _, metrics = formulas.value_loss(
+        {"value_clip": bound, "loss_mean": "token", "constant_length": None}, [value], [start], [target]
+    )
     assert metrics["critic/clip_frac"] == (0.0, 1.0)
 
 
