@@ -39,7 +39,7 @@ def run(case: str, folder: Path, *, writes: bool) -> list[Any]:
         make_family(model, family)
 
     def on_rank(rank: int, world: int) -> list[Any]:
-        from pacs_megatron.checkpoint.dist_files import load_sharded, save_sharded
+        from pacs_megatron.checkpoint.dist_files import load_sharded, prepare_sharded
         from pacs_megatron.objectives.pacs import PacsOptions
         from pacs_megatron.objectives.registry import build_objective
         from pacs_megatron.policy import state
@@ -51,7 +51,8 @@ def run(case: str, folder: Path, *, writes: bool) -> list[Any]:
             if rank == 0:
                 target.mkdir()
             dist.barrier()
-            save_sharded(state.sharded_state(policy, is_loading=False, with_reference=False), target)
+            wanted = state.sharded_state(policy, is_loading=False, with_reference=False)
+            prepare_sharded(wanted, target).write(target)
         else:
             wanted = state.sharded_state(policy, is_loading=True, with_reference=False)
             state.load_sharded_state(policy, load_sharded(wanted, target))

@@ -25,12 +25,14 @@ def tabulate(groups: Sequence[Group], routing: RoutingKind = "own") -> tuple[Sam
         response_lens=np.array([s.response_len for _, s in samples], dtype=np.int64),
         truncated=np.array([s.stop is Stop.LENGTH for _, s in samples], dtype=bool),
     )
+    token_ids, offsets = flat([s.token_ids for _, s in samples], np.int32)
+    logprobs, response_offsets = flat([s.sampler_logprobs for _, s in samples], np.float32)
     tokens = TokenBuffers(
         index=np.arange(len(samples), dtype=np.int64),
-        token_ids=_concat([s.token_ids for _, s in samples], np.int32),
-        offsets=_offsets(facts.lens),
-        sampler_logprobs=_concat([s.sampler_logprobs for _, s in samples], np.float32),
-        response_offsets=_offsets(facts.response_lens),
+        token_ids=token_ids,
+        offsets=offsets,
+        sampler_logprobs=logprobs,
+        response_offsets=response_offsets,
         routes=None if routing == "own" or not samples else _recorded_routes([s for _, s in samples]),
     )
     return facts, tokens
@@ -50,16 +52,17 @@ def _recorded_routes(samples: Sequence[Sample]) -> np.ndarray:
 
 def select_tokens(tokens: TokenBuffers, positions: np.ndarray, new_index: np.ndarray) -> TokenBuffers:
     """Samples at `positions` of `tokens` (not rows of the facts), with `index` set to `new_index`."""
-    token_parts = [tokens.token_ids[tokens.offsets[p] : tokens.offsets[p + 1]] for p in positions]
-    logp_parts = [
-        tokens.sampler_logprobs[tokens.response_offsets[p] : tokens.response_offsets[p + 1]] for p in positions
-    ]
+    ends, response_ends = tokens.offsets, tokens.response_offsets
+    token_ids, offsets = flat([tokens.token_ids[ends[p] : ends[p + 1]] for p in positions], np.int32)
+    logprobs, response_offsets = flat(
+        [tokens.sampler_logprobs[response_ends[p] : response_ends[p + 1]] for p in positions], np.float32
+    )
     return TokenBuffers(
         index=np.asarray(new_index, dtype=np.int64),
-        token_ids=_concat(token_parts, np.int32),
-        offsets=_offsets(np.array([len(part) for part in token_parts], dtype=np.int64)),
-        sampler_logprobs=_concat(logp_parts, np.float32),
-        response_offsets=_offsets(np.array([len(part) for part in logp_parts], dtype=np.int64)),
+        token_ids=token_ids,
+        offsets=offsets,
+        sampler_logprobs=logprobs,
+        response_offsets=response_offsets,
         routes=None
         if tokens.routes is None
         else np.concatenate([tokens.routes[:0], *(tokens.routes_of(int(p)) for p in positions)]),
@@ -80,9 +83,7 @@ def tokens_to_arrays(tokens: TokenBuffers) -> dict[str, np.ndarray]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _offsets(sizes: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])
-
-
-def _concat(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype=dtype)
+def flat(parts: Sequence[np.ndarray], dtype: type) -> tuple[np.ndarray, np.ndarray]:
+    """The parts one after another, and int64 [parts + 1], where each starts and the last one ends."""
+    offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+    return (np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype=dtype)), offsets

@@ -83,11 +83,6 @@ def prepare_sharded(state: dict[str, Any], folder: Path, copy: Copy = lambda dat
     return strategy
 
 
-def save_sharded(state: dict[str, Any], folder: Path) -> None:
-    """Writes `state` to the existing, empty `folder`. Collective."""
-    prepare_sharded(state, folder).write(folder)
-
-
 def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Fills the sharded tensors of `state` from `folder` and returns the whole state dict. Collective.
 

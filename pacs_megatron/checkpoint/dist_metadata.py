@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.runtime.json_reader import read_bytes, read_object
@@ -33,38 +28,26 @@ CONFIG = {
 }
 
 _DCP = "torch.distributed.checkpoint"
-_ALLOWED: dict[str, frozenset[str]] = {
-    f"{_DCP}.metadata": frozenset(
-        {
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        }
-    ),
-    f"{_DCP}.filesystem": frozenset({"_StorageInfo"}),
-    f"{_DCP}.planner": frozenset({"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}),
-    "torch.serialization": frozenset({"_get_layout"}),
-    "torch": frozenset(
-        {"Size", "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
-        | {"float8_e4m3fn", "float8_e5m2"}
-    ),
-    "collections": frozenset({"OrderedDict"}),
-    "builtins": frozenset({"set", "frozenset"}),
-    "pathlib": frozenset({"Path", "PosixPath", "PurePosixPath"}),
-    "pathlib._local": frozenset({"Path", "PosixPath", "PurePosixPath"}),
+_ALLOWED = {
+    f"{_DCP}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+    "TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    f"{_DCP}.filesystem": "_StorageInfo",
+    f"{_DCP}.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
+    "torch.serialization": "_get_layout",
+    "torch": "Size float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool float8_e4m3fn float8_e5m2",
+    "collections": "OrderedDict",
+    "builtins": "set frozenset",
+    "pathlib": "Path PosixPath PurePosixPath",
+    "pathlib._local": "Path PosixPath PurePosixPath",
 }
+"""module -> names of it that may be loaded"""
 
 
 class _Unpickler(pickle._Unpickler):
     """Python's own, not the faster C one, which allocates gigabytes for a damaged memo index."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name not in _ALLOWED.get(module, ()):
+        if name not in _ALLOWED.get(module, "").split():
             raise pickle.UnpicklingError(f"it loads {module}.{name}, which is not part of a checkpoint")
         return super().find_class(module, name)
 

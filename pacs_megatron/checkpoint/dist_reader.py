@@ -29,6 +29,7 @@ Shape = tuple[int, ...]
 _ZIP_HEADER_BYTES = 30
 """Of a zip archive's local file header, before the name; the lengths of name and extra field are its last 4 bytes"""
 _ZIP_LENGTHS_AT = 26
+_UNREADABLE = (RuntimeError, ValueError, EOFError, OSError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile)
 
 
 class DistReader:
@@ -137,15 +138,7 @@ class DistReader:
         window = _Window(file.map, info.offset, info.length)
         try:
             data = _mapped(window)
-        except (
-            RuntimeError,
-            ValueError,
-            EOFError,
-            OSError,
-            KeyError,
-            pickle.UnpicklingError,
-            zipfile.BadZipFile,
-        ) as error:
+        except _UNREADABLE as error:
             # Without torch's message, which advises to load without its guard.
             raise CheckpointError(
                 f"{path}: the piece of {index.fqn} cannot be read ({type(error).__name__}); use another copy"
@@ -175,12 +168,9 @@ def _mapped(window: _Window) -> torch.Tensor | None:
         window.seek(0)
         loaded: torch.Tensor = torch.load(cast("IO[bytes]", window), map_location="cpu", weights_only=True)
         return loaded.detach()
-    if start % outline.dtype.itemsize == 0:
-        return torch.frombuffer(window.file, dtype=outline.dtype, count=outline.numel(), offset=start).reshape(
-            outline.shape
-        )
     raw = torch.frombuffer(window.file, dtype=torch.uint8, count=outline.nbytes, offset=start)
-    return raw.clone().view(outline.dtype).reshape(outline.shape)
+    aligned = raw if start % outline.dtype.itemsize == 0 else raw.clone()
+    return aligned.view(outline.dtype).reshape(outline.shape)
 
 
 def _storage_offset(window: _Window) -> int | None:
@@ -190,10 +180,9 @@ def _storage_offset(window: _Window) -> int | None:
         storage = by_name["data/0"]
         if storage.compress_type != zipfile.ZIP_STORED or archive.read(by_name["byteorder"]) != sys.byteorder.encode():
             return None
-    header = storage.header_offset
-    name_and_extra = window.peek(header + _ZIP_LENGTHS_AT, 4)
-    name_bytes, extra_bytes = struct.unpack("<HH", name_and_extra)
-    return window.start + int(header) + _ZIP_HEADER_BYTES + int(name_bytes) + int(extra_bytes)
+    header = window.start + storage.header_offset
+    name_bytes, extra_bytes = struct.unpack_from("<HH", window.file, header + _ZIP_LENGTHS_AT)
+    return header + _ZIP_HEADER_BYTES + int(name_bytes) + int(extra_bytes)
 
 
 class _Window(io.RawIOBase):
@@ -216,13 +205,6 @@ class _Window(io.RawIOBase):
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         self._position = base + offset
         return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def peek(self, offset: int, count: int) -> bytes:
-        """Bytes at `offset` of the window; does not move the position."""
-        return self.file[self.start + offset : self.start + offset + count]
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")

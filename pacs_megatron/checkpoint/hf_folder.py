@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -68,11 +68,6 @@ class HfFolder:
         """Drops the tensor from memory. Views read it again and lose values that were written to them."""
         self._stored(name)
         self._file_of[name].release(name)
-
-    @property
-    def nbytes(self) -> int:
-        """of all tensors"""
-        return sum(self._stored(name).info.nbytes for name in self.names)
 
     def _stored(self, name: str) -> Stored:
         if name not in self._file_of:
@@ -173,7 +168,9 @@ class HfFolderWriter:
                 raise CheckpointError(f"{self._staged.target}: tensor {name} {reason}")
             self._missing.discard(name)
         descriptor, stored = self._place[name]
-        shape = _joined_shape(blocks)
+        shape = tuple(blocks[0].shape)
+        if len(blocks) > 1:
+            shape = (sum(block.shape[0] for block in blocks), *shape[1:])
         if shape != stored.info.shape:
             raise CheckpointError(f"{name}: shape {list(shape)}, announced as {list(stored.info.shape)}")
         written = 0
@@ -248,12 +245,6 @@ class HfFolderWriter:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
-
-
-def _joined_shape(blocks: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    if len(blocks) == 1:
-        return tuple(blocks[0].shape)
-    return (sum(block.shape[0] for block in blocks), *blocks[0].shape[1:])
 
 
 def hf_tensors(entries: Iterable[Entry], dtype: torch.dtype) -> list[TensorInfo]:

@@ -14,13 +14,7 @@ from typing import Annotated
 import xxhash
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from pacs_megatron.checkpoint.names import (
-    CHECKPOINTS_FOLDER,
-    MANIFEST_NAME,
-    Position,
-    position_of,
-    read_run_identity,
-)
+from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, Position, position_of, read_run_identity
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.json_reader import read_object

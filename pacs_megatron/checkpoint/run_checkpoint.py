@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -52,7 +51,7 @@ from pacs_megatron.errors import CheckpointError, shown
 from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import gather_json
-from pacs_megatron.runtime.files import is_file, sync_path, write_atomically
+from pacs_megatron.runtime.files import disk_error, is_file, sync_path, write_atomically
 from pacs_megatron.runtime.json_reader import as_object, parse_json, read_object, read_text
 
 logger = logging.getLogger(__name__)
@@ -82,11 +81,6 @@ class Contents:
     """on rank 0: finished samples of later steps; None if there are none"""
     open_step: Record | None = None
     """on rank 0: state of a step of which some updates are done; None at a step boundary"""
-
-
-def checkpoint_folder(run_dir: Path, position: Position) -> Path:
-    """The folder of the checkpoint of `position`."""
-    return run_dir / CHECKPOINTS_FOLDER / position.name
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
@@ -128,24 +122,17 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def save_checkpoint(run_dir: Path, position: Position, rank: Rank, contents: Contents, *, keep_last: int) -> Path:
-    """Writes a checkpoint. Collective. An interrupted one leaves a `.partial` folder, which the next save removes.
-
-    Raises CheckpointError on all ranks if one of them cannot write; older checkpoints are whole then.
-    """
-    return start_checkpoint(run_dir, position, rank, contents, keep_last=keep_last)(rank)
-
-
 def start_checkpoint(
     run_dir: Path, position: Position, rank: Rank, contents: Contents, *, keep_last: int, copy: Copy = lambda data: data
 ) -> Callable[[Rank], Path]:
     """Writes the small files and takes the tensors, by `copy` of `prepare_sharded`; the returned function writes the rest.
 
-    Both are collective over `control` of their rank, and raise as `save_checkpoint`.
+    Both are collective over `control` of their rank. They raise CheckpointError on all ranks if one of them cannot write;
+    older checkpoints are whole then. An interrupted one leaves a `.partial` folder, which the next save removes.
     """
     from safetensors.torch import save_file
 
-    final = checkpoint_folder(run_dir, position)
+    final = run_dir / CHECKPOINTS_FOLDER / position.name
     partial = final.with_name(final.name + _PARTIAL)
 
     def prepare() -> None:
@@ -214,7 +201,8 @@ def _named(final: Path, action: Callable[[], object]) -> object:
         return action()
     except (OSError, SafetensorError, CheckpointException, RuntimeError) as error:
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        found = cause if isinstance(cause, OSError) else _disk_error(final.parent)
+        # torch's C++ writer does not report the reason
+        found = cause if isinstance(cause, OSError) else disk_error(final.parent)
         if found is None and isinstance(cause, RuntimeError):
             raise  # not of the disk
         reason = str(cause) if found is None else found.strerror
@@ -222,16 +210,6 @@ def _named(final: Path, action: Callable[[], object]) -> object:
             f"{final} was not saved ({reason}); free some space or correct the permissions, then resume: "
             f"{describe_newest(final.parent.parent)}"
         ) from error
-
-
-def _disk_error(folder: Path) -> OSError | None:
-    """The reason for which `folder` cannot be written: torch's C++ writer does not report it."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder) as file:
-            file.write(bytes(1 << 16))
-    except OSError as error:
-        return error
-    return None
 
 
 def _write_record(folder: Path, name: str, record: Record) -> None:
@@ -242,7 +220,8 @@ def _write_record(folder: Path, name: str, record: Record) -> None:
     save_file({key: np.ascontiguousarray(array) for key, array in arrays.items()}, folder / f"{name}.safetensors")
 
 
-def _read_record(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+def read_record(folder: Path, name: str = _BUFFER) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    """A record, `Contents.buffer` unless another is named, as saved; None if there is none."""
     from safetensors.numpy import load_file
 
     path = folder / f"{name}.json"
@@ -253,11 +232,6 @@ def _read_record(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, np.
     return header, load_file(folder / f"{name}.safetensors")
 
 
-def read_buffer(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-    """`Contents.buffer` as saved."""
-    return _read_record(folder, _BUFFER)
-
-
 def read_open_step(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
     """`Contents.open_step` as saved. Raises CheckpointError for the format of an earlier release."""
     if (folder / "begun.json").is_file():
@@ -265,7 +239,7 @@ def read_open_step(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]
             f"{folder} was saved inside a step by an earlier release, which this release does not read; resume it with that "
             "release, or remove the folder to repeat the step"
         )
-    return _read_record(folder, _OPEN_STEP)
+    return read_record(folder, _OPEN_STEP)
 
 
 def _prune(run_dir: Path, keep_last: int) -> None:
@@ -312,7 +286,7 @@ def verify_checkpoint(folder: Path, channel: ControlChannel) -> None:
     channel.run_together(check)
 
 
-_STATE = {"policy_version": int, "driver": dict, "row": (dict, NoneType), "has_reference": bool}
+_STATE: Mapping[str, Any] = {"policy_version": int, "driver": dict, "row": (dict, NoneType), "has_reference": bool}
 """Key of state.json -> type"""
 
 

@@ -246,12 +246,7 @@ def _parallel(config: RunConfig) -> Iterator[str]:
         )
 
 
-_NEEDS_GPU = (
-    "moe_permute_fusion",
-    "use_precision_aware_optimizer",
-    "gradient_accumulation_fusion",
-    "tp_comm_overlap",
-)
+_NEEDS_GPU = ("moe_permute_fusion", "use_precision_aware_optimizer", "gradient_accumulation_fusion", "tp_comm_overlap")
 _WITH = {
     "overlap_param_gather": "overlap_grad_reduce",
     "moe_flex_dispatcher_backend": "moe_token_dispatcher_type",

@@ -99,7 +99,10 @@ def merge(base: Node, over: Node, section: str = "") -> Node:
     if not isinstance(over.value, dict) or not isinstance(base.value, dict | list):
         return over
     if isinstance(base.value, list):
-        return _merge_items(base.value, over, base.origin) if _is_indexed(over.value, len(base.value)) else over
+        if not over.value or not all(_INDEX.fullmatch(key) and int(key) < len(base.value) for key in over.value):
+            return over
+        changed = {int(key): node for key, node in over.value.items()}
+        return Node([merge(n, changed[k], "0") if k in changed else n for k, n in enumerate(base.value)], base.origin)
     if section in TAGS:
         before, after = (node.at([TAGS[section]]) for node in (base, over))
         if before is not None and after is not None and before.value != after.value:
@@ -108,15 +111,6 @@ def merge(base: Node, over: Node, section: str = "") -> Node:
     for key, node in over.value.items():
         merged[key] = merge(merged[key], node, f"{section}.{key}".strip(".")) if key in merged else node
     return Node(merged, base.origin)
-
-
-def _merge_items(items: list[Node], over: Node, origin: str) -> Node:
-    changed = {int(key): node for key, node in _mapping(over).items()}
-    return Node([merge(n, changed[k], "0") if k in changed else n for k, n in enumerate(items)], origin)
-
-
-def _is_indexed(entries: dict[str, Node], length: int) -> bool:
-    return bool(entries) and all(_INDEX.fullmatch(key) and int(key) < length for key in entries)
 
 
 def _read(path: Path, chain: tuple[Path, ...], files: list[str]) -> Node:

@@ -2,14 +2,7 @@
 
 from pacs_megatron.contracts.interrupted import Interrupted
 from pacs_megatron.contracts.layout import Layout
-from pacs_megatron.contracts.protocols import (
-    Prepared,
-    RewardFn,
-    SampleTable,
-    TokenRecord,
-    UpdateReport,
-    WeightReceiver,
-)
+from pacs_megatron.contracts.protocols import Prepared, RewardFn, SampleTable, TokenRecord, UpdateReport, WeightReceiver
 from pacs_megatron.contracts.samples import Group, Judgement, Prompt, Sample, SampleRequest, SamplingOptions, Span, Stop
 from pacs_megatron.contracts.step_data import MicroBatchPlan, MiniBatch, SampleFacts, TokenBuffers
 

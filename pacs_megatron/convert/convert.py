@@ -20,14 +20,7 @@ from pacs_megatron.checkpoint.hf_folder import (
     hf_tensors,
     metadata_files,
 )
-from pacs_megatron.checkpoint.manifest import (
-    DIST_FOLDER,
-    HF_FOLDER,
-    FileFacts,
-    Manifest,
-    digest_file,
-    write_manifest,
-)
+from pacs_megatron.checkpoint.manifest import DIST_FOLDER, HF_FOLDER, FileFacts, Manifest, digest_file, write_manifest
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
 from pacs_megatron.checkpoint.staging import StagedFolder, check_free_disk
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME, Certificate

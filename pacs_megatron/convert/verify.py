@@ -3,7 +3,6 @@
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -67,7 +66,8 @@ def compare(folder: HfFolder, weights: MegatronWeights, certificate: Certificate
     def check(entry: Entry) -> None:
         full = weights.get_entry(entry)
         certificate.add("megatron", entry.megatron_name, [full])
-        _check_padding(entry, full)
+        if entry.place in ("embedding", "output") and full[entry.dims.spec.vocab_size :].count_nonzero():
+            raise ConversionError(f"{entry.megatron_name}: the rows of the vocabulary's padding are not zero")
         for name, back in zip(entry.hf_names, entry.to_hf(full), strict=True):
             original = folder.get(name)
             certificate.add("hf", name, [original])
@@ -102,11 +102,3 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """NaN equals itself, 0.0 differs from -0.0."""
     return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
-
-
-def _check_padding(entry: Entry, full: torch.Tensor) -> None:
-    if entry.place in _VOCABULARY and bool(full[entry.dims.spec.vocab_size :].count_nonzero()):
-        raise ConversionError(f"{entry.megatron_name}: the rows of the vocabulary's padding are not zero")
-
-
-_VOCABULARY: tuple[Literal["embedding", "output"], ...] = ("embedding", "output")

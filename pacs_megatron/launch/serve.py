@@ -216,10 +216,7 @@ def attach(config: RunConfig, config_path: Path, overrides: Sequence[str], place
     servers = config.rollout.managed_servers
     assert servers is not None
     urls = wait_for_urls(
-        folder,
-        config.resources.nodes,
-        servers.start_timeout_s,
-        lambda: None if serving is None else serving.poll(),
+        folder, config.resources.nodes, servers.start_timeout_s, lambda: None if serving is None else serving.poll()
     )
     return ["rollout.servers=null", f"rollout.urls=[{','.join(urls)}]", "rollout.shares_gpus=true"]
 

@@ -15,12 +15,7 @@ from pydantic import Field
 from pacs_megatron.contracts import SampleFacts, SampleTable
 from pacs_megatron.objectives.shared.groups import FloatArray
 from pacs_megatron.objectives.shared.lazy import Tensor
-from pacs_megatron.objectives.shared.policy_gradient import (
-    ClippedOptions,
-    PolicyGradient,
-    mean_weights,
-    standardised,
-)
+from pacs_megatron.objectives.shared.policy_gradient import ClippedOptions, PolicyGradient, mean_weights, standardised
 
 
 class GspoOptions(ClippedOptions):

@@ -64,10 +64,7 @@ class Real(Objective, options=RealOptions):
         s = torch.zeros_like(table.labels) if scores is None else scores
         loss, slope = self._loss(s / self.options.tau, table)
         lens = table.response_lens.clamp(min=1.0)
-        return {
-            "coefficient": known["share"] * slope / (self.options.tau * lens),
-            "loss": known["share"] * loss,
-        }
+        return {"coefficient": known["share"] * slope / (self.options.tau * lens), "loss": known["share"] * loss}
 
     def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
         """Per sample [n] float64: `coefficient`; see `couple`."""

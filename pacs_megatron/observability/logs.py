@@ -38,7 +38,7 @@ class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record) + "\n"
         with suppress(OSError, ValueError):  # ValueError: the stream was closed
-            if record.name == PROGRESS_LOGGER and is_terminal(self._stream):
+            if record.name == PROGRESS_LOGGER and self._stream.isatty():
                 return  # the bar shows the same
             with tqdm.external_write_mode(file=self._stream):
                 self._stream.write(line)
@@ -85,8 +85,3 @@ class _RankFile(logging.FileHandler):
     def close(self) -> None:
         with suppress(OSError):  # it writes the bytes that a failed write has left
             super().close()
-
-
-def is_terminal(stream: TextIO) -> bool:
-    """True if a live bar can be drawn on `stream`."""
-    return stream.isatty()

@@ -88,13 +88,6 @@ class MetricSums:
             else:
                 self.add(name, value * count, count)
 
-    def merge(self, other: "MetricSums") -> None:
-        """Adds the sums and extremes of another part of the step."""
-        for name, item in other.sums.items():
-            self.add(name, item.total, item.count)
-        for name, value in other.extremes.items():
-            self.add_extreme(name, value)
-
     def values(self) -> dict[str, float | None]:
         """Means (None where the denominator is zero) and extremes by name."""
         return {**{name: item.mean for name, item in self.sums.items()}, **self.extremes}

@@ -8,7 +8,7 @@ from typing import Literal, TextIO
 
 from tqdm import tqdm
 
-from pacs_megatron.observability.logs import PROGRESS_LOGGER, is_terminal
+from pacs_megatron.observability.logs import PROGRESS_LOGGER
 from pacs_megatron.observability.metrics import MetricValue
 from pacs_megatron.runtime.closing import Closing
 
@@ -37,16 +37,10 @@ class Progress(Closing):
     """
 
     def __init__(
-        self,
-        label: str,
-        total: int,
-        *,
-        done: int = 0,
-        unit: Unit = "step",
-        stream: TextIO | None = None,
+        self, label: str, total: int, *, done: int = 0, unit: Unit = "step", stream: TextIO | None = None
     ) -> None:
         stream = sys.stderr if stream is None else stream
-        self._live = is_terminal(stream)
+        self._live = stream.isatty()
         self._last_line: float | None = None
         self._last_samples = 0.0
         self._fields: dict[str, float] = {}

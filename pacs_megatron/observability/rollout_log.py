@@ -10,13 +10,7 @@ import numpy as np
 
 from pacs_megatron.contracts import Prompt, Sample
 from pacs_megatron.observability.metrics import truncate_metrics
-from pacs_megatron.runtime.files import (
-    PARTIAL_SUFFIX,
-    complete_lines,
-    json_line,
-    parse_lines,
-    write_atomically,
-)
+from pacs_megatron.runtime.files import PARTIAL_SUFFIX, complete_lines, json_line, parse_lines, write_atomically
 
 ROLLOUT_FOLDER = "rollouts"
 RolloutKind = Literal["step", "eval"]

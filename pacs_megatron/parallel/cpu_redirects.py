@@ -42,12 +42,6 @@ _FACTORIES = (
 )
 
 
-def _names_cuda(device: object) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
-    )
-
-
 class _Event(torch.cpu.Event):
     """Takes the arguments of torch.cuda.Event. CPU calls are synchronous."""
 
@@ -101,7 +95,7 @@ class _TorchOnCpu(ModuleType):
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _names_cuda(kwargs.get("device")):
+        if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = _CPU
         return factory(*args, **kwargs)
 

@@ -154,9 +154,9 @@ class MegatronPolicy:
             return batches, passes.forward(self.chunks, batches, routing=routing)
         none = np.empty(0, dtype=np.int64)
         stoppable = StoppablePass(
-            batches,
-            build_microbatch(minibatch, none, multiple=self._multiple, device=self.rank.device),
-            should_stop,
+            batches=batches,
+            padding=build_microbatch(minibatch, none, multiple=self._multiple, device=self.rank.device),
+            should_stop=should_stop,
             num_polls=min(len(own) for own in minibatch.plan.by_dp_rank),
             # One more than needed, so that data-parallel replicas need not run in step.
             lag=self.rank.layout.pp + 1,

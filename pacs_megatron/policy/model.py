@@ -189,11 +189,6 @@ def _block_spec(
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
-def _rope(spec: ModelSpec) -> dict[str, Any]:
-    """GPTModel's rotary arguments. `build_chunks` applies scaling afterwards."""
-    return {"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_base": spec.rope_theta}
-
-
 def rope_frequencies(spec: ModelSpec) -> Tensor:
     """float32 [head_dim / 2], radians a position, with the family's scaling (linear or llama3)."""
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
@@ -248,7 +243,8 @@ def build_chunks(
                 share_embeddings_and_output_weights=spec.tied,
                 parallel_output=True,
                 vp_stage=vp_stage,
-                **_rope(spec),
+                position_embedding_type="rope",
+                rotary_base=spec.rope_theta,  # scaled below
             )
         RouterReplay.clear_global_router_replay_instances()  # `routing.py` has each router's own
         model.spec = spec

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from pacs_megatron.policy.update_loss import UpdateLoss
 StopTest = Callable[[], bool]
 
 
+@dataclass(kw_only=True, eq=False)
 class StoppablePass:
     """The micro-batches of one forward-only pass, shortened on every rank from the same one on after a stop request on any.
 
@@ -34,50 +36,34 @@ class StoppablePass:
     has started that reduction as well and no rank blocks; all ranks read the same value at the same micro-batch.
     """
 
-    def __init__(
-        self,
-        batches: Sequence[MicroBatch],
-        padding: MicroBatch,
-        should_stop: StopTest,
-        *,
-        num_polls: int,
-        lag: int,
-        group: dist.ProcessGroup,
-    ) -> None:
-        """`num_polls`: the smallest number of micro-batches of a rank. `lag`: at least the pipeline's size."""
-        self._batches = batches
-        self._padding = padding
-        self._should_stop = should_stop
-        self._num_polls = num_polls
-        self._lag = lag
-        self._group = group
-        self._polls: list[tuple[torch.Tensor, dist.Work]] = []
-        self._first_skipped: int | None = None
+    batches: Sequence[MicroBatch]
+    padding: MicroBatch
+    should_stop: StopTest
+    num_polls: int
+    """the smallest number of micro-batches of a rank"""
+    lag: int
+    """at least the pipeline's size"""
+    group: dist.ProcessGroup
+    _polls: list[tuple[Tensor, dist.Work]] = field(default_factory=list, init=False)
+    _first_skipped: int | None = field(default=None, init=False)
 
     def iterators(self, num_chunks: int) -> list[Iterator[MicroBatch]]:
         """One iterator per model chunk. The first polls; the others run after it and use its decision."""
-        return [self._polling(), *(self._following() for _ in range(num_chunks - 1))]
+        return [self._iterate(polls=chunk == 0) for chunk in range(num_chunks)]
 
-    def _polling(self) -> Iterator[MicroBatch]:
-        for index, batch in enumerate(self._batches):
-            if index < self._num_polls:
+    def _iterate(self, *, polls: bool) -> Iterator[MicroBatch]:
+        for index, batch in enumerate(self.batches):
+            if polls and index < self.num_polls:
                 self._start_poll()
-            polled = index - self._lag
-            if self._first_skipped is None and 0 <= polled < self._num_polls and self._is_stop(polled):
+            polled = index - self.lag
+            if polls and self._first_skipped is None and 0 <= polled < self.num_polls and self._is_stop(polled):
                 self._first_skipped = index
-            yield self._pick(index, batch)
-
-    def _following(self) -> Iterator[MicroBatch]:
-        for index, batch in enumerate(self._batches):
-            yield self._pick(index, batch)
-
-    def _pick(self, index: int, batch: MicroBatch) -> MicroBatch:
-        is_skipped = self._first_skipped is not None and index >= self._first_skipped
-        return self._padding if is_skipped else batch
+            is_skipped = self._first_skipped is not None and index >= self._first_skipped
+            yield self.padding if is_skipped else batch
 
     def _start_poll(self) -> None:
-        flag = torch.tensor([int(self._should_stop())])
-        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        flag = torch.tensor([int(self.should_stop())])
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         self._polls.append((flag, work))
 
     def _is_stop(self, index: int) -> bool:

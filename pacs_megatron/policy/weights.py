@@ -154,12 +154,7 @@ def _merge(entry: Entry, shard: Tensor) -> Tensor:
 
 
 def _broadcast(
-    entry: Entry,
-    full: Tensor | None,
-    source: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    dtype: torch.dtype,
+    entry: Entry, full: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     if group.rank() != source:
         full = torch.empty(entry.megatron_shape, dtype=dtype, device=device)

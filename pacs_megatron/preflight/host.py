@@ -21,11 +21,9 @@ from pacs_megatron.plan.plan import Plan
 from pacs_megatron.preflight import doctor, quota
 from pacs_megatron.preflight.check import Check, Level, attempt, existing_parent
 from pacs_megatron.runtime.environment import DRIVER_FILES, installed, job_port
+from pacs_megatron.runtime.files import disk_error
 
-CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 FILES_A_CHECKPOINT = 64
 """Files of a checkpoint and its share of logs, in addition to one or two per rank."""
 MIN_SCRATCH_BYTES = 1 * GIB
@@ -131,9 +129,9 @@ def check_folders(loaded: LoadedConfig) -> Iterator[Check]:
             fix = "create it, or set TMPDIR (cluster file: scratch) to an existing folder"
             yield Check("fail", key, f"{folder}: no such folder", fix)
             continue
-        reason = _write_problem(existing)
-        if reason is not None:
-            yield Check("fail", key, f"{existing} is not writable: {reason}", "choose another folder")
+        error = disk_error(existing)
+        if error is not None:
+            yield Check("fail", key, f"{existing} is not writable: {error.strerror}", "choose another folder")
         else:
             yield Check("ok", key, f"{folder} is writable")
     free = shutil.disk_usage(existing_parent(scratch_folder())).free
@@ -146,17 +144,6 @@ def check_folders(loaded: LoadedConfig) -> Iterator[Check]:
 def scratch_folder() -> Path:
     """The folder of temporary files. Reads TMPDIR on each call, because `tempfile` caches its first result."""
     return Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
-
-
-def _write_problem(folder: Path) -> str | None:
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".pacs-preflight-") as file:
-            file.write(b"x")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
 
 
 def check_free_space(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
@@ -302,9 +289,10 @@ def check_cluster(cluster: ClusterConfig) -> Iterator[Check]:
     """Folders, image and interface of the site's file. On a login node a missing one is a warning."""
     level = severity()
     if cluster.scratch is not None and "$" not in cluster.scratch:
-        reason = _write_problem(Path(cluster.scratch)) if Path(cluster.scratch).is_dir() else "no such folder here"
-        if reason is not None:
-            yield Check(level, "scratch", f"{cluster.scratch}: {reason}", "set a folder that every compute node has")
+        error = disk_error(Path(cluster.scratch))
+        if error is not None:
+            message = f"{cluster.scratch}: {error.strerror}"
+            yield Check(level, "scratch", message, "set a folder that every compute node has")
         else:
             yield Check("ok", "scratch", f"{cluster.scratch} is writable")
     interfaces = sorted(psutil.net_if_stats())

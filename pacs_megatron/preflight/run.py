@@ -40,6 +40,7 @@ from pacs_megatron.preflight.host import (
 from pacs_megatron.preflight.servers import check_servers
 from pacs_megatron.runtime.files import read_rows
 from pacs_megatron.runtime.run_folder import run_folder
+from pacs_megatron.runtime.waiting import quiet
 
 NUM_GOLD = 32
 """Number of gold answers that the reward must verify."""
@@ -85,18 +86,6 @@ def run_preflight(
     failed = any(check.level == "fail" for check in checks)
     checks.extend(check_servers(loaded, None if failed else model_dir, start=start_servers))
     return checks
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Suppresses this logger's warnings: the report has one line for all of them."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 @contextmanager
@@ -252,7 +241,7 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
         tokenizer = load_tokenizer(str(local_model(config.model.path)), config.model.trust_remote_code)
         some = config.data.train.model_copy(update={"limit": NUM_GOLD})
         prompts = load_prompts(some, config.data, tokenizer).prompts
-        with _quiet("pacs_megatron.rewards"):
+        with quiet("pacs_megatron.rewards", logging.CRITICAL):  # the report has one line for all warnings
             unverified = check_gold(prompts, reward)
         num_verified = len(prompts) - len(unverified)
         failed = [bad for bad in unverified if bad.failed]

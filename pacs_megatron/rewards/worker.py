@@ -7,7 +7,6 @@ replies `{"ready": true}` or `{"error"}`. Then the pool sends lists of jobs, and
 
 import json
 import os
-import resource
 import socket
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.rewards.judging import Job, judge_all
 from pacs_megatron.rewards.registry import build_reward
-from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals
+from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals, limit_memory
 
 
 def encode_jobs(jobs: Sequence[Job]) -> bytes:
@@ -55,7 +54,7 @@ def main() -> None:
     jobs, replies = connection.makefile("r", encoding="utf-8"), connection.makefile("w", encoding="utf-8")
     setup = json.loads(jobs.readline())
     sys.path[:] = setup["sys_path"]
-    _limit_memory(setup["memory_limit_bytes"])
+    limit_memory(setup["memory_limit_bytes"])
     options = TypeAdapter(RewardOptions).validate_json(setup["options"])
     try:
         reward = build_reward(options)
@@ -65,13 +64,6 @@ def main() -> None:
     _send(replies, {"ready": True})
     for line in jobs:
         _send(replies, {"verdicts": judge_all(reward, decode_jobs(line))})
-
-
-def _limit_memory(limit_bytes: int) -> None:
-    """A larger allocation raises MemoryError in this process, before the host's out-of-memory killer ends one."""
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    soft = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _send(replies: TextIO, message: dict[str, Any]) -> None:

@@ -14,25 +14,14 @@ from typing import Any
 import numpy as np
 
 from pacs_megatron.batching.tables import FACTS
-from pacs_megatron.contracts import (
-    Interrupted,
-    Sample,
-    SampleFacts,
-    SampleRequest,
-    TokenBuffers,
-)
+from pacs_megatron.contracts import Interrupted, Sample, SampleFacts, SampleRequest, TokenBuffers
 from pacs_megatron.embedded.engine import EmbeddedEngine
 from pacs_megatron.errors import PacsError, RolloutError, named_error
 from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays, gather_json
 from pacs_megatron.rollout.admission import ProblemCounts
 from pacs_megatron.rollout.driver_client import DriverClient
-from pacs_megatron.rollout.sample_arrays import (
-    Message,
-    requests_from_message,
-    samples_from_message,
-    samples_to_message,
-)
+from pacs_megatron.rollout.sample_arrays import Message, requests_from_message, samples_from_message, samples_to_message
 
 logger = logging.getLogger(__name__)
 _MAX_RESENDS = 5

@@ -150,7 +150,11 @@ class DriverClient:
                     )
                 if on_wait is not None:
                     on_wait()
-            header, arrays = self._receive()
+            try:
+                header, arrays = self._connection.receive()
+            except errors.RolloutError:
+                self.is_lost = True
+                raise
             if header["request"] != self._number:
                 continue  # an abandoned request
             if header["kind"] != "progress":
@@ -159,13 +163,6 @@ class DriverClient:
             self.on_progress(header["done"], header["total"], header["waits_for_rewards"])
             if on_wait is not None:
                 on_wait()
-
-    def _receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        try:
-            return self._connection.receive()
-        except errors.RolloutError:
-            self.is_lost = True
-            raise
 
     def call(
         self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None

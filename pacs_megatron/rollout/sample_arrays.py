@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from pacs_megatron.batching.tables import flat
 from pacs_megatron.contracts import Prompt, Sample, SampleRequest, SamplingOptions, Span, Stop
 from pacs_megatron.runtime.files import write_atomically
 
@@ -25,16 +26,10 @@ _STOPS = (Stop.EOS, Stop.LENGTH, Stop.ABORTED)
 Message = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
-def _flat(parts: Sequence[np.ndarray], dtype: type) -> tuple[np.ndarray, np.ndarray]:
-    sizes = np.array([len(part) for part in parts], dtype=np.int64)
-    offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
-    return (np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype=dtype)), offsets
-
-
 def requests_to_message(prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> Message:
     """`requests` share their sampling parameters and belong to `prompts`."""
     number = {prompt.id: k for k, prompt in enumerate(prompts)}
-    token_ids, offsets = _flat([prompt.token_ids for prompt in prompts], np.int32)
+    token_ids, offsets = flat([prompt.token_ids for prompt in prompts], np.int32)
     header = {
         "ids": [request.id for request in requests],
         "prompt_ids": [prompt.id for prompt in prompts],
@@ -67,8 +62,8 @@ def requests_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.nda
 
 def samples_to_message(samples: Sequence[Sample]) -> Message:
     """Token ids, log-probs, experts and weight versions, without rewards and labels."""
-    token_ids, offsets = _flat([s.token_ids for s in samples], np.int32)
-    logprobs, logprob_offsets = _flat([s.sampler_logprobs for s in samples], np.float32)
+    token_ids, offsets = flat([s.token_ids for s in samples], np.int32)
+    logprobs, logprob_offsets = flat([s.sampler_logprobs for s in samples], np.float32)
     spans = [span for s in samples for span in s.spans]
     header = {
         "ids": [s.id for s in samples],
@@ -79,7 +74,7 @@ def samples_to_message(samples: Sequence[Sample]) -> Message:
     if any(s.routes is not None for s in samples):
         shape = next(s.routes.shape[1:] for s in samples if s.routes is not None)
         none = np.empty((0, *shape), dtype=np.int16)
-        values, bounds = _flat([none if s.routes is None else s.routes for s in samples], np.int16)
+        values, bounds = flat([none if s.routes is None else s.routes for s in samples], np.int16)
         routes = {"routes": values, "route_offsets": bounds}
     digest_number = {digest: k for k, digest in enumerate(header["digests"])}
     return header, {

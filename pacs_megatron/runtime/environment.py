@@ -9,11 +9,7 @@ from pathlib import Path
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.waiting import run_program
 
-_KNOWN_WARNINGS = (
-    "Transformer Engine and Apex are not installed",
-    "Apex is not installed",
-    "full scope is deprecated",
-)
+_KNOWN_WARNINGS = ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated")
 
 
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))

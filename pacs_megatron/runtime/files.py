@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -44,6 +45,18 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
         beside.unlink(missing_ok=True)
         raise
     sync_path(path.parent)
+
+
+def disk_error(folder: Path) -> OSError | None:
+    """The reason for which a file in `folder` cannot be written, found by a try."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".pacs-try-") as file:
+            file.write(bytes(1 << 16))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    return None
 
 
 def is_file(path: Path, error: type[PacsError] = DataError) -> bool:

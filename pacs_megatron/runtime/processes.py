@@ -67,10 +67,7 @@ def _report_and_exit(work: Callable[[], Any], writer: int, seconds: float, memor
             signal.signal(number, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         fields = Path("/proc/self/statm").read_text().split() if sys.platform == "linux" else ["0"] * 6
-        limit = int(fields[5]) * os.sysconf("SC_PAGE_SIZE") + memory_bytes
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        limit_memory(int(fields[5]) * os.sysconf("SC_PAGE_SIZE") + memory_bytes)
         try:
             report = {"value": work()}
         except MemoryError:
@@ -83,16 +80,28 @@ def _report_and_exit(work: Callable[[], Any], writer: int, seconds: float, memor
         os._exit(0)
 
 
-def process_facts(pid: int) -> tuple[str, str] | None:
-    """Linux: state letter (`T`: stopped) and start time in clock ticks of a process; None after its end."""
+def limit_memory(limit_bytes: int) -> None:
+    """A larger allocation raises MemoryError in this process, before the host's out-of-memory killer ends one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def stat_fields(pid: int) -> list[str] | None:
+    """Linux: fields of /proc/<pid>/stat after the command's name, the state letter first; None after the process's end."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in "ZX" else (fields[0], fields[19])
+    return None if fields[0] in "ZX" else fields
+
+
+def start_ticks(pid: int) -> int | None:
+    """Linux: start time of a live process in clock ticks since boot; with the pid it identifies the process."""
+    fields = stat_fields(pid)
+    return None if fields is None else int(fields[19])
 
 
 def is_stopped(pid: int) -> bool:
     """Whether SIGSTOP (or a debugger) holds the process."""
-    facts = process_facts(pid)
-    return facts is not None and facts[0] in "Tt"
+    return (stat_fields(pid) or "-")[0] in "Tt"

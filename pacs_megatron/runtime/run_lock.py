@@ -21,7 +21,7 @@ from pacs_megatron.errors import ConfigError, DataError, ExitCode
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.files import naming
 from pacs_megatron.runtime.json_reader import read_object
-from pacs_megatron.runtime.processes import process_facts
+from pacs_megatron.runtime.processes import start_ticks
 from pacs_megatron.runtime.waiting import report_wait
 
 logger = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ def _own_lease(command: str) -> Lease:
         host=socket.gethostname(),
         namespace=_namespace(),
         pid=os.getpid(),
-        started=(process_facts(os.getpid()) or ("", ""))[1],
+        started=str(start_ticks(os.getpid()) or ""),
         since=time.strftime("%Y-%m-%d %H:%M:%S"),
         token=uuid.uuid4().hex,
     )
@@ -186,8 +186,8 @@ def _own_lease(command: str) -> Lease:
 
 def _is_alive(path: Path, lease: Lease) -> bool:
     if (lease.host, lease.namespace) == (socket.gethostname(), _namespace()):
-        facts = process_facts(lease.pid)
-        return facts is not None and facts[1] == lease.started
+        ticks = start_ticks(lease.pid)
+        return ticks is not None and str(ticks) == lease.started
     try:
         if time.time() - path.stat().st_mtime > _CERTAINLY_STALE_S:
             return False

@@ -25,14 +25,21 @@ _open = threading.local()
 @contextlib.contextmanager
 def hub_wait(name: str) -> Iterator[None]:
     """`report_wait` for `name` of the Hugging Face hub, in place of the hub client's line for every retry."""
-    client = logging.getLogger("huggingface_hub")
-    level = client.level
-    client.setLevel(logging.ERROR)
+    reason = f"for {name} from the Hugging Face hub (HF_HUB_OFFLINE=1: only the local cache)"
+    with quiet("huggingface_hub", logging.ERROR), report_wait(reason):
+        yield
+
+
+@contextlib.contextmanager
+def quiet(name: str, level: int) -> Iterator[None]:
+    """Suppresses lines of this logger below `level`."""
+    named = logging.getLogger(name)
+    before = named.level
+    named.setLevel(level)
     try:
-        with report_wait(f"for {name} from the Hugging Face hub (HF_HUB_OFFLINE=1: only the local cache)"):
-            yield
+        yield
     finally:
-        client.setLevel(level)
+        named.setLevel(before)
 
 
 @contextlib.contextmanager

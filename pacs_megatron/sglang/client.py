@@ -87,12 +87,7 @@ class SglangEngine(Closing):
     """The rollout engine over a fleet of servers. `close` ends its thread, worker processes and managed servers."""
 
     def __init__(
-        self,
-        servers: Sequence[Server],
-        options: SglangRollout,
-        *,
-        vocab_size: int,
-        routes: RoutesShape | None = None,
+        self, servers: Sequence[Server], options: SglangRollout, *, vocab_size: int, routes: RoutesShape | None = None
     ) -> None:
         """`routes`: samples for training have the experts of their tokens."""
         self._routes = routes
@@ -237,9 +232,8 @@ class SglangEngine(Closing):
                 self._fail_all(self._fleet.broken)
             down_s = self._fleet.down_s()
             if self._jobs and down_s > self._options.all_down_after_s:
-                self._fail_all(
-                    RolloutError(f"no rollout server was usable for {down_s:.0f} s: {self._fleet.why_down()}")
-                )
+                states = "; ".join(f"{s.url} {s.health}: {s.reason}" for s in self._fleet.servers)
+                self._fail_all(RolloutError(f"no rollout server was usable for {down_s:.0f} s: {states}"))
 
     # --------------------------------------------------------------------------------------------- on the loop: requests
     async def _submit(self, stream: _Stream, requests: tuple[SampleRequest, ...], urgent: bool) -> None:
@@ -257,7 +251,7 @@ class SglangEngine(Closing):
     def _dispatch(self) -> None:
         """Starts as many pending jobs as servers have capacity for. Called whenever that may have changed."""
         waiting: list[_Job] = []
-        while self._pending and self._fleet.current is not None and self._fleet.has_capacity():
+        while self._pending and self._fleet.current is not None and self._fleet.pick(None, frozenset()) is not None:
             job = self._pending.popleft()
             if self._jobs.get(job.request.id) is not job:
                 continue  # cancelled while pending
@@ -293,7 +287,7 @@ class SglangEngine(Closing):
             if job.epoch == self._fleet.epoch:  # an update may abort requests; that is no fault of the server
                 self._fleet.failed(server, str(error))
         else:
-            self._fleet.succeeded(server)
+            server.failures = 0
             self._finish(job, sample)
             return
         finally:

@@ -178,14 +178,6 @@ class Fleet:
             return prefer
         return min(usable, key=lambda s: s.in_flight, default=None)
 
-    def has_capacity(self) -> bool:
-        """Whether some server can take a request now."""
-        return self.pick(None, frozenset()) is not None
-
-    def succeeded(self, server: Server) -> None:
-        """Records a valid response."""
-        server.failures = 0
-
     def failed(self, server: Server, reason: str) -> None:
         """Records a failed request that may be the server's fault."""
         if server.health is not Health.HEALTHY:
@@ -221,10 +213,6 @@ class Fleet:
         # The owner of an external server may restart it: `all_down_after_s` bounds that wait.
         managed = self._options.servers
         return managed is None or server.restarting or server.restarts < managed.max_restarts
-
-    def why_down(self) -> str:
-        """One line with the state of every server and its reason."""
-        return "; ".join(f"{s.url} {s.health}: {s.reason}" for s in self.servers)
 
     # --------------------------------------------------------------------------------------------------------- probes
     async def _watch(self, server: Server) -> None:

@@ -22,7 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-from pacs_megatron.runtime.processes import die_with_parent
+from pacs_megatron.runtime.processes import die_with_parent, start_ticks, stat_fields
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.2
@@ -33,27 +33,12 @@ SCAN_S = 10.0
 """Interval in which the guard records the shared memory of its server."""
 
 
-def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat after the command's name; None for a zombie or a missing process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else fields
-
-
-def start_ticks(pid: int) -> int | None:
-    """Start time of a live process in clock ticks since boot; with the pid it identifies the process."""
-    fields = _stat(pid)
-    return None if fields is None else int(fields[19])
-
-
 def members(group: int, ancestor: int | None = None) -> list[int]:
     """Live processes of the process group, and all descendants of `ancestor`."""
     table: dict[int, tuple[int, int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
-            fields = _stat(int(entry))
+            fields = stat_fields(int(entry))
             if fields is not None:
                 table[int(entry)] = int(fields[2]), int(fields[1])
     ours = {pid for pid, (pgrp, _) in table.items() if pgrp == group}

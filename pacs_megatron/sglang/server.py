@@ -19,6 +19,7 @@ from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.runtime.json_reader import read_object
+from pacs_megatron.runtime.processes import start_ticks
 from pacs_megatron.runtime.waiting import report_wait
 from pacs_megatron.sglang import guard as sglang_guard
 from pacs_megatron.sglang import start
@@ -116,10 +117,14 @@ class ServerSpec:
         return env
 
 
-def free_port(host: str) -> int:
-    """A port without a listener at the moment."""
+def free_port(host: str, wanted: int = 0) -> int:
+    """`wanted`, or another port where it has a listener; the port has none at the moment."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(wanted > 0))
+        try:
+            probe.bind((host, wanted))
+        except OSError:
+            probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
@@ -159,19 +164,19 @@ def _reap_one(record: Mapping[str, Any]) -> list[int]:
         return []
     ended: list[int] = []
     guard = int(record["guard"])
-    if sglang_guard.start_ticks(guard) == record["guard_start"]:
+    if start_ticks(guard) == record["guard_start"]:
         ended.append(guard)
         os.kill(guard, signal.SIGKILL)
     Path(str(record["store"])).unlink(missing_ok=True)
     group, started = int(record["server"]), int(record["server_start"])
-    leader_started = sglang_guard.start_ticks(group)
+    leader_started = start_ticks(group)
     # The kernel does not reuse the number of a live group for a new process. If the leader no longer exists, the members are
     # ours unless the number was reused by a group that also left orphans: the start times separate the two.
     shared = set(record["shared"])
     if leader_started is not None and leader_started != started:
         sglang_guard.remove_shared(shared)
         return ended
-    left = [pid for pid in sglang_guard.members(group) if (sglang_guard.start_ticks(pid) or 0) >= started]
+    left = [pid for pid in sglang_guard.members(group) if (start_ticks(pid) or 0) >= started]
     shared |= sglang_guard.shared_inodes(left)
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
@@ -215,8 +220,7 @@ class ManagedServer:
             self._log = self.log_path.open("ab")
         except OSError as error:
             raise RolloutError(f"rollout server {self.spec.name}: cannot write {self.log_path} ({error})") from error
-        if self._port == 0 or not _is_free(self.spec.host, self._port):
-            self._port = free_port(self.spec.host)
+        self._port = free_port(self.spec.host, self._port)
         nccl_port = free_port(self.spec.host)
         # In memory: file locks do not work on every cluster file system, and containers have this folder as well.
         store = Path(f"/dev/shm/pacs-server-{uuid.uuid4().hex}")  # noqa: S108  # the name cannot be guessed
@@ -298,16 +302,6 @@ class ManagedServer:
         if self._log is not None:
             self._log.close()
             self._log = None
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-        return True
 
 
 def _with_values_from_environment(command: list[str]) -> list[str]:

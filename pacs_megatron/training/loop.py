@@ -247,7 +247,7 @@ def resume(run: RunContext) -> RunProgress | None:
         logger.warning("%s has no frozen reference: it is the policy of this checkpoint from now on", folder)
         run.policy.take_reference(reset_optimizer=False)
     run.policy.version = saved["policy_version"]
-    buffer = run_checkpoint.read_buffer(folder) if run.rank.rank == 0 else None
+    buffer = run_checkpoint.read_record(folder) if run.rank.rank == 0 else None
     run.rollouts.load_state(DriverState(order=saved["driver"], buffer=buffer), saved["step"])
     if run.rank.rank == 0:
         logger.info("resumed from %s", folder)

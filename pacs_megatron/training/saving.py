@@ -30,7 +30,7 @@ class Saver:
         self._running: Future[None] | None = None
 
     def write(self, write: Callable[[Rank], Path], *, in_background: bool) -> None:
-        """Writes the checkpoint, or lets the thread write it. Collective; raises as `save_checkpoint`."""
+        """Writes the checkpoint, or lets the thread write it. Collective; raises as `start_checkpoint`."""
         if in_background:
             self._running = self._threads.submit(self._write, write)
         else:

@@ -44,7 +44,8 @@ def save(policy: Any, folder: Path, step: int, model: Path, keep_last: int = 2) 
         dtype=policy.config.params_dtype,
         buffer=None,
     )
-    return run_checkpoint.save_checkpoint(folder, Position(step), policy.rank, contents, keep_last=keep_last)
+    finish = run_checkpoint.start_checkpoint(folder, Position(step), policy.rank, contents, keep_last=keep_last)
+    return finish(policy.rank)
 
 
 def load(policy: Any, folder: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_training_checkpoint_exports_what_the_policy_holds(dtype: str, tmp_pat
 
     def on_rank(rank: int, world: int) -> dict[str, torch.Tensor]:
         from pacs_megatron.checkpoint.names import Position
-        from pacs_megatron.checkpoint.run_checkpoint import Contents, save_checkpoint
+        from pacs_megatron.checkpoint.run_checkpoint import Contents, start_checkpoint
         from pacs_megatron.policy import state
 
         policy = make_policy(
@@ -146,7 +146,7 @@ def test_a_training_checkpoint_exports_what_the_policy_holds(dtype: str, tmp_pat
             dtype=policy.config.params_dtype,
             buffer=None,
         )
-        save_checkpoint(tmp_path / "run", Position(2), policy.rank, contents, keep_last=1)
+        start_checkpoint(tmp_path / "run", Position(2), policy.rank, contents, keep_last=1)(policy.rank)
         found = {n: t.view(torch.uint8).numpy() for n, t in exported(policy).items()}
         return found if rank == 0 else {}
 

@@ -84,14 +84,15 @@ def weights_of(policy: Any) -> dict[str, np.ndarray]:
 
 
 def save(policy: Any, folder: Path) -> None:
-    from pacs_megatron.checkpoint.dist_files import save_sharded
+    from pacs_megatron.checkpoint.dist_files import prepare_sharded
     from pacs_megatron.policy import state
 
     if policy.rank.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     dist.barrier(group=policy.rank.control)
-    save_sharded(state.sharded_state(policy, is_loading=False, with_reference=False), folder)
+    wanted = state.sharded_state(policy, is_loading=False, with_reference=False)
+    prepare_sharded(wanted, folder).write(folder)
     dist.barrier(group=policy.rank.control)
 
 

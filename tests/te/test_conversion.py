@@ -38,7 +38,7 @@ def test_conversion_both_ways(family: str, layout: str, recipe: str | None, tmp_
     def on_rank(rank: int, world: int) -> dict[str, torch.Tensor]:
         from pacs_megatron.checkpoint.manifest import DIST_FOLDER
         from pacs_megatron.checkpoint.names import Position
-        from pacs_megatron.checkpoint.run_checkpoint import Contents, save_checkpoint
+        from pacs_megatron.checkpoint.run_checkpoint import Contents, start_checkpoint
         from pacs_megatron.objectives.pacs import PacsOptions
         from pacs_megatron.objectives.registry import build_objective
         from pacs_megatron.policy import state
@@ -54,7 +54,7 @@ def test_conversion_both_ways(family: str, layout: str, recipe: str | None, tmp_
             dtype=policy.config.params_dtype,
             buffer=None,
         )
-        save_checkpoint(tmp_path / "run", Position(1), policy.rank, contents, keep_last=1)
+        start_checkpoint(tmp_path / "run", Position(1), policy.rank, contents, keep_last=1)(policy.rank)
         held = {name: tensor.view(torch.uint8).numpy().copy() for name, tensor in policy.export_weights()}
         return held if rank == 0 else {}
 

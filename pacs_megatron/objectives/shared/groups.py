@@ -11,11 +11,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 def build_table(
-    facts: SampleFacts,
-    rows: IntArray | None = None,
-    device: "torch.device | str" = "cpu",
-    *,
-    whole_groups: bool = True,
+    facts: SampleFacts, rows: IntArray | None = None, device: "torch.device | str" = "cpu", *, whole_groups: bool = True
 ) -> SampleTable:
     """The table of the samples `rows` (None: all), in the order of their ids.
 

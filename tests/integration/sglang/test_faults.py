@@ -15,6 +15,7 @@ import pytest
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.contracts import Sample
 from pacs_megatron.errors import ExitCode
+from pacs_megatron.runtime.processes import start_ticks
 from pacs_megatron.sglang import build as sglang
 from pacs_megatron.sglang import guard as sglang_guard
 from pacs_megatron.sglang.api import SglangApi
@@ -106,7 +107,7 @@ def test_an_owned_server_killed_while_it_generates_is_replaced(
         pids = sglang_guard.members(record["server"])
         assert len(pids) >= 3  # launcher, scheduler, detokenizer
         os.kill(record["server"], signal.SIGKILL)
-        assert until(lambda: not any(sglang_guard.start_ticks(pid) for pid in pids))
+        assert until(lambda: not any(start_ticks(pid) for pid in pids))
         assert until(lambda: engine.status()[0].restarts == 1)
         assert until(lambda: engine.status()[0].health is Health.STALE, START_S)
         assert "has weights 'default'" in engine.status()[0].reason or "restarted" in engine.status()[0].reason
@@ -118,5 +119,5 @@ def test_an_owned_server_killed_while_it_generates_is_replaced(
         reader.join(600)
         assert sorted(s.id for s in done) == sorted(r.id for r in asked)
         left = sglang_guard.members(json.loads((tmp_path / "server0.pid").read_text())["server"])
-    assert not any(sglang_guard.start_ticks(pid) for pid in left)
+    assert not any(start_ticks(pid) for pid in left)
     assert not api.ready(timeout_s=1.0)

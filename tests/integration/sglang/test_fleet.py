@@ -17,6 +17,7 @@ import pytest
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.observability.metrics import read_metrics
+from pacs_megatron.runtime.processes import start_ticks
 from pacs_megatron.sglang import build as sglang
 from pacs_megatron.sglang import guard as sglang_guard
 from pacs_megatron.sglang.api import SglangApi
@@ -60,7 +61,7 @@ def test_a_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path:
     run.assert_whole()
     logs = [(run.run_dir / "logs" / f"rank{rank}.log").read_text() for rank in range(2)]
     assert all("bytes to 1 servers" in log and "bytes to 2 servers" not in log for log in logs)
-    assert not any(sglang_guard.start_ticks(pid) for pid in pids)
+    assert not any(start_ticks(pid) for pid in pids)
 
 
 @pytest.mark.parametrize("pause", ["abort", "retract"])
@@ -91,7 +92,7 @@ def test_a_server_is_killed_while_steps_are_sampled_ahead(model: Path, tmp_path:
     newest = sorted((run.run_dir / "checkpoints").iterdir())[-1]
     kept = json.loads((newest / "buffer.json").read_text())["ids"]
     assert len(set(kept)) == len(kept) and not trained & set(kept)
-    assert not any(sglang_guard.start_ticks(pid) for pid in pids)
+    assert not any(start_ticks(pid) for pid in pids)
 
 
 def kill_server1(run: FleetRun) -> list[int]:
@@ -103,7 +104,7 @@ def kill_server1(run: FleetRun) -> list[int]:
     os.kill(record["server"], signal.SIGKILL)
     run.until(lambda: "exited with 137" in run.driver_log(), "notice of its end")
     assert re.search(f"{MOVED}|Server disconnected|Connection reset", run.driver_log())
-    run.until(lambda: not any(sglang_guard.start_ticks(pid) for pid in pids), "end of the killed server's children")
+    run.until(lambda: not any(start_ticks(pid) for pid in pids), "end of the killed server's children")
     return [*pids, record["server"]]
 
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from pacs_megatron.errors import ExitCode
+from pacs_megatron.runtime.processes import start_ticks
 from pacs_megatron.sglang import guard as sglang_guard
 from pacs_megatron.sglang.api import ServerRefusedError, SglangApi
 from tests.integration.sglang.conftest import PYTHON, START_S
@@ -26,7 +27,7 @@ KEY = "sesame-of-the-test"
 
 
 def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if sglang_guard.start_ticks(pid) is not None]
+    return [pid for pid in pids if start_ticks(pid) is not None]
 
 
 def gone(pids: list[int], within_s: float = 600.0) -> bool:

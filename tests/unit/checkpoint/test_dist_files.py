@@ -31,7 +31,8 @@ def _save_and_load(folder: Path) -> tuple[int, bool]:
     dist_files.PlainTorchDistSave.save = counted  # type: ignore[method-assign]
     saved = torch.arange(6.0)
     folder.mkdir()
-    dist_files.save_sharded({"w": ShardedTensor.from_rank_offsets("w", saved.clone())}, folder)
+    state = {"w": ShardedTensor.from_rank_offsets("w", saved.clone())}
+    dist_files.prepare_sharded(state, folder).write(folder)
     found = dist_files.load_sharded({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(6))}, folder)
     return calls, torch.equal(found["w"], saved)
 

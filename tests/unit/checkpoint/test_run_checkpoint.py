@@ -134,7 +134,7 @@ def test_a_full_disk_is_a_checkpoint_error_of_each_writer(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(run_checkpoint, "_disk_error", lambda _folder: FULL)
+    monkeypatch.setattr(run_checkpoint, "disk_error", lambda _folder: FULL)
     final = tmp_path / "checkpoints" / "step_000006"
     with pytest.raises(CheckpointError) as raised:
         run_checkpoint._named(final, fail)

@@ -144,7 +144,7 @@ def test_ranks_agree_and_measure(tmp_path: Path, model: Path) -> None:
     levels = {check.key: check.level for check in found[0]}
     for key in ("versions", "GPUs", "model.path", "run.dir", "clocks", "network"):
         assert levels[key] == "ok"
-    assert not list(tmp_path.glob(".pacs-preflight-*"))
+    assert not list(tmp_path.glob(".pacs-try-*"))
 
 
 @pytest.mark.full

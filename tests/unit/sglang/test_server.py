@@ -20,6 +20,7 @@ from pacs_megatron.config.rollout_options import SglangRollout, SglangServers, S
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.contracts import SamplingOptions
 from pacs_megatron.errors import ConfigError, RolloutError
+from pacs_megatron.runtime.processes import start_ticks
 from pacs_megatron.sglang import build as sglang
 from pacs_megatron.sglang import guard as sglang_guard
 from pacs_megatron.sglang import server as sglang_server
@@ -44,7 +45,7 @@ def spec(folder: Path, *extra: str, name: str = "server0", **servers: Any) -> Se
 
 
 def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if sglang_guard.start_ticks(pid) is not None]
+    return [pid for pid in pids if start_ticks(pid) is not None]
 
 
 def tree(server: ManagedServer) -> list[int]:
@@ -215,7 +216,7 @@ def test_the_next_start_ends_what_a_killed_launcher_and_a_killed_guard_left(tmp_
 def test_reap_leaves_a_stranger_with_a_reused_pid_alone(tmp_path: Path) -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     try:
-        started = sglang_guard.start_ticks(stranger.pid)
+        started = start_ticks(stranger.pid)
         assert started is not None
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         record = {"boot_id": boot, "guard": stranger.pid, "guard_start": started - 1}
