@@ -24,12 +24,10 @@ if TYPE_CHECKING:
 
 Place = Literal["embedding", "layer", "final_norm", "output"]
 
-TE_LAYER_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-        "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-    }
-)
+TE_LAYER_NAMES: Mapping[str, str] = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
 """Transformer Engine fuses a norm into the linear layer that follows: its name in a layer -> the local spec's name."""
 
 _TE_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")

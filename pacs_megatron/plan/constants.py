@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 GIB = 2**30
 
@@ -38,17 +37,15 @@ class Gpu:
     """One direction, one GPU, inside a node."""
 
 
-GPUS: Mapping[str, Gpu] = MappingProxyType(
-    {
-        gpu.name: gpu
-        for gpu in (
-            Gpu(name="a100", memory_gib=79.1, bf16_tflops=312, fp8_tflops=None, memory_gb_s=2039, nvlink_gb_s=300),
-            Gpu(name="h100", memory_gib=79.1, bf16_tflops=989, fp8_tflops=1979, memory_gb_s=3350, nvlink_gb_s=450),
-            Gpu(name="h200", memory_gib=139.8, bf16_tflops=989, fp8_tflops=1979, memory_gb_s=4800, nvlink_gb_s=450),
-            Gpu(name="b200", memory_gib=178.3, bf16_tflops=2250, fp8_tflops=4500, memory_gb_s=8000, nvlink_gb_s=900),
-        )
-    }
-)
+GPUS: Mapping[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(name="a100", memory_gib=79.1, bf16_tflops=312, fp8_tflops=None, memory_gb_s=2039, nvlink_gb_s=300),
+        Gpu(name="h100", memory_gib=79.1, bf16_tflops=989, fp8_tflops=1979, memory_gb_s=3350, nvlink_gb_s=450),
+        Gpu(name="h200", memory_gib=139.8, bf16_tflops=989, fp8_tflops=1979, memory_gb_s=4800, nvlink_gb_s=450),
+        Gpu(name="b200", memory_gib=178.3, bf16_tflops=2250, fp8_tflops=4500, memory_gb_s=8000, nvlink_gb_s=900),
+    )
+}
 
 CUDA_CONTEXT_BYTES = Constant(
     0.8 * GIB, 0.5 * GIB, 1.2 * GIB, "assumed: CUDA context and loaded kernels of one process"

@@ -5,7 +5,6 @@ The values are those of each repository's config.json that are not transformers'
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from pacs_megatron.config.text import local_path
@@ -49,31 +48,27 @@ _QWEN25_7B: Mapping[str, Any] = {
     "max_position_embeddings": 131072,
 }
 
-KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
-        "Qwen/Qwen3-1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
-        "Qwen/Qwen3-4B": _qwen3(2560, 36, 32, 9728, tied=True),
-        "Qwen/Qwen3-8B": _qwen3(4096, 36, 32, 12288, tied=False),
-        "Qwen/Qwen3-14B": _qwen3(5120, 40, 40, 17408, tied=False),
-        "Qwen/Qwen3-32B": _qwen3(5120, 64, 64, 25600, tied=False),
-        "Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B,
-        "Qwen/Qwen2.5-7B": _QWEN25_7B,
-    }
-)
+KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
+    "Qwen/Qwen3-4B": _qwen3(2560, 36, 32, 9728, tied=True),
+    "Qwen/Qwen3-8B": _qwen3(4096, 36, 32, 12288, tied=False),
+    "Qwen/Qwen3-14B": _qwen3(5120, 40, 40, 17408, tied=False),
+    "Qwen/Qwen3-32B": _qwen3(5120, 64, 64, 25600, tied=False),
+    "Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B,
+    "Qwen/Qwen2.5-7B": _QWEN25_7B,
+}
 
 
-QUICKSTART_MODEL: Mapping[str, Any] = MappingProxyType(
-    {
-        **_qwen3(128, 2, 4, 256, tied=True),
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 384,
-        "max_position_embeddings": 256,
-        "rope_theta": 10000.0,
-        "torch_dtype": "float32",
-    }
-)
+QUICKSTART_MODEL: Mapping[str, Any] = {
+    **_qwen3(128, 2, 4, 256, tied=True),
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 384,
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+    "torch_dtype": "float32",
+}
 """Architecture of examples/quickstart's model, for `plan` before the quickstart ran (a test compares the two)."""
 _QUICKSTART_FOLDERS = ("quickstart-inputs/model", "quickstart-warmstart/hf")
 

@@ -3,11 +3,12 @@
 Frame: int64 header bytes, int64 payload bytes, header, payload (`parallel.transfer`'s packing).
 """
 
+import contextlib
 import json
 import select
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class Connection:
         """Calls `on_wait` every second while the peer reads nothing. Raises RolloutError if it has ended."""
         head = json.dumps(header).encode()
         payload = pack_arrays(arrays) if arrays else b""
-        try:
+        with self._named():
             for data in (_PREFIX.pack(len(head), len(payload)) + head, payload):
                 view = memoryview(data)
                 while view:
@@ -45,10 +46,6 @@ class Connection:
                         on_wait()
                     else:
                         view = view[self._sock.send(view) :]
-        except TimeoutError as error:
-            raise self._stuck() from error
-        except OSError as error:
-            raise self._gone() from error
 
     def fileno(self) -> int:
         """For `select`."""
@@ -71,26 +68,25 @@ class Connection:
         buffer = bytearray(size)
         view = memoryview(buffer)
         done = 0
-        while done < size:
-            try:
+        with self._named():
+            while done < size:
                 count = self._sock.recv_into(view[done:], min(_CHUNK, size - done))
-            except TimeoutError as error:
-                raise self._stuck() from error
-            except OSError as error:
-                raise self._gone() from error
-            if count == 0:
-                raise self._gone()
-            done += count
+                if count == 0:
+                    raise ConnectionResetError
+                done += count
         return buffer
 
-    def _stuck(self) -> RolloutError:
-        return RolloutError(
-            f"the {self._peer} stopped in the middle of a message for {self._sock.gettimeout():g} s; see its log in "
-            "the run's folder"
-        )
-
-    def _gone(self) -> RolloutError:
-        return RolloutError(f"the {self._peer} has ended unexpectedly; see its log in the run's folder")
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise RolloutError(
+                f"the {self._peer} stopped in the middle of a message for {self._sock.gettimeout():g} s; see its log in "
+                "the run's folder"
+            ) from error
+        except OSError as error:
+            raise RolloutError(f"the {self._peer} has ended unexpectedly; see its log in the run's folder") from error
 
     def close(self) -> None:
         self._sock.close()
