@@ -137,7 +137,7 @@ for _name, _content in {
     "threads that stay": "import threading, time\n\n\ndef reward(prompt, response):\n    threading.Thread(target=time.sleep, args=(9999,)).start()\n    raise OSError('x')\n",
     "an exit handler": "import atexit, time\natexit.register(time.sleep, 9999)\n\n\ndef reward(prompt, response):\n    return 7j\n",
 }.items():
-    case(f"reward: {_name}", *TRAIN, arrange=text("reward.py", _content))
+    case(f"reward: {_name}", *TRAIN, "reward.memory_limit_gib=0.5", arrange=text("reward.py", _content))
 for _name, _content in {
     "in UTF-16": "def reward(prompt, response):\n    return 1.0\n".encode("utf-16"),
     "with a NUL": b"def reward(prompt, response):\n    return 1.0\n\0",
