@@ -74,15 +74,15 @@ class SampleFile(Closing):
         for number, (line, record) in enumerate(read_samples(self.path)):
             self._size += len(line)
             if number:
-                self._add(record)
+                self._add(number + 1, record)
             elif record.get("digest") != self.digest:
                 raise DataError(f"{self.path}:1: no header of these samples; remove the file")
             else:
                 self._judged_by = record["judged_by"]
 
-    def _add(self, record: Mapping[str, Any]) -> None:
+    def _add(self, line: int, record: Mapping[str, Any]) -> None:
         if not is_sample(record):
-            raise DataError(f"{self.path}: a line is not a judged sample; remove the file")
+            raise DataError(f"{self.path}:{line}: not a judged sample; remove the file")
         sample_id, prompt = record["id"], self._prompts.get(record["prompt_id"])
         problem = "is repeated" if sample_id in self.outcomes else ""
         if prompt is not None and (record["prompt"], record.get("answer")) != (prompt.text, prompt.answer):

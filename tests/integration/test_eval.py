@@ -152,7 +152,7 @@ def test_another_verifier_judges_the_samples_again(config, tmp_path, capsys, mon
         header, first, rest = whole.split(b"\n", 2)
         file.write_bytes(b"\n".join([header, json.dumps(json.loads(first) | {name: value}).encode(), rest]))
         assert main(["eval", str(config), "--out", str(tmp_path / "out"), "--rejudge"]) == 2
-        assert "is not a sample" in capsys.readouterr().err
+        assert ":2: not a judged sample" in capsys.readouterr().err
 
 
 def test_several_models_and_draws_of_each_benchmark(config, tmp_path, tiny_qwen3, tiny_qwen3_tied, capsys):

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.config.explain import schema_json
 from pacs_megatron.launch.job import describe
 from pacs_megatron.plan.plan import make_plan
+from pacs_megatron.runtime.run_lock import RunLock
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 
@@ -90,7 +92,10 @@ def test_command(
         monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "nemo"))
         monkeypatch.setattr(sys, "stdin", io.StringIO())
     monkeypatch.chdir(ROOT)
-    assert main([word.replace("runs/NAME", str(finished_run)) if word == "runs/NAME" else word for word in words]) == 0
+    words = [str(finished_run) if word == "runs/NAME" else word for word in words]
+    # `cancel` is for a run that goes on: the lock is what it looks at.
+    with RunLock(finished_run, "train") if words[0] == "cancel" else nullcontext():
+        assert main(words) == 0
     assert capsys.readouterr().out
 
 
