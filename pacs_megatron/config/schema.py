@@ -213,7 +213,8 @@ class DataOptions(Options):
     shuffle: bool = True
     """Shuffle the prompts in each epoch, seeded by run.seed."""
     shuffle_labels: bool = False
-    """Permute the labels of each step at random. A control experiment: the policy must not improve."""
+    """Permute the labels of each step at random, each with its reward. A control experiment: the policy must not
+    improve."""
 
     @field_validator("chat_template_args")
     @classmethod

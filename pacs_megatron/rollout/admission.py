@@ -70,14 +70,16 @@ def admit(
 
 
 def shuffle_labels(groups: Sequence[Group], *, seed: int, step: int) -> tuple[Group, ...]:
-    """Control experiment: permutes the labels of all samples of the step at random."""
-    labels = [sample.label for group in groups for sample in group.samples]
-    order = np.random.Generator(np.random.PCG64([seed, step])).permutation(len(labels))
-    shuffled = iter([labels[k] for k in order])
-    return tuple(
-        replace(group, samples=tuple(replace(sample, label=next(shuffled)) for sample in group.samples))
-        for group in groups
-    )
+    """Control experiment: permutes the labels of all samples of the step at random, each with its reward."""
+    judged = [sample for group in groups for sample in group.samples]
+    order = np.random.Generator(np.random.PCG64([seed, step])).permutation(len(judged))
+    shuffled = iter([judged[k] for k in order])
+
+    def with_next(sample: Sample) -> Sample:
+        other = next(shuffled)
+        return replace(sample, label=other.label, reward=other.reward)
+
+    return tuple(replace(group, samples=tuple(map(with_next, group.samples))) for group in groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -134,8 +135,12 @@ def test_a_truncated_response_has_label_0_for_every_verdict() -> None:
     assert judged == [0, 1]
 
 
-def test_shuffled_labels_keep_their_number_and_change_with_the_step() -> None:
+def test_shuffled_labels_keep_their_number_and_their_rewards_and_change_with_the_step() -> None:
+    """Objectives that train on rewards need shuffled rewards."""
     groups = [group(*(sample(k, prompt=f"p/{g}", label=int(g < 4)) for k in range(8))) for g in range(8)]
+    groups = [replace(g, samples=tuple(replace(s, reward=s.label - 0.5) for s in g.samples)) for g in groups]
+    shuffled = [s for g in shuffle_labels(groups, seed=1, step=1) for s in g.samples]
+    assert all(s.reward == s.label - 0.5 for s in shuffled)
     labels = [[s.label for g in shuffle_labels(groups, seed=1, step=step) for s in g.samples] for step in (1, 1, 2)]
     assert labels[0] == labels[1] != labels[2]
     assert sum(labels[0]) == 32
