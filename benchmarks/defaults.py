@@ -111,7 +111,10 @@ def measure(objective: str, setting: Setting, seed: int, folder: Path) -> dict[s
         )
         rows = read_metrics(run_dir)
         found["start"], found["pass@1"] = (rows[at]["eval/test/pass@1"] for at in (0, -1))
-        found["lowest_reward"] = min(float(row["reward/mean"] or 0) for row in rows[1:])
+        found["pass@8"] = [rows[at]["eval/test/pass@8"] for at in (0, -1)]
+        steps = [row for row in rows if "reward/mean" in row]
+        found["entropy"] = [steps[at]["policy/entropy"] for at in (0, -1)]
+        found["rewards"] = [row["reward/mean"] for row in steps]
     norms = sorted(float(row["optimizer/grad_norm"] or 0) for row in rows if "optimizer/grad_norm" in row)
     found["norm"] = [norms[0], statistics.median(norms), norms[-1]]
     return {
