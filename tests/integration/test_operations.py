@@ -92,7 +92,8 @@ def test_command(
         monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "nemo"))
         monkeypatch.setattr(sys, "stdin", io.StringIO())
     monkeypatch.chdir(ROOT)
-    words = [str(finished_run) if word == "runs/NAME" else word for word in words]
+    here = {"runs/NAME": str(finished_run), "compare.html": str(tmp_path / "compare.html")}
+    words = [here.get(word, word) for word in words]
     # `cancel` is for a run that goes on: the lock is what it looks at.
     with RunLock(finished_run, "train") if words[0] == "cancel" else nullcontext():
         assert main(words) == 0
