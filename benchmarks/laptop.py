@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,8 @@ def compare_updates(folder: Path, steps: int, updates: int, rounds: int) -> None
     print(f"CPU seconds a step without generation, {steps} steps of {updates} updates; the ratio to GRPO")
     for number in range(rounds):
         for name, overrides in VARIANTS.items():
-            with context.Pool(1) as pool:
-                rows = pool.apply(run_one, (folder / f"{number} {name}", folder, steps, (*batch, *overrides)))
+            with ProcessPoolExecutor(1, context) as pool:
+                rows = pool.submit(run_one, folder / f"{number} {name}", folder, steps, (*batch, *overrides)).result()
             found[name].append([row["cpu"] - row["generation_cpu"] for row in rows])
         print_ratios(
             f"median of round {number + 1}", {name: statistics.median(all_[-1]) for name, all_ in found.items()}
