@@ -100,7 +100,10 @@ def _import(case: Case, place: RankPlace | None) -> None:
 
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
     if case.config.objective.name not in OBJECTIVES:
-        raise ConfigError(f"certify has no reference for objective {case.config.objective.name} yet (docs/certify.md)")
+        raise ConfigError(
+            f"certify has no reference for objective.name={case.config.objective.name}; write its formula as a function of "
+            "pacs_megatron/certify/formulas.py and add it to OBJECTIVES there"
+        )
 
 
 def _run(case: Case, work: Path, place: RankPlace | None, seed: int) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pacs_megatron.config.layout import draws_of, ranks_to_start
+from pacs_megatron.config.reward_options import UNIT_REWARDS
 from pacs_megatron.config.rollout_options import MAX_SGLANG_STOPS, SglangRollout, SglangServers
 from pacs_megatron.config.schema import DatasetOptions, RunConfig
 from pacs_megatron.contracts.options import Options
+from pacs_megatron.objectives.dapo import DapoOptions
 from pacs_megatron.objectives.registry import REGISTRY
 
 
@@ -212,6 +214,21 @@ def _oversample(config: RunConfig) -> Iterator[str]:
         yield (
             f"admission.refill_rounds={admission.refill_rounds} replaces groups that admission.drop_one_class_groups=true "
             "drops from sampled responses; set it with a rollout engine that samples, or refill_rounds=0"
+        )
+
+
+def _no_effect(config: RunConfig) -> Iterator[str]:
+    """Settings with which nothing trains the policy, or with which an option has no effect."""
+    reward, dapo, limit = config.reward, config.objective, max_response_tokens(config)
+    if config.admission.drop_one_class_groups and config.batch.samples_per_prompt == 1:
+        yield "admission.drop_one_class_groups=true drops every group of batch.samples_per_prompt=1 sample; set it to false"
+    threshold = None if reward is None or reward.name not in UNIT_REWARDS else reward.label_threshold
+    if threshold is not None and not 0 < threshold <= 1:
+        yield f"reward.label_threshold={threshold:g} gives every reward of 0 or 1 the same label; remove it"
+    if isinstance(dapo, DapoOptions) and (dapo.overlong_length or 0) - (dapo.overlong_buffer or 0) >= limit:
+        yield (
+            f"objective.overlong_length={dapo.overlong_length} - overlong_buffer={dapo.overlong_buffer} is not below "
+            f"{response_key(config)}={limit}, so no response is punished; set overlong_length={limit}"
         )
 
 
@@ -441,6 +458,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _routing,
     _ahead,
     _oversample,
+    _no_effect,
     _batch,
     _datasets,
     _optimizer,

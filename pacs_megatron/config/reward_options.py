@@ -134,7 +134,7 @@ class CustomReward(RewardWorkerOptions):
 
 
 SingleReward = MathReward | ArithmeticReward | FormatReward | CodeReward | HttpReward | CustomReward
-_UNIT = ("math", "arithmetic", "format", "code")
+UNIT_REWARDS = ("math", "arithmetic", "format", "code")
 """Rewards of 0 or 1"""
 
 
@@ -188,7 +188,7 @@ class WeightedReward(RewardWorkerOptions):
             raise ValueError(
                 "reward.name=weighted needs reward.label_threshold: the sum of a sample with label 1; set it"
             )
-        if all(part.reward.name in _UNIT for part in self.components):
+        if all(part.reward.name in UNIT_REWARDS for part in self.components):
             weights = [part.weight for part in self.components]
             low, high = sum(w for w in weights if w < 0), sum(w for w in weights if w > 0)
             if not low < self.label_threshold <= high:

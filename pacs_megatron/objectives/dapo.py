@@ -48,6 +48,10 @@ class DapoOptions(TokenMeanOptions, ClippedOptions):
             raise ValueError(
                 f"objective.overlong_length={length} and objective.overlong_buffer={buffer} go together; set both or none"
             )
+        if length is None and self.overlong_penalty != type(self).model_fields["overlong_penalty"].default:
+            raise ValueError(
+                f"objective.overlong_penalty={self.overlong_penalty} is not used without overlong_length; set it too"
+            )
         if length is not None and buffer is not None and buffer >= length:
             raise ValueError(f"objective.overlong_buffer={buffer} is not below overlong_length={length}; lower it")
         return self

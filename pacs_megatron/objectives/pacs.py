@@ -38,7 +38,8 @@ class PacsOptions(ReferenceOptions):
     score: Literal["rloo", "dr_grpo", "grpo", "naive"] = "rloo"
     """Score psi from the proxies of a group (6): the estimator that centres and scales them."""
     score_std_floor: float | None = Field(default=None, gt=0)
-    """Lower bound of a group's standard deviation with `score: grpo`. Required with a reference."""
+    """Lower bound of a group's standard deviation. `score: grpo` requires it, for instance 0.1, or 0.01 with `reward_proxy:
+    mean_log_prob`: without one, a group of nearly equal proxies has 1e5 times the gradient of others."""
     weighting: Literal["question", "only_positive", "only_negative", "none"] = "question"
     """Class weights of correct and incorrect samples (section 3.5)."""
     reference: Literal["step_start", "frozen"] | None = Field(
@@ -71,18 +72,8 @@ class PacsOptions(ReferenceOptions):
                 f"objective.reset_every={self.reset_every} needs objective.reference=frozen, got "
                 f"{self.reference or 'no reference'}; remove it or set reference to frozen"
             )
-        if self.score_std_floor is not None and self.score != "grpo":
-            raise ValueError(f"objective.score_std_floor is used by score grpo only, got score={self.score}; remove it")
-        if self.score == "grpo" and self.reference is not None and self.score_std_floor is None:
-            when = "at the first update" if self.reference == "step_start" else "when the snapshot is the policy itself"
-            raise ValueError(
-                f"objective.score_std_floor is required with score grpo and reference {self.reference}: every score is 0 "
-                f"{when}, so the standard deviation is 0 too; set it (for instance 0.1) or use score rloo"
-            )
-        if self.actor_scope is not None and self.actor_term == 0:
-            raise ValueError(f"objective.actor_scope={self.actor_scope} needs objective.actor_term > 0; remove it")
-        if self.actor_scope is None and self.actor_term > 0:
-            raise ValueError("objective.actor_scope is null but actor_term > 0 needs it; use group or own")
+        self.refuse_unused("score_std_floor", is_used=self.score == "grpo", by=f"score={self.score}")
+        self.refuse_unused("actor_scope", is_used=self.actor_term > 0, by=f"actor_term={self.actor_term}")
         if self.actor_term > 0 and self.reward_proxy != "sum_log_ratio":
             raise ValueError(
                 f"objective.actor_term={self.actor_term} requires objective.reward_proxy=sum_log_ratio, got "

@@ -23,6 +23,11 @@ class ReinforcePpOptions(TokenMeanOptions, ClippedOptions):
     baseline: Literal["none", "group"] = "none"
     """Baseline before the scaling over the batch. `group`: the mean reward of the group (REINFORCE++-baseline)."""
 
+    @property
+    def compares_siblings(self) -> bool:  # type: ignore[override]
+        """With `baseline: group` only."""
+        return self.baseline == "group"
+
 
 class ReinforcePp(PolicyGradient, options=ReinforcePpOptions):
     """See the file."""

@@ -52,7 +52,10 @@ VARIANTS = {
             "admission.drop_one_class_groups=true",
         ),
     ),
-    "mean-log-prob": (1, ("parallel.tp=1", "objective={name: pacs, reward_proxy: mean_log_prob, score: grpo}")),
+    "mean-log-prob": (
+        1,
+        ("parallel.tp=1", "objective={name: pacs, reward_proxy: mean_log_prob, score: grpo, score_std_floor: 0.01}"),
+    ),
     "filtered-sampling": (
         2,
         ("rollout.sampling.top_p=0.9", "rollout.sampling.top_k=40", "rollout.sampling.temperature=0.8"),

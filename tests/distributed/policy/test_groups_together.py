@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "rloo": {},
     "dr_grpo-frozen": {"score": "dr_grpo", "reference": "frozen", "weighting": "only_negative"},
-    "grpo-mean": {"score": "grpo", "reward_proxy": "mean_log_prob", "weighting": "none"},
+    "grpo-mean": {"score": "grpo", "score_std_floor": 1e-9, "reward_proxy": "mean_log_prob", "weighting": "none"},
     "grpo-floor": {"score": "grpo", "score_std_floor": 0.5, "weighting": "only_positive"},
     "naive-frozen-importance": {"score": "naive", "reference": "frozen", "importance_cap": 1.1},
     "rloo-importance": {"importance_cap": 1.1},

@@ -31,7 +31,7 @@ FACTS, TOKENS = random_step(11, num_groups=24, group_size=SIZE)
 OPTIONS = {
     "step_start": PacsOptions(name="pacs"),
     "frozen": PacsOptions(name="pacs", reference="frozen", beta=0.5),
-    "mean": PacsOptions(name="pacs", reward_proxy="mean_log_prob", score="grpo"),
+    "mean": PacsOptions(name="pacs", reward_proxy="mean_log_prob", score="grpo", score_std_floor=1e-9),
 }
 
 

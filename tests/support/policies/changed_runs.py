@@ -197,7 +197,15 @@ CHANGED: dict[str, Changed] = {
     ),
     "pacs with another proxy, between steps": Changed(
         before=ONE_UPDATE | {"objective": {"name": "pacs"}},
-        later={"objective": {"reward_proxy": "mean_log_prob", "reference": None, "score": "grpo", "beta": 2.0}},
+        later={
+            "objective": {
+                "reward_proxy": "mean_log_prob",
+                "reference": None,
+                "score": "grpo",
+                "score_std_floor": 0.01,
+                "beta": 2.0,
+            }
+        },
     ),
     "pacs with a reference that the resume adds, more updates of it": Changed(
         before=ONE_UPDATE | {"objective": {"name": "pacs"}, "optimizer": COSINE},

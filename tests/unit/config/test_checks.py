@@ -21,9 +21,12 @@ SFT = [
     "reward=null",
 ]
 BENCH = "evaluation.benchmarks=[{path: a, preset: aime, name: x}]"
+ONE_CLASS = "admission.drop_one_class_groups=true"
 SAMPLING = "evaluation.sampling={max_response_tokens: 8}"
 SGLANG = "rollout={engine: sglang, urls: ['http://127.0.0.1:1'], sync: {transport: disk}"
 
+LONE = ("w_reinforce", "ppo", "reinforce_pp")
+"""Objectives that train on one sample of a prompt, too"""
 SERVERS = [
     "resources={gpus_per_node: 8, gpu: h100}",
     "rollout={engine: sglang, sync: {transport: disk}, sampling: {max_response_tokens: 512}, servers: {python: [python]}}",
@@ -83,7 +86,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "rollout.servers.count=4 does not divide over resources.rollout_nodes=3; use a multiple of 3",
         ),
         (["objective.reset_every=3"], "remove it or set reference to frozen (override)"),
-        (["objective.score=grpo"], "or use score rloo (base.yaml:6)"),
+        (["objective.score=grpo"], "it is required there; set the key (base.yaml:6)"),
         (
             ["batch.updates_per_step=9"],
             "batch.updates_per_step=9 is more than batch.prompts_per_step=8: an update requires at least one group; use at most 8",
@@ -98,6 +101,52 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "set rollout.engine=embedded or objective.name=sft",
         ),
         (["reward=null"], "`reward` is missing; sampled responses require a verifier"),
+        (
+            ["objective=null", "objective.name=w_reinforce", "batch.samples_per_prompt=1", ONE_CLASS],
+            "drops every group of batch.samples_per_prompt=1 sample; set it to false (override)",
+        ),
+        (["reward.label_threshold=2"], "label_threshold=2 gives every reward of 0 or 1 the same label; remove it"),
+        (["reward.label_threshold=0"], "label_threshold=0 gives every reward of 0 or 1 the same label; remove it"),
+        (
+            ["objective=null", "objective={name: dapo, overlong_length: 20480, overlong_buffer: 4096}"],
+            "is not below rollout.sampling.max_response_tokens=512, so no response is punished; set overlong_length=512",
+        ),
+        (
+            ["objective=null", "objective={name: reinforce_pp, baseline: group}", "batch.samples_per_prompt=1"],
+            "objective reinforce_pp compares the samples of a prompt; use at least 2 (override)",
+        ),
+        ([ONE_CLASS, "admission.refill_rounds=-1"], "admission.refill_rounds=-1: expected greater than or equal to 0"),
+        (["admission.refill_rounds=3"], "admission.refill_rounds=3 replaces groups that admission.drop_one_class"),
+        ([*SFT, "admission.refill_rounds=3"], "`admission.refill_rounds` is not used by rollout.engine=demonstrations"),
+        (
+            ["objective=null", "objective={name: ppo}", "batch.groups=together"],
+            "used by objective.name=pacs | real only, got ppo",
+        ),
+        (
+            ["objective=null", "objective={name: real_bce}", "batch.groups=apart"],
+            "used by objective.name=pacs | real only, got real_bce",
+        ),
+        (
+            ["objective=null", "objective={name: real, importance: truncate}"],
+            "objective.name=real does not use it; remove the key",
+        ),
+        (
+            ["objective=null", "objective={name: w_reinforce, loss_mean: sequence}"],
+            "objective.name=w_reinforce does not use it",
+        ),
+        (
+            ["objective=null", "objective={name: grpo}", "mismatch.score_noise_every=5"],
+            "used by objective pacs only, got grpo; remove",
+        ),
+        (
+            ["objective=null", "objective={name: ppo, kl_in: reward}"],
+            "objective.kl_in=reward does not go with kl_coef=0.0",
+        ),
+        (["objective.actor_term=0.5", "batch.epochs=2"], "set actor_term to 0 or updates_per_step to 1 (override)"),
+        (["reward={name: arithmetic, label_rule: authors}"], "it belongs to reward.name=math, and reward.name=arith"),
+        (["reward={name: code, test_memory_gib: 8}"], "must be below reward.memory_limit_gib=4"),
+        (["reward={name: code, sandbox: docker}"], "expected one of bubblewrap, none (override)"),
+        (["reward={name: http, url: 'http://u:p@x/y'}"], "without user or password"),
         (["admission.oversample=1.5"], "set drop_one_class_groups=true or oversample=1 (override)"),
         (
             [*SERVERS, "policy.offload=all"],
@@ -156,7 +205,17 @@ def test_rejected(base: Path, overrides: list[str], expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides", [[], SFT, [BENCH, SAMPLING, "evaluation.k=[1, 4]"], ["run.nproc=4", "parallel.tp=2"]]
+    "overrides",
+    [
+        [],
+        SFT,
+        [BENCH, SAMPLING, "evaluation.k=[1, 4]"],
+        ["run.nproc=4", "parallel.tp=2"],
+        *(["objective=null", f"objective={{name: {name}}}", "batch.samples_per_prompt=1"] for name in LONE),
+        ["objective=null", "objective={name: ppo, critic: {warmup_steps: 10}}", ONE_CLASS, "admission.refill_rounds=3"],
+        ["objective=null", "objective={name: dapo, overlong_length: 600, overlong_buffer: 100}"],
+        ["reward.label_threshold=0.5"],
+    ],
 )
 def test_accepted(base: Path, overrides: list[str]) -> None:
     load_config(base, overrides)

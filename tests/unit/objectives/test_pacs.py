@@ -29,8 +29,8 @@ WEIGHTINGS = ("question", "only_positive", "only_negative", "none")
 
 
 def pacs(updates_per_step: int = 1, **options: Any) -> Objective:
-    """A floor far below every standard deviation here stands for none, which `score: grpo` with a reference rejects."""
-    if options.get("score") == "grpo" and options.get("reference") is not None:
+    """A floor far below every standard deviation here stands for none, which `score: grpo` rejects."""
+    if options.get("score") == "grpo":
         options = {"score_std_floor": 1e-20} | options
     return build_objective(PacsOptions(name="pacs", **options), updates_per_step=updates_per_step)
 
@@ -539,3 +539,22 @@ def test_pacs_is_an_objective() -> None:
     assert isinstance(objective, Pacs) and isinstance(objective, Objective)
     batch = random_batch(0)
     assert objective.token_metrics(batch.record(), prepare(objective, batch.facts, None)) == {}
+
+
+@pytest.mark.parametrize("proxy", PROXIES)
+def test_nearly_equal_proxies_have_a_bounded_gradient(proxy: str) -> None:
+    """With the floor, a group's gradient does not grow as its proxies approach each other; without one it does."""
+    facts = make_facts([0] * 8, [1.0, 0, 1, 0, 0, 0, 1, 1], lens=[100] * 8)
+    reference = {"reference": "frozen"} if proxy == "sum_log_ratio" else {}
+    spread = np.random.default_rng(0).normal(0, 1, 8)
+
+    def largest(sd: float, floor: float) -> float:
+        objective = pacs(reward_proxy=proxy, score="grpo", score_std_floor=floor, **reference)
+        scores = torch.from_numpy(spread * sd - 0.5)
+        return float(objective.prepare(scores, facts, None).per_sample["coefficient"].abs().max())
+
+    usual = largest(0.3, 0.1)
+    assert largest(0.3, 1e-20) == usual
+    for sd in (0.1, 1e-2, 1e-3, 1e-5, 1e-7, 0.0):
+        assert largest(sd, 0.1) < 2 * max(usual, largest(0.1, 0.1))
+    assert largest(1e-7, 1e-20) > 1e5 * usual

@@ -203,6 +203,84 @@ def test_hostile_programs(name, bait, make_prompt, pool) -> None:
     run_hostile(PROGRAMS[name], bait, make_prompt, pool)
 
 
+LEAVES = """
+import builtins, ctypes, os, socket, sys, time
+for folder in ('/tmp', '/dev/shm', '/var/tmp', '/run', '/', '.'):
+    try: open(folder + '/left', 'w').write('left')
+    except OSError: pass
+os.environ['LEFT'] = '1'
+os.umask(0o77)
+builtins.left = sys.modules['left'] = sys
+ctypes.CDLL(None).shmget(0x1EF7, 4096, 0o1666)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork(): os._exit(0)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind('\\0left')
+    listener.listen()
+    os.dup2(listener.fileno(), 0)
+    os.closerange(1, 64)
+    time.sleep(999)
+time.sleep(0.2)
+print(3)
+"""
+"""Leaves files, an environment, modules, shared memory, a process, and its socket behind."""
+INVENTORY = """
+import builtins, ctypes, os, socket, sys
+def alive(pid):
+    try: os.kill(pid, 0)
+    except PermissionError: pass
+    except ProcessLookupError: return False
+    return True
+print([folder + name for folder in ('/', '/tmp/', '/dev/', '/dev/shm/', '/var/tmp/', '/run/')
+       if os.path.isdir(folder) for name in sorted(os.listdir(folder))])
+print(sorted(os.environ.items()), os.getcwd(), hasattr(builtins, 'left'), 'left' in sys.modules)
+print([pid for pid in range(1, 300) if alive(pid)], ctypes.CDLL(None).shmget(0x1EF7, 4096, 0))
+try: print('a socket', socket.socket(socket.AF_UNIX).connect('\\0left'))
+except OSError: print('no socket')
+"""
+
+
+def inventory() -> str:
+    """The output of INVENTORY: everything that a program finds in its sandbox."""
+    limits = sandbox.Limits(time.monotonic() + 20, 5.0, 0.5)
+    [result] = sandbox.run_tests(sandbox.Program(INVENTORY, [""], None), limits, "bubblewrap")
+    return str(result["output"])
+
+
+@needs_sandbox
+def test_a_program_finds_nothing_of_the_one_before_it(make_prompt, monkeypatch, tmp_path) -> None:
+    """Programs of one worker: files, processes, shared memory, sockets, environment, and modules of the interpreter."""
+    before, shared_memory = inventory(), Path("/proc/sysvipc/shm").read_text()
+    assert "no socket" in before and "left" not in before
+    clean = {"inputs": [""], "outputs": [before], "fn_name": None}
+    with CollectingPool(options()) as pool:
+        for number in range(3):
+            pool.submit(f"leaves {number}", make_prompt(json.dumps({"inputs": [""], "outputs": ["3"]})), fenced(LEAVES))
+            pool.submit(f"next {number}", make_prompt(json.dumps(clean)), fenced(INVENTORY))
+        verdicts = {verdict.key: verdict for verdict in pool.results()}
+        assert len(verdicts) == 6
+        assert all(verdict.reward == 1.0 for verdict in verdicts.values()), verdicts
+        assert has_no_survivors(pool)
+    assert Path("/proc/sysvipc/shm").read_text() == shared_memory
+
+    # The opposite: with a /tmp of the host, the next program finds the file.
+    real, host = sandbox._bubblewrap, tmp_path / "tmp"
+    host.mkdir()
+    host.chmod(0o1777)
+
+    def with_tmp_of_the_host(rules: int) -> list[str]:
+        command = real(rules)
+        at = command.index("--tmpfs")
+        assert command[at - 4] == "--perms"
+        return [*command[: at - 4], "--bind", str(host), *command[at + 1 :]]
+
+    monkeypatch.setattr(sandbox, "_bubblewrap", with_tmp_of_the_host)
+    judged = usual_judge()(make_prompt(json.dumps({"inputs": [""], "outputs": ["3"]})), fenced(LEAVES))
+    assert judged.reward == 1.0
+    assert "/tmp/left" in inventory()
+
+
 @needs_sandbox
 def test_the_sandbox_ends_with_its_worker(make_prompt) -> None:
     with CollectingPool(options(test_timeout_s=20.0)) as pool:
