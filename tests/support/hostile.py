@@ -230,7 +230,9 @@ def run(command: list[str | Path | bytes], folder: Path, environ: dict[str, str]
     parts: list[bytes] = []
     while part := os.read(reader, 65536):
         now = time.monotonic()
-        if not parts or not re.search(rb"waiting |in phase |rewards \d+/", parts[-1]):  # the wait is known; its reports become rarer
+        if not parts or not re.search(
+            rb"waiting |in phase |rewards \d+/", parts[-1]
+        ):  # the wait is known; its reports become rarer
             silence = max(silence, now - last)
         last = now
         parts.append(part)
