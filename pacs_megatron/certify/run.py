@@ -100,10 +100,8 @@ def _import(case: Case, place: RankPlace | None) -> None:
 
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
     if case.config.objective.name not in OBJECTIVES:
-        raise ConfigError(
-            f"certify has no reference for objective.name={case.config.objective.name}; write its formula as a function of "
-            "pacs_megatron/certify/formulas.py and add it to OBJECTIVES there"
-        )
+        name = case.config.objective.name
+        raise ConfigError(f"certify has no reference for objective.name={name}; add its formula (docs/certify.md)")
 
 
 def _run(case: Case, work: Path, place: RankPlace | None, seed: int) -> None:

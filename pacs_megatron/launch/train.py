@@ -22,11 +22,13 @@ from pacs_megatron.checkpoint.names import describe_newest
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import ranks_to_start
-from pacs_megatron.config.reward_options import CustomReward, WeightedReward
+from pacs_megatron.config.reward_options import CodeReward, CustomReward, SingleReward, WeightedReward
 from pacs_megatron.config.text import HUB_ID, local_path
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError
 from pacs_megatron.launch.serve import are_on_every_node, attach
 from pacs_megatron.models.shape import shape_problems
+from pacs_megatron.objectives.ppo import PpoOptions
+from pacs_megatron.rewards import sandbox
 from pacs_megatron.runtime.environment import RankPlace, find_rank, rank_environment
 from pacs_megatron.runtime.files import is_file
 from pacs_megatron.runtime.run_folder import (
@@ -77,7 +79,7 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
 
 def become_rank(loaded: LoadedConfig, place: RankPlace, config_path: Path, overrides: Sequence[str]) -> NoReturn:
     """This process of torchrun or srun becomes the rank of training. Raises ConfigError or DataError before."""
-    certificate = _check(loaded, place.world_size)
+    certificate = _check(loaded, place.world_size, place.rank)
     if certificate is not None and place.rank == 0:
         sys.stderr.write(f"{certificate}\n")
     command = [TRAINING_MODULE, str(config_path), *overrides]
@@ -87,11 +89,19 @@ def become_rank(loaded: LoadedConfig, place: RankPlace, config_path: Path, overr
     os.execve(sys.executable, [sys.executable, "-m", *command], environ)  # noqa: S606  this process is the rank
 
 
-def _check(loaded: LoadedConfig, world_size: int) -> str | None:
+def _check(loaded: LoadedConfig, world_size: int, rank: int = 0) -> str | None:
     """Raises ConfigError, ConversionError or DataError; returns the line on the run's certificate."""
     check_model_and_layout(loaded, world_size)
     check_files_are_here(loaded)
+    for part in _rewards(loaded) if rank == 0 else ():  # its host judges
+        if isinstance(part, CodeReward) and part.sandbox != "none":
+            sandbox.check(part.sandbox)
     return certificate_line(loaded)
+
+
+def _rewards(loaded: LoadedConfig) -> Sequence[SingleReward | None]:
+    reward = loaded.config.reward
+    return [part.reward for part in reward.components] if isinstance(reward, WeightedReward) else [reward]
 
 
 def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
@@ -123,16 +133,16 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
     from pacs_megatron.observability.writers import check_wandb
     from pacs_megatron.rewards.custom import find_file
 
-    path = loaded.config.model.path
-    if not local_path(path).is_dir() and not HUB_ID.fullmatch(path):
-        raise ConfigError(
-            f"model.path={path}: no such folder; correct the path, or create the folder first "
-            f"({loaded.where('model.path')})"
-        )
+    objective = loaded.config.objective
+    critic = objective.critic.path if isinstance(objective, PpoOptions) else None
+    for key, path in (("model.path", loaded.config.model.path), ("objective.critic.path", critic)):
+        if path is not None and not local_path(path).is_dir() and not HUB_ID.fullmatch(path):
+            raise ConfigError(
+                f"{key}={path}: no such folder; correct the path, or create the folder first ({loaded.where(key)})"
+            )
     for dataset in (loaded.config.data.train, *loaded.config.evaluation.benchmarks):
         find_source(dataset)
-    reward = loaded.config.reward
-    for part in [part.reward for part in reward.components] if isinstance(reward, WeightedReward) else [reward]:
+    for part in _rewards(loaded):
         if isinstance(part, CustomReward):
             find_file(part.function)
     if loaded.config.logging.wandb is not None:

@@ -58,15 +58,8 @@ class PacsOptions(ReferenceOptions):
 
     @model_validator(mode="after")
     def _refuse_unused(self) -> Self:
-        if self.reward_proxy == "mean_log_prob" and self.reference is not None:
-            raise ValueError(
-                f"objective.reference={self.reference} is not used by reward_proxy mean_log_prob, which has no "
-                "reference; remove it, or set objective.reward_proxy=sum_log_ratio"
-            )
-        if self.reward_proxy == "sum_log_ratio" and self.reference is None:
-            raise ValueError(
-                "objective.reference is null but reward_proxy sum_log_ratio requires it; use step_start or frozen"
-            )
+        is_sum = self.reward_proxy == "sum_log_ratio"
+        self.refuse_unused("reference", is_used=is_sum, by=f"reward_proxy={self.reward_proxy}")
         if self.reset_every is not None and self.reference != "frozen":
             raise ValueError(
                 f"objective.reset_every={self.reset_every} needs objective.reference=frozen, got "
@@ -74,7 +67,7 @@ class PacsOptions(ReferenceOptions):
             )
         self.refuse_unused("score_std_floor", is_used=self.score == "grpo", by=f"score={self.score}")
         self.refuse_unused("actor_scope", is_used=self.actor_term > 0, by=f"actor_term={self.actor_term}")
-        if self.actor_term > 0 and self.reward_proxy != "sum_log_ratio":
+        if self.actor_term > 0 and not is_sum:
             raise ValueError(
                 f"objective.actor_term={self.actor_term} requires objective.reward_proxy=sum_log_ratio, got "
                 f"{self.reward_proxy}; set actor_term to 0"

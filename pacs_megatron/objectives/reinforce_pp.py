@@ -25,7 +25,6 @@ class ReinforcePpOptions(TokenMeanOptions, ClippedOptions):
 
     @property
     def compares_siblings(self) -> bool:  # type: ignore[override]
-        """With `baseline: group` only."""
         return self.baseline == "group"
 
 

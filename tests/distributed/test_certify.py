@@ -12,7 +12,7 @@ import pytest
 from pacs_megatron.certify.certificate import Certificate
 from pacs_megatron.certify.run import certify
 from pacs_megatron.runtime.shipped import run_file
-from tests.support.policies.certify_runs import UNSEEN, random_run, write_run
+from tests.support.policies.certify_runs import KIN_LAYOUTS, KIN_RUNS, UNSEEN, random_run, write_run
 from tests.support.policies.planted_more import PLANTED
 from tests.support.tiers import in_test
 
@@ -119,3 +119,21 @@ def test_an_example_of_a_rival_is_green(tmp_path: Path, name: str) -> None:
     path = Path(__file__).parents[2] / "examples" / "objectives" / f"{name}.yaml"
     certificate = certify(path, RIVALS[name], out=tmp_path)
     assert certificate is not None and certificate.is_green, certificate and certificate.line()
+
+
+def kin_cases() -> list[Any]:
+    """Every rival once, in each layout in turn; the whole product in the campaign. `test_kin.py` has all pairs."""
+    layouts, size = len(KIN_LAYOUTS), 2 * len(KIN_LAYOUTS)
+    found = []
+    for number, name in enumerate(KIN_RUNS):
+        rival, place = divmod(number, size)
+        in_turn = place == rival % layouts * 2 + rival // layouts % 2
+        found.append(pytest.param(name, marks=pytest.mark.full if in_turn else pytest.mark.campaign))
+    return found
+
+
+@pytest.mark.parametrize("name", kin_cases())
+def test_a_rival_is_green_in_a_layout(tmp_path: Path, name: str) -> None:
+    family, changes = KIN_RUNS[name]
+    certificate = run(tmp_path, changes, family)
+    assert certificate.is_green, certificate.line()

@@ -26,12 +26,12 @@ from pacs_megatron.config import load_config
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.shipped import run_file
 from tests.distributed.test_certify import RIVALS, SHIPPED
-from tests.support.policies.certify_runs import UNSEEN, random_run, write_run
+from tests.support.policies.certify_runs import KIN_RUNS, UNSEEN, random_run, write_run
 from tests.support.policies.changed_runs import CHANGED, certify_changed
 from tests.support.policies.planted_more import PLANTED
 from tests.support.policies.unseen_runs import COMBINATIONS
 
-KINDS = ("planted", "shipped", "rivals", "unseen", "changed", "combinations", "random")
+KINDS = ("planted", "shipped", "rivals", "unseen", "changed", "combinations", "random", "kin")
 EXAMPLES = Path(__file__).parents[2] / "examples" / "objectives"
 
 
@@ -44,6 +44,7 @@ def cases(kinds: list[str], seeds: range) -> Iterator[tuple[str, str]]:
         "unseen": UNSEEN,
         "changed": CHANGED,
         "combinations": COMBINATIONS,
+        "kin": KIN_RUNS,
     }
     yield from ((kind, name) for kind in kinds for name in names[kind])
 
@@ -56,8 +57,8 @@ def run_case(kind: str, name: str, folder: Path) -> dict[str, object]:
         if kind == "planted":
             path = write_run(folder, PLANTED[name].changes, PLANTED[name].family)
             PLANTED[name].plant(patch)
-        elif kind in ("random", "unseen"):
-            family, changes = random_run(int(name)) if kind == "random" else UNSEEN[name]
+        elif kind in ("random", "unseen", "kin"):
+            family, changes = random_run(int(name)) if kind == "random" else (UNSEEN | KIN_RUNS)[name]
             path = write_run(folder, changes, family)
             make_case(load_config(path), None)
         elif kind == "shipped":

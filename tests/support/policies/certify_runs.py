@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from tests.support.policies.kin_reference import KIN
 from tests.support.tiny_families import CASES, config_of
 
 BASE: dict[str, Any] = {
@@ -225,3 +226,35 @@ UNSEEN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Layout, family, objective, precision of the state, packing and options that no other case combines"""
+
+KIN_LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2, "sequence_parallel": True},
+    "pp2": {"pp": 2},
+    "dp2": {},
+    "cp2": {"cp": 2},
+    "ep2": {"ep": 2},
+    "tp2-pp2": {"tp": 2, "pp": 2, "sequence_parallel": True},
+    "optimizer2": {"distributed_optimizer": True},
+}
+
+
+def _kin_runs() -> dict[str, tuple[str, dict[str, Any]]]:
+    lengths = {"overlong_length": 90, "overlong_buffer": 40, "constant_length": 100}
+    rivals = KIN | {"ppo": {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}}
+    found = {}
+    for case, options in rivals.items():
+        objective = options | {key: value for key, value in lengths.items() if key in options}
+        for layout, parallel in KIN_LAYOUTS.items():
+            for groups, budget in (("together", 700), ("apart", 160)):
+                changes = {
+                    "run": {"nproc": 4 if layout == "tp2-pp2" else 2},
+                    "parallel": parallel,
+                    "objective": objective,
+                    "batch": {"updates_per_step": 3, "tokens_per_microbatch": budget},
+                }
+                found[f"{case}, {layout}, {groups}"] = "qwen3_moe" if layout == "ep2" else "qwen3", changes
+    return found
+
+
+KIN_RUNS = _kin_runs()
+"""Every rival in every layout, siblings together or apart"""

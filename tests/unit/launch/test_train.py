@@ -207,6 +207,28 @@ def test_bad_layouts_are_rejected_before_anything_starts(
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
+def test_a_missing_sandbox_and_a_missing_critic_are_errors_before_anything_starts(
+    tmp_path: Path, tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    (tmp_path / "run.yaml").write_text(BASE)
+    (tmp_path / "train.jsonl").write_text('{"question": "1 + 1", "answer": "#### 2"}\n')
+    code = "{weight: 1, reward: {name: code}}"
+    for reward in (
+        "{name: code}",
+        f"{{name: weighted, label_threshold: 1, components: [{code}, {{weight: 1, reward: {{name: math}}}}]}}",
+    ):
+        with pytest.raises(ConfigError, match=r"reward.sandbox=bubblewrap does not work on this host: bwrap is not"):
+            run_train(Path("run.yaml"), [f"model.path={tiny_qwen3}", "reward=null", f"reward={reward}"])
+    critic = "objective={name: ppo, critic: {path: ./no/such/folder}}"
+    with pytest.raises(ConfigError, match=r"objective.critic.path=./no/such/folder: no such folder; correct the path"):
+        run_train(Path("run.yaml"), [f"model.path={tiny_qwen3}", "objective=null", critic])
+    assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "train.jsonl"}
+
+
 def test_places() -> None:
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
     assert find_rank(torchrun | {"MASTER_PORT": "5"}) == RankPlace(3, 4, 1, 2, "h", 5)

@@ -17,8 +17,11 @@ OPTIONS: TypeAdapter[Any] = TypeAdapter(ObjectiveOptions)
     ("options", "words"),
     [
         ({"name": "pacs", "reward_proxy": "mean_log_prob", "reference": "frozen"}, "objective.reference=frozen"),
-        ({"name": "pacs", "reward_proxy": "mean_log_prob", "reference": "step_start"}, "reward_proxy=sum_log_ratio"),
-        ({"name": "pacs", "reference": None}, "use step_start or frozen"),
+        ({"name": "pacs", "reward_proxy": "mean_log_prob", "reference": "step_start"}, "not used there; remove"),
+        (
+            {"name": "pacs", "reference": None},
+            "reference=None does not go with reward_proxy=sum_log_ratio: it is required",
+        ),
         ({"name": "pacs", "reset_every": 5}, "objective.reset_every=5 needs objective.reference=frozen"),
         ({"name": "pacs", "score_std_floor": 0.1}, "objective.score_std_floor=0.1 does not go with score=rloo"),
         (

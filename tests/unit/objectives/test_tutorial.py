@@ -27,7 +27,7 @@ def test_the_file_of_the_tutorial_trains_two_steps(tiny_qwen3: Path, tmp_path: P
     config = write_tiny_run(tmp_path, tiny_qwen3)
     chosen = (str(config), f"objective.name={name}", "objective.power=0.5", "parallel.tp=1", "run.nproc=1")
 
-    def run(*command: str) -> str:
+    def run(*command: str, expected: int = 0) -> str:
         environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(
             [sys.executable, "-m", "pacs_megatron", *command],
@@ -38,11 +38,14 @@ def test_the_file_of_the_tutorial_trains_two_steps(tiny_qwen3: Path, tmp_path: P
             check=False,
             timeout=600,
         )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
+        assert done.returncode == expected, done.stderr[-3000:]
+        return done.stdout if expected == 0 else done.stderr
 
     assert "objective.power = 0.5" in run("config", "show", *chosen)
     assert "Exponent of the rarity" in run("config", "schema")
+    assert "a checkpoint:" in run("plan", *chosen)
+    [line] = run("certify", *chosen, expected=2).splitlines()
+    assert line.startswith(f"ConfigError: certify has no reference for objective.name={name}; add its formula")
     run("train", *chosen)
     rows = [json.loads(row) for row in (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "objective/loss" in row]
