@@ -12,6 +12,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,10 +27,12 @@ from safetensors.torch import load_file
 from pacs_megatron.config import load_config
 from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.plan.plan import make_plan
+from pacs_megatron.sglang.server import PORT_TAKEN
 from tests.support.metrics import reproducible_bytes
 from tests.support.node.host import SITE, Fault, Host, digest_of, run_on_gpu, tiny_model
 from tests.support.node.servers import NUM_GPUS
 from tests.support.ranks import RankError, run_ranks
+from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import REWARD
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"
@@ -180,6 +183,22 @@ def in_tiers() -> list[object]:
 @pytest.mark.parametrize("name", in_tiers())
 def test_a_shipped_configuration_trains_two_steps_and_saves(tmp_path: Path, name: str) -> None:
     check_run(NodeRun(name, tmp_path))
+
+
+def test_a_stand_in_server_reports_a_taken_port_as_the_product_expects(tmp_path: Path) -> None:
+    """The product then starts it at another port, as with the real server."""
+    make_tiny_qwen3(tmp_path / "model")
+    host = Host(tmp_path / "host", GPU_BYTES["h100"], 1.0, frozenset())
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            options = ("--host=127.0.0.1", f"--port={taken.getsockname()[1]}", "--tp-size=1", "--mem-fraction-static=0.5")
+            args = [f"--model-path={tmp_path / 'model'}", *options]
+            answer = host.call(op="serve", args=args, visible="0", pid=0)
+        assert answer["code"] == 1 and any(text in answer["reason"] for text in PORT_TAKEN), answer
+        memory = host.call(op="memory", gpu=0)
+        assert memory["free"] == memory["total"]
+    finally:
+        host.close()
 
 
 def check_run(run: NodeRun) -> None:

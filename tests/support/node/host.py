@@ -146,7 +146,8 @@ class _HostProcess:
                 scale=self._scale,
                 address=(given.host, int(given.port)),
             )
-        except (ValueError, OutOfMemoryError) as error:
+        except (ValueError, OutOfMemoryError, OSError) as error:  # OSError: its port was taken
+            self._node.clear(f"server[{visible}]")
             return {"code": 1, "reason": str(error)}
         server.stops_early = True
         gpu = server.gpus[0]

@@ -128,6 +128,7 @@ class GpuServer(WeightServer):
         """`nccl`: the version of this server and the other one in its groups; None: gloo."""
         self.node = node
         self.gpus = [int(number) for number in visible.split(",")]
+        self.owner = f"server[{visible}]"
         self.ended = ""
         """why its scheduler ended; empty while it runs"""
         self.dims = dims
@@ -137,10 +138,6 @@ class GpuServer(WeightServer):
         self.weight_bytes = int(scale * sum(tensor.nbytes for tensor in weights.values())) // len(self.gpus)
         self.kv_bytes = self._size_cache(mem_fraction)
         super().__init__(weights, **server)
-
-    @property
-    def owner(self) -> str:
-        return f"server{self.gpus}"
 
     def _size_cache(self, mem_fraction: float) -> int:
         before = min(self.node.free(gpu) for gpu in self.gpus)
