@@ -63,8 +63,38 @@ def _shape(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str
             f"parallel.ep={parallel.ep} does not divide num_experts={moe.num_experts} of {model_name}; "
             f"{one_of(divisors(moe.num_experts))}"
         )
+    yield from _fp8_shape(config, shape, model_name)
     yield from _positions(config, shape, model_name)
     yield from _server_shape(config, shape, model_name)
+
+
+def _fp8_shape(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
+    """Transformer Engine's `assert_dim_for_fp8_exec` and `assert_dim_for_all_gather`, which fail at the first forward."""
+    fp8, tp, moe = config.precision.fp8, config.parallel.tp, shape.moe
+    if fp8 is None:
+        return
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    sizes = {
+        "(num_attention_heads + 2 * num_key_value_heads) * head_dim": heads * shape.head_dim,
+        "num_attention_heads * head_dim": shape.num_heads * shape.head_dim,
+        "intermediate_size" if moe is None else "moe_intermediate_size": (
+            shape.ffn_size if moe is None else moe.expert_ffn_size
+        ),
+    }
+    wrong = [f"{name}={size}" for name, size in sizes.items() if size % (16 * tp)]
+    if wrong:
+        yield (
+            f"precision.fp8 needs multiples of 16 on every tensor-parallel rank, but {model_name} has {' and '.join(wrong)} "
+            f"with parallel.tp={tp}; {'lower parallel.tp or ' if tp > 1 else ''}remove precision.fp8"
+        )
+    gathers_blocks = fp8.recipe == "blockwise" and config.parallel.sequence_parallel
+    multiple = 128 if gathers_blocks else 16
+    if shape.hidden_size % multiple:
+        yield (
+            f"precision.fp8.recipe={fp8.recipe}{' with parallel.sequence_parallel' if gathers_blocks else ''} needs a "
+            f"multiple of {multiple} as hidden_size, {model_name} has {shape.hidden_size}; "
+            f"{'use recipe tensorwise' if gathers_blocks else 'remove precision.fp8'}"
+        )
 
 
 def _positions(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:

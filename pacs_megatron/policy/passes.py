@@ -174,10 +174,12 @@ def _newest_amax(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def _unchanged_fp8_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Restores the amax histories of delayed scaling after a pass without gradient; other recipes have no state.
+    """Restores the state of FP8 after a pass without gradient: the amax histories of delayed scaling, and the queues of
+    recomputation.
 
     Transformer Engine records the amax of every cast, also without gradient, and the next update would compute its
-    scales from the maximum over score passes and updates.
+    scales from the maximum over score passes and updates. Its checkpointed forward also queues the scales for the
+    backward pass; a pass without gradient has none, and every later recomputation would use scales of earlier passes.
     """
     before = {amax.data_ptr(): amax.clone() for amax in _newest_amax(chunks)}
     try:
@@ -188,6 +190,13 @@ def _unchanged_fp8_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
                 saved = before.get(amax.data_ptr())
                 # A first pass creates the state: its newest row starts at 0.
                 amax.zero_() if saved is None else amax.copy_(saved)
+        if any(hasattr(module, "fp8_meta") for chunk in chunks for module in chunk.modules()):
+            from transformer_engine.pytorch import distributed as te
+
+            # No backward pass is pending here: what is queued is of this pass.
+            te.activation_recompute_forward._is_first_fp8_module.clear()
+            for queue in te.FP8GlobalStateManager.fp8_tensors_recompute_buffer:
+                queue.clear()
 
 
 @torch.no_grad()

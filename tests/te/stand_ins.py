@@ -94,6 +94,10 @@ def _columns(module: Any, x: Tensor) -> Tensor:
     if module.tp_size == 1:
         return x
     if module.sequence_parallel:
+        if FP8GlobalStateManager.is_fp8_enabled() and module.fp8_meta["recipe"].float8_block_scaling():
+            # transformer_engine/pytorch/utils.py, assert_dim_for_all_gather
+            tokens, width = x[..., 0].numel(), x.shape[-1]
+            assert tokens % 128 == 0 and width % 128 == 0, f"an all-gather in blocks of 128 got {tuple(x.shape)}"
         gathered: Tensor = tensor_parallel.gather_from_sequence_parallel_region(x)
         return gathered
     copied: Tensor = tensor_parallel.copy_to_tensor_model_parallel_region(x)

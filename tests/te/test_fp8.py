@@ -19,7 +19,11 @@ ALL = [
     for recipe in (None, "tensorwise", "blockwise", "delayed")
     if recipe != "delayed" or name not in DISCARDED
 ]
-PAIRWISE = {("tensorwise", "qwen3-tp2-sp-distopt"), ("blockwise", "qwen3-recompute-full"), ("delayed", "qwen3-one")}
+PAIRWISE = {
+    ("tensorwise", "qwen3-tp2-sp-distopt"),
+    ("blockwise", "moe-tp2-sp"),
+    ("delayed", "qwen3-recompute-full"),
+}
 
 
 _bf16: dict[str, Outcome] = {}
@@ -50,7 +54,8 @@ def test_three_updates_and_a_resume(recipe: str | None, name: str, folder: Path)
         return
     outcome = run(name, folder, dtype="bf16", **fp8_options(recipe))
     difference = [np.abs(outcome.before[row] - plain.before[row]).mean() for row in outcome.before]
-    assert 0 < np.mean(difference) < 0.3
+    # With experts a quantised product also selects other experts for some tokens.
+    assert 0 < np.mean(difference) < (0.5 if name.startswith("moe") else 0.3)
     np.testing.assert_allclose(outcome.norms, plain.norms, rtol=0.5)
     assert outcome.resumed_equal
 

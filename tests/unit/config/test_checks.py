@@ -230,8 +230,10 @@ class Experts:
 @dataclass(frozen=True)
 class Shape:
     num_layers: int = 40
+    hidden_size: int = 5120
     num_heads: int = 40
     num_kv_heads: int = 8
+    head_dim: int = 128
     ffn_size: int = 17408
     max_positions: int = 40960
     rope_scaling: dict[str, Any] | None = None
@@ -258,6 +260,29 @@ class Shape:
             "parallel.ep=3 does not divide num_experts=128 of M; use one of 1, 2",
         ),
         (["parallel.tp=2"], Shape(moe=Experts()), "requires parallel.sequence_parallel=true"),
+        (
+            [
+                "resources={gpus_per_node: 8, gpu: h200}",
+                "precision={dtype: bf16, fp8: {recipe: tensorwise}}",
+                "parallel.tp=2",
+            ],
+            Shape(ffn_size=1000),
+            "multiples of 16 on every tensor-parallel rank, but M has intermediate_size=1000 with parallel.tp=2; lower",
+        ),
+        (
+            ["resources={gpus_per_node: 8, gpu: h200}", "precision={dtype: bf16, fp8: {recipe: tensorwise}}"],
+            Shape(head_dim=10, num_heads=8, num_kv_heads=1),
+            "but M has (num_attention_heads + 2 * num_key_value_heads) * head_dim=100 with parallel.tp=1; remove precision.fp8",
+        ),
+        (
+            [
+                "resources={gpus_per_node: 8, gpu: h200}",
+                "precision={dtype: bf16, fp8: {recipe: blockwise}}",
+                "parallel={tp: 2, sequence_parallel: true}",
+            ],
+            Shape(hidden_size=1088),
+            "blockwise with parallel.sequence_parallel needs a multiple of 128 as hidden_size, M has 1088; use recipe tensorwise",
+        ),
         ([], Shape(max_positions=100), "positions, but M has max_position_embeddings=100; lower one of them"),
         (
             [],
