@@ -117,12 +117,13 @@ def _tiny_model(hf: Mapping[str, Any], first: Layout, second: Layout, *, is_gpu:
     stages = math.lcm(*(layout.pp * (layout.vpp or 1) for layout in (first, second)))
     kv_heads = shards * (3 if shards <= 2 else 1)
     heads = kv_heads * (1 if spec.num_heads == spec.num_kv_heads else _HEADS_PER_GROUP)
-    head_dim = 16 if is_gpu else _HEAD_DIM
+    # On GPUs FP8 needs multiples of 16 on every rank, blockwise with sequence parallelism 128 for `hidden_size`.
+    head_dim, unit = (128, 16) if is_gpu else (_HEAD_DIM, 1)
     sizes: dict[str, Any] = {
         "vocab_size": _VOCAB,
         # transformers rejects a Llama whose heads do not divide it
         "hidden_size": 5 * head_dim if "head_dim" in hf and hf["model_type"] != "llama" else heads * head_dim,
-        "intermediate_size": shards * 13,
+        "intermediate_size": shards * 13 * unit,
         "num_hidden_layers": 3 if stages == 1 else 2 * stages,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -133,7 +134,7 @@ def _tiny_model(hf: Mapping[str, Any], first: Layout, second: Layout, *, is_gpu:
     if spec.moe is not None:
         experts = "num_experts" if "num_experts" in hf else "num_local_experts"
         sizes |= {experts: 3 * math.lcm(first.ep, second.ep), "num_experts_per_tok": min(spec.moe.top_k, 2)}
-        sizes["moe_intermediate_size"] = shards * 5
+        sizes["moe_intermediate_size"] = shards * 5 * unit
     dropped = ("torch_dtype", "layer_types", "max_window_layers", "bos_token_id", "eos_token_id", "pad_token_id")
     kept = {key: value for key, value in hf.items() if key not in dropped}
     for key in ("rope_scaling", "rope_parameters"):

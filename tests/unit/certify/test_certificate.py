@@ -21,6 +21,7 @@ from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import MegatronOptions, RecomputeOptions
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.models import read_spec
+from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.runtime.shipped import run_file
 from tests.support.policies.certify_runs import write_run
 from tests.unit.test_layers import imports
@@ -57,6 +58,17 @@ def test_on_a_cpu_a_case_leaves_out_and_lists_options_that_need_a_gpu(tmp_path: 
     assert case.config.parallel.recompute == RecomputeOptions()
     on_gpus = make_case(loaded, 8).config.parallel
     assert (on_gpus.megatron, on_gpus.recompute) == (loaded.config.parallel.megatron, loaded.config.parallel.recompute)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name.endswith("fp8")])
+def test_on_gpus_a_case_has_sizes_that_fp8_supports_in_both_layouts(name: str, recipe: str) -> None:
+    loaded = load_config(run_file(name), [f"precision.fp8={{recipe: {recipe}, format: e4m3}}"])
+    case = make_case(loaded, 32)
+    assert case.config.precision.fp8 == loaded.config.precision.fp8
+    for attempt in (0, 1):
+        config = case.config.model_copy(update={"parallel": case.parallel(attempt)})
+        assert not [text for text in shape_problems(config, read_spec(case.hf_config), "tiny") if "fp8" in text]
 
 
 def certificate(folder: Path, comparison: Comparison, **overrides: Any) -> tuple[Any, Certificate]:
