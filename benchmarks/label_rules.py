@@ -3,8 +3,9 @@
     python benchmarks/label_rules.py FOLDER [--authors reward_function.py] [--problems 60]
 
 FOLDER has problems of real data sets as .json or .jsonl (`problem`, `answer`, some with a worked `solution`). Each problem
-is answered in the forms below, rightly and with another problem's answer. Both rules judge them. `--authors` names
-`src/reward_function.py` of ritzz-ai/PACS, whose verdicts have to be those of `authors`. Prints a Markdown table.
+is answered in the forms below, rightly and with another problem's answer. Rows with a `response` (and `answer`) are samples
+of a model, and are judged as they are. `--authors` names `src/reward_function.py` of ritzz-ai/PACS, whose verdicts have to
+be those of `authors`. Prints a Markdown table.
 """
 
 import argparse
@@ -43,35 +44,44 @@ FORMS = {
 }
 
 
-def problems(folder: Path, limit: int) -> Iterator[tuple[str, str, str | None]]:
-    """Data set, answer, solution."""
+def read(folder: Path, limit: int) -> Iterator[tuple[str, dict]]:
+    """Data set, row."""
     for path in sorted(folder.glob("*.json*")):
         text = path.read_text(encoding="utf-8")
-        rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line]
+        rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.split("\n") if line]
         for row in rows[:limit]:
-            row = {key.lower(): value for key, value in row.items()}
+            yield path.stem, {key.lower(): value for key, value in row.items()}
+
+
+def problems(folder: Path, limit: int) -> Iterator[tuple[str, str, str | None]]:
+    """Data set, answer, solution."""
+    for name, row in read(folder, limit):
+        if "response" not in row:
             answer = (
                 str(row["answer"])
                 .rpartition("####")[2]
                 .strip()
                 .replace(",", "" if "####" in str(row["answer"]) else ",")
             )
-            yield path.stem, answer, row.get("solution") or None
+            yield name, answer, row.get("solution") or None
 
 
-def cases(folder: Path, limit: int) -> Iterator[tuple[str, bool, str, str]]:
-    """Form, whether it states the right answer, gold answer, response."""
+def cases(folder: Path, limit: int) -> Iterator[tuple[str, str, str, str]]:
+    """Form, which answer it states, gold answer, response."""
+    for name, row in read(folder, limit):
+        if "response" in row:
+            yield name, "its own", str(row["answer"]), row["response"]
     rows = list(problems(folder, limit))
     for number, (name, gold, solution) in enumerate(rows):
         other = next(a for _, a, _ in rows[number + 1 :] + rows if a != gold)
         for form, text in FORMS.items():
-            yield form, True, gold, text.format(a=gold, o=other)
-            yield form, False, gold, text.format(a=other, o=gold)
+            yield form, "the right one", gold, text.format(a=gold, o=other)
+            yield form, "another's", gold, text.format(a=other, o=gold)
         if solution and last_boxed(solution) is not None:
-            yield f"worked solution of {name}", True, gold, solution
-            yield "worked solution, cut before the box", True, gold, solution[: solution.rindex(r"\boxed")]
+            yield f"worked solution of {name}", "the right one", gold, solution
+            yield "worked solution, cut before the box", "the right one", gold, solution[: solution.rindex(r"\boxed")]
             bare = re.sub(r"\\boxed\s*", "", solution)
-            yield "worked solution, box removed", True, gold, bare
+            yield "worked solution, box removed", "the right one", gold, bare
 
 
 def verdict(judge, gold: str, response: str) -> str:
@@ -95,11 +105,11 @@ def main() -> None:
         spec = importlib.util.spec_from_file_location("authors_reward", args.authors)
         theirs = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(theirs)
-    counts: dict[tuple[str, bool], dict[str, int]] = {}
+    counts: dict[tuple[str, str], dict[str, int]] = {}
     unequal = []
-    for form, right, gold, response in cases(args.folder, args.problems):
+    for form, states, gold, response in cases(args.folder, args.problems):
         pair = f"{verdict(ours, gold, response)} {verdict(authors, gold, response)}"
-        count = counts.setdefault((form, right), {})
+        count = counts.setdefault((form, states), {})
         count[pair] = count.get(pair, 0) + 1
         if theirs is not None:
             label = str(int(theirs.compute_score("x", response, gold)["score"]))
@@ -107,14 +117,13 @@ def main() -> None:
             if label != found:
                 unequal.append((gold, response))
     lines = [
-        "| response | states | responses | 1 by both | 0 by both | 1 by `authors` only | 1 by `last_box` only | no verdict |"
+        "| response | answer | responses | 1 by both | 0 by both | 1 by `authors` only | 1 by `last_box` only | no verdict |"
     ]
     lines.append("|---|---|---|---|---|---|---|---|")
-    for (form, right), count in counts.items():
+    for (form, states), count in counts.items():
         shown = [count.get(pair, 0) for pair in ("1 1", "0 0", "0 1", "1 0")]
         total = sum(count.values())
-        word = "the right answer" if right else "another answer"
-        lines.append(f"| {form} | {word} | {total} | {' | '.join(map(str, shown))} | {total - sum(shown)} |")
+        lines.append(f"| {form} | {states} | {total} | {' | '.join(map(str, shown))} | {total - sum(shown)} |")
     print("\n".join(lines))
     total = sum(sum(count.values()) for count in counts.values())
     print(
