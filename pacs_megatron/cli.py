@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,7 +15,12 @@ from pacs_megatron import __version__
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.runtime.command_line import OneLineParser, check_arguments, integer_from, path_from, run_command
 from pacs_megatron.runtime.shipped import cluster_file, run_file
+from pacs_megatron.runtime.waiting import report_wait
 
+_LOADING = "for the modules of this command to load"
+"""torch and transformers take long on a busy host."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Files of others are printed: none may control the terminal. Tabs and line ends stay."""
 Verb = Callable[..., "str | Iterable[str] | int | tuple[str, int]"]
 """Receives the parsed arguments by name; returns the text or lines to print, the exit code, or both."""
 
@@ -36,7 +42,7 @@ def _run(arguments: Sequence[str]) -> int:
     if isinstance(result, tuple):
         result, code = result
     for text in [result] if isinstance(result, str) else result:
-        print(text, flush=True)
+        print(_CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text), flush=True)
     return code
 
 
@@ -69,7 +75,8 @@ def function_of(run_verb: Verb | str) -> Verb:
     if not isinstance(run_verb, str):
         return run_verb
     module, _, name = run_verb.partition(":")
-    function: Verb = getattr(importlib.import_module(f"pacs_megatron.{module}"), name)
+    with report_wait(_LOADING):
+        function: Verb = getattr(importlib.import_module(f"pacs_megatron.{module}"), name)
     return function
 
 
@@ -238,7 +245,8 @@ _SubParsers: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
 
 # ------------------------------------------------------------------------------------ verbs that are more than one call
 def _eval(*, overrides: list[str], model: list[str], **options: Any) -> str:
-    from pacs_megatron.training.eval_main import run_eval
+    with report_wait(_LOADING):
+        from pacs_megatron.training.eval_main import run_eval
 
     # Overrides may follow the list of models.
     models = [word for word in model if "=" not in word or Path(word).exists()]
@@ -276,10 +284,9 @@ def _plan(**options: Any) -> tuple[str, int]:
 
 
 def _preflight(*, as_json: bool, **options: Any) -> tuple[str, int] | int:
-    from pacs_megatron.preflight.ranks import run_everywhere
-    from pacs_megatron.preflight.run import render
-    from pacs_megatron.runtime.waiting import report_wait
-
+    with report_wait(_LOADING):
+        from pacs_megatron.preflight.ranks import run_everywhere
+        from pacs_megatron.preflight.run import render
     with report_wait("for the checks, which are printed together"):
         checks = run_everywhere(**options)
     code = ExitCode.MISCONFIGURED if any(check.level == "fail" for check in checks) else ExitCode.OK
@@ -287,7 +294,8 @@ def _preflight(*, as_json: bool, **options: Any) -> tuple[str, int] | int:
 
 
 def _certify(**options: Any) -> tuple[str, int] | int:
-    from pacs_megatron.certify.run import certify
+    with report_wait(_LOADING):
+        from pacs_megatron.certify.run import certify
 
     certificate = certify(**options)
     if certificate is None:  # a rank of a job that does not report
@@ -297,8 +305,10 @@ def _certify(**options: Any) -> tuple[str, int] | int:
 
 def _submit(*, config_path: Path, cluster: Path, dry_run: bool, **options: Any) -> Iterable[str]:
     from pacs_megatron.config.cluster import load_cluster
-    from pacs_megatron.launch.request import Request
-    from pacs_megatron.launch.submit import submit
+
+    with report_wait(_LOADING):
+        from pacs_megatron.launch.request import Request
+        from pacs_megatron.launch.submit import submit
 
     return submit(Request(config=config_path, cluster=load_cluster(cluster), **options), dry_run=dry_run)
 

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from pacs_megatron.checkpoint.dist_metadata import COMMON_NAME
-from pacs_megatron.errors import CheckpointError
+from pacs_megatron.checkpoint.dist_reader import UNREADABLE
+from pacs_megatron.errors import CheckpointError, one_line
 
 Copy = Callable[[torch.Tensor], torch.Tensor]
 
@@ -94,5 +95,13 @@ def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
             f"{folder} has no {COMMON_NAME}: megatron-core 0.17 or later wrote it, and {installed} cannot read it; install "
             "megatron-core 0.19 (Python 3.12), or convert the checkpoint to Hugging Face there"
         )
+    try:
+        if (folder / COMMON_NAME).is_file():
+            dist_checkpointing.load_common_state_dict(str(folder))
+    except UNREADABLE as error:
+        reason = one_line(str(error))[:200]
+        raise CheckpointError(
+            f"{folder / COMMON_NAME} cannot be read: {reason}; restore it, or resume from older"
+        ) from error
     loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
     return loaded

@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 _ZIP_HEADER_BYTES = 30
 """Of a zip archive's local file header, before the name; the lengths of name and extra field are its last 4 bytes"""
 _ZIP_LENGTHS_AT = 26
-_UNREADABLE = (RuntimeError, ValueError, EOFError, OSError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile)
+UNREADABLE = (RuntimeError, ValueError, EOFError, OSError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile)
 
 
 class DistReader:
@@ -138,7 +138,7 @@ class DistReader:
         window = _Window(file.map, info.offset, info.length)
         try:
             data = _mapped(window)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             # Without torch's message, which advises to load without its guard.
             raise CheckpointError(
                 f"{path}: the piece of {index.fqn} cannot be read ({type(error).__name__}); use another copy"

@@ -117,6 +117,9 @@ def _replace(final: Path, partial: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()  # the checkpoint behind it stays
+        return
     # Without its manifest it is no checkpoint, even if the removal is interrupted.
     (folder / MANIFEST_NAME).unlink(missing_ok=True)
     shutil.rmtree(folder)

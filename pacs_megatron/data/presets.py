@@ -13,6 +13,8 @@ from pacs_megatron.errors import DataError, shown
 
 _GSM8K_ANSWER = re.compile(r"####\s*(.+?)\s*$")
 _GSM8K_CALCULATION = re.compile(r"<<[^<>]*>>")
+_MAX_PROBLEM_CHARS = 4 << 20
+"""A tokenizer takes up to 30 bytes of memory a character."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,11 @@ def problem_of(row: Row, columns: Columns) -> Problem:
     if not isinstance(text, str) or not text.strip():
         raise DataError(
             f"{row.where}: column {problem!r} is {_shown(text)}, expected the problem's text; correct or remove the row"
+        )
+    if len(text) > _MAX_PROBLEM_CHARS:
+        raise DataError(
+            f"{row.where}: column {problem!r} has {len(text)} characters, expected at most {_MAX_PROBLEM_CHARS}; correct "
+            "or remove the row"
         )
     name = _column(row, columns.answer)
     answer = columns.extract(_answer_text(row, name))

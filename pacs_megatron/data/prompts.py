@@ -56,18 +56,19 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
     _check_template(tokenizer)
     columns = columns_of(dataset)
     name = dataset_name(dataset)
-    rows = [(row.index, problem_of(row, columns)) for row in read_rows(dataset)]
     prompts: list[Prompt] = []
-    for start in range(0, len(rows), _BATCH):
-        batch = rows[start : start + _BATCH]
-        texts = render([problem for _, problem in batch], data, tokenizer)
-        # tokenizer.json may have a pattern that never ends on some text.
-        work, where = partial(_encode, texts, tokenizer), f"tokenizer {tokenizer.name_or_path}"
-        encoded = _apart(work, _TOKENIZER_LIMIT_S, where, "correct tokenizer.json, or the data")
-        for (index, problem), text, found in zip(batch, texts, encoded, strict=True):
-            if len(found) <= data.max_prompt_tokens:
-                ids = np.array(found, dtype=np.int32)
-                prompts.append(_prompt(f"{name}/{index}", name, problem, text, ids))
+    with report_wait(lambda: f"for the prompts of {dataset.path} ({len(prompts)})"):
+        rows = [(row.index, problem_of(row, columns)) for row in read_rows(dataset)]
+        for start in range(0, len(rows), _BATCH):
+            batch = rows[start : start + _BATCH]
+            texts = render([problem for _, problem in batch], data, tokenizer)
+            # tokenizer.json may have a pattern that never ends on some text.
+            work, where = partial(_encode, texts, tokenizer), f"tokenizer {tokenizer.name_or_path}"
+            encoded = _apart(work, _TOKENIZER_LIMIT_S, where, "correct tokenizer.json, or the data")
+            for (index, problem), text, found in zip(batch, texts, encoded, strict=True):
+                if len(found) <= data.max_prompt_tokens:
+                    ids = np.array(found, dtype=np.int32)
+                    prompts.append(_prompt(f"{name}/{index}", name, problem, text, ids))
     if not prompts:
         raise DataError(
             f"{dataset.path}: all {len(rows)} prompts have more than data.max_prompt_tokens={data.max_prompt_tokens} "

@@ -125,7 +125,7 @@ def _read_with_datasets(options: DatasetOptions, path: str, cache: str | None) -
             table = datasets.load_dataset(
                 path, name=options.subset, split=options.split, revision=options.revision, cache_dir=cache
             )
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{options.path}: `datasets` could not load subset {options.subset or '(default)'}, split {options.split}: "
             f"{_one_line(error)}; check id, subset and split, or download it and use the file's path"

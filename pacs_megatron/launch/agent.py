@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from pacs_megatron.runtime.command_line import run_command
 from pacs_megatron.runtime.processes import AGENT_PID, die_with_parent
 
 
@@ -90,4 +91,4 @@ def _pass_on_usr1() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(lambda: main(sys.argv[1:])))

@@ -166,7 +166,7 @@ def job_states(job_ids: Sequence[str]) -> dict[str, str]:
     states: dict[str, str] = {}
     for name, *words in (line.split() for line in done.stdout.splitlines() if line.strip()):
         states.setdefault(name.split("+")[0], " ".join(words))  # 12+0: first component of a heterogeneous job
-    return states
+    return {job: states[job] for job in job_ids if job in states}
 
 
 def note_jobs(run_dir: Path, jobs: Sequence[tuple[str, str]]) -> None:

@@ -13,7 +13,7 @@ from pacs_megatron.runtime.files import read_rows
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER
 from pacs_megatron.runtime.run_lock import lock_owner
-from pacs_megatron.runtime.waiting import run_program
+from pacs_megatron.runtime.waiting import report_wait, run_program
 
 LOG_NAME = "output.log"
 _MAX_LINES, _MAX_LETTERS = 10**6, 2**16
@@ -114,10 +114,11 @@ def log_lines(run_dir: Path, attempt: int | None, num_lines: int, *, follow: boo
         yield from (line.rstrip("\n") for line in deque(pieces, min(num_lines, _MAX_LINES)))
         while follow:
             line = file.readline()
-            if line:
-                yield line.rstrip("\n")
-            else:
-                time.sleep(0.5)
+            if not line:
+                with report_wait(f"for new lines of {path}"):
+                    while not (line := file.readline()):
+                        time.sleep(0.5)
+            yield line.rstrip("\n")
 
 
 def cancel(run_dir: Path, *, save: bool) -> str:

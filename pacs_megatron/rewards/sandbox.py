@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from pacs_megatron.errors import ConfigError, RewardError
+from pacs_megatron.runtime.waiting import report_wait
 
 RUNNER = Path(__file__).with_name("sandbox_runner.py")
 logger = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ def find_problem() -> str | None:
         return f"no filter of system calls for {platform.machine()}; expected {' or '.join(_SYSTEM_CALLS)}"
     try:
         limits = Limits(time.monotonic() + _START_LIMIT_S, 5.0, 1.0)
-        results = list(run_tests(Program("print(input())", ["ok"], None), limits, "bubblewrap"))
+        with report_wait("for a program in bubblewrap"):
+            results = list(run_tests(Program("print(input())", ["ok"], None), limits, "bubblewrap"))
     except RewardError as error:
         return str(error)
     return None if results == [{"output": "ok\n"}] else f"a program that prints `ok` gave {results}"

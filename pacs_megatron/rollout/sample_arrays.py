@@ -117,6 +117,23 @@ def samples_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.ndar
     return samples
 
 
+def check_saved(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray], steps: range, vocab_size: int) -> None:
+    """Raises ValueError for samples of a checkpoint that no sampler returned, although their digest fits."""
+    for values, bounds in (("token_ids", "offsets"), ("logprobs", "logprob_offsets")):
+        offsets = arrays[bounds]
+        if offsets[0] != 0 or offsets[-1] != len(arrays[values]) or (np.diff(offsets) < 0).any():
+            raise ValueError(f"{bounds} do not divide {values}")
+    if ((arrays["token_ids"] < 0) | (arrays["token_ids"] >= vocab_size)).any():
+        raise ValueError(f"a token id is not between 0 and {vocab_size - 1}")
+    if not np.isfinite(arrays["logprobs"]).all():
+        raise ValueError("a log-prob is not finite")
+    if not np.isin(arrays["labels"], (-1, 0, 1)).all():
+        raise ValueError("a label is not 0 or 1")
+    for saved in header["steps"]:
+        if saved["step"] not in steps:
+            raise ValueError(f"step {saved['step']} is not between {steps.start} and {steps.stop - 1}")
+
+
 def write_record(path: Path, samples: Sequence[Sample]) -> None:
     """Record of samples without their verdicts, in the given order; equal samples give equal bytes."""
     from safetensors.numpy import save

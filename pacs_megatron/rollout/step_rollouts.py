@@ -173,6 +173,10 @@ def rollouts_from_message(
             refills=saved.get("refills", 0),
         )
         for sample, reward, label in verdicts[start : start + saved["samples"]]:
+            if sample.prompt_id not in saved["prompts"]:
+                raise ValueError(
+                    f"sample {sample.id} is of prompt {sample.prompt_id}, which is not in step {saved['step']}"
+                )
             if label >= 0:
                 rollouts.judged.add(sample.id)
                 known = None if math.isnan(reward) else reward  # a demonstration has a label and no reward

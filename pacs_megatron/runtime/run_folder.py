@@ -65,9 +65,12 @@ def run_folder(loaded: LoadedConfig) -> Path:
 def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
     """Keys whose values differ from the last attempt's in this folder; empty where there was none.
 
-    Raises ConfigError when the folder belongs to a run with another data set, model, objective or seed, or a file is where
-    a folder of the run belongs.
+    Raises ConfigError when the folder belongs to a run with another data set, model, objective or seed, lies inside
+    another run's folder, or has a file where a folder of the run belongs.
     """
+    for outer in run_dir.absolute().parents:
+        if (outer / CONFIG_FILE).is_file() and (outer / HEARTBEAT_FOLDER).is_dir():
+            raise ConfigError(f"{run_dir} is inside the folder of the run {outer}; choose another run.dir or run.name")
     for name in _FOLDERS:
         if os.path.lexists(run_dir / name) and not (run_dir / name).is_dir():
             raise ConfigError(f"{run_dir / name} is not a folder; remove it, or choose another run.name")

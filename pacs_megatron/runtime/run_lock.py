@@ -70,7 +70,8 @@ class RunLock(Closing):
     def __init__(self, run_dir: Path, command: str) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / LOCK_FILE
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # The lease is written in place: never through a link into another file.
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             self._take(run_dir, command)
         except BaseException:

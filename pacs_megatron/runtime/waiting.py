@@ -46,11 +46,12 @@ def quiet(name: str, level: int) -> Iterator[None]:
 def report_wait(reason: str | Callable[[], str]) -> Iterator[None]:
     """Logs `reason` after 5 s in the block, then as `next_notice_s`; nothing while it is empty.
 
-    Only the innermost block of a thread reports: its reason is the most precise.
+    The innermost block of a thread reports: its reason is the most precise. While that is younger than 2.5 s, the outer one
+    does, so many short waits are reported too.
     """
     start, done = time.monotonic(), threading.Event()
-    stack: list[object] = _open.__dict__.setdefault("stack", [])
-    stack.append(done)
+    stack: list[tuple[object, float]] = _open.__dict__.setdefault("stack", [])
+    stack.append((done, start))
 
     def report() -> None:
         interval = NOTICE_S
@@ -58,7 +59,8 @@ def report_wait(reason: str | Callable[[], str]) -> Iterator[None]:
             waited = time.monotonic() - start
             interval = next_notice_s(waited)
             text = reason if isinstance(reason, str) else reason()
-            if text and stack[-1] is done:
+            innermost, since = stack[-1]
+            if text and (innermost is done or time.monotonic() - since < NOTICE_S / 2):
                 logger.warning("waiting %s: %.0f s", text, waited)
 
     thread = threading.Thread(target=report, name="report wait", daemon=True)
@@ -74,7 +76,7 @@ def report_wait(reason: str | Callable[[], str]) -> Iterator[None]:
 def run_program(command: Sequence[str], *, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
     """Runs a program and returns its status and output; reports a long wait. Raises as `subprocess.run` without `check`."""
     with report_wait(f"for the program `{' '.join(command[:3])}`"):
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False)
 
 
 def try_program(command: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:

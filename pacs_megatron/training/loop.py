@@ -24,6 +24,7 @@ from pacs_megatron.observability.writers import open_sinks
 from pacs_megatron.policy import state as policy_state
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.rollout.collect import DriverState
+from pacs_megatron.rollout.sample_arrays import check_saved
 from pacs_megatron.runtime.json_reader import parsing
 from pacs_megatron.runtime.waiting import report_wait
 from pacs_megatron.training.breaker import exceeded_limit, warn_of_clipping
@@ -248,6 +249,10 @@ def resume(run: RunContext) -> RunProgress | None:
         run.policy.take_reference(reset_optimizer=False)
     run.policy.version = saved["policy_version"]
     buffer = run_checkpoint.read_record(folder) if run.rank.rank == 0 else None
+    if buffer is not None:
+        steps = range(saved["step"] + 1, saved["step"] + run.config.rollout.steps_ahead + 2)
+        with parsing(f"{folder}/buffer.json or buffer.safetensors", CheckpointError):
+            check_saved(*buffer, steps, run.policy.spec.vocab_size)
     run.rollouts.load_state(DriverState(order=saved["driver"], buffer=buffer), saved["step"])
     if run.rank.rank == 0:
         logger.info("resumed from %s", folder)
@@ -304,10 +309,24 @@ def export_hf(run: RunContext, model: MegatronPolicy, target: Path) -> None:
             for _ in model.export_weights():
                 pass
             return
-        if target.exists():
-            shutil.rmtree(target)
+        before = target.with_name(f"{target.name}.before")
+        if target.exists() and not before.exists():
+            target.rename(before)
+        elif target.exists():  # the last attempt ended before `_keep_others`
+            _keep_others(before, target)
+            target.rename(before)
         tensors = hf_tensors(model.table.entries, model.config.params_dtype)
         with HfFolderWriter(target, tensors) as writer:
             for name, tensor in model.export_weights():
                 writer.put(name, tensor.cpu())
             writer.finish(run.model_dir)
+        if before.exists():
+            _keep_others(before, target)
+
+
+def _keep_others(before: Path, target: Path) -> None:
+    """Removes an earlier export. Files that an export does not write are the user's, and move to `target`."""
+    for path in before.iterdir():
+        if ".safetensors" not in path.name and not (target / path.name).exists():
+            path.rename(target / path.name)
+    shutil.rmtree(before)

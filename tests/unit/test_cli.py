@@ -39,6 +39,14 @@ def test_config_show(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("objective.clip_grad = 0.0 ") and line.endswith("# default") for line in lines)
 
 
+def test_printed_files_do_not_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The log of a run has escapes, which a program of the run wrote."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").write_text("one\n\x1b[2J\x9btwo\tthree\n")
+    assert main(["logs", str(tmp_path)]) == 0
+    assert "one\n\\x1b[2J\\x9btwo\tthree\n" in capsys.readouterr().out
+
+
 def test_overrides_may_follow_options(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "explain", config, "batch.updates_per_step=3", "--ranks", "4", "parallel.tp=2"]) == 0
     assert "data-parallel replicas" in capsys.readouterr().out

@@ -112,6 +112,18 @@ def test_what_stays_when_there_are_more(tmp_path: Path) -> None:
     assert names() == ["step_000006", "step_000007"]
 
 
+def test_a_checkpoint_that_is_kept_elsewhere_stays_there(tmp_path: Path) -> None:
+    for step in (1, 2):
+        _folder(tmp_path, f"step_{step:06d}", step, "")
+    link, elsewhere = tmp_path / "checkpoints" / "step_000001", tmp_path / "elsewhere"
+    link.rename(elsewhere)
+    link.symlink_to(elsewhere)
+    before = sorted(path.name for path in elsewhere.rglob("*"))
+    run_checkpoint._prune(tmp_path, 1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
+    assert before and sorted(path.name for path in elsewhere.rglob("*")) == before
+
+
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 

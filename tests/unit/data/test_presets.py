@@ -117,6 +117,7 @@ def test_own_columns_with_solution():
         ({"q": "?", "a": ["1"]}, r"\(list\)"),
         ({"q": "", "a": "1"}, "column 'q' is empty"),
         ({"q": 7, "a": "1"}, r"column 'q' is 7 \(int\)"),
+        ({"q": "x" * 5_000_000, "a": "1"}, "column 'q' has 5000000 characters"),
     ],
 )
 def test_bad_rows_name_row_and_column(values, message):

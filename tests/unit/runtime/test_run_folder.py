@@ -22,3 +22,15 @@ def test_a_file_in_the_place_of_a_folder_is_an_error(name: str, kind: str, tmp_p
     (tmp_path / name).touch() if kind == "file" else (tmp_path / name).symlink_to("nowhere")
     with pytest.raises(ConfigError, match=f"{name} is not a folder"):
         changed_since(loaded, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "hf", "x/y"])
+def test_a_run_in_the_folder_of_another_run_is_an_error(name: str, tmp_path: Path) -> None:
+    config = tmp_path / "base.yaml"
+    config.write_text(BASE)
+    loaded = load_config(config)
+    (tmp_path / "run" / "heartbeats").mkdir(parents=True)
+    assert changed_since(loaded, tmp_path / "run" / name) == []
+    (tmp_path / "run" / "config.yaml").write_text(BASE)
+    with pytest.raises(ConfigError, match="is inside the folder of the run"):
+        changed_since(loaded, tmp_path / "run" / name)

@@ -139,6 +139,14 @@ def test_a_file_that_is_no_lease_is_no_owner(
     assert caplog.text == ""
 
 
+def test_a_lock_through_a_link_writes_into_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text("mine")
+    (tmp_path / "run.lock").symlink_to("data.jsonl")
+    with pytest.raises(OSError, match=r"run\.lock"):
+        RunLock(tmp_path, "train")
+    assert (tmp_path / "data.jsonl").read_text() == "mine"
+
+
 def test_a_fifo_blocks_no_reader(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / LOCK_FILE)
     assert lock_owner(tmp_path) is None

@@ -61,6 +61,18 @@ def test_only_the_innermost_wait_is_reported(monkeypatch: pytest.MonkeyPatch, ca
     assert {record.getMessage().partition(":")[0] for record in caplog.records} == {"waiting for one"}
 
 
+def test_many_short_waits_are_reported_together(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "NOTICE_S", 1.0)
+    deadline = time.monotonic() + 60
+    with report_wait("for all"):
+        while not caplog.records and time.monotonic() < deadline:
+            with report_wait("for one"):
+                time.sleep(0.01)
+    assert {record.getMessage().partition(":")[0] for record in caplog.records} == {"waiting for all"}
+
+
 def test_a_program_that_takes_long_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(waiting, "NOTICE_S", 0.05)
     done = run_program([sys.executable, "-c", "import time; time.sleep(1); print('done')"])
