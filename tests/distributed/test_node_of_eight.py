@@ -191,7 +191,12 @@ def test_a_stand_in_server_reports_a_taken_port_as_the_product_expects(tmp_path:
     host = Host(tmp_path / "host", GPU_BYTES["h100"], 1.0, frozenset())
     try:
         with socket.create_server(("127.0.0.1", 0)) as taken:
-            options = ("--host=127.0.0.1", f"--port={taken.getsockname()[1]}", "--tp-size=1", "--mem-fraction-static=0.5")
+            options = (
+                "--host=127.0.0.1",
+                f"--port={taken.getsockname()[1]}",
+                "--tp-size=1",
+                "--mem-fraction-static=0.5",
+            )
             args = [f"--model-path={tmp_path / 'model'}", *options]
             answer = host.call(op="serve", args=args, visible="0", pid=0)
         assert answer["code"] == 1 and any(text in answer["reason"] for text in PORT_TAKEN), answer
