@@ -55,6 +55,10 @@ class RewardError(PacsError):
     """A reward function failed on a response. The sample is dropped and counted, not labelled 0."""
 
 
+class ConnectError(PacsError):
+    """The ranks cannot connect to each other."""
+
+
 class RolloutError(PacsError):
     """The rollout engine or the driver failed or returned an invalid response."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -23,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from packaging.version import Version
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -87,7 +89,7 @@ def prepare_sharded(state: dict[str, Any], folder: Path, copy: Copy = lambda dat
 def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Fills the sharded tensors of `state` from `folder` and returns the whole state dict. Collective.
 
-    Raises CheckpointError if a later Megatron-Core wrote the folder than the installed one reads.
+    Raises CheckpointError if a later Megatron-Core wrote the folder than the installed one reads, or if a part is missing.
     """
     installed = version("megatron-core")
     if not (folder / COMMON_NAME).is_file() and Version(installed) < Version("0.17"):
@@ -103,5 +105,11 @@ def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder / COMMON_NAME} cannot be read: {reason}; restore it, or resume from older"
         ) from error
-    loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+    try:
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
+    except CheckpointingException as error:
+        reason = one_line(str(error))[:300]
+        raise CheckpointError(
+            f"{folder} does not have what this run needs: {reason}; use another checkpoint"
+        ) from error
     return loaded

@@ -17,6 +17,9 @@ from pacs_megatron.contracts import SamplingOptions
 from pacs_megatron.contracts.options import Options
 from pacs_megatron.objectives.registry import ObjectiveOptions
 
+_MAX_SAMPLES = 2**14
+"""Per prompt."""
+
 
 # -------------------------------------------------------------------------------------------------------------- model
 class ModelOptions(Options):
@@ -235,7 +238,7 @@ _APPLY_CHAT_TEMPLATE = {
 class BatchOptions(Options):
     prompts_per_step: PositiveInt
     """Number of prompts per step (one rollout batch)."""
-    samples_per_prompt: PositiveInt
+    samples_per_prompt: int = Field(gt=0, le=_MAX_SAMPLES)
     """Number of responses per prompt: the group size G."""
     updates_per_step: PositiveInt = 1
     """Optimizer updates per step and epoch. Each uses an equal share of the groups."""
@@ -281,7 +284,7 @@ class OptimizerOptions(Options):
 class BenchmarkOptions(DatasetOptions):
     """A data set to evaluate on."""
 
-    samples_per_prompt: PositiveInt | None = None
+    samples_per_prompt: int | None = Field(default=None, gt=0, le=_MAX_SAMPLES)
     """Number of responses per problem of this benchmark; null uses evaluation.samples_per_prompt."""
     k: tuple[int, ...] | None = Field(default=None, strict=False, min_length=1)
     """Values of k of this benchmark; null uses evaluation.k."""
@@ -292,7 +295,7 @@ class EvaluationOptions(Options):
     """Data sets to evaluate on."""
     every: PositiveInt | None = None
     """Evaluation interval, in steps. The start and the end are always evaluated; null evaluates only there."""
-    samples_per_prompt: PositiveInt = 4
+    samples_per_prompt: int = Field(default=4, gt=0, le=_MAX_SAMPLES)
     """Number of responses per problem: n of the unbiased pass@k estimate."""
     k: tuple[int, ...] = Field(default=(1,), strict=False, min_length=1)
     """Values of k to report pass@k for."""

@@ -23,10 +23,10 @@ from pacs_megatron.evaluation.statistics import (
     permutation_p,
     stratified,
 )
-from pacs_megatron.observability.metrics import METRICS_FILE, Row, read_metrics
+from pacs_megatron.observability.metrics import Row, read_metrics
 from pacs_megatron.runtime.files import check_distinct, is_file
 from pacs_megatron.runtime.json_reader import read_object
-from pacs_megatron.runtime.run_folder import CONFIG_FILE
+from pacs_megatron.runtime.run_folder import CONFIG_FILE, METRICS_FILE
 
 THRESHOLDS = tuple(percent / 100 for percent in range(101))
 MIN_SEEDS = 4

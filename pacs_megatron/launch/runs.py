@@ -11,7 +11,7 @@ from pacs_megatron.errors import ConfigError, DataError, ExitCode
 from pacs_megatron.launch.job import CANCEL_FILE, LATEST, Row, job_states, known_jobs, read_attempts
 from pacs_megatron.runtime.files import read_rows
 from pacs_megatron.runtime.json_reader import read_object
-from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER
+from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER, METRICS_FILE
 from pacs_megatron.runtime.run_lock import lock_owner
 from pacs_megatron.runtime.waiting import report_wait, run_program
 
@@ -87,7 +87,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _last_metrics(run_dir: Path) -> list[str]:
-    path = run_dir / "metrics.jsonl"
+    path = run_dir / METRICS_FILE
     rows = read_rows(path, {"step": int})
     if not rows:
         return []

@@ -22,10 +22,10 @@ from typing import IO, Any
 from pacs_megatron.errors import DataError, NonFiniteError
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.files import complete_lines, json_line, naming, parse_lines, write_atomically
+from pacs_megatron.runtime.run_folder import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
 
 MetricValue = float | int | None
 Row = dict[str, MetricValue]

@@ -1,7 +1,9 @@
 """Process groups of a Layout. Only this module initializes `torch.distributed` and Megatron's parallel state."""
 
+import contextlib
 import datetime
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from pacs_megatron.contracts import Layout
-from pacs_megatron.errors import ConfigError
+from pacs_megatron.errors import ConfigError, ConnectError
 from pacs_megatron.parallel import cpu_redirects
 from pacs_megatron.runtime.environment import RankPlace, find_rank
 from pacs_megatron.runtime.waiting import report_wait
@@ -75,7 +77,7 @@ def check_layout(layout: Layout) -> None:
 def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
     """Builds every process group of `layout` and seeds Megatron's generators. Collective; once per process.
 
-    Raises ConfigError if the number of started ranks does not fit the layout.
+    Raises ConfigError if the number of started ranks does not fit the layout, ConnectError if the ranks cannot connect.
     """
     check_layout(layout)
     on_cpu = cpu_redirects.install()
@@ -88,22 +90,23 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
     if not on_cpu:
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        with report_wait(f"for {place.world_size} ranks to connect to {place.master_addr or 'this process'}"):
+    with _connecting(place):
+        if not dist.is_initialized():
             _rendezvous(place, "gloo" if on_cpu else "nccl")
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.expert_tp,
-        create_gloo_process_groups=False,
-    )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.expert_tp,
+            create_gloo_process_groups=False,
+        )
+        dp_rank = parallel_state.get_data_parallel_rank()
+        control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=control_timeout_s))
+        replicas = _replicas(dp_rank, control)
+        model_parallel = _model_parallel_group(replicas, dp_rank, control_timeout_s)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=on_cpu)
-    control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=control_timeout_s))
-    dp_rank = parallel_state.get_data_parallel_rank()
-    replicas = _replicas(dp_rank, control)
     return Rank(
         rank=place.rank,
         layout=layout,
@@ -113,10 +116,25 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
         ep=parallel_state.get_expert_model_parallel_rank(),
         device=device,
         control=control,
-        model_parallel=_model_parallel_group(replicas, dp_rank, control_timeout_s),
+        model_parallel=model_parallel,
         model_parallel_ranks=replicas[dp_rank],
         heads=tuple(ranks[0] for ranks in replicas),
     )
+
+
+@contextlib.contextmanager
+def _connecting(place: RankPlace) -> Iterator[None]:
+    """Raises ConnectError for an error of a store, of gloo or of NCCL, which have no classes of their own."""
+    address = f"{place.master_addr}:{place.master_port}" if place.master_addr else "this process"
+    try:
+        with report_wait(f"for {place.world_size} ranks to connect to {address}"):
+            yield
+    except RuntimeError as error:
+        raise ConnectError(
+            f"the {place.world_size} ranks cannot connect to {address}: "
+            f"{str(error).partition(chr(10))[0][:300]}; if another rank ended, its message has the cause; otherwise "
+            "check MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and `ulimit -n`"
+        ) from error
 
 
 def with_own_control(rank: Rank, timeout_s: float) -> Rank:

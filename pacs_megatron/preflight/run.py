@@ -39,7 +39,7 @@ from pacs_megatron.preflight.host import (
 )
 from pacs_megatron.preflight.servers import check_servers
 from pacs_megatron.runtime.files import read_rows
-from pacs_megatron.runtime.run_folder import run_folder
+from pacs_megatron.runtime.run_folder import METRICS_FILE, run_folder
 from pacs_megatron.runtime.waiting import quiet
 
 NUM_GOLD = 32
@@ -302,7 +302,7 @@ def _resume(loaded: LoadedConfig) -> Iterator[Check]:
 def _signal(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
     """Checks that the signal leaves time to finish an update and to save, by measured or else planned times."""
     lead = loaded.config.resources.signal_lead_s
-    measured = _measured_seconds(run_folder(loaded) / "metrics.jsonl", loaded.config.batch.num_updates)
+    measured = _measured_seconds(run_folder(loaded) / METRICS_FILE, loaded.config.batch.num_updates)
     if measured is not None:
         need, source = measured, "measured in this run"
     elif plan.phases:

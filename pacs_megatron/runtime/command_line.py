@@ -54,9 +54,13 @@ def path_from(text: str) -> Path:
 
 def check_arguments(arguments: Sequence[str]) -> None:
     """Raises ConfigError for NUL and bytes that are not UTF-8, which no path or value may contain, and for a process
-    without standard output or working directory."""
+    without standard output, working directory or assertions."""
     if sys.stdout is None:
         raise ConfigError("standard output is closed; redirect it to a file or to /dev/null")
+    if sys.flags.optimize:
+        raise ConfigError(
+            "PYTHONOPTIMIZE and -O remove checks of Megatron-Core and docstrings that transformers reads; unset"
+        )
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -74,7 +78,7 @@ def run_command(command: Callable[[], int]) -> int:
     # Idle OpenMP threads spin by default and then keep the others of a busy host from running (docs/measurements/laptop.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # a file that is opened next would receive output
-        pass
+        os.set_inheritable(descriptor, True)  # so have the processes that this one starts
     os.close(descriptor)
     sys.stderr = sys.stderr or os.fdopen(2, "w")
     try:

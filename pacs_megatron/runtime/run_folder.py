@@ -16,6 +16,7 @@ from pacs_megatron.runtime.files import write_atomically
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
 REPORT_FILE = "report.html"
+METRICS_FILE = "metrics.jsonl"
 LOG_FOLDER = "logs"
 HEARTBEAT_FOLDER = "heartbeats"
 EXIT_CODE_FILE = "exit_code"
@@ -66,7 +67,7 @@ def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
     """Keys whose values differ from the last attempt's in this folder; empty where there was none.
 
     Raises ConfigError when the folder belongs to a run with another data set, model, objective or seed, lies inside
-    another run's folder, or has a file where a folder of the run belongs.
+    another run's folder, or has a file or a link where a folder or a file of the run belongs.
     """
     for outer in run_dir.absolute().parents:
         if (outer / CONFIG_FILE).is_file() and (outer / HEARTBEAT_FOLDER).is_dir():
@@ -74,6 +75,11 @@ def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
     for name in _FOLDERS:
         if os.path.lexists(run_dir / name) and not (run_dir / name).is_dir():
             raise ConfigError(f"{run_dir / name} is not a folder; remove it, or choose another run.name")
+    for path in (run_dir / METRICS_FILE, *(run_dir / LOG_FOLDER).glob("*"), *(run_dir / "rollouts").glob("*")):
+        if path.is_symlink():  # the run appends to some of these
+            raise ConfigError(
+                f"{path} is a link; a run writes its own files only: remove it, or choose another run.name"
+            )
     target = run_dir / CONFIG_FILE
     if not target.exists():
         return []

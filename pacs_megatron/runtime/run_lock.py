@@ -70,8 +70,8 @@ class RunLock(Closing):
     def __init__(self, run_dir: Path, command: str) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / LOCK_FILE
-        # The lease is written in place: never through a link into another file.
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        self._folder = run_dir.stat()
+        self._file = _open(self._path)
         try:
             self._take(run_dir, command)
         except BaseException:
@@ -106,12 +106,10 @@ class RunLock(Closing):
 
     def _beat(self) -> None:
         while not self._stop.wait(_HEARTBEAT_S):
-            found = _read(self._path)
-            if found is not None and found.token != self._lease.token:
-                sys.stderr.write(
-                    f"{self._path.parent}: {found} took this folder over while this process was stopped; exiting so that "
-                    "two processes do not write to one folder\n"
-                )
+            try:
+                self._keep()
+            except ConfigError as error:
+                sys.stderr.write(f"{type(error).__name__}: {error}; this process exits without a save\n")
                 sys.stderr.flush()
                 os._exit(int(ExitCode.FAILED))
             self._lease = Lease(**{**asdict(self._lease), "heartbeat": self._lease.heartbeat + 1})
@@ -119,6 +117,26 @@ class RunLock(Closing):
                 self._write()
             except OSError as error:  # a full disk: the next heartbeat may succeed
                 logger.warning("%s: heartbeat not written: %s", self._path, error)
+
+    def _keep(self) -> None:
+        """Restores a removed lock. Raises ConfigError when the folder was removed or another process has taken it over."""
+        folder = self._path.parent
+        if not folder.exists() or not os.path.samestat(folder.stat(), self._folder):
+            raise ConfigError(f"{folder} was removed, renamed or replaced while this process used it")
+        found = _read(self._path)
+        if found is not None and found.token != self._lease.token:
+            raise FolderInUseError(f"{folder}: {found} took this folder over while this process was stopped")
+        if found is not None or self._path.exists():
+            return
+        file = _open(self._path)
+        try:
+            _flock(file, folder)
+        except FolderInUseError:
+            os.close(file)
+            raise
+        os.close(self._file)
+        self._file = file
+        logger.warning("%s was removed while this process holds it; written again", self._path)
 
     def close(self) -> None:
         """Releases the lock. The empty file stays: removing it would race with the next writer."""
@@ -128,6 +146,11 @@ class RunLock(Closing):
         self._thread.join()
         os.ftruncate(self._file, 0)
         os.close(self._file)
+
+
+def _open(path: Path) -> int:
+    # The lease is written in place: never through a link into another file.
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
 def lock_owner(run_dir: Path) -> Lease | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pacs_megatron.checkpoint.names import describe_newest
 from pacs_megatron.config import LoadedConfig, load_config
-from pacs_megatron.errors import ConfigError, ExitCode, PacsError, RewardError, RolloutError, one_line
+from pacs_megatron.errors import ExitCode, PacsError, RewardError, RolloutError, one_line
 from pacs_megatron.models.hub import model_folder
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.runtime.command_line import report_error
@@ -58,7 +58,10 @@ def prepare_folder(loaded: LoadedConfig, run_dir: Path) -> None:
 def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
     """One rank from its configuration to its exit code. Raises PacsError for a mistake that the user can fix."""
     loaded = load_config(config_path, overrides)
-    run_dir = run_folder(loaded)
+    return _run(loaded, run_folder(loaded))
+
+
+def _run(loaded: LoadedConfig, run_dir: Path) -> ExitCode:
     rank_number = int(os.environ.get("RANK", "0"))
     setup_logging(None, rank_number)
     if not loaded.config.resources.gpus_per_node and hide_gpus() and not rank_number:
@@ -162,8 +165,11 @@ def main(arguments: Sequence[str]) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
     exit_code_file = EXIT_CODE_FILE if is_first else FAILED_RANK_FILE
     is_refused = False  # the run folder belongs to another process, so nothing is written there
+    run_dir: Path | None = None  # known once the configuration is read, whose file may change while the run goes on
     try:
-        code = run_rank(config_path, overrides)
+        loaded = load_config(config_path, overrides)
+        run_dir = run_folder(loaded)
+        code = _run(loaded, run_dir)
     except PacsError as error:
         logger.debug("%s", traceback.format_exc())
         if is_first:
@@ -180,8 +186,9 @@ def main(arguments: Sequence[str]) -> int:
             code = ExitCode.FAILED
         else:
             code = ExitCode(report_error(error))
-    if not is_refused and (is_first or code not in (ExitCode.OK, ExitCode.PREEMPTED)):
-        _write_exit_code(config_path, overrides, exit_code_file, code)
+    is_written = not is_refused and (is_first or code not in (ExitCode.OK, ExitCode.PREEMPTED))
+    if is_written and run_dir is not None and run_dir.is_dir():
+        write_exit_code(run_dir, code, exit_code_file)
     # Other ranks may hang in a collective that this one left: exit without waiting for them.
     logging.shutdown()
     sys.stdout.flush()
@@ -199,16 +206,7 @@ def _print_after_rank_0(error: PacsError) -> None:
     """Rank 0 prints errors that all ranks have and exits first: torchrun ends every rank as soon as one has exited."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(_PRINT_AFTER_S)
-    sys.stderr.write(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}\n")
-
-
-def _write_exit_code(config_path: Path, overrides: Sequence[str], name: str, code: ExitCode) -> None:
-    try:
-        run_dir = run_folder(load_config(config_path, overrides))
-    except ConfigError:
-        return  # there is no run folder
-    if run_dir.is_dir():
-        write_exit_code(run_dir, code, name)
+    sys.stderr.write(f"{type(error).__name__}: rank {os.environ['RANK']}: {error}\n")
 
 
 if __name__ == "__main__":

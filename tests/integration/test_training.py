@@ -222,7 +222,7 @@ def test_an_error_of_another_rank_than_0_is_reported_too(broken: tuple[Path, Pat
     )
     assert done.returncode == ExitCode.FAILED
     [line] = [line for line in done.stderr.splitlines() if "Error:" in line]
-    assert line.startswith("rank 1: CheckpointError: model.path=an/absent/folder: no such folder")
+    assert line.startswith("CheckpointError: rank 1: model.path=an/absent/folder: no such folder")
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -324,6 +325,23 @@ def test_a_lost_standard_error_changes_no_exit_code(redirect: str, tmp_path: Pat
         command = f"{sys.executable} -m pacs_megatron {words} {redirect}"
         environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         assert subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environ, check=False).returncode == 2
+
+
+def test_processes_of_a_command_without_standard_error_have_one(tmp_path: Path) -> None:
+    """A file that they open next would receive their errors, or their errors would be lost with an exception."""
+    child = "import os, sys; os.fstat(2); print(open('/dev/null').fileno() > 2)"
+    code = f"from pacs_megatron.runtime.command_line import run_command; import subprocess, sys; sys.exit(run_command(lambda: subprocess.call([sys.executable, '-c', {child!r}])))"  # fmt: skip
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = ["bash", "-c", f"{shlex.join([sys.executable, '-c', code])} 2>&-"]
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n")
+
+
+def test_a_python_without_assertions_is_one_line(config: str) -> None:
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONOPTIMIZE": "1"}
+    command = [sys.executable, "-m", "pacs_megatron", "config", "show", config]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("ConfigError: PYTHONOPTIMIZE and -O"), done.stderr
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -194,6 +194,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ],
             "name=x is also the name of benchmark 0; rename it",
         ),
+        (["evaluation.samples_per_prompt=100000000"], "less than or equal to 16384"),
         (["evaluation.every=5"], "`evaluation.every` is not used without evaluation.benchmarks"),
     ],
 )

@@ -34,3 +34,14 @@ def test_a_run_in_the_folder_of_another_run_is_an_error(name: str, tmp_path: Pat
     (tmp_path / "run" / "config.yaml").write_text(BASE)
     with pytest.raises(ConfigError, match="is inside the folder of the run"):
         changed_since(loaded, tmp_path / "run" / name)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "logs/driver.log", "rollouts/step_000001.jsonl"])
+def test_a_file_of_the_run_that_is_a_link_is_an_error(name: str, tmp_path: Path) -> None:
+    config = tmp_path / "base.yaml"
+    config.write_text(BASE)
+    (tmp_path / "data.jsonl").write_text("mine")
+    (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "run" / name).symlink_to(tmp_path / "data.jsonl")
+    with pytest.raises(ConfigError, match=f"{name} is a link"):
+        changed_since(load_config(config), tmp_path / "run")

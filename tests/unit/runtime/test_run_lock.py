@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -206,19 +207,64 @@ def test_a_heartbeat_of_another_host_rejects(tmp_path: Path, monkeypatch: pytest
         RunLock(tmp_path, "train")
 
 
-def test_a_writer_whose_lock_was_taken_over_exits(tmp_path: Path) -> None:
-    script = HOLD.replace("lock =", "import pacs_megatron.runtime.run_lock as m; m._HEARTBEAT_S = 0.2\nlock =")
+@pytest.fixture
+def fast_holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A writer with a short heartbeat in `run`."""
+    script = HOLD.replace("lock =", "import pacs_megatron.runtime.run_lock as m; m._HEARTBEAT_S = 0.1\nlock =")
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)],
+        [sys.executable, "-c", script, str(tmp_path / "run")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "held\n"
-    process.send_signal(signal.SIGSTOP)
-    other = replace(lease_of(tmp_path), token="other", pid=1, command="export")
-    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(other)))
-    process.send_signal(signal.SIGCONT)
-    assert process.wait(600) == 1
-    assert process.stderr is not None and "`export` (pid 1" in process.stderr.read()
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_writer_whose_lock_was_taken_over_exits(tmp_path: Path, fast_holder: subprocess.Popen[str]) -> None:
+    fast_holder.send_signal(signal.SIGSTOP)
+    other = replace(lease_of(tmp_path / "run"), token="other", pid=1, command="export")
+    (tmp_path / "run" / LOCK_FILE).write_text(json.dumps(asdict(other)))
+    fast_holder.send_signal(signal.SIGCONT)
+    assert fast_holder.wait(600) == 1
+    assert fast_holder.stderr is not None and "`export` (pid 1" in fast_holder.stderr.read()
+
+
+@pytest.mark.parametrize("what", ["removed", "renamed", "replaced"])
+def test_a_writer_without_its_folder_exits(tmp_path: Path, fast_holder: subprocess.Popen[str], what: str) -> None:
+    folder = tmp_path / "run"
+    folder.rename(tmp_path / "else")
+    if what == "removed":
+        shutil.rmtree(tmp_path / "else")
+    elif what == "replaced":
+        folder.mkdir()
+    assert fast_holder.wait(600) == 1
+    assert fast_holder.stderr is not None
+    assert fast_holder.stderr.read().startswith(f"ConfigError: {folder} was removed, renamed or replaced")
+    assert list(tmp_path.glob("run/*")) == []
+
+
+def test_a_removed_lock_is_written_again(tmp_path: Path, fast_holder: subprocess.Popen[str]) -> None:
+    lock = tmp_path / "run" / LOCK_FILE
+    before = lease_of(tmp_path / "run")
+    lock.unlink()
+    while not lock.exists() or not lock.stat().st_size:
+        assert fast_holder.poll() is None
+        time.sleep(0.01)
+    assert lease_of(tmp_path / "run").token == before.token
+    with pytest.raises(FolderInUseError, match=str(fast_holder.pid)):
+        RunLock(tmp_path / "run", "train")
+
+
+def test_a_writer_exits_where_another_one_used_the_time_without_a_lock(
+    tmp_path: Path, fast_holder: subprocess.Popen[str]
+) -> None:
+    fast_holder.send_signal(signal.SIGSTOP)
+    (tmp_path / "run" / LOCK_FILE).unlink()
+    with RunLock(tmp_path / "run", "train"):
+        fast_holder.send_signal(signal.SIGCONT)
+        assert fast_holder.wait(600) == 1
+        assert lease_of(tmp_path / "run").pid == os.getpid()
