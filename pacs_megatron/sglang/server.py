@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.runtime.json_reader import read_object
+from pacs_megatron.runtime.ports import free_port
 from pacs_megatron.runtime.processes import start_ticks
 from pacs_megatron.runtime.waiting import report_wait
 from pacs_megatron.sglang import guard as sglang_guard
@@ -115,17 +115,6 @@ class ServerSpec:
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
             env.setdefault("OMP_NUM_THREADS", "1")
         return env
-
-
-def free_port(host: str, wanted: int = 0) -> int:
-    """`wanted`, or another port where it has a listener; the port has none at the moment."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(wanted > 0))
-        try:
-            probe.bind((host, wanted))
-        except OSError:
-            probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def tail(path: Path, num_lines: int = 8) -> str:

@@ -6,7 +6,6 @@ import os
 import pickle
 import select
 import signal
-import socket
 import struct
 import sys
 import tempfile
@@ -17,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from pacs_megatron.runtime import ports
 
 if TYPE_CHECKING:
     from pacs_megatron.parallel.groups import Rank
@@ -42,10 +43,8 @@ class _Child:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that was free; prefer port 0 if the server reports its port."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A TCP port of 127.0.0.1 that is free; prefer port 0 if the server reports its port."""
+    return ports.free_port("127.0.0.1")
 
 
 def run_ranks(
