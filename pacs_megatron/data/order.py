@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pacs_megatron.errors import CheckpointError, ConfigError
+from pacs_megatron.errors import CheckpointError, ConfigError, shown
 
 
 class PromptOrder:
@@ -17,8 +17,9 @@ class PromptOrder:
     has. Skipped prompts come first in the next take, and so do prompts that were put back.
     """
 
-    def __init__(self, num_prompts: int, seed: int, shuffle: bool) -> None:
-        self._fixed = {"num_prompts": num_prompts, "seed": seed, "shuffle": shuffle}
+    def __init__(self, num_prompts: int, seed: int, shuffle: bool, digest: str = "") -> None:
+        """`digest`: of the prompts' content, so that a resumed run notices other ones."""
+        self._fixed = {"num_prompts": num_prompts, "seed": seed, "shuffle": shuffle, "digest": digest}
         self._num_prompts, self._seed, self._shuffle = num_prompts, seed, shuffle
         self._epoch = 0
         self._position = 0
@@ -75,11 +76,12 @@ class PromptOrder:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at `state`. Raises CheckpointError if it belongs to other data or another seed."""
+        saved = {"digest": self._fixed["digest"], **state}  # checkpoints of earlier releases have no digest
         for name, value in self._fixed.items():
-            if state[name] != value:
+            if saved[name] != value:
                 raise CheckpointError(
-                    f"data position: the checkpoint has {name}={state[name]}, this run {name}={value}; use the same data "
-                    "and run.seed, or start a new run"
+                    f"data position: the checkpoint has {name}={shown(saved[name])}, this run {name}={shown(value)}; use the "
+                    "same data set, chat template, tokenizer and run.seed, or start a new run"
                 )
         epoch, position, skipped = (state[name] for name in ("epoch", "position", "skipped"))
         if not (0 <= epoch < 2**63 and 0 <= position <= self._num_prompts):

@@ -4,8 +4,9 @@ The template's control tokens are tokens; the text of a problem is always text. 
 problem (`<|im_end|>`) is encoded letter by letter, so data cannot close the user's turn or open another one.
 """
 
+import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,6 +88,17 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
         num_too_long=len(rows) - len(prompts),
         num_duplicates=len(rows) - len({problem.problem.strip() for _, problem in rows}),
     )
+
+
+def digest_of(prompts: Iterable[Prompt]) -> str:
+    """Of what training uses of each prompt: id, tokens, answer, demonstration."""
+    state = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        texts = (prompt.id, prompt.answer, prompt.solution or "")
+        for data in (*(text.encode("utf-8", "surrogatepass") for text in texts), prompt.token_ids.tobytes()):
+            state.update(len(data).to_bytes(8, "little"))
+            state.update(data)
+    return state.hexdigest()
 
 
 def dataset_name(dataset: DatasetOptions) -> str:

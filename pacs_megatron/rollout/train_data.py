@@ -11,7 +11,7 @@ import numpy as np
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Prompt, Sample, SampleRequest, Span, Stop
 from pacs_megatron.data import PromptOrder, load_prompts, stop_token_ids
-from pacs_megatron.data.prompts import PromptSet, as_plain_text, control_tokens, tokenize
+from pacs_megatron.data.prompts import PromptSet, as_plain_text, control_tokens, digest_of, tokenize
 from pacs_megatron.errors import DataError
 from pacs_megatron.rollout.requests import sample_requests
 from pacs_megatron.rollout.step_rollouts import StepRollouts
@@ -50,7 +50,8 @@ class TrainData:
                 logger.info("%s: %d demonstrations dropped: too long", loaded.name, dropped)
         self.by_id = {prompt.id: prompt for prompt in self.prompts}
         self._number_of = {prompt.id: number for number, prompt in enumerate(self.prompts)}
-        self.order = PromptOrder(len(self.prompts), config.run.seed, config.data.shuffle)
+        digest = digest_of(self.prompts)
+        self.order = PromptOrder(len(self.prompts), config.run.seed, config.data.shuffle, digest)
 
     def take(self, step: int) -> StepRollouts:
         """The rollouts of `step` for the next prompts; demonstrations are complete at once."""

@@ -1,5 +1,6 @@
 import base64
 import json
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 from transformers import AddedToken
 
 from pacs_megatron.config.schema import DatasetOptions
+from pacs_megatron.contracts import Prompt
 from pacs_megatron.data import load_prompts, prompts
 from pacs_megatron.data.tokenizer import load_tokenizer
 from pacs_megatron.errors import DataError
@@ -40,6 +42,24 @@ def test_rendering_tokens_and_ids(dataset, data_options, tokenizer):
         assert tokenizer.decode(prompt.token_ids) == prompt.text
     # The marks of a turn are single tokens, not their letters.
     assert first.token_ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
+
+
+def test_the_digest_has_everything_that_training_uses():
+    """A resumed run compares it with the checkpoint's."""
+    first = Prompt(id="a/0", text="t", token_ids=np.array([1, 2], np.int32), answer="12", problem="p", solution="3")
+    changes = [
+        {"id": "a/1"},
+        {"token_ids": np.array([2, 1], np.int32)},
+        {"token_ids": np.array([1], np.int32)},
+        {"answer": "1", "solution": "23"},
+        {"solution": None},
+    ]
+    others = [replace(first, **change) for change in changes]
+    digests = {prompts.digest_of(found) for found in ([first], [first, first], [], *([other] for other in others))}
+    assert len(digests) == 3 + len(others)
+    assert prompts.digest_of([replace(first, text="other", problem="q", source="s")]) == prompts.digest_of([first])
+    two = [first, others[0]]
+    assert prompts.digest_of(two) != prompts.digest_of(two[::-1])
 
 
 def test_system_prompt_suffix_and_names(dataset, data_options, tokenizer):
