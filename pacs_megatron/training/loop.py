@@ -191,7 +191,6 @@ def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None
                 "policy_version": run.policy.version,
                 "driver": driver.order,
                 "row": progress.row,
-                "digest": run.digest,
                 "has_reference": has_reference,
                 "optimizer_format": policy_state.OPTIMIZER_FORMAT,
             },

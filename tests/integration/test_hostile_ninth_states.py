@@ -164,7 +164,7 @@ CASES: dict[str, Try] = {
     "another order of the data": Try(AGAIN + "data.shuffle=false", TWO),
     # --------------------------------------------------------------------------------------------------------- forged state
     "a version of -1": Try(AGAIN, state(policy_version=-1)),
-    "a digest of text": Try(AGAIN, state(digest=["x"])),
+    "a digest of text": Try(AGAIN, state(digest=["x"]), "works", THREE),
     "an optimizer of format 99": Try(AGAIN, state(optimizer_format=99)),
     "a reference that is not there": Try(AGAIN, state(has_reference=True), "either", if_works(THREE)),
     "a position of 1e9 in the data": Try(AGAIN, driver(position=10**9), "either", if_works(THREE)),
