@@ -8,13 +8,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 logger = logging.getLogger(__name__)
-NOTICE_S = 5.0
+NOTICE_S = 4.0
 MAX_INTERVAL_S = 60.0
 
 
 def next_notice_s(waited_s: float) -> float:
-    """Seconds to the next report of a wait: every 9 s (under 10 s with a late timer), after a minute every minute."""
-    return 9.0 if waited_s < MAX_INTERVAL_S else MAX_INTERVAL_S
+    """Seconds to the next report of a wait: every 5 s, after a minute every minute.
+
+    With NOTICE_S it is under 10 s, also where another process goes on waiting just before a report is due.
+    """
+    return 5.0 if waited_s < MAX_INTERVAL_S else MAX_INTERVAL_S
 
 
 NO_PROGRAM = 127
@@ -44,10 +47,10 @@ def quiet(name: str, level: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def report_wait(reason: str | Callable[[], str]) -> Iterator[None]:
-    """Logs `reason` after 5 s in the block, then as `next_notice_s`; nothing while it is empty.
+    """Logs `reason` after NOTICE_S in the block, then as `next_notice_s`; nothing while it is empty.
 
-    The innermost block of a thread reports: its reason is the most precise. While that is younger than 2.5 s, the outer one
-    does, so many short waits are reported too.
+    The innermost block of a thread reports: its reason is the most precise. While that is younger than half of it, the outer
+    one does, so many short waits are reported too.
     """
     start, done = time.monotonic(), threading.Event()
     stack: list[tuple[object, float]] = _open.__dict__.setdefault("stack", [])
