@@ -111,9 +111,10 @@ if [ "$venv" = .venv-te ] && ! "$py" -c 'import importlib.util as u, sys; sys.ex
         xz -dc "$PACS_TE_PACK"/libtransformer_engine-*.so.xz >"$site/transformer_engine/wheel_lib/libtransformer_engine.so"
     else
         echo "install: PACS_TE_PACK is not set: compiling Transformer Engine's extension for torch, about half an hour" >&2
-        "$py" -m pip install -q --no-deps nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85 # headers; torch's packages have the rest
+        # nvcc, of which its setup reads the version, and headers; torch's packages have the rest. No CUDA toolkit is needed.
+        "$py" -m pip install -q --no-deps nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85
         headers=$site/nvidia
-        CPATH=$headers/cu13/include:$headers/cu13/include/cccl:$headers/cudnn/include:$headers/nccl/include \
+        CUDA_HOME=$headers/cu13 CPATH=$headers/cu13/include:$headers/cu13/include/cccl:$headers/cudnn/include:$headers/nccl/include \
             NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS:-1} "$py" -m pip install --no-deps --no-build-isolation \
             transformer_engine==2.11.0 transformer_engine_cu13==2.11.0 transformer_engine_torch==2.11.0
     fi
