@@ -1,7 +1,6 @@
 """Child processes of a command on this host, as ranks of a world if wanted. They end with the command."""
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,8 +10,9 @@ from typing import Any, Literal
 from pacs_megatron.errors import PacsError
 from pacs_megatron.runtime.environment import RankPlace
 from pacs_megatron.runtime.processes import die_with_parent
+from pacs_megatron.runtime.waiting import report_wait
 
-_NOTICE_S = 10.0
+_POLL_S = 1.0
 
 
 class Processes:
@@ -43,15 +43,11 @@ class Processes:
         """Until all have ended. Raises `error` when one fails or the limit has passed."""
         from torch.multiprocessing.spawn import ProcessException
 
-        notice = self._start
         try:
-            while not self._context.join(timeout=_NOTICE_S, grace_period=2.0):
-                now = time.monotonic()
-                if now - self._start > self._limit_s:
-                    raise error(f"{self._name}: no end after {self._limit_s:.0f} s")
-                if now - notice >= _NOTICE_S:
-                    notice = now
-                    sys.stderr.write(f"waiting for {self._name}: {now - self._start:.0f} s\n")
+            with report_wait(f"for {self._name}"):
+                while not self._context.join(timeout=_POLL_S, grace_period=2.0):
+                    if time.monotonic() - self._start > self._limit_s:
+                        raise error(f"{self._name}: no end after {self._limit_s:.0f} s")
         except ProcessException as failure:
             errors = [file.read_text() for file in sorted(self._work.glob("*.error"))]
             # An error of the program is more specific than the connections that it broke.
