@@ -79,8 +79,6 @@ def _run(loaded: LoadedConfig, run_dir: Path) -> ExitCode:
 def _train(
     loaded: LoadedConfig, run_dir: Path, rank_number: int, lock: RunLock | None = None, *, is_new: bool = False
 ) -> ExitCode:
-    if not rank_number:
-        logger.info("loading torch and Megatron")  # the launcher's reports of the start end here
     with report_wait("" if rank_number else "for torch and Megatron to load"):  # after the cheap checks
         from pacs_megatron.parallel import groups
         from pacs_megatron.training import loop
