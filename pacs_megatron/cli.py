@@ -259,9 +259,11 @@ def _compare(*, runs: list[Path], out: Path, **files: Path | None) -> list[str]:
     from pacs_megatron.evaluation.compare import compare
     from pacs_megatron.runtime.files import write_outputs
 
-    found = compare(runs)
-    paths = {"html": out, **{form: path for form, path in files.items() if path is not None}}
-    write_outputs([(p, getattr(compare_page, f"compare_{form}")(found).encode()) for form, p in paths.items()])
+    with report_wait("for the runs to be compared"):
+        found = compare(runs)
+        paths = {"html": out, **{form: path for form, path in files.items() if path is not None}}
+        outputs = [(path, getattr(compare_page, f"compare_{form}")(found).encode()) for form, path in paths.items()]
+    write_outputs(outputs)
     return [*found.sentences(), str(out)]
 
 

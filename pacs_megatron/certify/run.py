@@ -12,6 +12,7 @@ from pathlib import Path
 from pacs_megatron.certify.certificate import FILE, Certificate, certificate_folder
 from pacs_megatron.certify.compare import Comparison, compare
 from pacs_megatron.certify.shrink import Case, shrink, write_samples
+from pacs_megatron.checkpoint.staging import check_free_disk
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import layout_of, ranks_to_start
@@ -20,9 +21,10 @@ from pacs_megatron.models import read_spec
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.plan.known_models import need_config
 from pacs_megatron.runtime.environment import RankPlace, find_rank, rank_environment
-from pacs_megatron.runtime.files import check_output
+from pacs_megatron.runtime.files import check_output, disk_error, naming
 from pacs_megatron.runtime.rank_processes import Processes
 from pacs_megatron.runtime.run_lock import RunLock
+from pacs_megatron.runtime.waiting import report_wait
 
 LIMIT_S = 900.0
 """A process that takes longer hangs."""
@@ -54,6 +56,7 @@ def certify(
         return None
     if work.is_symlink() or (work.exists() and not (work / "product").is_dir()):
         raise ConfigError(f"{work} is not of an earlier `certify`; remove it, or choose another --out")
+    check_free_disk(folder, 0)  # a few MB
     with RunLock(folder, "certify"):
         _import(case, place)
         shutil.rmtree(work, ignore_errors=True)
@@ -62,6 +65,9 @@ def certify(
             _run(case, work, place, seed)
             found = compare(work, updates_before_resume=case.stop_after, is_bf16=is_bf16)
         except _FailedError as error:
+            if (disk := disk_error(work)) is not None:
+                with naming(work):
+                    raise disk from error  # not a fault of the configuration
             found = Comparison(is_bf16=is_bf16, first=str(error))
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -92,11 +98,12 @@ def _import(case: Case, place: RankPlace | None) -> None:
     os.environ.update(rank_environment(1 if place is None else place.local_world_size, single_host=place is None))
     if place is None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    import torch
-    import transformers  # noqa: F401
+    with report_wait("for torch, transformers and Megatron to load"):
+        import torch
+        import transformers  # noqa: F401
 
-    import pacs_megatron.certify.ranks  # noqa: F401
-    from pacs_megatron.certify.formulas import OBJECTIVES
+        import pacs_megatron.certify.ranks  # noqa: F401
+        from pacs_megatron.certify.formulas import OBJECTIVES
 
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
     if case.config.objective.name not in OBJECTIVES:

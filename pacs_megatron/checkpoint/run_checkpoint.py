@@ -51,7 +51,7 @@ from pacs_megatron.errors import CheckpointError, shown
 from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import gather_json
-from pacs_megatron.runtime.files import disk_error, is_file, sync_path, write_atomically
+from pacs_megatron.runtime.files import disk_error, is_file, remove, sync_path, write_atomically
 from pacs_megatron.runtime.json_reader import as_object, parse_json, read_object, read_text
 
 logger = logging.getLogger(__name__)
@@ -139,8 +139,8 @@ def start_checkpoint(
     partial = final.with_name(final.name + _PARTIAL)
 
     def prepare() -> None:
-        for leftover in final.parent.glob(f"*{_PARTIAL}"):
-            shutil.rmtree(leftover)
+        for leftover in final.parent.glob(f"step_*{_PARTIAL}"):
+            remove(leftover)
         for name in (*contents.sharded, "rng"):
             (partial / name).mkdir(parents=True)
         for folder in contents.sharded:
@@ -232,7 +232,8 @@ def read_record(folder: Path, name: str = _BUFFER) -> tuple[dict[str, Any], dict
         return None
     text = read_text(path, error=CheckpointError)
     header = as_object(parse_json(text, str(path), error=CheckpointError, any_text=True), str(path))
-    return header, load_file(folder / f"{name}.safetensors")
+    with _reading(folder / f"{name}.safetensors"):
+        return header, load_file(folder / f"{name}.safetensors")
 
 
 def read_open_step(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
@@ -322,4 +323,16 @@ def load_checkpoint(
                 "checkpoint of %d ranks, now %d: torch's generators start from the seed", saved, rank.layout.world_size
             )
         return filled, None
-    return filled, load_file(own)
+    with _reading(own):
+        return filled, load_file(own)
+
+
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Errors of safetensors become CheckpointError: a manifest can be made to fit a damaged file."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is malformed ({error}); {_RESTORE}") from error

@@ -62,6 +62,8 @@ def remove_leftovers(target: Path) -> None:
     """Removes `<target>.partial-*` folders whose writer has ended."""
     for folder in sorted(target.parent.glob(f"{target.name}.partial-*")):
         lock_file = folder / _LOCK
+        if folder.is_symlink() or not folder.is_dir():
+            continue  # no writer makes these
         try:
             lock = _acquire(lock_file)
         except BlockingIOError:

@@ -19,12 +19,12 @@ from pacs_megatron.config.checks import find_problems
 from pacs_megatron.config.fields import TAGS
 from pacs_megatron.config.messages import explain_validation, named_key, where
 from pacs_megatron.config.schema import RunConfig
-from pacs_megatron.config.yaml_tree import MAX_DEPTH, Node, parse_yaml, read_yaml
+from pacs_megatron.config.yaml_tree import MAX_BYTES, MAX_DEPTH, Node, parse_yaml, read_yaml
 from pacs_megatron.errors import ConfigError, shown
 
 MAX_FILES = 100
+"""Maximum number of files of one configuration, counted with repetition. Together they have at most MAX_BYTES."""
 _INDEX = re.compile(r"[0-9]{1,9}")
-"""Maximum number of files of one configuration, counted with repetition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ def merge(base: Node, over: Node, section: str = "") -> Node:
     return Node(merged, base.origin)
 
 
-def _read(path: Path, chain: tuple[Path, ...], files: list[str]) -> Node:
-    """A file with its includes. `files` counts the files that were read: includes of includes can multiply."""
+def _read(path: Path, chain: tuple[Path, ...], sizes: list[int]) -> Node:
+    """A file with its includes. `sizes` has the bytes of each file that was read: includes of includes can multiply."""
     display = _display(path)
     try:
         resolved = path.resolve()
@@ -124,9 +124,10 @@ def _read(path: Path, chain: tuple[Path, ...], files: list[str]) -> Node:
         cycle = " -> ".join(_display(step) for step in (*chain[chain.index(resolved) :], resolved))
         raise ConfigError(f"include cycle: {cycle}; remove one of these includes")
     own = read_yaml(path, display)
-    files.append(display)
-    if len(files) > MAX_FILES:
-        raise ConfigError(f"more than {MAX_FILES} files by `include:`, the last is {display}; include fewer files")
+    sizes.append(os.path.getsize(path))
+    if len(sizes) > MAX_FILES or sum(sizes) > MAX_BYTES:
+        limit = f"{MAX_FILES} files" if len(sizes) > MAX_FILES else f"{MAX_BYTES} bytes"
+        raise ConfigError(f"more than {limit} by `include:`, the last is {display}; include fewer files")
     entries = dict(_mapping(own))
     include = entries.pop("include", None)
     tree = Node({}, own.origin)
@@ -136,7 +137,7 @@ def _read(path: Path, chain: tuple[Path, ...], files: list[str]) -> Node:
             raise ConfigError(
                 f"include={name!r}: no such file {_display(target)}; paths are relative to the including file ({origin})"
             )
-        tree = merge(tree, _read(target, (*chain, resolved), files))
+        tree = merge(tree, _read(target, (*chain, resolved), sizes))
     return Node(_mapping(merge(tree, Node(entries, own.origin))), own.origin)
 
 

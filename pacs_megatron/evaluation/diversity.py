@@ -115,7 +115,7 @@ def embedded(paths: Sequence[Path], embedder: str, benchmarks: Collection[str] =
     Raises DataError for a path without an evaluation.
     """
     described, embed = load_embedder(embedder)
-    check_distinct(paths)
+    check_distinct([_results_folder(path) for path in paths])  # a run, and the folder of its evaluation
     responses = {path: _correct_responses(path) for path in paths}
     for path, found in responses.items():
         if missing := sorted(set(benchmarks) - set(found)):
@@ -163,9 +163,13 @@ def diversity_page(described: str, vectors: Vectors) -> tuple[list[str], str]:
     return lines, page("Diversity", f'<main><h1>Diversity</h1><div class="card">{body}</div>{figures}</main>')
 
 
+def _results_folder(path: Path) -> Path:
+    return path if is_file(path / "results.json") else path / "eval"
+
+
 def _correct_responses(path: Path) -> dict[str, dict[str, list[str]]]:
     """Benchmark -> question -> its correct responses."""
-    folder = path if is_file(path / "results.json") else path / "eval"
+    folder = _results_folder(path)
     if not is_file(folder / "results.json"):
         raise DataError(f"{path}: no results.json; run `pacs-megatron eval` first, and give its folder or the run's")
     name = read_object(folder / "results.json").get("samples")

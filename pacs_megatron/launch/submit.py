@@ -5,9 +5,11 @@ signal before the time limit reaches the ranks, and the end of the script decide
 submits the batch script. Its retries are off, because it also retries an invalid configuration.
 """
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,6 +24,7 @@ from pacs_megatron.plan import constants
 from pacs_megatron.plan.known_models import find_spec
 from pacs_megatron.plan.plan import make_plan
 from pacs_megatron.runtime.run_folder import run_folder
+from pacs_megatron.runtime.waiting import report_wait
 
 EXPERIMENTS = ".nemo_run"
 
@@ -38,11 +41,12 @@ def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
             raise ConfigError("`sbatch` is not on PATH; submit from the cluster's login node, or use --dry-run")
         for job in jobs if request.cluster.container is None else ():  # a container may have other folders
             check_files_are_here(job.loaded)
-        _refuse_what_is_queued(jobs)
-    yield from _warnings(jobs)
-    if not dry_run:
-        yield from _submit(nemo.load(home), jobs, request)
+        with _alone(jobs):
+            _refuse_what_is_queued(jobs)
+            yield from _warnings(jobs)
+            yield from _submit(nemo.load(home), jobs, request)
         return
+    yield from _warnings(jobs)
     with TemporaryDirectory(prefix="pacs-submit-") as folder:
         nemo.check_folder(Path(folder), "TMPDIR")
         run = nemo.load(Path(folder))
@@ -86,6 +90,19 @@ def _submit(run: Any, jobs: Sequence[Job], request: Request) -> Iterator[str]:
         for label, task, owner in tasks:
             if owner is None:
                 yield f"before all of them: {label}={ids[task]}"
+
+
+@contextmanager
+def _alone(jobs: Sequence[Job]) -> Iterator[None]:
+    """No other `submit` of this host looks into the queue for runs in these folders before this one is done."""
+    with ExitStack() as stack:
+        for folder in sorted({Path(job.loaded.config.run.dir).resolve() for job in jobs}):
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            with suppress(OSError), report_wait(f"for another `submit` of runs in {folder}"):  # a disk without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 def _warnings(jobs: Sequence[Job]) -> Iterator[str]:

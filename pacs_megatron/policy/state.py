@@ -7,6 +7,7 @@ Keys: `model.*` (global layer numbers, so any layout reads them), `reference.*` 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extr
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from pacs_megatron.errors import CheckpointError
 from pacs_megatron.policy import weights
 from pacs_megatron.policy.engine import MegatronPolicy
 
@@ -257,11 +259,14 @@ def rng_state() -> dict[str, torch.Tensor]:
     return state
 
 
-def load_rng_state(state: dict[str, torch.Tensor]) -> None:
-    """Inverse of `rng_state`."""
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+def load_rng_state(state: dict[str, torch.Tensor], where: Path) -> None:
+    """Inverse of `rng_state`. Raises CheckpointError for tensors, read from `where`, that are no state of a generator."""
+    try:
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+    except (KeyError, RuntimeError, TypeError) as error:
+        raise CheckpointError(f"{where}: no state of torch's generators ({error}); restore it") from error
     tracker = get_cuda_rng_tracker()
     saved = {name.removeprefix("tracker."): value for name, value in state.items() if name.startswith("tracker.")}
     if saved:

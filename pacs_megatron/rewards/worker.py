@@ -69,5 +69,8 @@ def main() -> None:
 def _send(replies: TextIO, message: dict[str, Any]) -> None:
     with suppress(OSError, ValueError, AttributeError):  # the reward function has closed or replaced it
         sys.stdout.flush()
-    replies.write(json.dumps(message) + "\n")
-    replies.flush()
+    try:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+    except (BrokenPipeError, ConnectionResetError):  # the pool has closed the socket: it received another text
+        os._exit(1)

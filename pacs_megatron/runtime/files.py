@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,14 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
         beside.unlink(missing_ok=True)
         raise
     sync_path(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Removes a folder with its content, a file, or a link, whose target stays."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)
 
 
 def disk_error(folder: Path) -> OSError | None:

@@ -12,6 +12,8 @@ from pacs_megatron.runtime.environment import RankPlace
 from pacs_megatron.runtime.processes import die_with_parent
 from pacs_megatron.runtime.waiting import report_wait
 
+_POLL_S = 1.0
+
 
 class Processes:
     """Processes that run `action`, each with a log in `work`; with `world`, as ranks of a world of that size.
@@ -43,7 +45,7 @@ class Processes:
 
         try:
             with report_wait(f"for {self._name}"):
-                while not self._context.join(timeout=1.0, grace_period=2.0):
+                while not self._context.join(timeout=_POLL_S, grace_period=2.0):
                     if time.monotonic() - self._start > self._limit_s:
                         raise error(f"{self._name}: no end after {self._limit_s:.0f} s")
         except ProcessException as failure:

@@ -82,6 +82,10 @@ def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
             )
     target = run_dir / CONFIG_FILE
     if not target.exists():
+        if (run_dir / METRICS_FILE).exists() and not (run_dir / "checkpoints").exists():  # the run would replace it
+            raise ConfigError(
+                f"{run_dir} has {METRICS_FILE} and no {CONFIG_FILE}: not of a run; choose another run.name"
+            )
         return []
     before = load_config(target).config
     changed = _changed_keys(before.model_dump(mode="json"), loaded.config.model_dump(mode="json"))

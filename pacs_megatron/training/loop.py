@@ -242,7 +242,7 @@ def resume(run: RunContext) -> RunProgress | None:
     for model, own in zip(run.models, filled.values(), strict=True):
         policy_state.load_sharded_state(model, own)
     if rng is not None:
-        policy_state.load_rng_state(rng)
+        policy_state.load_rng_state(rng, folder / "rng")
     if run.has_reference and run.policy.reference is None:
         logger.warning("%s has no frozen reference: it is the policy of this checkpoint from now on", folder)
         run.policy.take_reference(reset_optimizer=False)

@@ -46,7 +46,9 @@ def test_three_updates_equal_the_local_layers(name: str, local: Path) -> None:
     outcome = run(name, local)
     expected = np.load(local / f"{name}.npz")
     for row, values in outcome.before.items():
-        np.testing.assert_allclose(values, expected[f"before.{row}"], atol=1e-5)  # rounding of fp32 near 10 differs between CPUs: 6.2e-6 was seen
+        np.testing.assert_allclose(
+            values, expected[f"before.{row}"], atol=1e-5
+        )  # rounding of fp32 near 10 differs between CPUs: 6.2e-6 was seen
     np.testing.assert_allclose(outcome.norms, expected["norms"], rtol=1e-5)
     for weight, values in outcome.weights.items():
         np.testing.assert_allclose(values, expected[f"weights.{weight}"], atol=2e-6, err_msg=weight)

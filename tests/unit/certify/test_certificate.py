@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,14 @@ import pytest
 import torch
 
 from pacs_megatron.certify import formulas, reference
+from pacs_megatron.certify import run as certify_run
 from pacs_megatron.certify.certificate import Certificate, certificate_folder, certificate_line, digest_of
 from pacs_megatron.certify.compare import TOLERANCES, Comparison
-from pacs_megatron.certify.run import make_case
+from pacs_megatron.certify.run import certify, make_case
 from pacs_megatron.certify.shrink import write_samples
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import MegatronOptions, RecomputeOptions
-from pacs_megatron.errors import ConfigError
+from pacs_megatron.errors import CheckpointError, ConfigError
 from pacs_megatron.models import read_spec
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.runtime.shipped import run_file
@@ -179,3 +182,18 @@ def test_a_layout_that_does_not_fit_its_model_is_rejected(tmp_path: Path) -> Non
     loaded = load_config(write_run(tmp_path, {"parallel": {"tp": 8}, "run": {"nproc": 8}}))
     with pytest.raises(ConfigError, match=r"parallel\.tp=8 does not divide"):
         make_case(loaded, None)
+
+
+def test_a_full_disk_is_no_red_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise certify_run._FailedError("preparation, rank 0: SafetensorError: I/O error")
+
+    path = write_run(tmp_path, {})
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=r"needs 0\.02 GB and .* has 0\.00 GB"):
+        patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=300_000))
+        certify(path, [], out=tmp_path / "out")
+    monkeypatch.setattr(certify_run, "_run", fail)
+    monkeypatch.setattr(certify_run, "disk_error", lambda _: OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(OSError, match=r"No space left on device: '.*/out/\.work'"):
+        certify(path, [], out=tmp_path / "out")
+    assert not (tmp_path / "out" / "certificate.json").exists() and not (tmp_path / "out" / ".work").exists()

@@ -345,3 +345,14 @@ def test_free_disk_is_checked_before_anything_is_written(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=r"needs [\d.]+ GB and .* has [\d.]+ GB free"):
         staging.check_free_disk(tmp_path / "a" / "b", 2 * free)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_with_the_name_of_a_leftover_stays(tmp_path: Path) -> None:
+    """No lock is written into the folder behind it."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "out.partial-1").symlink_to("mine")
+    (tmp_path / "out.partial-2").touch()
+    with staging.StagedFolder(tmp_path / "out") as staged:
+        staged.commit()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out", "out.partial-1", "out.partial-2"]
+    assert list((tmp_path / "mine").iterdir()) == []

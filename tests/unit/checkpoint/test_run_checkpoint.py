@@ -162,3 +162,11 @@ def test_errors_of_other_ranks_keep_their_class(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="Connection closed"):
         run_checkpoint._named(tmp_path / "checkpoints" / "step_000006", fail)
+
+
+def test_a_record_of_noise_is_named(tmp_path: Path) -> None:
+    """Its manifest can be made to fit."""
+    (tmp_path / "buffer.json").write_text("{}")
+    (tmp_path / "buffer.safetensors").write_bytes(b"noise" * 9)
+    with pytest.raises(CheckpointError, match=r"buffer\.safetensors is malformed"):
+        run_checkpoint.read_record(tmp_path)

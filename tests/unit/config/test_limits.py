@@ -105,6 +105,14 @@ def test_includes_that_multiply(base: Path, tmp_path: Path) -> None:
     assert "more than 100 files by `include:`" in refusal(tmp_path / "0.yaml")
 
 
+def test_includes_that_are_large_together(base: Path, tmp_path: Path) -> None:
+    """Each file alone is read: 90 of them took minutes."""
+    for number in range(3):
+        (tmp_path / f"{number}.yaml").write_text(f"x: {'y' * (MAX_BYTES // 2)}\n")
+    base.write_text("include: [0.yaml, 1.yaml, 2.yaml]\n" + BASE)
+    assert f"more than {MAX_BYTES} bytes by `include:`, the last is 1.yaml" in refusal(base)
+
+
 def test_huge_sizes_are_checked(base: Path) -> None:
     refusal(
         base, "resources.nodes=1000000000000000", "parallel.tp=7", "resources.gpus_per_node=8", "resources.gpu=h100"

@@ -6,7 +6,9 @@ import csv
 import io
 import json
 import re
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,3 +134,16 @@ def test_the_page_in_a_browser(runs: list[Path], tmp_path: Path) -> None:
     page.write_text(compare_html(compare(runs)))
     dom = open_in_browser(page, tmp_path)
     assert dom.count("<polyline") > 10 and dom.count('class="tip"') == dom.count("<figure")
+
+
+def test_a_long_comparison_is_reported(
+    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def slow(folders: list[Path]) -> Any:
+        time.sleep(0.5)
+        return compare(folders)
+
+    monkeypatch.setattr("pacs_megatron.runtime.waiting.NOTICE_S", 0.1)
+    monkeypatch.setattr("pacs_megatron.evaluation.compare.compare", slow)
+    assert main(["compare", *map(str, runs), "--out", str(tmp_path / "out.html")]) == 0
+    assert caplog.records[0].getMessage().startswith("waiting for the runs to be compared: ")

@@ -96,6 +96,8 @@ def test_the_command_on_two_evaluations(tmp_path: Path, capsys: pytest.CaptureFi
     assert "1 with fewer than two correct" in lines[2]
     page = out.read_text()
     assert page.count("<svg") == 2 and "no semantic model" in page
+    assert main(["diversity", str(run), str(run / "eval"), "--embedder", "hashed"]) == 2
+    assert "eval is given twice" in capsys.readouterr().err
     assert main(["diversity", str(tmp_path), "--embedder", "hashed"]) == 2
     assert "no results.json" in capsys.readouterr().err
 

@@ -1,8 +1,10 @@
 """Real worker processes, killed and orphaned for real."""
 
+import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -16,6 +18,7 @@ import pytest
 from pacs_megatron.config.reward_options import ArithmeticReward, CustomReward, MathReward
 from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards import build_reward
+from pacs_megatron.rewards.worker import encode_jobs
 from tests.support.rewards import CollectingPool
 
 CUSTOM = """
@@ -252,6 +255,22 @@ def test_output_of_the_function_does_not_mix_with_verdicts(custom, make_prompt):
     with CollectingPool(custom()) as pool:
         pool.submit("a", make_prompt("5"), "print")
         assert pool.next_finished() == ("a", 1.0, None, None)
+
+
+def test_a_worker_whose_pool_has_closed_the_socket_ends_quietly(make_prompt):
+    """The pool does so after noise in the place of a verdict."""
+    ours, theirs = socket.socketpair()
+    program = "from pacs_megatron.rewards.worker import main; main()"
+    words = [sys.executable, "-c", program, str(os.getpid()), str(theirs.fileno())]
+    worker = subprocess.Popen(words, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
+    theirs.close()
+    options = ArithmeticReward(name="arithmetic").model_dump_json()
+    setup = {"options": options, "sys_path": sys.path, "memory_limit_bytes": 8 << 30}
+    ours.sendall(json.dumps(setup).encode() + b"\n")
+    assert b"ready" in ours.recv(4096)
+    ours.sendall(encode_jobs([(make_prompt("5"), "5")]))
+    ours.close()
+    assert "Traceback" not in worker.communicate(timeout=120)[1]
 
 
 def test_a_flood_of_output_is_cut(custom, make_prompt, capfd):

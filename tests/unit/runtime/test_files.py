@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pacs_megatron.errors import CheckpointError, ConfigError
-from pacs_megatron.runtime.files import is_file, write_atomically, write_outputs
+from pacs_megatron.runtime.files import is_file, remove, write_atomically, write_outputs
 
 OUTPUTS = {
     "json": (b'{"tasks": ["math"], "differences": []}', b'{"tasks": ["aime24"], "differences": []}'),
@@ -98,3 +98,20 @@ def _raise(number: int) -> bytes:
     if number:
         raise ConfigError("the second row is wrong")
     return b"x"
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link to a folder", "lost link"])
+def test_remove(kind: str, tmp_path: Path) -> None:
+    """The target of a link stays."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").touch()
+    path = tmp_path / "x"
+    if kind == "folder":
+        (path / "y").mkdir(parents=True)
+    elif kind == "file":
+        path.touch()
+    else:
+        path.symlink_to("mine" if kind == "link to a folder" else "nowhere")
+    remove(path)
+    assert not path.is_symlink() and not path.exists()
+    assert (tmp_path / "mine" / "notes").exists()

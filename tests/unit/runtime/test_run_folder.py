@@ -45,3 +45,15 @@ def test_a_file_of_the_run_that_is_a_link_is_an_error(name: str, tmp_path: Path)
     (tmp_path / "run" / name).symlink_to(tmp_path / "data.jsonl")
     with pytest.raises(ConfigError, match=f"{name} is a link"):
         changed_since(load_config(config), tmp_path / "run")
+
+
+def test_metrics_of_another_program_are_an_error(tmp_path: Path) -> None:
+    config = tmp_path / "base.yaml"
+    config.write_text(BASE)
+    loaded = load_config(config)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 3.5}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl and no config\.yaml: not of a run"):
+        changed_since(loaded, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints").mkdir()  # a run whose config.yaml was removed
+    assert changed_since(loaded, tmp_path / "run") == []
