@@ -296,7 +296,7 @@ HOST = [
     Case("another run's folder", ["run.seed=6"], key="run.name", fix="choose another run.name", breaks=earlier_run),
     Case(
         "more samples than memory",
-        ["batch.prompts_per_step=16", "batch.samples_per_prompt=2000000000"],
+        ["batch.prompts_per_step=2000000000", "batch.samples_per_prompt=16"],
         key="memory",
         fix="lower batch.prompts_per_step",
     ),
