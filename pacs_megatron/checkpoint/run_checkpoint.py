@@ -117,12 +117,10 @@ def _replace(final: Path, partial: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    if folder.is_symlink():
-        folder.unlink()  # the checkpoint behind it stays
-        return
-    # Without its manifest it is no checkpoint, even if the removal is interrupted.
-    (folder / MANIFEST_NAME).unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    if not folder.is_symlink():  # the checkpoint behind a link stays
+        # Without its manifest it is no checkpoint, even if the removal is interrupted.
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    remove(folder)
 
 
 def start_checkpoint(

@@ -108,25 +108,26 @@ class RunLock(Closing):
         while not self._stop.wait(_HEARTBEAT_S):
             try:
                 self._keep()
+                self._lease = Lease(**{**asdict(self._lease), "heartbeat": self._lease.heartbeat + 1})
+                self._write()
             except ConfigError as error:
                 sys.stderr.write(f"{type(error).__name__}: {error}; this process exits without a save\n")
                 sys.stderr.flush()
                 os._exit(int(ExitCode.FAILED))
-            self._lease = Lease(**{**asdict(self._lease), "heartbeat": self._lease.heartbeat + 1})
-            try:
-                self._write()
-            except OSError as error:  # a full disk: the next heartbeat may succeed
+            except OSError as error:  # a full disk, a busy file server: the next heartbeat may succeed
                 logger.warning("%s: heartbeat not written: %s", self._path, error)
 
     def _keep(self) -> None:
         """Restores a removed lock. Raises ConfigError when the folder was removed or another process has taken it over."""
         folder = self._path.parent
-        if not folder.exists() or not os.path.samestat(folder.stat(), self._folder):
-            raise ConfigError(f"{folder} was removed, renamed or replaced while this process used it")
         found = _read(self._path)
         if found is not None and found.token != self._lease.token:
             raise FolderInUseError(f"{folder}: {found} took this folder over while this process was stopped")
-        if found is not None or self._path.exists():
+        if found is not None:
+            return
+        if not folder.exists() or not os.path.samestat(folder.stat(), self._folder):
+            raise ConfigError(f"{folder} was removed, renamed or replaced while this process used it")
+        if self._path.exists():
             return
         file = _open(self._path)
         try:

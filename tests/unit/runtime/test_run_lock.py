@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -268,3 +269,23 @@ def test_a_writer_exits_where_another_one_used_the_time_without_a_lock(
         fast_holder.send_signal(signal.SIGCONT)
         assert fast_holder.wait(600) == 1
         assert lease_of(tmp_path / "run").pid == os.getpid()
+
+
+def test_an_error_of_the_file_system_does_not_end_the_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without it the lock would be stale after 20 s, and another host could take it over."""
+    read, failures = run_lock._read, [OSError(5, "Input/output error")]
+
+    def read_or_fail(path: Path) -> Lease | None:
+        if failures and threading.current_thread().name == "run lock":
+            raise failures.pop()
+        return read(path)
+
+    monkeypatch.setattr(run_lock, "_HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(run_lock, "_read", read_or_fail)
+    with RunLock(tmp_path, "train"):
+        while failures or not lease_of(tmp_path).heartbeat:
+            assert any(thread.name == "run lock" for thread in threading.enumerate())
+            time.sleep(0.01)
+    assert "heartbeat not written: [Errno 5]" in caplog.text
