@@ -76,7 +76,7 @@ def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
         if os.path.lexists(run_dir / name) and not (run_dir / name).is_dir():
             raise ConfigError(f"{run_dir / name} is not a folder; remove it, or choose another run.name")
     for path in (run_dir / METRICS_FILE, *(run_dir / LOG_FOLDER).glob("*"), *(run_dir / "rollouts").glob("*")):
-        if path.is_symlink():  # the run appends to some of these
+        if path.is_symlink() and not path.is_dir():  # the run appends to some of these; a job links logs/latest
             raise ConfigError(
                 f"{path} is a link; a run writes its own files only: remove it, or choose another run.name"
             )

@@ -55,7 +55,6 @@ def job_text(config: Path) -> str:
     return (config.parent / "job.log").read_text() + logs
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.full)])
 def test_signal_requeue_resume_gives_the_same_bits(
     slurm: Slurm, repo: Path, tmp_path: Path, undisturbed: Path, launcher: str

@@ -8,6 +8,7 @@ import pytest
 
 from pacs_megatron.config import load_config
 from pacs_megatron.errors import ConfigError
+from pacs_megatron.launch.job import begin, end
 from pacs_megatron.runtime.run_folder import changed_since
 from tests.unit.config.test_load import BASE
 
@@ -45,6 +46,15 @@ def test_a_file_of_the_run_that_is_a_link_is_an_error(name: str, tmp_path: Path)
     (tmp_path / "run" / name).symlink_to(tmp_path / "data.jsonl")
     with pytest.raises(ConfigError, match=f"{name} is a link"):
         changed_since(load_config(config), tmp_path / "run")
+
+
+def test_the_link_of_a_job_to_its_newest_attempt_is_allowed(tmp_path: Path) -> None:
+    config = tmp_path / "base.yaml"
+    config.write_text(BASE)
+    for job_id in ("1", "2"):
+        begin(tmp_path / "run", job_id)
+        assert changed_since(load_config(config), tmp_path / "run") == []
+        end(tmp_path / "run", 75, 3)
 
 
 def test_metrics_of_another_program_are_an_error(tmp_path: Path) -> None:
