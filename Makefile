@@ -17,7 +17,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 export PYTHON PIP_ARGS
 
-.PHONY: help install install-dev install-sglang install-slurm install-sandbox quickstart test test-full campaign test-te test-current test-fresh lint docs format clean
+.PHONY: help install install-dev install-sglang install-gpu install-slurm install-sandbox quickstart test test-full campaign test-te test-current test-fresh lint docs format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -30,6 +30,10 @@ install-dev: ## install, plus requirements/dev.lock (tests, lint)
 
 install-sglang: ## .venv-sglang with a real SGLang (its pins clash with Megatron's)
 	@tools/install.sh sglang
+
+install-gpu: ## for GPUs, Python 3.12: .venv-gpu with Transformer Engine (compiled: half an hour, MAX_JOBS=8 is faster), .venv-sglang-gpu
+	@tools/install.sh gpu
+	@tools/install.sh sglang-gpu
 
 install-slurm: ## Slurm and munge from Debian, when root and missing
 	@tools/install_slurm.sh

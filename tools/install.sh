@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Brings an environment to its locks: `tools/install.sh base [dev]` fills .venv, `tools/install.sh sglang` and `docs` fill
-# .venv-sglang and .venv-docs. `te` and `current` fill .venv-te and .venv-current: the base and dev locks on Python 3.12
-# with the pins of requirements/te.txt or current.txt instead. Stamp files skip a lock that did not change since its last complete installation.
+# .venv-sglang and .venv-docs, `sglang-gpu` fills .venv-sglang-gpu. `gpu`, `te` and `current` fill .venv-gpu, .venv-te and
+# .venv-current: the base and dev locks on Python 3.12 with the pins of requirements/gpu.txt, te.txt or current.txt instead.
+# Stamp files skip a lock that did not change since its last complete installation.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -46,7 +47,7 @@ torch_of() { # lock
     local torch
     torch=$(grep '^torch==' "$1")
     # shellcheck disable=SC2086
-    if [ -z "$uv" ] && ! command -v nvidia-smi >/dev/null && [ ! -e /proc/driver/nvidia/version ] &&
+    if [[ "$venv" != *gpu ]] && [ -z "$uv" ] && ! command -v nvidia-smi >/dev/null && [ ! -e /proc/driver/nvidia/version ] &&
         "$py" -m pip install -q --dry-run --no-deps ${PIP_ARGS:-} "$torch+cpu" >/dev/null 2>&1; then
         torch+=+cpu
     fi
@@ -56,11 +57,11 @@ torch_of() { # lock
 oldest="3, 11" pythons="python3.11 python3.12 python3"
 case "$*" in
     sglang | docs) venv=.venv-$1 ;;
-    te | current)
+    gpu | sglang-gpu | te | current)
         venv=.venv-$1 oldest="3, 12" pythons=python3.12
         ;;
     "base" | "base dev") venv=.venv ;;
-    *) echo "usage: tools/install.sh base [dev] | sglang | docs | te | current" >&2 && exit 2 ;;
+    *) echo "usage: tools/install.sh base [dev] | sglang | docs | gpu | sglang-gpu | te | current" >&2 && exit 2 ;;
 esac
 py=$venv/bin/python
 # A creation that was interrupted has no working pip.
@@ -76,7 +77,8 @@ version=$("$py" -c 'import sys; print(*sys.version_info[:2], sep=".")')
 below=""
 for name in "$@"; do
     lock=requirements/$name.lock
-    if [ "$venv" = .venv-te ] || [ "$venv" = .venv-current ]; then
+    if [ "$name" = sglang-gpu ]; then lock=requirements/$name.txt; fi
+    if [[ "$name" =~ ^(gpu|te|current)$ ]]; then
         lock=$venv/$name.lock
         replaced=$(grep -v '^#' "requirements/$name.txt" | cut -d= -f1 | paste -sd'|')
         { grep -hvE "^($replaced)==" requirements/base.lock requirements/dev.lock && cat "requirements/$name.txt"; } >"$lock"
@@ -104,13 +106,13 @@ done
 if [ "$venv" = .venv-te ]; then # guards of servers ignore PYTHONPATH
     echo "$PWD" >"$("$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/checkout.pth"
 fi
-if [ "$venv" = .venv-te ] && ! "$py" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("transformer_engine") is None)'; then
+if [[ "$venv" =~ ^.venv-(gpu|te)$ ]] && ! "$py" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("transformer_engine") is None)'; then
     site=$("$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    if [ -n "${PACS_TE_PACK:-}" ]; then # transformer_engine-*.tar.xz and libtransformer_engine-*.so.xz for torch 2.11, Python 3.12
+    if [ "$venv" = .venv-te ] && [ -n "${PACS_TE_PACK:-}" ]; then # transformer_engine-*.tar.xz and libtransformer_engine-*.so.xz for torch 2.11, Python 3.12
         tar -C "$site" -xJf "$PACS_TE_PACK"/transformer_engine-*.tar.xz
         xz -dc "$PACS_TE_PACK"/libtransformer_engine-*.so.xz >"$site/transformer_engine/wheel_lib/libtransformer_engine.so"
     else
-        echo "install: PACS_TE_PACK is not set: compiling Transformer Engine's extension for torch, about half an hour" >&2
+        echo "install: compiling Transformer Engine's extension for torch, about half an hour with MAX_JOBS=${MAX_JOBS:-1}" >&2
         # nvcc, of which its setup reads the version, and headers; torch's packages have the rest. No CUDA toolkit is needed.
         "$py" -m pip install -q --no-deps nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85
         headers=$site/nvidia
@@ -119,7 +121,7 @@ if [ "$venv" = .venv-te ] && ! "$py" -c 'import importlib.util as u, sys; sys.ex
             transformer_engine==2.11.0 transformer_engine_cu13==2.11.0 transformer_engine_torch==2.11.0
     fi
 fi
-if [ "$venv" != .venv ] && [ "$venv" != .venv-current ]; then exit; fi
+if ! [[ "$venv" =~ ^.venv(-current|-gpu)?$ ]]; then exit; fi
 
 package=$(sha256sum pyproject.toml | cut -d' ' -f1)
 if [ "$(cat "$venv/.package" 2>/dev/null)" != "$package $PWD" ]; then

@@ -23,7 +23,7 @@ from pacs_megatron.runtime.waiting import try_program
 REQUIRED = ("torch", "megatron-core", "transformers", "datasets", "math-verify", "pydantic", "safetensors")
 # Megatron-Core 0.16.1 requires this range of Transformer Engine.
 TE_RANGE = (Version("2.9"), Version("2.12"))
-SGLANG_PYTHON = Path(".venv-sglang/bin/python")
+SGLANG_PYTHONS = (Path(".venv-sglang-gpu/bin/python"), Path(".venv-sglang/bin/python"))
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 IB_DEVICES = Path("/sys/class/infiniband")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (only its size is read)
@@ -149,15 +149,15 @@ def _driver() -> str | None:
 
 
 def transformer_engine() -> Iterator[Check]:
-    key, install = "transformer-engine", "pip install --no-build-isolation 'transformer-engine[pytorch]"
+    key, install = "transformer-engine", "`make install-gpu`"
     found = installed(key)
     low, high = TE_RANGE
     if found is None:
-        yield Check("none", key, "not installed", f"{install}>=2.9,<2.12' (needs CUDA): bf16 kernels, FP8")
+        yield Check("none", key, "not installed", f"{install}: bf16 kernels, FP8")
     elif not low <= Version(found) < high:
         yield Check("fail", key, found, f"megatron-core 0.16.1 needs >= {low}, < {high}")
     elif find_spec("transformer_engine_torch") is None:
-        yield Check("fail", key, found, f"the PyTorch extension is missing: {install}'")
+        yield Check("fail", key, found, f"the PyTorch extension is missing: {install}")
     else:
         yield Check("ok", key, found)
 
@@ -169,24 +169,25 @@ def apex() -> Iterator[Check]:
         yield Check("ok", key, "fused optimizer kernels are installed")
     elif found is not None:
         detail = f"`apex` {found} is installed, but without NVIDIA's kernels: PyPI's apex is another package"
-        yield Check("fail", key, detail, "pip uninstall apex; build NVIDIA's from source or use NGC's image")
+        yield Check("fail", key, detail, "pip uninstall apex; build NVIDIA's from source")
     else:
         yield Check("none", key, "not installed; Transformer Engine or torch supply the fused optimizer")
 
 
 def _sglang() -> Iterator[Check]:
-    here = installed("sglang")
+    here, python = installed("sglang"), next((path for path in SGLANG_PYTHONS if path.exists()), None)
+    install = "`make install-gpu`, on CPU `make install-sglang`"
     if here is not None:
         yield Check("ok", "SGLang", f"{here}, in this environment")
-    elif SGLANG_PYTHON.exists():
+    elif python is not None:
         code = "from importlib.metadata import version; print(version('sglang'))"
-        done = try_program([str(SGLANG_PYTHON), "-c", code], timeout_s=_TIMEOUT_S)
+        done = try_program([str(python), "-c", code], timeout_s=_TIMEOUT_S)
         if done.returncode == 0:
-            yield Check("ok", "SGLang", f"{done.stdout.strip()}, in {SGLANG_PYTHON.parent.parent}")
+            yield Check("ok", "SGLang", f"{done.stdout.strip()}, in {python.parent.parent}")
         else:
-            yield Check("fail", "SGLang", f"{SGLANG_PYTHON} has no sglang", "make install-sglang")
+            yield Check("fail", "SGLang", f"{python} has no sglang", install)
     else:
-        yield Check("none", "SGLang", "not installed", "make install-sglang (its pins clash with Megatron's)")
+        yield Check("none", "SGLang", "not installed", f"{install} (its pins clash with Megatron's)")
 
 
 def _sandbox() -> Iterator[Check]:

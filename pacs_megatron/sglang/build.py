@@ -177,7 +177,7 @@ def _command(python: tuple[str, ...]) -> tuple[str, ...]:
     program = Path(python[0])
     if "/" in python[0] and not program.exists():
         raise ConfigError(
-            f"rollout.servers.python: {program} does not exist; `make install-sglang` sets .venv-sglang up, or name "
-            "the interpreter that has sglang"
+            f"rollout.servers.python: {program} does not exist; `make install-gpu` (on CPU: `make install-sglang`) "
+            "sets it up, or name the interpreter that has sglang"
         )
     return (str(program.absolute()) if "/" in python[0] else python[0], *python[1:])

@@ -35,7 +35,7 @@ FROZEN = "objective.reference=frozen"
 TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 MARKED = {
     # A download, or a program that uses a network.
-    "network": r"git clone |make install$|python3\.\d+ -m venv |pip install |pacs-megatron (fetch|data preview) ",
+    "network": r"git clone |make install(-gpu)?$|source \.venv-gpu/|pip install |pacs-megatron (fetch|data preview) ",
     # The site's own file, its queue, its shared folders.
     "cluster": r"cp |export |pacs-megatron (preflight .* --cluster|cancel) ",
     "GPU": r"sbatch |pacs-megatron (submit (?!.*--dry-run)|eval )",
