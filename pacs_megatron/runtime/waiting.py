@@ -62,9 +62,9 @@ def report_wait(reason: str | Callable[[], str]) -> Iterator[None]:
             waited = time.monotonic() - start
             interval = next_notice_s(waited)
             text = reason if isinstance(reason, str) else reason()
-            innermost, since = stack[-1]
-            if text and (innermost is done or time.monotonic() - since < NOTICE_S / 2):
-                logger.warning("waiting %s: %.0f s", text, waited)
+            for innermost, since in stack[-1:]:  # empty where the block ends just now
+                if text and (innermost is done or time.monotonic() - since < NOTICE_S / 2):
+                    logger.warning("waiting %s: %.0f s", text, waited)
 
     thread = threading.Thread(target=report, name="report wait", daemon=True)
     thread.start()

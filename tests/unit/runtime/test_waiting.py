@@ -46,6 +46,25 @@ def test_the_times_of_the_reports(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     ]
 
 
+def test_a_report_at_the_end_of_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that reports is between its wait and its line when the block ends; an error in it ends a driver."""
+    monkeypatch.setattr(waiting, "NOTICE_S", 0.01)
+    errors: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    started, ended = threading.Event(), waiting._open.__dict__.setdefault("stack", [])
+
+    def reason() -> str:
+        started.set()
+        deadline = time.monotonic() + 60
+        while ended and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return "for 4 ranks"
+
+    with report_wait(reason):
+        assert started.wait(60)
+    assert not errors
+
+
 def test_a_short_wait_is_not(caplog: pytest.LogCaptureFixture) -> None:
     with report_wait("for 4 ranks"):
         pass
