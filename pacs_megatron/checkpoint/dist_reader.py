@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from pacs_megatron.checkpoint.dist_metadata import check_metadata, read_metadata
 from pacs_megatron.checkpoint.page_cache import MappedFile
-from pacs_megatron.errors import CheckpointError
+from pacs_megatron.errors import CheckpointError, one_line
 
 Shape = tuple[int, ...]
 _ZIP_HEADER_BYTES = 30
@@ -139,9 +139,10 @@ class DistReader:
         try:
             data = _mapped(window)
         except UNREADABLE as error:
-            # Without torch's message, which advises to load without its guard.
+            # Without the message of torch's unpickler, which advises to load without its guard.
+            text = "" if isinstance(error, pickle.UnpicklingError) else f": {one_line(str(error))[:200]}"
             raise CheckpointError(
-                f"{path}: the piece of {index.fqn} cannot be read ({type(error).__name__}); use another copy"
+                f"{path}: the piece of {index.fqn} cannot be read ({type(error).__name__}{text}); use another copy"
             ) from None
         if data is None or tuple(data.shape) != sizes or data.dtype != dtype:
             raise CheckpointError(f"{path}: the piece of {index.fqn} does not match the index; use another copy")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,16 @@ REPO = Path(__file__).resolve().parents[2]
 WARMSTART = ("run.steps=3", "optimizer.warmup_updates=1", "checkpoint.every=null")
 RUN = ("run.steps=3", "optimizer.warmup_updates=1", "evaluation.every=null", "batch.prompts_per_step=4")
 RUN += ("evaluation.benchmarks.0.limit=4", "checkpoint.every=1", "admission.truncated=judge")
-CALL = "import sys; from tests.integration.test_paper import call; sys.exit(call(sys.argv[1], sys.argv[2]))"
+CALL = "import sys; from tests.integration.test_paper import call; sys.exit(call(*sys.argv[1:]))"
 
 
-def call(configs: str, folder: str) -> int:
+def call(configs: str, folder: str, *more: str) -> int:
     """`pacs-megatron paper` with the study of `configs`, in this process."""
     paper.shipped_folder = lambda name: Path(configs)
     names = ("table2", "table3", "figure5")
     # An untrained model has no right answers: labels are a function of the text.
     reward = f"reward={{name: custom, workers: 1, function: '{Path(configs).parent}/reward.py:reward'}}"
-    return main(["paper", *names, "--scale", "laptop", "--dir", folder, "--seeds", "1", *RUN, reward])
+    return main(["paper", *names, "--scale", "laptop", "--dir", folder, "--seeds", "1", *more, *RUN, reward])
 
 
 def short_study(folder: Path) -> Path:
@@ -49,10 +50,10 @@ def short_study(folder: Path) -> Path:
     return folder / "configs"
 
 
-def start(configs: Path, folder: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def start(configs: Path, folder: Path, *more: str, env: Mapping[str, str] = os.environ) -> subprocess.Popen[str]:
+    environment = {**env, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
-        [sys.executable, "-c", CALL, str(configs), str(folder)],
+        [sys.executable, "-c", CALL, str(configs), str(folder), *more],
         cwd=REPO,
         env=environment,
         stdout=subprocess.PIPE,
