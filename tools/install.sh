@@ -103,6 +103,11 @@ for name in "$@"; do
     fi
     echo "$below" >"$stamp"
 done
+if [[ "$venv" = *gpu ]] && ! "$py" -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
+    echo "install: $venv has a CPU build of torch from pip's configured index; name one with the CUDA build," \
+        "e.g. PIP_ARGS='--index-url https://pypi.org/simple', and remove $venv" >&2
+    exit 1
+fi
 if [ "$venv" = .venv-te ]; then # guards of servers ignore PYTHONPATH
     echo "$PWD" >"$("$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/checkout.pth"
 fi
