@@ -50,7 +50,7 @@ def shrink(config: RunConfig, hf_config: Mapping[str, Any], user: Layout, *, wor
     """
     layout = replace(user, world_size=world) if world else _few_ranks(user)
     after = _neighbour(layout, is_fixed=world is not None, is_moe=read_spec(hf_config).moe is not None)
-    tiny = _tiny_model(hf_config, layout, after, is_gpu=world is not None)
+    tiny = _tiny_model(hf_config, layout, after, for_kernels=world is not None and config.precision.dtype == "bf16")
     updates, epochs = min(config.batch.updates_per_step, MAX_UPDATES), min(config.batch.epochs, MAX_EPOCHS)
     # The first attempt ends inside a step, unless a step has one update. A reset reference is used after the resume.
     resets = getattr(config.objective, "reset_every", None) is not None
@@ -110,15 +110,15 @@ def _neighbour(layout: Layout, *, is_fixed: bool, is_moe: bool) -> Layout:
     return replace(layout, tp=2 * tp, sequence_parallel=sp or is_moe) if layout.dp % 2 == 0 else layout
 
 
-def _tiny_model(hf: Mapping[str, Any], first: Layout, second: Layout, *, is_gpu: bool) -> dict[str, Any]:
+def _tiny_model(hf: Mapping[str, Any], first: Layout, second: Layout, *, for_kernels: bool) -> dict[str, Any]:
     """config.json with odd sizes that both layouts divide: 3 heads for each key-value head, a prime vocabulary."""
     spec = read_spec(hf)
     shards = math.lcm(first.tp, second.tp)
     stages = math.lcm(*(layout.pp * (layout.vpp or 1) for layout in (first, second)))
     kv_heads = shards * (3 if shards <= 2 else 1)
     heads = kv_heads * (1 if spec.num_heads == spec.num_kv_heads else _HEADS_PER_GROUP)
-    # On GPUs FP8 needs multiples of 16 on every rank, blockwise with sequence parallelism 128 for `hidden_size`.
-    head_dim, unit = (128, 16) if is_gpu else (_HEAD_DIM, 1)
+    # FP8 kernels need multiples of 16 on every rank, blockwise with sequence parallelism 128 for `hidden_size`.
+    head_dim, unit = (128, 16) if for_kernels else (_HEAD_DIM, 1)
     sizes: dict[str, Any] = {
         "vocab_size": _VOCAB,
         # transformers rejects a Llama whose heads do not divide it

@@ -74,6 +74,12 @@ def test_on_gpus_a_case_has_sizes_that_fp8_supports_in_both_layouts(name: str, r
         assert not [text for text in shape_problems(config, read_spec(case.hf_config), "tiny") if "fp8" in text]
 
 
+def test_a_job_in_fp32_has_the_model_of_processes_on_this_host() -> None:
+    """The sizes for FP8 have larger heads, and rounding of fp32 above a certificate's tolerances."""
+    here, job = (make_case(load_config(run_file("quickstart"), ["parallel.tp=2"]), world) for world in (None, 2))
+    assert here.hf_config == job.hf_config
+
+
 def certificate(folder: Path, comparison: Comparison, **overrides: Any) -> tuple[Any, Certificate]:
     loaded = load_config(write_run(folder, {"run": {"dir": str(folder / "runs")} | overrides}))
     case = make_case(loaded, None)
