@@ -23,7 +23,7 @@ from pacs_megatron.launch.train import check_files_are_here
 from pacs_megatron.plan import constants
 from pacs_megatron.plan.known_models import find_spec
 from pacs_megatron.plan.plan import make_plan
-from pacs_megatron.runtime.run_folder import run_folder
+from pacs_megatron.runtime.run_folder import check_run_folder, run_folder
 from pacs_megatron.runtime.waiting import report_wait
 
 EXPERIMENTS = ".nemo_run"
@@ -41,6 +41,7 @@ def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
             raise ConfigError("`sbatch` is not on PATH; submit from the cluster's login node, or use --dry-run")
         for job in jobs if request.cluster.container is None else ():  # a container may have other folders
             check_files_are_here(job.loaded)
+            check_run_folder(run_folder(job.loaded))
         with _alone(jobs):
             _refuse_what_is_queued(jobs)
             yield from _warnings(jobs)

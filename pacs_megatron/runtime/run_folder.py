@@ -63,23 +63,28 @@ def run_folder(loaded: LoadedConfig) -> Path:
     return Path(loaded.config.run.dir) / loaded.config.run.name
 
 
-def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
-    """Keys whose values differ from the last attempt's in this folder; empty where there was none.
-
-    Raises ConfigError when the folder belongs to a run with another data set, model, objective or seed, lies inside
-    another run's folder, or has a file or a link where a folder or a file of the run belongs.
-    """
+def check_run_folder(run_dir: Path) -> None:
+    """Raises ConfigError for a folder inside another run's, and for a file or a link where the run's own belong."""
     for outer in run_dir.absolute().parents:
         if (outer / CONFIG_FILE).is_file() and (outer / HEARTBEAT_FOLDER).is_dir():
             raise ConfigError(f"{run_dir} is inside the folder of the run {outer}; choose another run.dir or run.name")
-    for name in _FOLDERS:
-        if os.path.lexists(run_dir / name) and not (run_dir / name).is_dir():
-            raise ConfigError(f"{run_dir / name} is not a folder; remove it, or choose another run.name")
+    for folder in (run_dir, *(run_dir / name for name in _FOLDERS)):
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise ConfigError(f"{folder} is not a folder; remove it, or choose another run.name")
     for path in (run_dir / METRICS_FILE, *(run_dir / LOG_FOLDER).glob("*"), *(run_dir / "rollouts").glob("*")):
         if path.is_symlink() and not path.is_dir():  # the run appends to some of these; a job links logs/latest
             raise ConfigError(
                 f"{path} is a link; a run writes its own files only: remove it, or choose another run.name"
             )
+
+
+def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
+    """Keys whose values differ from the last attempt's in this folder; empty where there was none.
+
+    Raises ConfigError as `check_run_folder`, and when the folder belongs to a run with another data set, model, objective
+    or seed.
+    """
+    check_run_folder(run_dir)
     target = run_dir / CONFIG_FILE
     if not target.exists():
         if (run_dir / METRICS_FILE).exists() and not (run_dir / "checkpoints").exists():  # the run would replace it

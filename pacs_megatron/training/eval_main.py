@@ -28,7 +28,7 @@ from pacs_megatron.rewards.labels import check_failures
 from pacs_megatron.rewards.pool import received
 from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.rollout.requests import evaluation_requests
-from pacs_megatron.runtime.files import check_distinct, is_file, json_line, write_outputs
+from pacs_megatron.runtime.files import check_distinct, check_output, is_file, json_line, write_outputs
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import CONFIG_FILE, run_folder
 from pacs_megatron.runtime.run_lock import LOCK_FILE, RunLock, refuse_if_locked
@@ -165,6 +165,8 @@ class _Evaluation:
         judged_by["admission.truncated"] = config.admission.truncated
         if config.admission.truncated == "judge":
             judged_by["truncated"] = "judge"
+        check_output(target / HARNESS_NAME, b'{\n  "results": ')  # before --rejudge replaces the samples
+        check_output(target / RESULTS_NAME, b'{\n "model": ')
         with SampleFile(target, produced_by, judged_by, model.prompts) as samples:
             self._sample(model, samples, sampler, judge)
             outcomes = [samples.outcomes[request.id] for request in model.requests]

@@ -131,7 +131,13 @@ def test_another_verifier_judges_the_samples_again(config, tmp_path, capsys, mon
     monkeypatch.setattr("pacs_megatron.training.eval_samplers.EmbeddedSampler.load", None)
     assert main(["eval", str(config), short, "--out", str(tmp_path / "out")]) == 2
     assert "--rejudge" in capsys.readouterr().err
+    results = tmp_path / "out" / "results.json"
+    ours = results.read_bytes()
+    results.write_text('{"results": "of another program"}')
+    assert main(["eval", str(config), short, "--out", str(tmp_path / "out"), "--rejudge"]) == 2
+    assert "results.json exists and is no earlier output of this command" in capsys.readouterr().err
     assert read_samples(tmp_path / "out") == before
+    results.write_bytes(ours)
     assert main(["eval", str(config), short, "--out", str(tmp_path / "out"), "--rejudge"]) == 0
     after = read_samples(tmp_path / "out")
     assert [row["response"] for row in after] == [row["response"] for row in before]

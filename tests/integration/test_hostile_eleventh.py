@@ -386,15 +386,15 @@ def undisturbed(world: World, outcome: Outcome) -> None:
     whole_rows(world, outcome)
 
 
-AFTER_KILL = "; echo waiting for the ranks; for i in 1 2 3 4 5 6 7 8; do sleep 5; echo waiting for the run; " + TRAIN + "run.steps=6 > {w}/again 2>&1 && exit 0; done; cat {w}/again; exit 1"  # fmt: skip
+AFTER_KILL = "; echo waiting for the ranks; for i in 1 2 3 4 5 6 7 8; do sleep 5; echo waiting for the run; " + TRAIN + "run.steps=6 && exit 0; done; exit 1"  # fmt: skip
 PROCESSES: dict[str, Try] = {
     "reward: its worker is killed once": Try(TRAIN + "reward.max_failure_frac=0.5", killed_once, "works", DONE),
     "reward: two workers, those with an odd id end": Try(TRAIN + "reward.workers=2", reward("if os.getpid() % 2: os._exit(3)", "time.sleep(0.05)"), "either", whole_rows),
     "train: the launcher is killed, then the same command": Try(DRIVEN + ROWS + " KILL " + LONG + AFTER_KILL, drive(SLOW), "works", rows(*range(1, 7))),
     "train: problems that are a page": Try(TRAIN, lines("train.jsonl", MARKUP), "works", escaped),
     "train: its certificate is made at the same time": Try("$P certify {r} parallel.tp=1 > {w}/first 2>&1 & " + TRAIN + "; a=$?; echo waiting for the certificate; wait $!; b=$?; test $(($a * $b)) = 0 && exit 7; exit 9", TWO, "works", whole_rows, (7,)),
-    "eval: into the folder of a run that trains": Try(TRAIN + "run.steps=8 > {w}/first 2>&1 & echo waiting for its first step; " + AWAIT % ROWS + EVAL + "; a=$?; echo waiting for the run; wait $! || exit 9; exit $a", SLOW, "either", undisturbed),
-    "eval: stopped, TERM, continued, then the rest": Try(DRIVEN + "{w}/e 6,-STOP,2,TERM,-CONT " + EVAL + "--out {w}/e; " + EVAL + "--out {w}/e", drive(reward("time.sleep(0.2)")), "works", there("e/results.json")),
+    "eval: into the folder of a run that trains": Try(TRAIN + "run.steps=8 & echo waiting for its first step; " + AWAIT % ROWS + EVAL + "; a=$?; echo waiting for the run; wait $! || exit 9; exit $a", SLOW, "either", undisturbed),
+    "eval: stopped, TERM, continued, then the rest": Try(DRIVEN + "{w}/e 6,-STOP,0.5,TERM,-CONT " + EVAL + "--out {w}/e; " + EVAL + "--out {w}/e", drive(reward("time.sleep(0.2)")), "works", there("e/results.json")),
 }  # fmt: skip
 
 
