@@ -1,6 +1,6 @@
 """An eleventh set, of exactly 100 cases: what a careless colleague writes down and what a malicious one hides in it.
 
-Commands in names, files that are swapped or damaged, numbers that mean nothing, late refusals, two of everything.
+Commands in names, files that are swapped or damaged, numbers that mean nothing, late errors, two of everything.
 Written before a case of it ran.
 """
 
@@ -100,7 +100,7 @@ def one_direction(world: World, outcome: Outcome) -> None:
 
 
 def is_json(name: str = "") -> Check:
-    """What was printed, or the file, is JSON, unless nothing was printed."""
+    """The output, or the file, is JSON, unless there was no output."""
 
     def parsed(world: World, outcome: Outcome) -> None:
         found = (world.folder / name).read_text() if name else outcome.text.strip()
@@ -237,7 +237,7 @@ QUICK: dict[str, Try] = {
     "checkpoint: a manifest with a key twice": Try(TO_HF, encoded("checkpoint/manifest.json", lambda data: data.replace(b"{", b'{"format": 1, ', 1))),
     "checkpoint: a manifest of 20,000 levels": Try(TO_HF, encoded("checkpoint/manifest.json", lambda data: data.replace(b"{", b'{"note": ' + b"[" * 20_000 + b"]" * 20_000 + b", ", 1))),
     "checkpoint: a file in the place of its parts": Try(TO_HF, together(lambda w: shutil.rmtree(w.checkpoint / "dist"), text("checkpoint/dist", "x"))),
-    "checkpoint: a flipped bit that nobody wants to know of": Try((*TO_HF[:-1], "{w}/x", "--no-verify"), lambda w: w.flip(PART), "either", recorded),
+    "checkpoint: a flipped bit without verification": Try((*TO_HF[:-1], "{w}/x", "--no-verify"), lambda w: w.flip(PART), "either", recorded),
     "convert: killed, and again": Try("timeout -s KILL 3 $P convert to-megatron --hf {m} --out {w}/x; test -e {w}/x/manifest.json || $P convert to-megatron --hf {m} --out {w}/x", end="works", after=there("x/manifest.json")),
     "convert: stopped, TERM, continued": Try("$P convert to-hf --checkpoint {c} --out {w}/x & p=$!; sleep 2; kill -STOP $p; sleep 1; kill -TERM $p; kill -CONT $p; wait $p", end="either", codes=(130, 143)),
     "verify: two layers have changed places": Try(VERIFY, lambda w: w.header(lambda h: {other_layer(name): entry for name, entry in h.items()})),
