@@ -62,8 +62,9 @@ def main() -> None:
         _send(replies, {"error": str(error)})
         return
     _send(replies, {"ready": True})
-    for line in jobs:
-        _send(replies, {"verdicts": judge_all(reward, decode_jobs(line))})
+    with suppress(ConnectionResetError):  # the pool has closed the socket with a text that it had not read
+        for line in jobs:
+            _send(replies, {"verdicts": judge_all(reward, decode_jobs(line))})
 
 
 def _send(replies: TextIO, message: dict[str, Any]) -> None:

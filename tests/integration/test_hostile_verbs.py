@@ -250,7 +250,7 @@ QUIET: dict[str, tuple[str, Arrange, tuple[int, ...]]] = {
     "the reader of a long list leaves": ("$P config show {r} | head -c 1", TWO, (0,)),
     "a terminal of one column": ("COLUMNS=1 $P train --help", TWO, (0,)),
     "a terminal of -5 columns": ("COLUMNS=-5 $P --help", TWO, (0,)),
-    "python without docstrings": ("PYTHONOPTIMIZE=2 $P config explain {r}", TWO, (0,)),
+    "python without docstrings": ("PYTHONOPTIMIZE=2 $P config explain {r}", TWO, (2,)),
     "no path": ("PY=$(command -v python3); PATH= $P doctor", TWO, (0, 1)),
     "a word as the number of threads": ("OMP_NUM_THREADS=many $P convert to-megatron --hf {m} --out {w}/out", TWO, (0, 1, 2)),
     "standard input is closed": ("$P plan {r} <&-", TWO, (0, 1)),

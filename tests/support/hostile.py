@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0
 """So that a hang ends."""
 MEMORY_BYTES = 2 << 30
-"""Data of each process of a command. A command that needs three quarters of it fails its case."""
+"""Data of each process of a command. A command that needs half of it fails its case."""
 SILENCE_S = 10.0
 _ERROR = re.compile(r"^(\w+Error: |fail  )", re.MULTILINE)
 _LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d |.*\r|waiting for ")
@@ -169,9 +169,14 @@ PROGRAM = [sys.executable, "-m", "pacs_megatron"]
 
 def _limit_memory() -> None:
     """MEMORY_BYTES more than this process has: a fork begins with what earlier tests left in it."""
-    [held_kib] = re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    limit = (int(held_kib) << 10) + MEMORY_BYTES
+    limit = _held_bytes("VmData") + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _held_bytes(kind: str) -> int:
+    """VmData or VmRSS of this process."""
+    [kib] = re.findall(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(kib) << 10
 
 
 def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, str], output: int) -> int:
@@ -333,7 +338,7 @@ def check(
         faults.append(f"{len(lines)} lines")
     if outcome.silence_s - outcome.starved_s > SILENCE_S:
         faults.append(f"silent for {outcome.silence_s:.0f} s")
-    if outcome.memory_bytes > MEMORY_BYTES * 3 // 4 or "MemoryError" in outcome.text:
+    if outcome.memory_bytes > _held_bytes("VmRSS") + MEMORY_BYTES // 2 or "MemoryError" in outcome.text:
         faults.append(f"{outcome.memory_bytes >> 20} MiB of memory")
     if (world.folder / "canary").exists() or (outcome.code and (world.folder / "o").exists()):
         faults.append("left something behind")

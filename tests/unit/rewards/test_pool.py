@@ -362,3 +362,18 @@ def test_workers_end_with_a_killed_parent(custom, tmp_path):
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
         assert time.monotonic() < deadline, "workers outlived their parent"
         time.sleep(0.05)
+
+
+def test_a_worker_ends_silently_when_the_pool_closes_with_an_unread_reply() -> None:
+    ours, theirs = socket.socketpair()
+    command = "from pacs_megatron.rewards.worker import main; main()"
+    words = [sys.executable, "-P", "-c", command, str(os.getpid()), str(theirs.fileno())]
+    process = subprocess.Popen(words, pass_fds=(theirs.fileno(),), stderr=subprocess.PIPE, text=True)
+    theirs.close()
+    options = ArithmeticReward(name="arithmetic").model_dump_json()
+    setup = {"options": options, "sys_path": sys.path, "memory_limit_bytes": 4 << 30}
+    ours.sendall(json.dumps(setup).encode() + b"\n")
+    ours.recv(1, socket.MSG_PEEK)  # the reply is there
+    ours.close()
+    assert process.communicate(timeout=600) == (None, "")
+    assert process.returncode == 0
