@@ -14,6 +14,7 @@ from tests.support.tiny_models import make_tiny_qwen3
 pytestmark = pytest.mark.slurm
 
 
+@pytest.mark.full
 def test_conversion_as_a_job(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     model, out = make_tiny_qwen3(tmp_path / "model"), tmp_path / "job.log"
     words = ["to-megatron", "--hf", str(model), "--out", str(tmp_path / "converted"), "--verify"]
