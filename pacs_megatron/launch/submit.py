@@ -39,9 +39,10 @@ def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
     if not dry_run:
         if shutil.which("sbatch") is None:
             raise ConfigError("`sbatch` is not on PATH; submit from the cluster's login node, or use --dry-run")
-        for job in jobs if request.cluster.container is None else ():  # a container may have other folders
-            check_files_are_here(job.loaded)
+        for job in jobs:
             check_run_folder(run_folder(job.loaded))
+            if request.cluster.container is None:  # a container may have other folders
+                check_files_are_here(job.loaded)
         with _alone(jobs):
             _refuse_what_is_queued(jobs)
             yield from _warnings(jobs)

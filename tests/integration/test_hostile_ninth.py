@@ -102,7 +102,7 @@ def _traces(attempt: Try, world: World, outcome: Outcome, before: dict[Path, byt
     faults = []
     if outcome.silence_s - outcome.starved_s > hostile.SILENCE_S:
         faults.append(f"silent for {outcome.silence_s:.0f} s")
-    if outcome.memory_bytes > hostile.MEMORY_BYTES * 3 // 4 or "MemoryError" in outcome.text:
+    if outcome.memory_bytes > hostile.MEMORY_BYTES // 2 or "MemoryError" in outcome.text:
         faults.append(f"{outcome.memory_bytes >> 20} MiB of memory")
     if (world.folder / "canary").exists():
         faults.append("a canary")

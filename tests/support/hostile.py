@@ -33,7 +33,9 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0
 """So that a hang ends."""
 MEMORY_BYTES = 2 << 30
-"""Data of each process of a command. A command that needs half of it fails its case."""
+"""Data of each process of a command, beyond what it begins with. A command that needs half of it fails its case."""
+IMPORTS_BYTES = 1 << 29
+"""Limit of the imports of a new process. A fork begins with the resident set of the test process instead."""
 SILENCE_S = 10.0
 _ERROR = re.compile(r"^(\w+Error: |fail  )", re.MULTILINE)
 _LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d |.*\r|waiting for ")
@@ -145,7 +147,7 @@ class Outcome:
     cpu_s: float
     wall_s: float
     memory_bytes: int
-    """largest resident set of a process"""
+    """largest resident set of a process, beyond what it began with"""
 
 
 _ONE_LINE = (
@@ -179,8 +181,8 @@ def _held_bytes(kind: str) -> int:
     return int(kib) << 10
 
 
-def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, str], output: int) -> int:
-    """The process of a command. Verbs without variables of their own run in a fork, which has the imports already.
+def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, str], output: int) -> tuple[int, int]:
+    """The process of a command, and the bytes with which it begins. Verbs without variables of their own run in a fork, which has the imports already.
 
     `sh` as first word starts a shell with the program as `$P`.
     """
@@ -197,7 +199,8 @@ def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, s
             preexec_fn=_limit_memory,
         )
         process.returncode = 0  # `run` waits for it
-        return process.pid
+        return process.pid, IMPORTS_BYTES
+    held = _held_bytes("VmRSS")
     pid = os.fork()
     if pid == 0:
         try:
@@ -220,14 +223,14 @@ def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, s
             sys.stderr.flush()
         finally:
             os._exit(int(code or 0))
-    return pid
+    return pid, held
 
 
 def run(command: list[str | Path | bytes], folder: Path, environ: dict[str, str]) -> Outcome:
     """Runs a command to its end, or kills it after LIMIT_S."""
     begin = time.monotonic()
     reader, writer = os.pipe()
-    pid = _start(command, folder, environ, writer)
+    pid, held = _start(command, folder, environ, writer)
     os.close(writer)
     timer = threading.Timer(LIMIT_S, lambda: os.killpg(pid, 9))
     timer.start()
@@ -257,7 +260,7 @@ def run(command: list[str | Path | bytes], folder: Path, environ: dict[str, str]
         starved_s,
         cpu_s,
         end - begin,
-        usage.ru_maxrss * 1024,
+        usage.ru_maxrss * 1024 - held,
     )
 
 
@@ -338,7 +341,7 @@ def check(
         faults.append(f"{len(lines)} lines")
     if outcome.silence_s - outcome.starved_s > SILENCE_S:
         faults.append(f"silent for {outcome.silence_s:.0f} s")
-    if outcome.memory_bytes > _held_bytes("VmRSS") + MEMORY_BYTES // 2 or "MemoryError" in outcome.text:
+    if outcome.memory_bytes > MEMORY_BYTES // 2 or "MemoryError" in outcome.text:
         faults.append(f"{outcome.memory_bytes >> 20} MiB of memory")
     if (world.folder / "canary").exists() or (outcome.code and (world.folder / "o").exists()):
         faults.append("left something behind")

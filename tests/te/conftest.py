@@ -1,4 +1,4 @@
-"""Needs Transformer Engine and no GPU: `make test-te` builds the environment (see tools/install_te.sh)."""
+"""Needs Transformer Engine and no GPU: `make test-te` builds the environment (see tools/install.sh)."""
 
 from __future__ import annotations
 

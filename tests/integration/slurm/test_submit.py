@@ -117,8 +117,9 @@ def test_nothing_is_submitted_where_it_cannot_run(tmp_path: Path, monkeypatch: p
         list(submit(make_request(config, overrides=("model.path=/nothere",)), dry_run=False))
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "tiny").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"runs/tiny is not a folder"):
-        list(submit(make_request(config), dry_run=False))
+    for cluster in ("local", "example-pyxis"):  # a container too: its jobs are noted there
+        with pytest.raises(ConfigError, match=r"runs/tiny is not a folder"):
+            list(submit(make_request(config, cluster), dry_run=False))
     shutil.rmtree(tmp_path / "bin")
     shutil.rmtree(tmp_path / "runs")
     assert sorted(tmp_path.rglob("*")) == before
