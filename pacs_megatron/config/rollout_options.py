@@ -233,8 +233,6 @@ class SglangRollout(RolloutEngineOptions):
     """Number of consecutive failed requests after which a server is marked DEAD, even if its probes succeed."""
     all_down_after_s: float = Field(default=900.0, gt=0)
     """Seconds without a usable server after which the run saves and stops."""
-    decode_workers: int = Field(default=1, ge=1, le=1024)
-    """Number of processes that decode long responses."""
     max_staleness: int = Field(default=0, ge=0)
     """Maximum staleness, in steps; 0 is synchronous. With the weights after s steps, step t may be sampled if
     t <= s + 1 + max_staleness. See `sync.pause` and the importance correction of the objectives."""

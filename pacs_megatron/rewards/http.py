@@ -5,26 +5,22 @@ Request, as JSON: `{"samples": [{"prompt_id", "problem", "prompt", "answer", "re
 """
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import aiohttp
-
 from pacs_megatron.config.reward_options import HttpReward
 from pacs_megatron.errors import ConfigError, RewardError, shown
 from pacs_megatron.rewards.judging import Job
 from pacs_megatron.rewards.labels import as_reward
+from pacs_megatron.runtime.http import CONNECTION_ERRORS, ResponseTooLongError, exchange, open_session
 from pacs_megatron.runtime.json_reader import as_object, parse_json
 
 _MAX_BYTES = 4 << 20
 _FIRST_PAUSE_S = 0.2
 _LABEL_CHARS = 200
-
-
-class _Again(Exception):  # noqa: N818  (no error of the package: `judge_batch` retries)
-    """An attempt that failed for a reason that may pass."""
 
 
 class Http:
@@ -33,6 +29,7 @@ class Http:
     def __init__(self, options: HttpReward) -> None:
         """Raises ConfigError if the key's environment variable is not set."""
         self._options = options
+        self._where = f"reward server {options.url}"
         self._headers: dict[str, str] = {}
         if options.api_key_env is not None:
             key = os.environ.get(options.api_key_env)
@@ -46,62 +43,58 @@ class Http:
             {"prompt_id": p.id, "problem": p.problem, "prompt": p.text, "answer": p.answer, "response": response}
             for p, response in jobs
         ]
-        return asyncio.run(self._judge({"samples": samples}))
+        data, facts = asyncio.run(self._request(json.dumps({"samples": samples}).encode()))
+        rewards, labels = self._read(data, len(samples))
+        return [{"reward": reward, "details": facts | labels} for reward in rewards]
 
-    async def _judge(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        attempts = self._options.attempts
+    async def _request(self, payload: bytes) -> tuple[bytes, dict[str, Any]]:
+        """The response of status 200, and facts about its attempts."""
+        url, attempts = self._options.url, self._options.attempts
         share_s = self._options.timeout_s / attempts
-        timeout = aiohttp.ClientTimeout(total=share_s)
-        reasons: list[str] = []
-        async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
+        reason = ""
+        async with open_session() as session:
             for attempt in range(1, attempts + 1):
                 started = time.monotonic()
                 try:
-                    rewards, labels = await self._attempt(session, body)
-                except _Again as error:
-                    reasons.append(str(error))
+                    status, data = await exchange(
+                        session, url, payload, self._headers, timeout_s=share_s, limit=_MAX_BYTES
+                    )
+                except ResponseTooLongError as error:
+                    raise RewardError(f"{self._where}: {error}; correct the server") from error
                 except TimeoutError:
-                    reasons.append(f"no response within {share_s:g} s")
-                except (aiohttp.ClientError, OSError) as error:
-                    reasons.append(" ".join(f"{type(error).__name__}: {error}".split()))
+                    reason = f"no response within {share_s:g} s"
+                except CONNECTION_ERRORS as error:
+                    reason = " ".join(f"{type(error).__name__}: {error}".split())
                 else:
-                    facts = {"server": self._options.url, "attempts": attempt, "latency_s": time.monotonic() - started}
-                    return [{"reward": reward, "details": facts | labels} for reward in rewards]
+                    if status == 200:
+                        return data, {"server": url, "attempts": attempt, "latency_s": time.monotonic() - started}
+                    reason = f"status {status}"
+                    if status != 429 and status < 500:
+                        raise RewardError(
+                            f"{self._where}: {reason}, expected 200; check reward.url and the server's log"
+                        )
                 left_s = share_s - (time.monotonic() - started)
                 if attempt < attempts and left_s > 0:
                     await asyncio.sleep(min(left_s, _FIRST_PAUSE_S * 2**attempt))
-        raise RewardError(f"reward server {self._options.url}: {attempts} attempts failed; the last one: {reasons[-1]}")
+        raise RewardError(f"{self._where}: {attempts} attempts failed; the last one: {reason}")
 
-    async def _attempt(
-        self, session: aiohttp.ClientSession, body: dict[str, Any]
-    ) -> tuple[list[float], dict[str, str]]:
-        where = f"reward server {self._options.url}"
-        # A redirect would take the key to another server.
-        async with session.post(self._options.url, json=body, allow_redirects=False) as reply:
-            if reply.status == 429 or reply.status >= 500:
-                raise _Again(f"status {reply.status}")
-            if reply.status != 200:
-                raise RewardError(
-                    f"{where}: status {reply.status}, expected 200; check reward.url and the server's log"
-                )
-            data = bytearray()
-            async for piece in reply.content.iter_any():
-                data += piece
-                if len(data) > _MAX_BYTES:
-                    raise RewardError(f"{where}: a response of more than {_MAX_BYTES >> 20} MiB; correct the server")
-        found = as_object(parse_json(bytes(data), where, error=RewardError), where, error=RewardError)
+    def _read(self, data: bytes, count: int) -> tuple[list[float], dict[str, str]]:
+        """The rewards, and the texts `model` and `version`."""
+        found = as_object(parse_json(data, self._where, error=RewardError), self._where, error=RewardError)
         rewards = found.get("rewards")
-        if not isinstance(rewards, list) or len(rewards) != len(body["samples"]):
+        if not isinstance(rewards, list) or len(rewards) != count:
             got = (
                 f"{len(rewards)} rewards" if isinstance(rewards, list) else f"rewards of type {type(rewards).__name__}"
             )
-            raise RewardError(f"{where}: {got}, expected a list of {len(body['samples'])} numbers; correct the server")
-        named = {name: found[name] for name in ("model", "version") if found.get(name) is not None}
-        for name, value in named.items():
-            if not isinstance(value, str):
-                raise RewardError(f"{where}: {name} is {shown(value)}, expected text; correct the server")
-        labels = {name: text[:_LABEL_CHARS] for name, text in named.items()}
+            raise RewardError(f"{self._where}: {got}, expected a list of {count} numbers; correct the server")
+        labels: dict[str, str] = {}
+        for name in ("model", "version"):
+            value = found.get(name)
+            if isinstance(value, str):
+                labels[name] = value[:_LABEL_CHARS]
+            elif value is not None:
+                raise RewardError(f"{self._where}: {name} is {shown(value)}, expected text; correct the server")
         try:
             return [as_reward(reward) for reward in rewards], labels
         except RewardError as error:
-            raise RewardError(f"{where}: {error}") from error
+            raise RewardError(f"{self._where}: {error}") from error

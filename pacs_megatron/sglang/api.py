@@ -5,17 +5,15 @@ Generation is in `sglang/client.py`. Every call opens its own connection, so thr
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import http.client
 import json
-import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 from pacs_megatron.errors import RolloutError
+from pacs_megatron.runtime.http import CONNECTION_ERRORS, exchange, open_session
 
 PauseMode = Literal["abort", "in_place", "retract"]
 """`abort`: running requests return their partial output. `retract`: they pause, and their KV cache is recomputed with
@@ -83,7 +81,11 @@ def hint(status: int) -> str:
 
 def excerpt(data: bytes) -> str:
     """The first 300 bytes of a response as one line."""
-    return " ".join(data[:300].decode(errors="replace").split())
+    return one_line(data[:300].decode(errors="replace"))
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,47 +97,27 @@ class SglangApi:
     timeout_s: float = 30.0
 
     def headers(self) -> dict[str, str]:
-        headers = {"Content-Type": "application/json"}
-        if self.api_key is not None:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        return headers
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
     def call(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> bytes:
-        """The response body: GET without `body`, else POST. Raises ServerUnreachableError, ServerRefusedError.
-
-        The timeout bounds the whole call, also if the server sends a byte now and then.
-        """
-        parts = urlsplit(self.url)
+        """The response body: GET without `body`, else POST. Raises ServerUnreachableError, ServerRefusedError."""
         limit = self.timeout_s if timeout_s is None else timeout_s
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=limit)
-        overdue = threading.Event()
-        timer = None
+        payload = None if body is None else json.dumps(body).encode()
         try:
-            connection.connect()
-            timer = threading.Timer(limit, _break_off, (connection.sock, overdue))
-            timer.daemon = True
-            timer.start()
-            method, payload = ("GET", None) if body is None else ("POST", json.dumps(body))
-            connection.request(method, path, payload, self.headers())
-            response = connection.getresponse()
-            data = response.read(_MAX_BYTES)
-            if response.length:  # cut, or longer than the limit
-                raise http.client.IncompleteRead(data, response.length)
-        except (OSError, http.client.HTTPException) as error:
-            reason = f"{type(error).__name__}: {error}".rstrip(": ")
-            is_late = overdue.is_set() or isinstance(error, TimeoutError)
-            problem = f"no response within {limit:g} s" if is_late else "no response"
+            status, data = asyncio.run(self._exchange(path, payload, limit))
+        except CONNECTION_ERRORS as error:
+            problem = f"no response within {limit:g} s" if isinstance(error, TimeoutError) else "no response"
+            reason = one_line(f"{type(error).__name__}: {error}").rstrip(": ")
             raise ServerUnreachableError(f"{self.url}{path}: {problem} ({reason})") from error
-        finally:
-            if timer is not None:
-                timer.cancel()
-            connection.close()
-        if overdue.is_set():  # without a content length a truncated response looks complete
-            raise ServerUnreachableError(f"{self.url}{path}: no complete response within {limit:g} s")
-        if response.status != 200:
-            message = f"{self.url}{path}: HTTP {response.status}, expected 200: {excerpt(data)}{hint(response.status)}"
-            raise ServerRefusedError(message, response.status)
+        if status != 200:
+            message = f"{self.url}{path}: HTTP {status}, expected 200: {excerpt(data)}{hint(status)}"
+            raise ServerRefusedError(message, status)
         return data
+
+    async def _exchange(self, path: str, payload: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+        async with open_session() as session:
+            url, limit = self.url + path, _MAX_BYTES
+            return await exchange(session, url, payload, self.headers(), timeout_s=timeout_s, limit=limit)
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> None:
         """A call that changes state. Also raises ServerRefusedError for status 200 with `success: false`."""
@@ -221,10 +203,3 @@ class SglangApi:
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         self.post("/resume_memory_occupation", {"tags": list(tags)})
-
-
-def _break_off(sock: socket.socket, overdue: threading.Event) -> None:
-    """Interrupts a blocked call."""
-    overdue.set()
-    with contextlib.suppress(OSError):  # already closed
-        sock.shutdown(socket.SHUT_RDWR)

@@ -1,9 +1,9 @@
 """Samples from SGLang servers: thousands of requests in flight, every response checked, no sample lost or duplicated.
 
-Threads and processes:
+Threads:
     caller   `stream` submits requests to the loop and yields samples as they finish; `cancel`; concurrent streams work
-    loop     one thread with an asyncio event loop: HTTP, routing, retries, fleet health. Decodes short responses only
-    workers  processes that decode long responses (`sglang/decode.py`)
+    loop     one thread with an asyncio event loop: HTTP, routing, retries, fleet health
+    decoder  one thread that decodes and checks responses (`sglang/decode.py`), 3 ms for 8k tokens
 
 Each request is one job with one result. A retry starts only after the previous attempt ended and its connection was
 closed. The first valid response ends the job, so no sample is counted twice.
@@ -12,14 +12,13 @@ closed. The first valid response ends the job, so no sample is counted twice.
 import asyncio
 import functools
 import logging
-import multiprocessing
 import queue
+import resource
 import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,15 +30,13 @@ from pacs_megatron.config.rollout_options import SglangRollout
 from pacs_megatron.contracts.samples import Sample, SampleRequest, Span, Stop, check_request
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.runtime.closing import Closing
+from pacs_megatron.runtime.http import CONNECTION_ERRORS, exchange, open_session
 from pacs_megatron.sglang.api import WeightVersion, excerpt, hint
-from pacs_megatron.sglang.decode import BadResponseError, Response, RoutesShape, decode, init_worker
+from pacs_megatron.sglang.decode import BadResponseError, Response, RoutesShape, decode, request_body
 from pacs_megatron.sglang.fleet import Fleet, Health, Server
-from pacs_megatron.sglang.request import allow_connections, request_body
 
 logger = logging.getLogger(__name__)
 
-INLINE_BYTES = 16 * 1024
-"""The loop itself decodes responses up to this size (about 500 tokens, 0.1 ms); a worker process would cost more."""
 KEEPALIVE_S = 2.0
 """Below the server's 5 s, so that no request uses a connection that the server is closing."""
 MONITOR_S = 0.5
@@ -47,11 +44,9 @@ ALIVE_S = 1.0
 """Interval in which blocked callers check that the loop still runs."""
 RESPONSE_BYTES, TOKEN_BYTES = 1 << 20, 1024
 """Size limit of a response: the first, plus the second per requested token. A token takes about 30 bytes."""
+OTHER_FILES, MAX_FILES = 256, 1 << 20
+"""Open files besides the connections (logs, workers, data), and the most that this process sets as its limit."""
 T = TypeVar("T")
-
-
-CONNECTION_ERRORS = (aiohttp.ClientError, OSError)
-"""Errors of a failed connection; aiohttp wraps most of them, but not all."""
 
 
 class RequestRefusedError(RolloutError):
@@ -84,7 +79,7 @@ class _Job:
 
 
 class SglangEngine(Closing):
-    """The rollout engine over a fleet of servers. `close` ends its thread, worker processes and managed servers."""
+    """The rollout engine over a fleet of servers. `close` ends its threads and managed servers."""
 
     def __init__(
         self, servers: Sequence[Server], options: SglangRollout, *, vocab_size: int, routes: RoutesShape | None = None
@@ -99,6 +94,7 @@ class SglangEngine(Closing):
         self._background: set[asyncio.Task[None]] = set()
         self._tag = uuid.uuid4().hex[:8]
         self._closed = False
+        self._decoder = ThreadPoolExecutor(1, "sglang-decode")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-client", daemon=True)
         self._thread.start()
@@ -191,24 +187,11 @@ class SglangEngine(Closing):
         return function()
 
     async def _open(self, servers: Sequence[Server], options: SglangRollout) -> None:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         allow_connections(options.max_in_flight * len(servers))
-        self._http = aiohttp.ClientSession(
-            connector=connector,
-            trust_env=False,
-            read_bufsize=1 << 20,
-            # No compression: a few bytes could expand to gigabytes.
-            auto_decompress=False,
-            skip_auto_headers=("Accept-Encoding",),
-        )
-        self._pool = self._new_pool()
+        self._http = open_session(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S))
         self._fleet = Fleet(servers, options, self._query_version, self._dispatch, self._on_lost)
         self._fleet.start()
         self._monitor_task = asyncio.create_task(self._monitor())
-
-    def _new_pool(self) -> ProcessPoolExecutor:
-        context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(self._options.decode_workers, mp_context=context, initializer=init_worker)
 
     async def _shut(self) -> None:
         self._monitor_task.cancel()
@@ -219,7 +202,7 @@ class SglangEngine(Closing):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.close()
-        self._pool.shutdown(cancel_futures=True)
+        self._decoder.shutdown(cancel_futures=True)
         owned = [server.own for server in self._fleet.servers if server.own is not None]
         await asyncio.gather(*(asyncio.to_thread(own.close) for own in owned))
 
@@ -333,7 +316,7 @@ class SglangEngine(Closing):
             raise RequestRefusedError(f"HTTP 400: {excerpt(data)}")
         if status != 200:
             raise _ServerFaultError(f"HTTP {status}: {excerpt(data)}{hint(status)}")
-        response = await self._decode(data, rid, max_tokens, routes)
+        response = await self._loop.run_in_executor(self._decoder, decode, data, rid, max_tokens, routes)
         try:
             await self._fleet.wait_for_versions((version for version, _, _ in response.spans), timeout_s)
         except TimeoutError as error:
@@ -343,35 +326,9 @@ class SglangEngine(Closing):
     async def _exchange(
         self, server: Server, path: str, timeout_s: float, body: bytes | None, limit: int = RESPONSE_BYTES
     ) -> tuple[int, bytes]:
-        """(HTTP status, response); GET without `body`, else POST. Raises TimeoutError or one of CONNECTION_ERRORS."""
-        async with self._http.request(
-            "GET" if body is None else "POST",
-            server.url + path,
-            data=body,
-            headers=server.api.headers(),
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-            allow_redirects=False,  # a redirect would send prompts and key to another address
-        ) as response:
-            if response.content_length is not None and response.content_length <= limit:
-                return response.status, await response.read()
-            data = bytearray()
-            async for chunk in response.content.iter_any():
-                data += chunk
-                if len(data) > limit:
-                    raise aiohttp.ClientPayloadError(f"response longer than {limit} bytes")
-            return response.status, bytes(data)
-
-    async def _decode(self, data: bytes, rid: str, max_tokens: int, routes: RoutesShape | None) -> Response:
-        if len(data) <= INLINE_BYTES:
-            return decode(data, rid, max_tokens, routes)
-        pool = self._pool
-        try:
-            return await self._loop.run_in_executor(pool, decode, data, rid, max_tokens, routes)
-        except BrokenProcessPool:
-            logger.warning("a decoding process was killed; starting new ones")
-            if self._pool is pool:
-                self._pool = self._new_pool()
-            return await self._loop.run_in_executor(self._pool, decode, data, rid, max_tokens, routes)
+        return await exchange(
+            self._http, server.url + path, body, server.api.headers(), timeout_s=timeout_s, limit=limit
+        )
 
     def _sample(self, job: _Job, response: Response) -> Sample:
         if response.stop is Stop.ABORTED:
@@ -469,3 +426,21 @@ class SglangEngine(Closing):
             raise RolloutError(f"probe: no response within {timeout_s:g} s") from error
         except (*CONNECTION_ERRORS, ValueError, KeyError, TypeError) as error:
             raise RolloutError(f"probe: {type(error).__name__}: {error}; is it SGLang?") from error
+
+
+def allow_connections(num: int) -> None:
+    """Raises this process's limit of open files; warns if it is too low for `num` connections: further ones would fail
+    and look like server faults."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    highest = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft < highest:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+    if num + OTHER_FILES > max(soft, highest):
+        logger.warning(
+            "%d requests in flight need more files than the %d that this host allows a process (ulimit -n); lower "
+            "rollout.max_in_flight",
+            num,
+            highest,
+        )

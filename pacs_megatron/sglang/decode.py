@@ -1,19 +1,15 @@
-"""Decodes a `/generate` response and checks every token. Runs in worker processes: no torch here.
-
-A response of 8k tokens is 250 kB of JSON, about 3 ms; thousands of them on the event loop would delay other requests.
-"""
+"""The text of a `/generate` request, and its response with every token checked."""
 
 import base64
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 
-from pacs_megatron.contracts.samples import Stop
+from pacs_megatron.contracts.samples import SampleRequest, Stop
 from pacs_megatron.errors import RolloutError
-from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals
 
 
 class BadResponseError(RolloutError):
@@ -49,10 +45,24 @@ class Response:
     """int16 [prompt + response - 1, layers, top k]"""
 
 
-def init_worker() -> None:
-    """Ends the worker with the driver, also if that is killed: the worker's queue never closes by itself."""
-    die_with_parent()
-    ignore_job_signals()
+def request_body(request: SampleRequest, rid: str, *, with_routes: bool = False) -> bytes:
+    """The JSON of `/generate` for one sample, under the id `rid`. `with_routes`: with the experts of its tokens."""
+    params = request.params
+    sampling: dict[str, Any] = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "max_new_tokens": params.max_response_tokens,
+        "sampling_seed": request.seed,
+        "no_stop_trim": True,
+    }
+    if params.stop:
+        sampling["stop"] = list(params.stop)
+    ids = np.ascontiguousarray(request.token_ids)
+    body = {"rid": rid, "input_ids": ids, "sampling_params": sampling, "return_logprob": True}
+    if with_routes:
+        body["return_routed_experts"] = True
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def decode(body: bytes, rid: str, max_tokens: int, routes: RoutesShape | None = None) -> Response:

@@ -91,7 +91,7 @@ def test_the_pool_batches_and_keeps_order_and_provenance(make_prompt) -> None:
         ((200, b'{"rewards": [1, 1], "model": ["x"]}'), "model is ['x'], expected text"),
         ((200, b'{"rewards": [1, 1], "version": "\\ud800"}'), "surrogate"),
         ((200, b"[" * 10_000), ""),
-        ((200, b" " * (5 << 20)), "more than 4 MiB"),
+        ((200, b" " * (5 << 20)), "response longer than 4194304 bytes"),
         ((200, b"\xff\xfe"), ""),
         ((404, b""), "status 404"),
         ((302, b""), "status 302"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +11,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from pacs_megatron.config.rollout_options import SglangRollout
 from pacs_megatron.contracts import Sample, SampleRequest, SamplingOptions, Stop
 from pacs_megatron.errors import RolloutError
-from pacs_megatron.sglang import client as sglang_client
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.client import SglangEngine
 from pacs_megatron.sglang.decode import BadResponseError, RoutesShape, decode
@@ -53,7 +49,6 @@ OPTIONS: dict[str, Any] = {
     "request_timeout_s": 600.0,
     "retries": 3,
     "all_down_after_s": 600.0,
-    "decode_workers": 1,
 }
 
 
@@ -437,22 +432,6 @@ def test_the_key_is_sent(fakes: Callable[..., list[FakeSglang]]) -> None:
         client.set_current(1, "aa")
         with pytest.raises(RolloutError, match="HTTP 401"):
             list(client.stream(requests(1)))
-
-
-def test_long_answers_are_decoded_by_processes_which_may_be_killed(fakes: Callable[..., list[FakeSglang]]) -> None:
-    [server] = fakes(1)
-    tokens = 2000
-    assert tokens * 15 > sglang_client.INLINE_BYTES
-    asked = requests(8, tokens=tokens)
-    with engine([server]) as client:
-        check_all_there(list(client.stream(asked)), asked)
-        workers = list(client._pool._processes)
-        assert len(workers) == 1
-        os.kill(workers[0], signal.SIGKILL)
-        again = requests(8, tokens=tokens, tag="2")
-        check_all_there(list(client.stream(again)), again)
-        workers = list(client._pool._processes)
-    assert until(lambda: not any(psutil.pid_exists(pid) for pid in workers))
 
 
 def test_closing_ends_an_open_stream(fakes: Callable[..., list[FakeSglang]]) -> None:

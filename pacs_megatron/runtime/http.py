@@ -1,0 +1,51 @@
+"""HTTP requests with limits of time and size; redirects are not followed, and responses are not decompressed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+CONNECTION_ERRORS = (aiohttp.ClientError, OSError)
+"""Errors of a failed connection; aiohttp wraps most of them, but not all."""
+
+
+class ResponseTooLongError(aiohttp.ClientPayloadError):
+    """A response beyond the limit of its request."""
+
+
+def open_session(**options: Any) -> aiohttp.ClientSession:
+    """Without proxies of the environment, and without compression: a few bytes could expand to gigabytes."""
+    return aiohttp.ClientSession(
+        trust_env=False, read_bufsize=1 << 20, auto_decompress=False, skip_auto_headers=("Accept-Encoding",), **options
+    )
+
+
+async def exchange(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: bytes | None,
+    headers: Mapping[str, str],
+    *,
+    timeout_s: float,
+    limit: int,
+) -> tuple[int, bytes]:
+    """(HTTP status, response of at most `limit` bytes); GET without `body`, else POST of JSON.
+
+    Raises TimeoutError if it takes longer in total, else one of CONNECTION_ERRORS.
+    """
+    async with session.request(
+        "GET" if body is None else "POST",
+        url,
+        data=body,
+        headers={"Content-Type": "application/json", **headers},
+        timeout=aiohttp.ClientTimeout(total=timeout_s),
+        allow_redirects=False,  # a redirect would send prompts and key to another address
+    ) as response:
+        if response.content_length is not None and response.content_length <= limit:
+            return response.status, await response.read()
+        data = bytearray()
+        async for chunk in response.content.iter_any():
+            data += chunk
+            if len(data) > limit:
+                raise ResponseTooLongError(f"response longer than {limit} bytes")
+        return response.status, bytes(data)
