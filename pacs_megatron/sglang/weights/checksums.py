@@ -9,7 +9,7 @@ transfer or by the server's loader is detected. Hashes as in SGLang 0.5.23: SHA-
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -34,13 +34,6 @@ class ModelDims:
     num_experts: int = 0
 
 
-@dataclass(slots=True)
-class _Fused:
-    num_parts: int
-    parts: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
-    """Hugging Face name and tensor of each part"""
-
-
 class ExpectedChecksums:
     """Processes an export tensor by tensor; keeps only the parts of incomplete fused parameters."""
 
@@ -53,7 +46,8 @@ class ExpectedChecksums:
         self._dims = dims
         self._tp = tp
         self._hash = hash_tensor
-        self._waiting: dict[str, _Fused] = {}
+        self._waiting: dict[str, dict[int, tuple[str, torch.Tensor]]] = {}
+        """server's parameter -> Hugging Face name and tensor of each part so far"""
         self.by_name: dict[str, list[str]] = {}
         """server's parameter name -> hash of each tensor-parallel rank's part"""
 
@@ -62,12 +56,12 @@ class ExpectedChecksums:
         target, part, num_parts = self.place(name)
         if only is not None and target not in only:
             return
-        fused = self._waiting.setdefault(target, _Fused(num_parts))
-        fused.parts[part] = name, tensor if num_parts == 1 else tensor.clone()
-        if len(fused.parts) == fused.num_parts:
+        parts = self._waiting.setdefault(target, {})
+        parts[part] = name, tensor if num_parts == 1 else tensor.clone()
+        if len(parts) == num_parts:
             del self._waiting[target]
-            shards = [self._shard(fused, rank) for rank in range(self._tp)]
-            self.by_name[target] = [self._hash(shard) for shard in shards]
+            ordered = [parts[number] for number in range(num_parts)]
+            self.by_name[target] = [self._hash(self._shard(ordered, rank)) for rank in range(self._tp)]
 
     def place(self, name: str) -> tuple[str, int, int]:
         """(server's parameter, index of the part, number of parts)"""
@@ -85,12 +79,13 @@ class ExpectedChecksums:
 
     def check_complete(self) -> None:
         """Raises SyncError if a fused parameter lacks parts: the export was incomplete."""
-        for name, fused in self._waiting.items():
-            raise SyncError(f"sync.verify: {name} got {len(fused.parts)} of its {fused.num_parts} parts in this export")
+        for target, parts in self._waiting.items():
+            num_parts = self.place(next(iter(parts.values()))[0])[2]
+            raise SyncError(f"sync.verify: {target} got {len(parts)} of its {num_parts} parts in this export")
 
-    def _shard(self, fused: _Fused, rank: int) -> torch.Tensor:
-        parts = [self._slice(*fused.parts[part], rank) for part in range(fused.num_parts)]
-        name = fused.parts[0][0]
+    def _shard(self, fused: list[tuple[str, torch.Tensor]], rank: int) -> torch.Tensor:
+        parts = [self._slice(name, tensor, rank) for name, tensor in fused]
+        name = fused[0][0]
         if _EXPERT.fullmatch(name) is None:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         if ".down_proj." in name:
@@ -136,24 +131,20 @@ def compare(url: str, expected: Mapping[str, list[str]], got: list[dict[str, str
         if complete:
             wrong += [f"{name} (never sent)" for name in reported if name not in expected]
     if wrong:
+        advice = (
+            "; check that rollout.dtype and model.path are those of the servers" if len(wrong) >= len(expected) else ""
+        )
         raise SyncError(
             f"{url}: {len(wrong)} of {len(expected)} parameters differ from the export by the server's checksums: "
-            + ", ".join(wrong[:3])
-            + (
-                "; check that rollout.dtype and model.path are those of the servers"
-                if len(wrong) >= len(expected)
-                else ""
-            )
+            f"{', '.join(wrong[:3])}{advice}"
         )
     return len(expected) * len(got)
 
 
 def hash_for(device: str) -> Callable[[torch.Tensor], str]:
     """The hash that a server on `device` (of its `/server_info`) uses. Raises SyncError for an unknown device."""
-    if device == "cpu":
-        return sha_hash
-    if device == "cuda":
-        return word_hash
+    if device in ("cpu", "cuda"):
+        return sha_hash if device == "cpu" else word_hash
     raise SyncError(f"sync.verify: the hash of servers on device {device!r} is not supported; use verify=off")
 
 

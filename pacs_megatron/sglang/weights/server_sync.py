@@ -52,14 +52,14 @@ FLUSH_WAIT_S = 0.25
 
 @dataclass(slots=True, kw_only=True)
 class SyncReport:
-    """Result of one update. Seconds are wall-clock, from begin_update to end_update."""
+    """Result of one update."""
 
     version: int
     digest: str = ""
     num_bytes: int = 0
     """sent to each server"""
-    num_tensors: int = 0
     seconds: float = 0.0
+    """wall-clock, from begin_update to end_update"""
     verified: int = 0
     """checksums compared, over all servers"""
     updated: tuple[str, ...] = ()
@@ -136,7 +136,6 @@ class ServerSync:
             self._flush()
         self._bucket.add(name, tensor)
         self.report.num_bytes += tensor.nbytes
-        self.report.num_tensors += 1
 
     def end_update(self, digest: str) -> None:
         """Verifies and resumes the servers. Raises SyncError if none has the new weights."""
@@ -168,9 +167,10 @@ class ServerSync:
         Marks the servers as during an update: a server without weights is not current.
         """
         self._live = dict(self._targets)
-        self._each(lambda target: self._release(target.api))
+        self._each(self._release)
 
-    def _release(self, api: SglangApi) -> None:
+    def _release(self, target: _Target) -> None:
+        api = target.api
         api.pause("abort", self._sync.timeout_s)
         api.set_weight_version(updating_version(self.report.version))
         # The server rejects this while a cancelled request still runs; releasing memory then would crash it.
@@ -203,25 +203,28 @@ class ServerSync:
         self._transport.finish(api)
         if target.expected is not None:
             target.expected.check_complete()
-            num_equal = self._verify(api, target.expected)
+            skip = () if self._sample is None else [name for name in self._names if name not in self._sample]
+            got = api.checksums(skip, self._sync.timeout_s)
+            is_complete = self._sample is None and not self._quantizes
+            num_equal = compare(api.url, target.expected.by_name, got, is_complete)
             with self._lock:
                 self.report.verified += num_equal
             target.is_verified = target.is_verified or self._sample is None
         self._take_back(api, "kv_cache")
         _flush_cache(api, required=self._sync.pause != "in_place")
-        _check_mark(api, self.report.version)
-        api.set_weight_version(str(WeightVersion(self.report.version, digest)))
+        version, mark = self.report.version, updating_version(self.report.version)
+        reported = api.weight_version()
+        if reported != mark:
+            raise RolloutError(
+                f"{api.url} reports weights {reported!r} at the end of the update to {version}: it was restarted meanwhile, "
+                "or another run updates it"
+            )
+        api.set_weight_version(str(WeightVersion(version, digest)))
         try:
             api.resume()
         except RolloutError:
-            # Otherwise the fleet treats it as current, although it is paused.
-            api.set_weight_version(updating_version(self.report.version))
+            api.set_weight_version(mark)  # otherwise the fleet treats it as current, although it is paused
             raise
-
-    def _verify(self, api: SglangApi, expected: ExpectedChecksums) -> int:
-        skip = [] if self._sample is None else [name for name in self._names if name not in self._sample]
-        got = api.checksums(skip, self._sync.timeout_s)
-        return compare(api.url, expected.by_name, got, complete=self._sample is None and not self._quantizes)
 
     def _new_expected(self, kind: tuple[int, str]) -> ExpectedChecksums:
         with self._lock:
@@ -231,12 +234,10 @@ class ServerSync:
 
     # ------------------------------------------------------------------------------------------------------- all servers
     def _choose_sample(self, version: int) -> frozenset[str] | None:
-        if self._sync.verify != "sample" or not self._names:
+        are_verified = all(target.is_verified for target in self._live.values())
+        if self._sync.verify != "sample" or not self._names or not are_verified:
             return None
-        if not all(target.is_verified for target in self._live.values()):
-            return None
-        chosen = random.Random(version).sample(self._names, min(SAMPLE_SIZE, len(self._names)))  # noqa: S311
-        return frozenset(chosen)
+        return frozenset(random.Random(version).sample(self._names, min(SAMPLE_SIZE, len(self._names))))  # noqa: S311
 
     def _flush(self) -> None:
         if self._bucket.items:
@@ -250,20 +251,15 @@ class ServerSync:
             with ThreadPoolExecutor(len(self._live), "weight-sync") as pool:
                 waiting = {url: pool.submit(action, target) for url, target in self._live.items()}
             for url, result in waiting.items():
-                error = result.exception()
-                if isinstance(error, PacsError):
-                    self._give_up(url, error)
-                elif error is not None:
-                    raise error
+                try:
+                    result.result()
+                except PacsError as error:
+                    self.report.failed[url] = str(error)
+                    logger.warning("weights %d did not reach %s: %s", self.report.version, url, error)
+                    self._transport.forget(self._live.pop(url).api)
         if not self._live:
             reasons = "; ".join(self.report.failed.values()) or "no server to update"
             raise SyncError(f"weights {self.report.version} reached no rollout server: {reasons}")
-
-    def _give_up(self, url: str, error: PacsError) -> None:
-        target = self._live.pop(url)
-        self.report.failed[url] = str(error)
-        logger.warning("weights %d did not reach %s: %s", self.report.version, url, error)
-        self._transport.forget(target.api)
 
 
 def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> ServerSync:
@@ -273,28 +269,19 @@ def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> Server
     name contains a hash of the run's path, so that two runs never read each other's versions.
     """
     sync = options.sync
+    if sync.folder is not None:
+        run = folder.absolute().parent
+        folder = Path(sync.folder) / f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
     transport: Transport
-    if sync.transport == "disk":
-        if sync.folder is not None:
-            run = folder.absolute().parent
-            folder = Path(sync.folder) / f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
-        transport = DiskTransport(folder, sync.timeout_s)
-    elif sync.transport == "broadcast":
-        transport = BroadcastTransport(sync.host, sync.timeout_s)
-    else:
-        transport = IpcTransport(sync.timeout_s)
+    match sync.transport:
+        case "disk":
+            transport = DiskTransport(folder, sync.timeout_s)
+        case "broadcast":
+            transport = BroadcastTransport(sync.host, sync.timeout_s)
+        case "ipc":
+            transport = IpcTransport(sync.timeout_s)
     dims = ModelDims(num_kv_heads=spec.num_kv_heads, num_experts=0 if spec.moe is None else spec.moe.num_experts)
     return ServerSync(options, dims, transport, Bucket(sync.bucket_mib << 20))
-
-
-def _check_mark(api: SglangApi, version: int) -> None:
-    """Raises RolloutError if the server was restarted or updated by another process since this update began."""
-    reported = api.weight_version()
-    if reported != updating_version(version):
-        raise RolloutError(
-            f"{api.url} reports weights {reported!r} at the end of the update to {version}: it was restarted meanwhile, "
-            "or another run updates it"
-        )
 
 
 def _flush_cache(api: SglangApi, required: bool) -> None:
@@ -302,15 +289,13 @@ def _flush_cache(api: SglangApi, required: bool) -> None:
 
     Not `required`: the server rejects it while requests that are paused in place need the cache, and then keeps all of it.
     """
-    tries = FLUSH_TRIES if required else 1
-    for attempt in range(tries):
+    for attempt in range(FLUSH_TRIES):
         try:
             api.flush_cache()
             return
         except ServerRefusedError as error:
             if not required:
-                logger.debug("%s keeps KV cache of the old weights: %s", api.url, error)
-            elif attempt == tries - 1:
+                return
+            if attempt == FLUSH_TRIES - 1:
                 raise RolloutError(f"{api.url} kept KV cache of the old weights: {error}") from error
-            else:
-                time.sleep(FLUSH_WAIT_S)
+            time.sleep(FLUSH_WAIT_S)

@@ -38,8 +38,6 @@ T = TypeVar("T")
 Kind = Literal["nccl", "gloo"]
 CUDA_ARG_DEVICE = 6
 """Position of the device in the arguments of torch's `rebuild_cuda_tensor`; SGLang expects a GPU's UUID there."""
-
-
 GROUP_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch reads these in the constructor of an NCCL group. 2 is CleanUpOnly (ProcessGroupNCCL.hpp:167-170): if a server dies
 inside a broadcast, the group's watchdog aborts the group. With the default it ends the whole process, rank 0."""
@@ -50,16 +48,14 @@ _environment_lock = threading.Lock()
 def _environment(values: dict[str, str]) -> Iterator[None]:
     """Sets environment variables for the block; one thread at a time."""
     with _environment_lock:
-        before = {name: os.environ.get(name) for name in values}
+        before = {name: os.environ[name] for name in values if name in os.environ}
         os.environ.update(values)
         try:
             yield
         finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+            for name in values:
+                del os.environ[name]
+            os.environ.update(before)
 
 
 class Transport:
@@ -107,14 +103,13 @@ class DiskTransport(Transport):
     def __init__(self, folder: Path, timeout_s: float) -> None:
         super().__init__(timeout_s)
         self._folder = folder.absolute()
-        self._version = self._before = -1
+        self._version = -1
         self._shards: dict[str, str] = {}
-        self._num_bytes = 0
+        """tensor -> file"""
 
     def start(self, version: int) -> None:
-        self._before, self._version = self._version, version
-        self._shards, self._num_bytes = {}, 0
-        self._remove_others({f"v{self._before}", f"v{version}"})
+        self._remove_others({f"v{self._version}", f"v{version}"})
+        self._version, self._shards = version, {}
         with _disk_errors(self._partial):
             self._partial.mkdir(parents=True)
 
@@ -123,12 +118,11 @@ class DiskTransport(Transport):
         with _disk_errors(self._partial):
             save_file({name: tensor.cpu() for name, tensor in bucket.tensors()}, self._partial / name)
         self._shards |= {item.name: name for item in bucket.items}
-        self._num_bytes += bucket.num_bytes
 
     def commit(self) -> None:
-        index = {"metadata": {"total_size": self._num_bytes}, "weight_map": self._shards}
         with _disk_errors(self._partial):
-            (self._partial / "model.safetensors.index.json").write_text(json.dumps(index))
+            index = json.dumps({"metadata": {}, "weight_map": self._shards})
+            (self._partial / "model.safetensors.index.json").write_text(index)
             shutil.rmtree(self.path, ignore_errors=True)
             self._partial.replace(self.path)
         self._remove_others({self.path.name})
@@ -176,7 +170,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
 
 
 def _in_thread(action: Callable[[], T]) -> Future[T]:
-    """Runs `action` in a daemon thread, so that a blocked call does not delay the end of the process."""
+    """Runs `action` in a daemon thread: a blocked call must not delay the end of the process."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -251,19 +245,15 @@ class BroadcastTransport(Transport):
         sent = _in_thread(lambda: self._broadcast(group.backend, bucket.data))
         try:
             call.result()  # first: a server that rejects the request never joins the broadcast
-        except ServerRefusedError as error:
-            raise SyncError(f"{error}{self._advice(group.kind, str(error))}") from error
-        try:
             sent.result(self._timeout_s)
-        except (RuntimeError, TimeoutError) as error:
-            advice = self._advice(group.kind, str(error))
-            raise SyncError(f"{api.url}: broadcast failed: {error or 'timeout'}{advice}") from error
+        except (ServerRefusedError, RuntimeError, TimeoutError) as error:
+            advice = self._advice(str(error)) if group.kind == "nccl" else ""
+            raise SyncError(f"{api.url}: broadcast failed: {str(error) or 'timeout'}{advice}") from error
 
-    def _advice(self, kind: Kind, error: str) -> str:
+    @staticmethod
+    def _advice(error: str) -> str:
         """NCCL compares versions at the first broadcast of a group (its init.cc). The server's error has its version, from
         torch (`NCCL version 2.30.7`) or NCCL (`rank 1 version 23007`)."""
-        if kind != "nccl":
-            return ""
         ours = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         found = set(re.findall(r"NCCL version (\d+\.\d+\.\d+)", error))
         codes = (int(code) for code in re.findall(r"rank \d+ version (\d+)", error))
@@ -294,15 +284,18 @@ class BroadcastTransport(Transport):
         num_ranks = 1 + tp
         kind: Kind = "gloo" if device == "cpu" else "nccl"
         name = f"pacs-{uuid.uuid4().hex[:12]}"  # unique: the server may still have a broken group
-        listener = self._listen()
-        port = listener.getsockname()[1]
         limit = timedelta(seconds=self._timeout_s)
         try:
+            listener = socket.create_server((self._host, 0))
+            port = listener.getsockname()[1]
             store = TCPStore(
                 self._host, port, num_ranks, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
             )
-        except RuntimeError as error:
-            raise SyncError(f"rollout.sync.host={self._host}: no store for the process group: {error}") from error
+        except (OSError, RuntimeError) as error:
+            raise SyncError(
+                f"rollout.sync.host={self._host}: not an address of this host that can listen ({error}); set one that "
+                "servers can reach"
+            ) from error
         body = {
             "master_address": self._host,
             "master_port": port,
@@ -318,18 +311,6 @@ class BroadcastTransport(Transport):
             return _Group(name, kind, backend.result(self._timeout_s), store)
         except (RuntimeError, TimeoutError) as error:
             raise SyncError(f"{api.url}: no {kind} group within {self._timeout_s:g} s: {error}") from error
-
-    def _listen(self) -> socket.socket:
-        listener = socket.socket()
-        try:
-            listener.bind((self._host, 0))
-        except OSError as error:
-            listener.close()
-            raise SyncError(
-                f"rollout.sync.host={self._host}: not an address of this host ({error}); set one that servers can reach"
-            ) from error
-        listener.listen(128)
-        return listener
 
     def _new_backend(self, kind: Kind, name: str, num_ranks: int, store: TCPStore) -> Any:
         """Rank 0 of the group; key prefixes as `torch.distributed` forms them on the server's side."""
@@ -358,7 +339,6 @@ class IpcTransport(Transport):
         self._tp: dict[str, int] = {}
         self._payloads: dict[str, list[str]] = {}
         """url -> payload of each tensor-parallel rank"""
-        self._shared: list[tuple[str, torch.Tensor]] = []
 
     def join(self, api: SglangApi) -> None:
         if api.url not in self._tp:
@@ -366,15 +346,13 @@ class IpcTransport(Transport):
         super().join(api)
 
     def prepare(self, bucket: Bucket) -> None:
-        self._shared = bucket.tensors()
+        tensors = bucket.tensors()
         if bucket.data.is_cuda:
             torch.cuda.current_stream().synchronize()
         # Every rank opens the full tensors and copies its part. A CUDA handle counts its readers, so each rank needs its own
         # (SGLang 0.5.23, managers/tp_worker.py:194, deserialize_own_rank).
         try:
-            self._payloads = {
-                url: [shared_memory_payload(self._shared) for _ in range(tp)] for url, tp in self._tp.items()
-            }
+            self._payloads = {url: [shared_memory_payload(tensors) for _ in range(tp)] for url, tp in self._tp.items()}
         except RuntimeError as error:
             raise SyncError(
                 f"rollout.sync.transport=ipc: cannot share a bucket of {bucket.num_bytes} bytes: {error}; "
@@ -386,14 +364,8 @@ class IpcTransport(Transport):
         body = {"serialized_named_tensors": payloads, "flush_cache": False, "abort_all_requests": False}
         api.post("/update_weights_from_tensor", body, self._timeout_s)
 
-    def commit(self) -> None:
-        self._shared, self._payloads = [], {}
-
     def forget(self, api: SglangApi) -> None:
         self._tp.pop(api.url, None)
-
-    def close(self) -> None:
-        self.commit()
 
 
 def shared_memory_payload(tensors: list[tuple[str, torch.Tensor]]) -> str:

@@ -42,7 +42,6 @@ def test_every_way_brings_all_weights(lab: Lab, transport: str) -> None:
             report = lab.sync.report
             assert report.failed == {}
             assert report.verified == 19  # of 25 exported tensors: q, k, v and gate, up are fused
-            assert report.num_tensors == 25
             [sample, other] = lab.engine.stream(sample_requests(2, tag=f"{transport}{step}", temperature=0.0))
             assert worst(lab, weights, sample) < BF16_NATS
             assert worst(lab, 1 - weights, sample) > 0.5
