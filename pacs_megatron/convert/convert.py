@@ -187,7 +187,7 @@ def pieces(entry: Entry, parts: Sequence[torch.Tensor]) -> Iterator[Piece]:
 
 def _num_pieces(entry: Entry, part: torch.Tensor) -> int:
     """A power of two that divides the tensor-parallel units of the part."""
-    units = entry.transform.tp_units(entry.dims)
+    units = entry.transform.tp_units(entry.sizes)
     num = 1
     while num < _MAX_PIECES and units % (2 * num) == 0 and part.nbytes >= 2 * num * _MIN_PIECE_BYTES:
         num *= 2

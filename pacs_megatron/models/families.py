@@ -3,47 +3,69 @@
 config.json -> ModelSpec -> weight table.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader, wrong_value
-from pacs_megatron.models.decoder import ATTENTION, DENSE_MLP, EXPERTS, MLP_NORM, QK_NORM, QKV_BIAS, read_decoder
 from pacs_megatron.models.spec import ModelSpec, MoeSpec
-from pacs_megatron.models.table import CRITIC_CLASS, Family, WeightTable, build_table
+from pacs_megatron.models.table import CRITIC_CLASS, Row, WeightTable, build_table
+from pacs_megatron.models.transforms import Qkv, Rows
 from pacs_megatron.runtime.json_reader import read_object
 
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
-def _refuse_attention_bias(config: ConfigReader) -> None:
-    config.refuse("attention_bias", unless=(False,), reason="attention has no bias")
+ATTENTION = (
+    Row("input_layernorm.weight", ("input_layernorm.weight",), Rows(("hidden",))),
+    Row("self_attention.linear_qkv.weight", tuple(f"{n}.weight" for n in _QKV), Qkv(("hidden",))),
+    Row("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Rows(("hidden", "heads"), tp_dim=1)),
+)
+QKV_BIAS = (Row("self_attention.linear_qkv.bias", tuple(f"{n}.bias" for n in _QKV), Qkv(())),)
+QK_NORM = (
+    Row("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), Rows(("head_dim",))),
+    Row("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), Rows(("head_dim",))),
+)
+MLP_NORM = (Row("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Rows(("hidden",))),)
+DENSE_MLP = (
+    Row(
+        "mlp.linear_fc1.weight",
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        Rows(("ffn", "hidden"), tp_dim=0, tp_parts=2),
+    ),
+    Row("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Rows(("hidden", "ffn"), tp_dim=1)),
+)
+_EXPERT = "mlp.experts.local_experts.{e}"
+EXPERTS = (
+    Row("mlp.router.weight", ("mlp.gate.weight",), Rows(("experts", "hidden"))),
+    Row(
+        f"{_EXPERT}.linear_fc1.weight",
+        ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
+        Rows(("expert_ffn", "hidden"), tp_dim=0, tp_parts=2),
+    ),
+    Row(
+        f"{_EXPERT}.linear_fc2.weight",
+        ("mlp.experts.{e}.down_proj.weight",),
+        Rows(("hidden", "expert_ffn"), tp_dim=1),
+    ),
+)
 
 
-def _refuse_qwen_window(config: ConfigReader) -> None:
+def _qwen_window(config: ConfigReader) -> bool:
     """With `use_sliding_window`, Qwen's layers from `max_window_layers` on have a window."""
     is_used = config.boolean("use_sliding_window")
     first = config.optional_integer("max_window_layers") if is_used else None
-    is_used = is_used and (first is None or first < config.integer("num_hidden_layers", MAX_LAYERS))
-    config.refuse_sliding_window(is_used)
+    return is_used and (first is None or first < config.integer("num_hidden_layers", MAX_LAYERS))
 
 
-def _qwen2(config: ConfigReader) -> ModelSpec:
-    """Qwen2 and Qwen2.5 (and DeepSeek-R1-Distill-Qwen): a bias on q, k and v."""
-    _refuse_qwen_window(config)
-    return read_decoder(config, qkv_bias=True)
+def _mistral_window(config: ConfigReader) -> bool:
+    window = config.optional_integer("sliding_window")
+    return window is not None and window < config.integer("max_position_embeddings")
 
 
-def _qwen3(config: ConfigReader) -> ModelSpec:
-    """Qwen3 dense, 0.6B to 32B: a norm on each query and key head, head_dim apart from hidden / heads, no bias."""
-    _refuse_qwen_window(config)
-    _refuse_attention_bias(config)
-    return read_decoder(config, qk_norm=True)
-
-
-def _qwen3_moe(config: ConfigReader) -> ModelSpec:
-    """Qwen3-MoE, 30B-A3B and 235B-A22B: Qwen3's attention, every MLP a softmax top-k mixture without shared experts."""
-    _refuse_qwen_window(config)
-    _refuse_attention_bias(config)
+def _qwen_experts(config: ConfigReader) -> MoeSpec:
+    """A softmax top-k mixture in every layer, without shared experts."""
     config.refuse("decoder_sparse_step", unless=(1,), reason="every layer has experts")
     config.refuse("mlp_only_layers", unless=([],), reason="every layer has experts")
     # transformers 5 reads both keys and keeps the older one when it saves.
@@ -56,34 +78,81 @@ def _qwen3_moe(config: ConfigReader) -> ModelSpec:
     )
     if moe.top_k > moe.num_experts:
         raise wrong_value("num_experts_per_tok", moe.top_k, f"at most {experts_key}={moe.num_experts}")
-    return read_decoder(config, qk_norm=True, moe=moe)
+    return moe
 
 
-def _llama(config: ConfigReader) -> ModelSpec:
-    """Llama 3.x (and DeepSeek-R1-Distill-Llama): no norms on heads, no biases, `llama3` rope scaling."""
-    _refuse_attention_bias(config)
-    return read_decoder(config)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One model family: the rows of one layer, and what its config.json has beside the keys of all families."""
+
+    layer_rows: tuple[Row, ...]
+    window: Callable[[ConfigReader], bool] | None = None
+    """whether a sliding window is in use; None: the family has none"""
+    experts: Callable[[ConfigReader], MoeSpec] | None = None
 
 
-def _mistral(config: ConfigReader) -> ModelSpec:
-    """Mistral with full attention (7B v0.2 and later, Nemo, Small): Llama's rows, another rule for sliding windows."""
-    window = config.optional_integer("sliding_window")
-    config.refuse_sliding_window(window is not None and window < config.integer("max_position_embeddings"))
-    return read_decoder(config)
-
-
-FAMILIES = (
-    Family(name="qwen2", read=_qwen2, layer_rows=ATTENTION + QKV_BIAS + MLP_NORM + DENSE_MLP),
-    Family(name="qwen3", read=_qwen3, layer_rows=ATTENTION + QK_NORM + MLP_NORM + DENSE_MLP),
-    Family(name="qwen3_moe", read=_qwen3_moe, layer_rows=ATTENTION + QK_NORM + MLP_NORM + EXPERTS),
-    Family(name="llama", read=_llama, layer_rows=ATTENTION + MLP_NORM + DENSE_MLP),
-    Family(name="mistral", read=_mistral, layer_rows=ATTENTION + MLP_NORM + DENSE_MLP),
-)
+FAMILIES = {
+    # Qwen2 and Qwen2.5, DeepSeek-R1-Distill-Qwen
+    "qwen2": Family(layer_rows=ATTENTION + QKV_BIAS + MLP_NORM + DENSE_MLP, window=_qwen_window),
+    # 0.6B to 32B; head_dim apart from hidden / heads
+    "qwen3": Family(layer_rows=ATTENTION + QK_NORM + MLP_NORM + DENSE_MLP, window=_qwen_window),
+    # 30B-A3B and 235B-A22B
+    "qwen3_moe": Family(
+        layer_rows=ATTENTION + QK_NORM + MLP_NORM + EXPERTS, window=_qwen_window, experts=_qwen_experts
+    ),
+    # Llama 3.x, DeepSeek-R1-Distill-Llama
+    "llama": Family(layer_rows=ATTENTION + MLP_NORM + DENSE_MLP),
+    # 7B v0.2 and later, Nemo, Small: with full attention
+    "mistral": Family(layer_rows=ATTENTION + MLP_NORM + DENSE_MLP, window=_mistral_window),
+}
+"""`model_type` of config.json -> family"""
 
 VOCAB_MULTIPLE = 128
 """Megatron's vocabulary is padded to a multiple of this at every tensor-parallel size, so that checkpoints reshard."""
 
-_BY_NAME = {family.name: family for family in FAMILIES}
+
+def _read(family: Family, config: ConfigReader) -> ModelSpec:
+    """Raises ConversionError for settings that are not implemented."""
+    qkv_bias = QKV_BIAS[0] in family.layer_rows
+    if family.window is not None:
+        config.refuse_sliding_window(family.window(config))
+    if not qkv_bias:
+        config.refuse("attention_bias", unless=(False,), reason="attention has no bias")
+    moe = None if family.experts is None else family.experts(config)
+    config.refuse("hidden_act", unless=("silu",), reason="the MLP is SwiGLU")
+    config.refuse("quantization_config", unless=(), reason="weights must be plain; dequantise the checkpoint first")
+    config.refuse("partial_rotary_factor", unless=(1, 1.0), reason="positions rotate the whole head")
+    config.refuse("mlp_bias", unless=(False,), reason="the MLP has no bias")
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    num_kv_heads = config.optional_integer("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads:
+        raise ConversionError(f"config.json: num_key_value_heads={num_kv_heads} does not divide {num_heads} heads")
+    head_dim = config.optional_integer("head_dim")
+    if head_dim is None and hidden_size % num_heads:
+        raise ConversionError(f"config.json: num_attention_heads={num_heads} does not divide hidden_size={hidden_size}")
+    head_dim = head_dim or hidden_size // num_heads
+    if head_dim % 2:
+        raise wrong_value("head_dim", head_dim, "an even number (rotary positions turn pairs)")
+    theta, scaling = config.rope()
+    return ModelSpec(
+        family=config.family,
+        num_layers=config.integer("num_hidden_layers", MAX_LAYERS),
+        hidden_size=hidden_size,
+        ffn_size=config.integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=config.integer("vocab_size"),
+        max_positions=config.integer("max_position_embeddings"),
+        tied=config.boolean("tie_word_embeddings"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=config.number("rms_norm_eps"),
+        qk_norm=QK_NORM[0] in family.layer_rows,
+        qkv_bias=qkv_bias,
+        moe=moe,
+        dtype=config.dtype(),
+    )
 
 
 def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
@@ -92,12 +161,12 @@ def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
     Raises ConversionError for an unsupported family or feature, a missing key or a wrong type.
     """
     model_type = hf_config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _BY_NAME:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConversionError(
-            f"config.json: model_type={str(model_type)[:60]!r} is not supported; supported: {', '.join(_BY_NAME)} "
+            f"config.json: model_type={str(model_type)[:60]!r} is not supported; supported: {', '.join(FAMILIES)} "
             "(see docs/families.md to add a family)"
         )
-    spec = _BY_NAME[model_type].read(ConfigReader(hf_config, model_type))
+    spec = _read(FAMILIES[model_type], ConfigReader(hf_config, model_type))
     architectures = hf_config.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     if name and not name.lower().startswith(f"{model_type.replace('_', '')}for"):  # servers choose the model by it
@@ -120,4 +189,4 @@ def load_spec(path: str | Path) -> ModelSpec:
 
 def weight_table(spec: ModelSpec) -> WeightTable:
     """The two-way table of every weight of this model."""
-    return build_table(_BY_NAME[spec.family], spec, VOCAB_MULTIPLE)
+    return build_table(spec, FAMILIES[spec.family].layer_rows, VOCAB_MULTIPLE)

@@ -7,17 +7,16 @@ names of Transformer Engine's spec onto them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from pacs_megatron.errors import ConversionError
-from pacs_megatron.models.config_reader import ConfigReader
 from pacs_megatron.models.spec import ModelSpec
-from pacs_megatron.models.transforms import Dims, Rows, Shape, Transform
+from pacs_megatron.models.transforms import Rows, Shape, Sizes, Transform, sizes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,16 +55,6 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One model family: the reader of its config, and the rows of one layer."""
-
-    name: str
-    """also `model_type` of config.json"""
-    read: Callable[[ConfigReader], ModelSpec]
-    layer_rows: tuple[Row, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One Megatron tensor of one model and the Hugging Face tensors it is made of."""
 
@@ -81,7 +70,7 @@ class Entry:
     expert: int | None
     """Global number, from 0"""
     transform: Transform = field(repr=False)
-    dims: Dims = field(repr=False)
+    sizes: Sizes = field(repr=False)
 
     @property
     def checkpoint_key(self) -> str:
@@ -95,7 +84,7 @@ class Entry:
         # Both layer specs save norms under Transformer Engine's names, so each loads the other's checkpoint. With
         # experts, no linear layer follows the second norm, so it is not fused.
         for te_name, local_name in TE_LAYER_NAMES.items():
-            if name == local_name and not (self.dims.spec.moe is not None and te_name.startswith("mlp.")):
+            if name == local_name and not ("experts" in self.sizes and te_name.startswith("mlp.")):
                 return prefix + te_name
         return self.megatron_name
 
@@ -104,17 +93,17 @@ class Entry:
         """Shape of the whole tensor under `checkpoint_key`: [experts, ...] where experts are stacked."""
         if self.expert is None:
             return self.megatron_shape
-        return (self.dims.sizes["experts"], *self.megatron_shape)
+        return (self.sizes["experts"], *self.megatron_shape)
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
         """The full Megatron tensor; may share memory with its inputs. Raises ConversionError on a wrong shape."""
         self.check(tensors)
-        return self.transform.to_megatron(tensors, self.dims)
+        return self.transform.to_megatron(tensors, self.sizes)
 
     def to_megatron_parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """`to_megatron` as `tp_parts` equal parts along `tp_dim`, without concatenating gate and up."""
         self.check(tensors)
-        return list(tensors) if self.transform.tp_parts > 1 else [self.transform.to_megatron(tensors, self.dims)]
+        return list(tensors) if self.transform.tp_parts > 1 else [self.transform.to_megatron(tensors, self.sizes)]
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raises ConversionError unless these are the Hugging Face tensors of this entry: count, shapes, one dtype."""
@@ -131,7 +120,7 @@ class Entry:
     def to_hf(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """The Hugging Face tensors in the order of `hf_names`; may share memory with the input."""
         _check_shape(self.megatron_name, tuple(tensor.shape), self.megatron_shape)
-        return self.transform.to_hf(tensor, self.dims)
+        return self.transform.to_hf(tensor, self.sizes)
 
     def to_hf_blocks(self, blocks: Sequence[Tensor]) -> list[list[Tensor]]:
         """`to_hf` of a tensor given as consecutive blocks of rows; each result is a list of blocks as well."""
@@ -180,7 +169,7 @@ class Entry:
         dim = self.transform.tp_dim
         if dim is None:
             return self.megatron_shape
-        units = self.transform.tp_units(self.dims)
+        units = self.transform.tp_units(self.sizes)
         if units % tp:
             raise ConversionError(
                 f"{self.megatron_name}: tp={tp} does not divide its {units} units along dimension {dim}"
@@ -188,25 +177,18 @@ class Entry:
         return tuple(size // tp if d == dim else size for d, size in enumerate(self.megatron_shape))
 
 
-@dataclass(frozen=True, slots=True)
 class WeightTable:
     """All entries of one model: embedding, layers ascending, final norm, output layer (absent when tied)."""
 
-    spec: ModelSpec
-    padded_vocab: int
-    entries: tuple[Entry, ...]
-    by_megatron: Mapping[str, Entry] = field(init=False, repr=False)
-    """`megatron_name` -> entry; map Transformer Engine's names with `canonical_name` first"""
-    by_hf: Mapping[str, Entry] = field(init=False, repr=False)
-    """each of `hf_names` -> entry"""
-
-    def __post_init__(self) -> None:
-        by_megatron = {e.megatron_name: e for e in self.entries}
-        by_hf = {name: e for e in self.entries for name in e.hf_names}
-        if len(by_megatron) != len(self.entries) or len(by_hf) != sum(len(e.hf_names) for e in self.entries):
-            raise ConversionError(f"the weight table of family {self.spec.family} names a tensor twice; fix its rows")
-        object.__setattr__(self, "by_megatron", MappingProxyType(by_megatron))
-        object.__setattr__(self, "by_hf", MappingProxyType(by_hf))
+    def __init__(self, spec: ModelSpec, padded_vocab: int, entries: Sequence[Entry]) -> None:
+        self.spec = spec
+        self.padded_vocab = padded_vocab
+        self.entries = tuple(entries)
+        self.by_megatron = {e.megatron_name: e for e in self.entries}
+        """`megatron_name` -> entry; map Transformer Engine's names with `canonical_name` first"""
+        self.by_hf = {name: e for e in self.entries for name in e.hf_names}
+        if len(self.by_megatron) != len(self.entries) or len(self.by_hf) != sum(len(e.hf_names) for e in self.entries):
+            raise ConversionError(f"the weight table of family {spec.family} names a tensor twice; fix its rows")
 
     @property
     def num_parameters(self) -> int:
@@ -228,51 +210,43 @@ CRITIC_CLASS = "ForTokenClassification"
 critics of this class too."""
 
 
-def build_table(family: Family, spec: ModelSpec, vocab_multiple: int) -> WeightTable:
+def build_table(spec: ModelSpec, layer_rows: Sequence[Row], vocab_multiple: int) -> WeightTable:
     """Expands a family's rows over layers and experts."""
     padded_vocab = -(-spec.vocab_size // vocab_multiple) * vocab_multiple
-    dims = Dims(spec, padded_vocab)
+    sizes = sizes_of(spec, padded_vocab)
 
-    def entries() -> Iterator[Entry]:
-        yield _entry(_EMBEDDING, dims, place="embedding")
-        for layer in range(spec.num_layers):
-            for row in family.layer_rows:
-                experts = range(spec.moe.num_experts) if spec.moe is not None and "{e}" in row.megatron else (None,)
-                for expert in experts:
-                    yield _entry(row, dims, place="layer", layer=layer, expert=expert)
-        yield _entry(_FINAL_NORM, dims, place="final_norm")
-        if spec.head == "value":
-            yield from (_entry(row, dims, place="output") for row in _VALUE)
-        elif not spec.tied:
-            yield _entry(_OUTPUT, dims, place="output")
+    def entry(row: Row, place: Place, layer: int | None = None, expert: int | None = None) -> Entry:
+        megatron, hf = ("", "") if layer is None else (f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+        return Entry(
+            megatron_name=megatron + row.megatron.replace("{e}", str(expert)),
+            hf_names=tuple(hf + name.replace("{e}", str(expert)) for name in row.hf),
+            hf_shapes=row.transform.hf_shapes(sizes),
+            megatron_shape=row.transform.megatron_shape(sizes),
+            place=place,
+            layer=layer,
+            expert=expert,
+            transform=row.transform,
+            sizes=sizes,
+        )
 
-    return WeightTable(spec, padded_vocab, tuple(entries()))
-
-
-def _entry(row: Row, dims: Dims, *, place: Place, layer: int | None = None, expert: int | None = None) -> Entry:
-    megatron_prefix, hf_prefix = ("", "") if layer is None else (f"decoder.layers.{layer}.", f"model.layers.{layer}.")
-    return Entry(
-        megatron_name=megatron_prefix + row.megatron.replace("{e}", str(expert)),
-        hf_names=tuple(hf_prefix + name.replace("{e}", str(expert)) for name in row.hf),
-        hf_shapes=row.transform.hf_shapes(dims),
-        megatron_shape=row.transform.megatron_shape(dims),
-        place=place,
-        layer=layer,
-        expert=expert,
-        transform=row.transform,
-        dims=dims,
-    )
+    entries = [entry(_EMBEDDING, "embedding")]
+    for layer in range(spec.num_layers):
+        for row in layer_rows:
+            experts = range(spec.moe.num_experts) if spec.moe is not None and "{e}" in row.megatron else (None,)
+            entries += [entry(row, "layer", layer, expert) for expert in experts]
+    entries.append(entry(_FINAL_NORM, "final_norm"))
+    if spec.head == "value":
+        entries += [entry(row, "output") for row in _VALUE]
+    elif not spec.tied:
+        entries.append(entry(_OUTPUT, "output"))
+    return WeightTable(spec, padded_vocab, entries)
 
 
 def _rows(blocks: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
     """Rows [start, stop) of consecutive blocks, as views."""
-    found, at = [], 0
-    for block in blocks:
-        low, high = max(start - at, 0), min(stop - at, block.shape[0])
-        if low < high:
-            found.append(block[low:high])
-        at += block.shape[0]
-    return found
+    firsts = itertools.accumulate((len(block) for block in blocks), initial=0)
+    views = [block[max(start - at, 0) : max(stop - at, 0)] for at, block in zip(firsts, blocks, strict=False)]
+    return [view for view in views if len(view)]
 
 
 def _check_shape(name: str, got: Shape, expected: Shape) -> None:

@@ -46,7 +46,7 @@ def test_there_and_back_and_through_every_cut(case: str) -> None:
         assert len(parts) == entry.transform.tp_parts
         assert torch.equal(torch.cat(parts, dim=entry.transform.tp_dim or 0), full)
         for tp in (1, 2):
-            if entry.transform.tp_dim is not None and entry.transform.tp_units(entry.dims) % tp:
+            if entry.transform.tp_dim is not None and entry.transform.tp_units(entry.sizes) % tp:
                 with pytest.raises(ConversionError, match=f"tp={tp}"):
                     entry.split_tp(full, tp)
                 continue
