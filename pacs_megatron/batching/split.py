@@ -49,26 +49,20 @@ def plan_microbatches(
             f"{int(lens[worst])} tokens; raise it to data.max_prompt_tokens + the response limit"
         )
     items, together = _items(facts, rows, tokens_per_microbatch, keep_groups=keep_groups)
-    sizes = np.array([int(lens[members].sum()) for members in items], dtype=np.int64)
     load = np.zeros(layout.dp, dtype=np.int64)
-    shares: list[list[int]] = [[] for _ in range(layout.dp)]
-    for item in np.argsort(-sizes, kind="stable").tolist():
-        rank = int(load.argmin()) if owner_of_row is None else int(owner_of_row[items[item][0]])
+    shares: list[list[np.ndarray]] = [[] for _ in range(layout.dp)]
+    for item in sorted(items, key=lambda members: -lens[members].sum()):
+        rank = int(load.argmin()) if owner_of_row is None else int(owner_of_row[item[0]])
         shares[rank].append(item)
-        load[rank] += sizes[item]
-    split, whole = (
-        [
-            _packed([item for item in share if together[items[item][0]] == kept], items, sizes, tokens_per_microbatch)
-            for share in shares
-        ]
-        for kept in (False, True)
-    )
+        load[rank] += lens[item].sum()
+
+    def packed(*, is_together: bool) -> list[list[np.ndarray]]:
+        chosen = [[item for item in share if together[item[0]] == is_together] for share in shares]
+        return _with_padding([_first_fit(own, lens, tokens_per_microbatch) for own in chosen], layout)
+
     # First the split groups, so their score pass has the same micro-batches at the same places on all ranks.
-    batches = [
-        own + other or _padding(layout)
-        for own, other in zip(_with_padding(split, layout), _with_padding(whole, layout), strict=True)
-    ]
-    return MicroBatchPlan(by_dp_rank=tuple(tuple(own) for own in batches), together=together)
+    pairs = zip(packed(is_together=False), packed(is_together=True), strict=True)
+    return _plan([split + whole for split, whole in pairs], together, layout)
 
 
 def _items(
@@ -120,20 +114,22 @@ def plan_metrics(plan: MicroBatchPlan, facts: SampleFacts, layout: Layout) -> di
 def split_groups_only(plan: MicroBatchPlan, layout: Layout) -> MicroBatchPlan:
     """The micro-batches of `plan` with samples of groups that are not together."""
     packed = [[rows for rows in own if len(rows) and not plan.together[rows[0]]] for own in plan.by_dp_rank]
-    batches = [own or _padding(layout) for own in _with_padding(packed, layout)]
-    return MicroBatchPlan(by_dp_rank=tuple(tuple(own) for own in batches), together=plan.together)
+    return _plan(_with_padding(packed, layout), plan.together, layout)
 
 
 def one_by_one(plan: MicroBatchPlan, layout: Layout) -> MicroBatchPlan:
     """The samples of `plan`, each alone in a micro-batch."""
     packed = [[rows[k : k + 1] for rows in own for k in range(len(rows))] for own in plan.by_dp_rank]
-    batches = [own or _padding(layout) for own in _with_padding(packed, layout)]
-    return MicroBatchPlan(by_dp_rank=tuple(tuple(own) for own in batches), together=plan.together)
+    return _plan(_with_padding(packed, layout), plan.together, layout)
 
 
-def _padding(layout: Layout) -> list[np.ndarray]:
-    """The fewest micro-batches that a rank may have."""
-    return [np.empty(0, dtype=np.int64)] * layout.microbatch_multiple
+_PADDING = np.empty(0, dtype=np.int64)
+
+
+def _plan(batches: list[list[np.ndarray]], together: np.ndarray, layout: Layout) -> MicroBatchPlan:
+    """A rank without micro-batches gets the fewest that it may have."""
+    fewest = (_PADDING,) * layout.microbatch_multiple
+    return MicroBatchPlan(by_dp_rank=tuple(tuple(own) or fewest for own in batches), together=together)
 
 
 def _with_padding(packed: list[list[np.ndarray]], layout: Layout) -> list[list[np.ndarray]]:
@@ -142,26 +138,19 @@ def _with_padding(packed: list[list[np.ndarray]], layout: Layout) -> list[list[n
     counts = [-(-len(own) // multiple) * multiple for own in packed]
     if layout.needs_equal_microbatches:
         counts = [max(counts)] * layout.dp
-    return [own + [np.empty(0, dtype=np.int64)] * (count - len(own)) for own, count in zip(packed, counts, strict=True)]
+    return [own + [_PADDING] * (count - len(own)) for own, count in zip(packed, counts, strict=True)]
 
 
-def _packed(chosen: list[int], items: list[np.ndarray], sizes: np.ndarray, budget: int) -> list[np.ndarray]:
-    """Rows of each micro-batch with the chosen items, ascending."""
-    return [np.sort(np.concatenate([items[item] for item in found])) for found in _first_fit(chosen, sizes, budget)]
-
-
-def _first_fit(items: list[int], sizes: np.ndarray, budget: int) -> list[list[int]]:
-    """Items of one rank, longest first, into bins of at most `budget` tokens."""
-    bins: list[list[int]] = []
-    space: list[int] = []
-    for item in items:
-        need = int(sizes[item])
-        for k, free in enumerate(space):
-            if need <= free:
-                bins[k].append(item)
-                space[k] -= need
-                break
-        else:
-            bins.append([item])
-            space.append(budget - need)
-    return bins
+def _first_fit(items: list[np.ndarray], lens: np.ndarray, budget: int) -> list[np.ndarray]:
+    """Rows, ascending, of each micro-batch of at most `budget` tokens, with the items of one rank, longest first."""
+    batches: list[list[np.ndarray]] = []
+    free: list[int] = []
+    for rows in items:
+        need = int(lens[rows].sum())
+        place = next((k for k, space in enumerate(free) if need <= space), len(free))
+        if place == len(free):
+            batches.append([])
+            free.append(budget)
+        batches[place].append(rows)
+        free[place] -= need
+    return [np.sort(np.concatenate(batch)) for batch in batches]

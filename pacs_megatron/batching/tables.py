@@ -25,17 +25,24 @@ def tabulate(groups: Sequence[Group], routing: RoutingKind = "own") -> tuple[Sam
         response_lens=np.array([s.response_len for _, s in samples], dtype=np.int64),
         truncated=np.array([s.stop is Stop.LENGTH for _, s in samples], dtype=bool),
     )
-    token_ids, offsets = flat([s.token_ids for _, s in samples], np.int32)
-    logprobs, response_offsets = flat([s.sampler_logprobs for _, s in samples], np.float32)
-    tokens = TokenBuffers(
-        index=np.arange(len(samples), dtype=np.int64),
-        token_ids=token_ids,
+    routes = None if routing == "own" or not samples else _recorded_routes([s for _, s in samples])
+    token_ids, logprobs = [s.token_ids for _, s in samples], [s.sampler_logprobs for _, s in samples]
+    return facts, _buffers(np.arange(len(samples)), token_ids, logprobs, routes)
+
+
+def _buffers(
+    index: np.ndarray, token_ids: Sequence[np.ndarray], logprobs: Sequence[np.ndarray], routes: np.ndarray | None
+) -> TokenBuffers:
+    all_ids, offsets = flat(token_ids, np.int32)
+    all_logprobs, response_offsets = flat(logprobs, np.float32)
+    return TokenBuffers(
+        index=np.asarray(index, dtype=np.int64),
+        token_ids=all_ids,
         offsets=offsets,
-        sampler_logprobs=logprobs,
+        sampler_logprobs=all_logprobs,
         response_offsets=response_offsets,
-        routes=None if routing == "own" or not samples else _recorded_routes([s for _, s in samples]),
+        routes=routes,
     )
-    return facts, tokens
 
 
 def _recorded_routes(samples: Sequence[Sample]) -> np.ndarray:
@@ -52,21 +59,12 @@ def _recorded_routes(samples: Sequence[Sample]) -> np.ndarray:
 
 def select_tokens(tokens: TokenBuffers, positions: np.ndarray, new_index: np.ndarray) -> TokenBuffers:
     """Samples at `positions` of `tokens` (not rows of the facts), with `index` set to `new_index`."""
-    ends, response_ends = tokens.offsets, tokens.response_offsets
-    token_ids, offsets = flat([tokens.token_ids[ends[p] : ends[p + 1]] for p in positions], np.int32)
-    logprobs, response_offsets = flat(
-        [tokens.sampler_logprobs[response_ends[p] : response_ends[p + 1]] for p in positions], np.float32
-    )
-    return TokenBuffers(
-        index=np.asarray(new_index, dtype=np.int64),
-        token_ids=token_ids,
-        offsets=offsets,
-        sampler_logprobs=logprobs,
-        response_offsets=response_offsets,
-        routes=None
-        if tokens.routes is None
-        else np.concatenate([tokens.routes[:0], *(tokens.routes_of(int(p)) for p in positions)]),
-    )
+    at, responses_at, routes = tokens.offsets, tokens.response_offsets, tokens.routes
+    if routes is not None:
+        routes = np.concatenate([routes[:0], *(tokens.routes_of(int(p)) for p in positions)])
+    token_ids = [tokens.token_ids[at[p] : at[p + 1]] for p in positions]
+    logprobs = [tokens.sampler_logprobs[responses_at[p] : responses_at[p + 1]] for p in positions]
+    return _buffers(new_index, token_ids, logprobs, routes)
 
 
 def facts_to_arrays(facts: SampleFacts) -> dict[str, np.ndarray]:
