@@ -1,8 +1,8 @@
 """Judged samples: selection of those to train (dropped ones are counted), and counts per problem of a benchmark."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,8 +10,7 @@ from pacs_megatron.config.schema import AdmissionOptions
 from pacs_megatron.contracts import Group, Sample, Stop
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admitted:
+class Admitted(NamedTuple):
     """Groups to train, and counts of the dropped samples and groups."""
 
     groups: tuple[Group, ...]
@@ -19,12 +18,7 @@ class Admitted:
 
 
 def label_sample(
-    sample: Sample,
-    reward: float,
-    label: int,
-    *,
-    judge_truncated: bool = False,
-    details: Mapping[str, Any] | None = None,
+    sample: Sample, reward: float, label: int, *, judge_truncated: bool = False, details: Any = None
 ) -> Sample:
     """`sample` with its verdict. A truncated response has label 0 for any reward, unless `judge_truncated`."""
     label = 0 if sample.stop is Stop.LENGTH and not judge_truncated else label
@@ -66,25 +60,22 @@ def admit(
             counts["one_class_groups"] += 1
         else:
             kept.append(replace(group, samples=tuple(samples)))
-    return Admitted(groups=tuple(kept), counts=counts)
+    return Admitted(tuple(kept), counts)
 
 
 def shuffle_labels(groups: Sequence[Group], *, seed: int, step: int) -> tuple[Group, ...]:
     """Control experiment: permutes the labels of all samples of the step at random, each with its reward."""
     judged = [sample for group in groups for sample in group.samples]
-    order = np.random.Generator(np.random.PCG64([seed, step])).permutation(len(judged))
-    shuffled = iter([judged[k] for k in order])
-
-    def with_next(sample: Sample) -> Sample:
-        other = next(shuffled)
-        return replace(sample, label=other.label, reward=other.reward)
-
-    return tuple(replace(group, samples=tuple(map(with_next, group.samples))) for group in groups)
+    order = iter(np.random.Generator(np.random.PCG64([seed, step])).permutation(len(judged)))
+    verdicts = ({"label": judged[k].label, "reward": judged[k].reward} for k in order)
+    return tuple(
+        replace(group, samples=tuple(replace(sample, **next(verdicts)) for sample in group.samples)) for group in groups
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemCounts:
-    """Samples of one benchmark problem, judged or not; every metric of an evaluation is computed from them."""
+    """Samples of one benchmark problem; every metric of an evaluation is computed from them."""
 
     problem_id: str
     num_samples: int
@@ -92,11 +83,10 @@ class ProblemCounts:
     num_correct: int
     """c of those n"""
     num_unjudged: int = 0
-    """responses without a verdict: in neither number, reported beside the result"""
+    """responses without a verdict, in neither number"""
     num_truncated: int = 0
-    """of all responses: cut at the limit"""
+    """of all responses, as the tokens"""
     num_tokens: int = 0
-    """of all responses"""
 
 
 def count_problem(problem_id: str, samples: Sequence[Sample]) -> ProblemCounts:

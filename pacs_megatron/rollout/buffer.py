@@ -59,17 +59,14 @@ class RolloutBuffer:
 
     def forget(self, trained: int) -> None:
         """Removes the steps up to `trained`."""
-        for step in [step for step in self._steps if step <= trained]:
-            del self._steps[step]
+        self._steps = {step: rollouts for step, rollouts in self._steps.items() if step > trained}
 
     # -------------------------------------------------------------------------------------------------------- sampling
     def start(self, rollouts: StepRollouts, *, urgent: bool = False) -> None:
         """SGLang: requests the missing samples, once. `urgent` requests go before all queued ones."""
         assert self._engine is not None
-        if rollouts.started:
-            return
+        missing = [] if rollouts.started else rollouts.missing
         rollouts.started = True
-        missing = rollouts.missing
         if missing:
             name = f"rollout-{rollouts.step}"
             threading.Thread(target=self._stream, args=(rollouts, missing, urgent), name=name, daemon=True).start()
@@ -129,11 +126,6 @@ class RolloutBuffer:
                 rollouts.error = error
         self._wake()
 
-    def drop(self, rollouts: StepRollouts) -> None:
-        """Cancels the requests in flight."""
-        if self._engine is not None:
-            self._engine.cancel([request.id for request in rollouts.missing])
-
     # ---------------------------------------------------------------------------------------------------------- buffer
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Every step with all of its samples, for a checkpoint."""
@@ -155,14 +147,8 @@ class RolloutBuffer:
         for rollouts in rollouts_from_message(header, arrays, prompts, requests_of):
             self._steps[rollouts.step] = rollouts
             if self._engine is not None and not rollouts.cancelled:
-                whole = [rollouts.whole_group(prompt.id) for prompt in rollouts.prompts]
-                rollouts.num_admitted = sum(group is not None and self._admits(group) for group in whole)
-            unjudged = [sample for sample in rollouts.sampled.values() if sample.id not in rollouts.judged]
-            for sample in unjudged:
+                rollouts.num_admitted = sum(map(self._admits, rollouts.groups()))
+            for sample in [sample for sample in rollouts.sampled.values() if sample.id not in rollouts.judged]:
                 self._submit(rollouts, sample)
-            logger.info(
-                "step %d: %d of %d samples are in the checkpoint",
-                rollouts.step,
-                len(rollouts.sampled),
-                len(rollouts.requests),
-            )
+            counts = rollouts.step, len(rollouts.sampled), len(rollouts.requests)
+            logger.info("step %d: %d of %d samples are in the checkpoint", *counts)

@@ -27,10 +27,6 @@ logger = logging.getLogger(__name__)
 _MAX_RESENDS = 5
 
 
-def _cannot_send(_trained: int) -> None:
-    raise RolloutError("the rollout servers need weights, but no sender of weights is set")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSamples:
     """Admitted samples of a step. Only rank 0 has `tokens`, the payload of the whole step."""
@@ -54,35 +50,27 @@ class Rollouts:
     """One object per rank; only that of rank 0 has a driver."""
 
     def __init__(
-        self,
-        channel: ControlChannel,
-        driver: DriverClient | None,
-        engine: EmbeddedEngine | None,
-        *,
+        self, channel: ControlChannel, driver: DriverClient | None, engine: EmbeddedEngine | None, *,
         should_stop: Callable[[], bool],
-    ) -> None:
-        self._rank = channel.rank
-        self._channel = channel
-        self._driver = driver
-        self._engine = engine
-        self._should_stop = should_stop
+    ) -> None:  # fmt: skip
+        self._rank, self._channel = channel.rank, channel
+        self._driver, self._engine, self._should_stop = driver, engine, should_stop
         self._orders: dict[int, dict[str, Any]] = {}
         """on rank 0: steps trained -> position in the data, of the last boundaries"""
-        self.send_weights: Callable[[int], None] = _cannot_send
+        self.send_weights: Callable[[int], None]
         """sends the weights after the given number of steps to the rollout engine again; collective. The loop sets it"""
 
     def collect(self, step: int) -> StepSamples:
         """The step's samples. Raises the driver's error on every rank."""
         header, arrays = self._exchange({"op": "rollout", "step": step}, trained=step - 1)
-        facts, tokens = None, None
+        own, tokens = None, None
         if self._rank.rank == 0:
             self._keep_order(step, header["order"])
-            facts = {name: arrays.pop(name) for name in FACTS}
+            own = {name: arrays.pop(name) for name in FACTS}
             tokens = TokenBuffers(**arrays)
-        facts = broadcast_arrays(facts, src=0, group=self._rank.control)
-        return StepSamples(
-            facts=SampleFacts(ids=tuple(header["ids"]), **facts), tokens=tokens, metrics=dict(header["metrics"])
-        )
+        shared = broadcast_arrays(own, src=0, group=self._rank.control)
+        facts = SampleFacts(ids=tuple(header["ids"]), **shared)
+        return StepSamples(facts=facts, tokens=tokens, metrics=header["metrics"])
 
     def evaluate(self, step: int) -> dict[str, list[ProblemCounts]]:
         """Benchmark -> counts of each problem, on every rank."""
@@ -93,8 +81,8 @@ class Rollouts:
     def state(self, trained: int, *, final: bool, at_boundary: bool) -> DriverState:
         """State for the checkpoint after `trained` steps; empty on all ranks but 0. Collective; raises on every rank.
 
-        `final`: nothing is judged any more, because the run ends after this checkpoint. If the driver is dead or does not
-        respond, a checkpoint `at_boundary` of two steps is saved without samples of later steps.
+        `final`: the run ends after this checkpoint. If the driver is dead or does not respond, a checkpoint `at_boundary` of
+        two steps is saved without samples of later steps.
         """
 
         def call() -> DriverState:
@@ -115,25 +103,18 @@ class Rollouts:
 
     def load_state(self, saved: DriverState, trained: int) -> None:
         """Inverse of `state`; reads `saved` on rank 0 only. Collective; raises on every rank."""
-        buffer, arrays = (None, None) if saved.buffer is None else saved.buffer
+        buffer, arrays = saved.buffer or (None, None)
         self._keep_order(trained, saved.order if buffer is None else None)
-        self._call({"op": "load_state", "order": saved.order, "buffer": buffer}, arrays)
+        request, driver = {"op": "load_state", "order": saved.order, "buffer": buffer}, self._driver
+        self._channel.run_together(lambda: driver and driver.call(request, arrays))
 
     def _keep_order(self, trained: int, order: dict[str, Any] | None) -> None:
         self._orders = {step: kept for step, kept in self._orders.items() if step == trained - 1}
         if order is not None:
             self._orders[trained] = order
 
-    def _call(self, request: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> Message:
-        """Rank 0's request to the driver and its response; empty on the other ranks. Collective; raises on every rank."""
-
-        def call() -> Message:
-            return ({}, {}) if self._driver is None else self._driver.call(request, arrays)
-
-        return self._channel.run_together(call)
-
     # ------------------------------------------------------------------------------------------------------ exchange
-    def _exchange(self, request: Mapping[str, Any], trained: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def _exchange(self, request: Mapping[str, Any], trained: int) -> Message:
         """The response to `request` on every rank (its arrays on rank 0 only).
 
         If all servers restarted meanwhile, this sends them the weights after `trained` steps and repeats the request.
@@ -149,7 +130,7 @@ class Rollouts:
             "of the run's folder"
         )
 
-    def _exchange_once(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def _exchange_once(self, request: Mapping[str, Any]) -> Message:
         if self._rank.rank:
             return self._follow(), {}
         assert self._driver is not None
@@ -169,7 +150,7 @@ class Rollouts:
         self._channel.send(header)
         return header, arrays
 
-    def _response(self, send: Callable[..., None]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def _response(self, send: Callable[..., None]) -> Message:
         """Rank 0: sends a message and returns the driver's response. The other ranks receive an error before it is raised."""
         assert self._driver is not None
         try:
@@ -234,13 +215,10 @@ class Rollouts:
         try:
             for sample in self._engine.stream(requests, self._should_stop):
                 samples.append(sample)
-                self._report_progress(len(samples), len(requests))
+                self._channel.on_heartbeat()
+                if self._driver is not None:  # assumes that the other ranks have sampled as much as this one
+                    done = min(len(requests), len(samples) * self._rank.layout.world_size)
+                    self._driver.on_progress(done, len(requests), False)
         except Interrupted:
             return True
         return False
-
-    def _report_progress(self, mine: int, total: int) -> None:
-        """Assumes that the other ranks have sampled as much as this one."""
-        self._channel.on_heartbeat()
-        if self._driver is not None:
-            self._driver.on_progress(min(total, mine * self._rank.layout.world_size), total, False)

@@ -1,10 +1,10 @@
 """The driver: a process beside global rank 0, with its own GIL. It owns prompt order, requests, rewards and admission.
 
 Concurrency: rank 0 sends one request at a time over a socket; every response has the request's number. The main thread
-waits for the socket and for the threads of the rollout buffer (`select`). During a long request (`rollout`, `evaluate`) it
-reports progress and handles `abandon` and `state` at any time. For the embedded engine the driver sends `generate` and rank
-0 replies with `samples` before the response. The driver ends when the socket closes; the kernel ends it when rank 0 dies.
-It ignores SIGINT, SIGTERM and SIGUSR1: rank 0 turns signals into decisions and then closes the socket.
+waits for the socket and for the threads of the rollout buffer. During a long request (`rollout`, `evaluate`) it reports
+progress and handles `abandon` and `state`. For the embedded engine the driver sends `generate` and rank 0 replies with
+`samples` before the response. The driver ends when the socket closes; the kernel ends it when rank 0 dies. It ignores
+SIGINT, SIGTERM and SIGUSR1: rank 0 turns signals into decisions and then closes the socket.
 """
 
 import gc
@@ -63,10 +63,10 @@ class Driver:
         self._request: OpenRequest | None = None
         self._to_start: list[StepRollouts] = []
         """SGLang: rollouts that may be sampled and are not requested yet"""
+        self._start_at = 0.0
+        """monotonic time at which they are requested"""
         self._failure: RolloutError | None = None
         """of the samples' files"""
-        self._start_at = 0.0
-        """monotonic time at which `_to_start` is requested"""
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._engine: SglangEngine | None = None
@@ -74,25 +74,19 @@ class Driver:
         if config.reward is not None:
             self._judge = Judge(config.reward, self._decode, truncated=config.admission.truncated)
         if config.rollout.sglang is not None:
-            if config.rollout.starts_servers_on_trainer_gpus:
-                self._await_trainer()
+            # A server that starts before the ranks have built (and off-loaded) the model measures memory that the model takes.
+            if config.rollout.starts_servers_on_trainer_gpus and connection.receive()[0]["op"] != "start_servers":
+                raise RolloutError("the trainer ended before the servers started")
             model = config.model.model_copy(update={"path": str(model_dir)})
             self._engine = open_engine(config.rollout.sglang, model, run_dir / "servers", config.policy.routing)
         self._results = StepResults(config, run_dir, self._data, self._judge, self._decode)
         self._buffer = RolloutBuffer(self._judge, self._engine, self._data.take, self._wake, self._results.admits)
 
-    def _await_trainer(self) -> None:
-        """Returns when the ranks have built (and off-loaded) the model. A server that starts earlier measures memory that the
-        model takes before the server does."""
-        if self._connection.receive()[0]["op"] != "start_servers":
-            raise RolloutError("the trainer ended before the servers started")
-
     def close(self) -> None:
         """Ends the reward workers and the managed servers."""
-        if self._engine is not None:
-            self._engine.close()
-        if self._judge is not None:
-            self._judge.close()
+        for part in (self._engine, self._judge):
+            if part is not None:
+                part.close()
 
     def _decode(self, ids: np.ndarray) -> str:
         with self._decoding:
@@ -142,13 +136,11 @@ class Driver:
         """Opens the request for a step's admitted samples. The earlier steps are trained."""
         self._buffer.forget(step - 1)
         steps = self._dispatch(step)
-        for_ranks: list[StepRollouts] = []
+        # The ranks sample all allowed steps before they train: the update replaces these weights.
+        for_ranks = [rollouts for rollouts in steps if rollouts.missing and self._engine is None]
         if self._engine is not None:
             self._buffer.start(steps[0])
             self._to_start, self._start_at = steps, 0.0
-        else:
-            # The ranks sample all allowed steps before they train: the update replaces these weights.
-            for_ranks = [rollouts for rollouts in steps if rollouts.missing]
         respond = partial(self._results.step, sent=self._buffer.sent)
         self._request = OpenRequest(number, steps[0], respond, for_ranks, self._refill)
 
@@ -161,11 +153,8 @@ class Driver:
         have = f"step {rollouts.step}: {admitted} of {wanted} groups are admitted"
         prompts = self._data.refill(rollouts, wanted - admitted) if rollouts.refills < limit else ()
         if not prompts:
-            reason = (
-                f"after admission.refill_rounds={limit}"
-                if rollouts.refills >= limit
-                else "the data has no other prompts"
-            )
+            is_last = rollouts.refills >= limit
+            reason = f"after admission.refill_rounds={limit}" if is_last else "the data has no other prompts"
             logger.warning("%s; it trains on them: %s", have, reason)
             return None
         rollouts.extend(prompts, self._data.requests(prompts, rollouts.step))
@@ -188,8 +177,8 @@ class Driver:
 
     def _abandon(self) -> None:
         """Closes the request without a response. Finished samples of steps stay; an evaluation starts over later."""
-        if self._request is not None and not self._request.rollouts.is_train:
-            self._buffer.drop(self._request.rollouts)
+        if self._engine is not None and self._request is not None and not self._request.rollouts.is_train:
+            self._engine.cancel([request.id for request in self._request.rollouts.missing])
         self._request = None
 
     # --------------------------------------------------------------------------------------------------------- state
@@ -218,8 +207,11 @@ class Driver:
         """Handles requests until `close`. A PacsError becomes an error response; any other exception ends the process."""
         self._connection.send({"kind": "ready", "request": 0, "num_prompts": len(self._data.prompts)})
         while True:
+            wait_s = PROGRESS_INTERVAL_S if self._request else None
+            if self._to_start:
+                wait_s = max(0.0, self._start_at - time.monotonic())
             sources: list[Connection | socket.socket] = [self._connection, self._woken]
-            ready, _, _ = select.select(sources, [], [], self._wait_s())
+            ready, _, _ = select.select(sources, [], [], wait_s)
             if self._woken in ready:
                 self._woken.recv(1 << 16)
             if self._connection in ready:
@@ -230,12 +222,6 @@ class Driver:
             if self._request is not None:
                 self._advance(self._request)
             self._do_later_work()
-
-    def _wait_s(self) -> float | None:
-        """Limit of the wait for rank 0 and the threads; None: no limit."""
-        if self._to_start:
-            return max(0.0, self._start_at - time.monotonic())
-        return PROGRESS_INTERVAL_S if self._request else None
 
     def _do_later_work(self) -> None:
         """Work that follows a response: requests for later steps, and the samples' files."""
@@ -291,8 +277,7 @@ class Driver:
         except PacsError as error:
             logger.exception("error response to the trainer")
             self._request = None
-            failed = {"kind": "error", "request": number, "type": type(error).__name__, "message": str(error)}
-            self._connection.send(failed)
+            self._connection.send(_error_message(number, error))
             return
         if message is not None:
             header, arrays = message
@@ -301,6 +286,10 @@ class Driver:
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # enough bytes to wake up are already there
             self._waker.send(b"\0")
+
+
+def _error_message(number: int, error: PacsError) -> dict[str, Any]:
+    return {"kind": "error", "request": number, "type": type(error).__name__, "message": str(error)}
 
 
 def _end_with_thread(args: threading.ExceptHookArgs) -> None:
@@ -322,10 +311,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         driver = Driver(config, run_dir, model_dir, connection)
     except PacsError as error:
-        connection.send({"kind": "error", "request": 0, "type": type(error).__name__, "message": str(error)})
+        connection.send(_error_message(0, error))
         return int(error.exit_code)
-    # The objects of the imports are frozen: scanning half a million of them holds the GIL for 0.2 s and more, and no
-    # request goes out and no response is read meanwhile.
+    # Scanning the half a million objects of the imports holds the GIL for 0.2 s and more, so they are frozen.
     gc.collect()
     gc.freeze()
     try:

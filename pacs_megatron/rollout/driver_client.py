@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pacs_megatron import errors
-from pacs_megatron.rollout.wire import Connection
+from pacs_megatron.rollout.sample_arrays import Message
+from pacs_megatron.rollout.wire import Arrays, Connection, OnWait
 from pacs_megatron.runtime.environment import VISIBLE_GPUS, visible_gpus
 from pacs_megatron.runtime.processes import is_stopped
 from pacs_megatron.runtime.waiting import report_wait
@@ -46,6 +45,7 @@ class DriverClient:
         ours, theirs = socket.socketpair()
         log_dir = run_dir / "logs"
         log_dir.mkdir(parents=True, exist_ok=True)
+        gpus = ",".join(visible_gpus(os.environ))  # for servers that the driver starts
         with (log_dir / "driver.log").open("ab") as log:
             command = ["pacs_megatron.rollout.driver", str(run_dir), str(model_dir), str(theirs.fileno())]
             self._process = subprocess.Popen(
@@ -54,36 +54,20 @@ class DriverClient:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={
-                    **os.environ,
-                    VISIBLE_GPUS: ",".join(visible_gpus(os.environ)),  # for servers that the driver starts
-                    "CUDA_VISIBLE_DEVICES": "",
-                    "OMP_NUM_THREADS": "1",
-                },
+                env={**os.environ, VISIBLE_GPUS: gpus, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             )
         theirs.close()
         self._connection = Connection(ours, "rollout driver", timeout_s)
 
-    def send(
-        self,
-        header: Mapping[str, Any],
-        arrays: Mapping[str, np.ndarray] | None = None,
-        on_wait: Callable[[], None] | None = None,
-    ) -> None:
+    def send(self, header: Mapping[str, Any], arrays: Arrays = None, on_wait: OnWait = None) -> None:
         """Sends a request. `reply` sends data for the open request."""
         self._number += 1
         self.reply(header, arrays, on_wait)
 
-    def reply(
-        self,
-        header: Mapping[str, Any],
-        arrays: Mapping[str, np.ndarray] | None = None,
-        on_wait: Callable[[], None] | None = None,
-    ) -> None:
+    def reply(self, header: Mapping[str, Any], arrays: Arrays = None, on_wait: OnWait = None) -> None:
         """Sends data for the open request. Calls `on_wait` every second until the driver has read it.
 
-        A message that is not sent completely makes the driver unusable. So with `on_wait` a stop request ends the wait only
-        if the driver reads nothing for a while.
+        With `on_wait` a stop request ends the wait only if the driver reads nothing for a while.
         """
         if self.is_lost:
             raise errors.RolloutError("the rollout driver is lost; see logs/driver.log in the run's folder")
@@ -99,8 +83,7 @@ class DriverClient:
             self._connection.send({**header, "request": self._number}, arrays, on_wait and waits)
             sent = True
         finally:
-            # Half a message makes the connection unusable.
-            self.is_lost = not sent
+            self.is_lost = not sent  # half a message makes the connection unusable
 
     def abandon(self) -> None:
         """Ends the open request without waiting for its response."""
@@ -119,7 +102,7 @@ class DriverClient:
             return self._timeout_s
         return min(self._timeout_s, STOPPED_PATIENCE_S if self.is_stopped else PATIENCE_S)
 
-    def receive(self, on_wait: Callable[[], None] | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def receive(self, on_wait: OnWait = None) -> Message:
         """The response to the open request. Calls `on_wait` every second until it arrives.
 
         The timeout restarts with every progress report. Without `on_wait` a stop request shortens it. Raises the driver's
@@ -137,7 +120,7 @@ class DriverClient:
         state = ", stopped by SIGSTOP" if self.is_stopped else ""
         return f"for the rollout driver (pid {self._process.pid}{state})"
 
-    def _wait(self, on_wait: Callable[[], None] | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def _wait(self, on_wait: OnWait) -> Message:
         start = time.monotonic()
         while True:
             while not self._connection.poll(_POLL_S):
@@ -164,9 +147,7 @@ class DriverClient:
             if on_wait is not None:
                 on_wait()
 
-    def call(
-        self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None
-    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def call(self, header: Mapping[str, Any], arrays: Arrays = None) -> Message:
         """Sends a request and returns its response."""
         self.send(header, arrays)
         return self.receive()

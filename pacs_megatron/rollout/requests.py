@@ -17,12 +17,9 @@ Purpose = Literal["train", "eval"]
 
 def sample_requests(
     prompts: Sequence[Prompt], samples_per_prompt: int, sampling: SamplingOptions, *, run_seed: int, step: int,
-    purpose: Purpose,
+    purpose: Purpose = "train",
 ) -> list[SampleRequest]:  # fmt: skip
-    """`samples_per_prompt` requests for each prompt, siblings adjacent, in the order of `prompts`.
-
-    Ids are `<step>:<prompt id>#<index>`, for an evaluation `eval<step>:<prompt id>#<index>`.
-    """
+    """`samples_per_prompt` requests for each prompt, siblings adjacent, in the order of `prompts`."""
     prefix = f"{step}:" if purpose == "train" else f"{purpose}{step}:"
     return [
         SampleRequest(
@@ -42,25 +39,15 @@ def evaluation_requests(
 ) -> list[SampleRequest]:
     """The requests of an evaluation; `benchmarks` are the prompts of `options.benchmarks`, in their order."""
     assert options.sampling is not None  # the config rejects benchmarks without it
-    return [
-        request
-        for benchmark, found in zip(options.benchmarks, benchmarks, strict=True)
-        for request in sample_requests(
-            found.prompts,
-            draws_of(options, benchmark)[0],
-            options.sampling,
-            run_seed=run_seed,
-            step=step,
-            purpose="eval",
-        )
-    ]
+    requests: list[SampleRequest] = []
+    for benchmark, found in zip(options.benchmarks, benchmarks, strict=True):
+        num = draws_of(options, benchmark)[0]
+        requests += sample_requests(found.prompts, num, options.sampling, run_seed=run_seed, step=step, purpose="eval")
+    return requests
 
 
 def sample_seed(run_seed: int, step: int, prompt_id: str, index: int, *, purpose: str = "train") -> int:
-    """63-bit seed (0 <= seed < 2**63) of sample `index` of `prompt_id` in `step`.
-
-    `purpose` ("train", "eval") separates an evaluation from the training step with the same number.
-    """
+    """63-bit seed of a sample. `purpose` separates an evaluation from the training step with the same number."""
     # prompt_id is last: it is the only free text, so different requests never give the same bytes.
     key = f"{purpose}|{run_seed}|{step}|{index}|{prompt_id}".encode()
     return int.from_bytes(blake2b(key, digest_size=8, person=b"pacs-sample").digest(), "big") >> 1

@@ -47,9 +47,9 @@ def staleness_metrics(samples: Iterable[Sample], staleness: Iterable[int]) -> di
     pairs = list(zip(samples, staleness, strict=True))
     if not pairs:
         return {}
+    num_mixed = sum(len({span.version for span in sample.spans}) > 1 for sample, _ in pairs)
     return {
         "staleness/mean": sum(staleness for _, staleness in pairs) / len(pairs),
         "staleness/max": float(max(staleness for _, staleness in pairs)),
-        "staleness/multi_version_frac": sum(len({s.version for s in sample.spans}) > 1 for sample, _ in pairs)
-        / len(pairs),
+        "staleness/multi_version_frac": num_mixed / len(pairs),
     }

@@ -1,6 +1,5 @@
 """The samples of one dispatched step, finished or not, and their form in a checkpoint."""
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,13 +43,13 @@ class StepRollouts:
     since: float = field(default_factory=time.perf_counter)
     by_id: dict[str, Prompt] = field(init=False)
     _ids_of: dict[str, list[str]] = field(init=False)
-    """prompt id -> ids of its requests"""
+    """prompt id -> ids of its requests, or of its demonstrations"""
 
     def __post_init__(self) -> None:
         self.by_id = {prompt.id: prompt for prompt in self.prompts}
         self._ids_of = {prompt.id: [] for prompt in self.prompts}
-        for request in self.requests:
-            self._ids_of[request.prompt_id].append(request.id)
+        for item in self.requests or self.sampled.values():
+            self._ids_of[item.prompt_id].append(item.id)
 
     def extend(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> None:
         """Adds a round of prompts; `start` then requests their samples."""
@@ -81,19 +80,16 @@ class StepRollouts:
         return list(dict.fromkeys(r.prompt_id for r in self.requests if r.id in self.cancelled))
 
     def groups(self) -> list[Group]:
-        """Complete judged groups in the order of the prompts; siblings in the order of their number."""
-        members: dict[str, list[Sample]] = {prompt.id: [] for prompt in self.prompts}
-        for sample_id in self.judged:
-            members[self.sampled[sample_id].prompt_id].append(self.sampled[sample_id])
-        cut = set(self.unfinished)
-        return [_group(prompt_id, found) for prompt_id, found in members.items() if prompt_id not in cut]
+        """Judged groups in the order of the prompts; siblings in the order of their number."""
+        groups = [self.whole_group(prompt_id) for prompt_id in self.by_id]
+        return [group for group in groups if group is not None]
 
     def whole_group(self, prompt_id: str) -> Group | None:
         """The group of a prompt, or None if a sample of it is not judged yet."""
         ids = self._ids_of[prompt_id]
         if not self.judged.issuperset(ids):
             return None
-        return _group(prompt_id, [self.sampled[sample_id] for sample_id in ids])
+        return Group(prompt_id=prompt_id, samples=tuple(self.sampled[sample_id] for sample_id in ids))
 
     def cancel_rest(self) -> list[str]:
         """Cancels every request that is not judged. Returns the ids of those in flight."""
@@ -102,17 +98,12 @@ class StepRollouts:
         return in_flight
 
     def in_order(self) -> list[Sample]:
-        """Judged samples in the order of the requests, not of arrival."""
-        order = [request.id for request in self.requests] if self.requests else list(self.sampled)
-        return [self.sampled[sample_id] for sample_id in order if sample_id in self.judged]
+        """Judged samples in the order of the prompts, not of arrival."""
+        ids = [sample_id for of_prompt in self._ids_of.values() for sample_id in of_prompt]
+        return [self.sampled[sample_id] for sample_id in ids if sample_id in self.judged]
 
 
-def _group(prompt_id: str, samples: Sequence[Sample]) -> Group:
-    return Group(prompt_id=prompt_id, samples=tuple(sorted(samples, key=lambda s: _number_of(s.id))))
-
-
-def _number_of(sample_id: str) -> int:
-    return int(sample_id.rsplit("#", 1)[1])
+_SAVED = ("step", "epoch", "enough", "is_returned", "refills")
 
 
 def rollouts_to_message(steps: Sequence[StepRollouts]) -> Message:
@@ -120,22 +111,15 @@ def rollouts_to_message(steps: Sequence[StepRollouts]) -> Message:
     samples = [sample for rollouts in steps for sample in rollouts.sampled.values()]
     header, arrays = samples_to_message(samples)
     header["steps"] = [
-        {
-            "step": rollouts.step,
-            "epoch": rollouts.epoch,
+        {name: getattr(rollouts, name) for name in _SAVED}
+        | {
             "prompts": [prompt.id for prompt in rollouts.prompts],
             "cancelled": sorted(rollouts.cancelled),
-            "enough": rollouts.enough,
-            "is_returned": rollouts.is_returned,
-            "refills": rollouts.refills,
             "samples": len(rollouts.sampled),
         }
         for rollouts in steps
     ]
-    details = {s.id: s.reward_details for s in samples if s.reward_details is not None}
-    if details:
-        header["reward_details"] = details
-    arrays["rewards"] = np.array([math.nan if s.reward is None else s.reward for s in samples], dtype=np.float64)
+    header["rewards"] = [[s.reward, s.reward_details] for s in samples]
     arrays["labels"] = np.array([-1 if s.label is None else s.label for s in samples], dtype=np.int8)
     return header, arrays
 
@@ -150,9 +134,11 @@ def rollouts_from_message(
 
     Raises CheckpointError for a prompt that the data no longer has.
     """
-    samples = samples_from_message(header, arrays)
-    details = header.get("reward_details", {})  # older checkpoints have none
-    verdicts = list(zip(samples, arrays["rewards"].tolist(), arrays["labels"].tolist(), strict=True))
+    verdicts = zip(samples_from_message(header, arrays), header["rewards"], arrays["labels"].tolist(), strict=True)
+    samples = [
+        sample if label < 0 else replace(sample, reward=reward, label=label, reward_details=details)
+        for sample, (reward, details), label in verdicts
+    ]
     steps, start = [], 0
     for saved in header["steps"]:
         missing = [prompt_id for prompt_id in saved["prompts"] if prompt_id not in prompts]
@@ -161,32 +147,24 @@ def rollouts_from_message(
                 f"the checkpoint's rollout buffer has samples of prompt {missing[0]}, which the data no longer has; use the "
                 "same data, or start a new run"
             )
-        own = tuple(prompts[prompt_id] for prompt_id in saved["prompts"])
-        rollouts = StepRollouts(
-            step=saved["step"],
-            prompts=own,
-            requests=tuple(requests_of(own, saved["step"])),
-            epoch=saved["epoch"],
-            cancelled=set(saved["cancelled"]),
-            enough=saved["enough"],
-            is_returned=saved["is_returned"],
-            refills=saved.get("refills", 0),
-        )
-        for sample, reward, label in verdicts[start : start + saved["samples"]]:
+        found = samples[start : start + saved["samples"]]
+        for sample in found:
             if sample.prompt_id not in saved["prompts"]:
                 raise ValueError(
                     f"sample {sample.id} is of prompt {sample.prompt_id}, which is not in step {saved['step']}"
                 )
-            if label >= 0:
-                rollouts.judged.add(sample.id)
-                known = None if math.isnan(reward) else reward  # a demonstration has a label and no reward
-                rollouts.sampled[sample.id] = replace(
-                    sample, reward=known, label=label, reward_details=details.get(sample.id)
-                )
-            else:
-                rollouts.sampled[sample.id] = sample
+        own = tuple(prompts[prompt_id] for prompt_id in saved["prompts"])
+        steps.append(
+            StepRollouts(
+                prompts=own,
+                requests=tuple(requests_of(own, saved["step"])),
+                sampled={sample.id: sample for sample in found},
+                judged={sample.id for sample in found if sample.label is not None},
+                cancelled=set(saved["cancelled"]),
+                **{name: saved[name] for name in _SAVED},
+            )
+        )
         start += saved["samples"]
-        steps.append(rollouts)
     return steps
 
 

@@ -29,13 +29,9 @@ class TrainData:
         self._demonstrations: dict[str, np.ndarray] = {}
         loaded = load_prompts(config.data.train, config.data, tokenizer)
         if loaded.num_too_long:
-            logger.info(
-                "%s: %d of %d prompts dropped: more than data.max_prompt_tokens=%d tokens",
-                loaded.name,
-                loaded.num_too_long,
-                loaded.num_rows,
-                config.data.max_prompt_tokens,
-            )
+            limit = f"data.max_prompt_tokens={config.data.max_prompt_tokens} tokens"
+            counts = loaded.num_too_long, loaded.num_rows
+            logger.info("%s: %d of %d prompts dropped: more than %s", loaded.name, *counts, limit)
         self.prompts = loaded.prompts
         if not config.rollout.is_sampled:
             self._demonstrations = self._encode(loaded, config.rollout.sampling.max_response_tokens, model_dir)
@@ -59,14 +55,16 @@ class TrainData:
         wanted = config.batch.prompts_per_step
         indices = self.order.take(math.ceil(wanted * config.admission.oversample))
         prompts = tuple(self.prompts[k] for k in indices)
-        rollouts = StepRollouts(
-            step=step, prompts=prompts, requests=tuple(self.requests(prompts, step)), epoch=self.order.epoch
+        demonstrated = {sample.id: sample for sample in self._demonstrated(prompts, step)}
+        return StepRollouts(
+            step=step,
+            prompts=prompts,
+            requests=tuple(self.requests(prompts, step)),
+            epoch=self.order.epoch,
+            enough=wanted if len(prompts) > wanted or config.admission.refill_rounds else None,
+            sampled=demonstrated,
+            judged=set(demonstrated),
         )
-        rollouts.enough = wanted if len(prompts) > wanted or config.admission.refill_rounds else None
-        if self._demonstrations:
-            rollouts.sampled = {sample.id: sample for sample in self._demonstrated(prompts, step)}
-            rollouts.judged = set(rollouts.sampled)
-        return rollouts
 
     def refill(self, rollouts: StepRollouts, num_missing: int) -> tuple[Prompt, ...]:
         """New prompts for `num_missing` groups of a step; empty if the step has all prompts of the data."""
@@ -85,14 +83,8 @@ class TrainData:
         config = self._config
         if not config.rollout.is_sampled:
             return []
-        return sample_requests(
-            prompts,
-            config.batch.samples_per_prompt,
-            config.rollout.sampling,
-            run_seed=config.run.seed,
-            step=step,
-            purpose="train",
-        )
+        sampling, num = config.rollout.sampling, config.batch.samples_per_prompt
+        return sample_requests(prompts, num, sampling, run_seed=config.run.seed, step=step)
 
     def _encode(self, loaded: PromptSet, limit: int, model_dir: Path) -> dict[str, np.ndarray]:
         """Prompt id -> int32 response ids with the end-of-sequence token; over-long solutions are dropped.
@@ -116,19 +108,17 @@ class TrainData:
         return found
 
     def _demonstrated(self, prompts: Sequence[Prompt], step: int) -> list[Sample]:
-        samples = []
-        for prompt in prompts:
-            response = self._demonstrations[prompt.id]
-            samples.append(
-                Sample(
-                    id=f"{step}:{prompt.id}#0",
-                    prompt_id=prompt.id,
-                    token_ids=np.concatenate([prompt.token_ids, response]),
-                    prompt_len=len(prompt.token_ids),
-                    sampler_logprobs=np.zeros(len(response), dtype=np.float32),
-                    spans=(Span(version=0, digest="demonstration", start=0, end=len(response)),),
-                    stop=Stop.EOS,
-                    label=1,
-                )
+        pairs = [(p, self._demonstrations[p.id]) for p in prompts if p.id in self._demonstrations]
+        return [
+            Sample(
+                id=f"{step}:{prompt.id}#0",
+                prompt_id=prompt.id,
+                token_ids=np.concatenate([prompt.token_ids, response]),
+                prompt_len=len(prompt.token_ids),
+                sampler_logprobs=np.zeros(len(response), dtype=np.float32),
+                spans=(Span(version=0, digest="demonstration", start=0, end=len(response)),),
+                stop=Stop.EOS,
+                label=1,
             )
-        return samples
+            for prompt, response in pairs
+        ]

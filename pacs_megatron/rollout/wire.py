@@ -19,6 +19,8 @@ from pacs_megatron.parallel.transfer import pack_arrays, unpack_arrays
 _PREFIX = struct.Struct("<qq")
 _CHUNK = 1 << 20
 _ON_WAIT_S = 1.0
+Arrays = Mapping[str, np.ndarray] | None
+OnWait = Callable[[], None] | None
 
 
 class Connection:
@@ -29,12 +31,7 @@ class Connection:
         self._peer = peer
         self._sock.settimeout(timeout_s)
 
-    def send(
-        self,
-        header: Mapping[str, Any],
-        arrays: Mapping[str, np.ndarray] | None = None,
-        on_wait: Callable[[], None] | None = None,
-    ) -> None:
+    def send(self, header: Mapping[str, Any], arrays: Arrays = None, on_wait: OnWait = None) -> None:
         """Calls `on_wait` every second while the peer reads nothing. Raises RolloutError if it has ended."""
         head = json.dumps(header).encode()
         payload = pack_arrays(arrays) if arrays else b""
@@ -60,9 +57,7 @@ class Connection:
         """The next message. Raises RolloutError if the peer has ended."""
         head_size, payload_size = _PREFIX.unpack(bytes(self._read(_PREFIX.size)))
         header = json.loads(bytes(self._read(head_size)))
-        if not payload_size:
-            return header, {}
-        return header, unpack_arrays(bytes(self._read(payload_size)))
+        return header, unpack_arrays(bytes(self._read(payload_size))) if payload_size else {}
 
     def _read(self, size: int) -> bytearray:
         buffer = bytearray(size)
