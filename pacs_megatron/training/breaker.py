@@ -16,35 +16,24 @@ _SCORE_ADVICE = (
     "responses (docs/numerics.md; pacs/score_* in metrics.jsonl)"
 )
 LIMITS = {
-    "max_abs_mean": (
-        "mismatch/logprob_abs_mean",
-        "trainer and sampler log-probs differ by {:.4f} nats a token",
-        _SAMPLER_ADVICE,
-    ),
-    "max_kl": ("mismatch/kl", "KL(sampler, trainer) is {:.4f} nats a token", _SAMPLER_ADVICE),
-    "max_over_frac": (
-        "mismatch/over_frac",
-        "a share of {:.4f} of the tokens is above mismatch.threshold",
-        _SAMPLER_ADVICE,
-    ),
-    "max_score_noise": ("pacs/score_noise", "scores differ by {:.4f} between two packings", _SCORE_ADVICE),
-    "min_score_snr": (
-        "pacs/score_snr",
-        "the variance of the scores is {:.4f} times that of their noise",
-        _SCORE_ADVICE,
-    ),
+    "max_abs_mean": ("mismatch/logprob_abs_mean", "trainer and sampler log-probs differ by {:.4f} nats a token"),
+    "max_kl": ("mismatch/kl", "KL(sampler, trainer) is {:.4f} nats a token"),
+    "max_over_frac": ("mismatch/over_frac", "a share of {:.4f} of the tokens is above mismatch.threshold"),
+    "max_score_noise": ("pacs/score_noise", "scores differ by {:.4f} between two packings"),
+    "min_score_snr": ("pacs/score_snr", "the variance of the scores is {:.4f} times that of their noise"),
 }
-"""Option of `mismatch` -> metric, message, advice"""
+"""Option of `mismatch` -> metric, message"""
 
 
 def exceeded_limit(options: MismatchOptions, row: Mapping[str, float | None]) -> str | None:
     """The first limit that a step's metrics exceed, with the fix; None if there is none."""
-    for option, (metric, message, advice) in LIMITS.items():
+    for option, (metric, message) in LIMITS.items():
         limit, found = getattr(options, option), row.get(metric)
         if limit is None or found is None:
             continue
         word = "less" if option.startswith("min_") else "more"
         if found < limit if word == "less" else found > limit:
+            advice = _SAMPLER_ADVICE if metric.startswith("mismatch/") else _SCORE_ADVICE
             return f"{message.format(found)}, {word} than mismatch.{option}={limit:g}; saved. {advice}"
     return None
 
@@ -58,8 +47,8 @@ def with_signal_to_noise(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def warn_of_clipping(shares: Sequence[float]) -> None:
-    """At the end of an attempt, for the steps' `optimizer/clipped_frac`: warns if more than half of the updates were clipped."""
-    # Not earlier: the first updates from random weights are clipped in a healthy run too.
+    """At the end of an attempt (the first updates from random weights are clipped in a healthy run too), for the steps'
+    `optimizer/clipped_frac`: warns if more than half of the updates were clipped."""
     if sum(shares) > len(shares) / 2:
         logger.warning(
             "%.0f %% of the updates were clipped to a gradient norm of objective.clip_grad, so large and small "

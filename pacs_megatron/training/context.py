@@ -15,7 +15,6 @@ from pacs_megatron.checkpoint.megatron_weights import is_megatron_checkpoint, op
 from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint, verify_checkpoint
 from pacs_megatron.config.layout import layout_of
 from pacs_megatron.config.schema import OptimizerOptions, RunConfig
-from pacs_megatron.contracts.protocols import LogprobSource
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
 from pacs_megatron.errors import ConfigError, RolloutError
@@ -77,10 +76,6 @@ class RunContext:
         """The policy, and the critic if there is one."""
         return [self.policy] if self.critic is None else [self.policy, self.critic]
 
-    def model_of(self, source: LogprobSource) -> MegatronPolicy:
-        """The model whose pass returns `source`."""
-        return self.models[-1] if source == "value" else self.policy
-
     @property
     def warmup_steps(self) -> int:
         """First steps that update the critic only."""
@@ -103,10 +98,8 @@ def join(config: RunConfig) -> ControlChannel:
     if not torch.cuda.is_available():
         # One thread a rank: results do not depend on the number of cores.
         torch.set_num_threads(1)
-    rank = groups.initialize(
-        layout_of(config, world_size), seed=config.run.seed, control_timeout_s=config.parallel.control_timeout_s
-    )
-    return ControlChannel(rank)
+    layout, timeout_s = layout_of(config, world_size), config.parallel.control_timeout_s
+    return ControlChannel(groups.initialize(layout, seed=config.run.seed, control_timeout_s=timeout_s))
 
 
 def _check_gpus(config: RunConfig) -> None:
@@ -124,8 +117,8 @@ def build_on_all_ranks(
 ) -> RunContext:
     """Joins the other ranks and builds; an error on one rank is raised on all. Collective."""
     channel = join(config)
-    if latest_checkpoint(run_dir) is None and is_megatron_checkpoint(weights_dir(model_dir)):
-        verify_checkpoint(weights_dir(model_dir), channel)
+    if latest_checkpoint(run_dir) is None and is_megatron_checkpoint(_weights_dir(model_dir)):
+        verify_checkpoint(_weights_dir(model_dir), channel)
 
     def build_here() -> RunContext:
         run = build(config, run_dir, model_dir, channel, driver, stop)
@@ -153,12 +146,11 @@ def build_policy(
     """The policy with the model's weights. If the run has a checkpoint, the weights are arbitrary until `loop.resume`."""
     spec = load_spec(model_dir)
     if spec.head != "tokens":
-        raise ConfigError(
-            f"model.path={config.model.path} is a critic, got {CRITIC_CLASS}; use a causal language model"
-        )
+        got = f"model.path={config.model.path} is a critic, got {CRITIC_CLASS}"
+        raise ConfigError(f"{got}; use a causal language model")
     policy = _build_model(config, rank, spec, config.optimizer, kind)
     if latest_checkpoint(run_dir) is None:
-        stored = open_weights(weights_dir(model_dir), digests=False)  # all ranks have shared the check
+        stored = open_weights(_weights_dir(model_dir), digests=False)  # all ranks have shared the check
         policy.load_weights(lambda name: stored.get(name).to(policy.config.params_dtype))
     policy.mismatch_threshold = config.mismatch.threshold
     policy.compare_with_sampler = config.rollout.is_sampled
@@ -172,21 +164,19 @@ def build_critic(
     objective = config.objective
     if not isinstance(objective, PpoOptions):
         return None
-    folder = (
-        model_dir if objective.critic.path is None else model_folder(objective.critic.path, "objective.critic.path")
-    )
+    path = objective.critic.path
+    folder = model_dir if path is None else model_folder(path, "objective.critic.path")
     spec, stored_spec = load_spec(model_dir).critic(), load_spec(folder).critic()
     if stored_spec != replace(spec, dtype=stored_spec.dtype):
         raise ConfigError(
-            f"objective.critic.path={objective.critic.path} has another architecture than model.path={config.model.path}; "
-            "use a critic of the policy's architecture, or remove the key"
+            f"objective.critic.path={path} has another architecture than model.path={config.model.path}; use a critic of "
+            "the policy's architecture, or remove the key"
         )
     critic = _build_model(config, rank, spec, critic_optimizer(config.optimizer, objective.critic.lr), kind)
     if latest_checkpoint(run_dir) is None:
-        stored = open_weights(weights_dir(folder), digests=False)
-        shapes = {
-            name: shape for e in critic.table.entries for name, shape in zip(e.hf_names, e.hf_shapes, strict=True)
-        }
+        stored = open_weights(_weights_dir(folder), digests=False)
+        entries = critic.table.entries
+        shapes = {name: shape for e in entries for name, shape in zip(e.hf_names, e.hf_shapes, strict=True)}
 
         def read(name: str) -> torch.Tensor:
             is_new = name.startswith("score.") and name not in stored.names
@@ -214,28 +204,18 @@ def _build_model(
 
 
 def build(
-    config: RunConfig,
-    run_dir: Path,
-    model_dir: Path,
-    channel: ControlChannel,
-    driver: DriverClient | None,
+    config: RunConfig, run_dir: Path, model_dir: Path, channel: ControlChannel, driver: DriverClient | None,
     stop: StopFlag,
-) -> RunContext:
+) -> RunContext:  # fmt: skip
     """The policy and the engines."""
-    rank = channel.rank
-    rollout = config.rollout
+    rank, rollout = channel.rank, config.rollout
     policy = build_policy(config, run_dir, model_dir, rank)
     engine = None
     if rollout.embedded is not None:
         tokenizer = load_tokenizer(str(model_dir), config.model.trust_remote_code)
-        engine = EmbeddedEngine(
-            model_dir,
-            rollout.embedded,
-            Vocabulary.from_tokenizer(tokenizer, str(model_dir)),
-            rank=rank.rank,
-            num_ranks=rank.layout.world_size,
-            device=rank.device,
-        )
+        vocabulary = Vocabulary.from_tokenizer(tokenizer, str(model_dir))
+        place = {"rank": rank.rank, "num_ranks": rank.layout.world_size}
+        engine = EmbeddedEngine(model_dir, rollout.embedded, vocabulary, device=rank.device, **place)
     server_sync = None
     if rollout.sglang is not None and (rank.rank == 0 or rollout.sglang.sync.transport != "disk"):
         server_sync = build_server_sync(rollout.sglang, policy.spec, run_dir / "weights")
@@ -258,6 +238,6 @@ def build(
     )
 
 
-def weights_dir(model_dir: Path) -> Path:
+def _weights_dir(model_dir: Path) -> Path:
     """The folder of the weights for a folder from `model_folder`; a converted checkpoint has its HF files in `hf/`."""
     return model_dir.parent if is_megatron_checkpoint(model_dir.parent) and model_dir.name == HF_FOLDER else model_dir

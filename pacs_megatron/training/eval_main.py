@@ -12,7 +12,7 @@ import xxhash
 
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.names import MANIFEST_NAME, newest_step, position_of
-from pacs_megatron.config import LoadedConfig, load_config
+from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Prompt, Sample, SampleRequest
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 RESULTS_NAME = "results.json"
 HARNESS_NAME = "lm_eval_results.json"
-Sampler = EmbeddedSampler | ServerSampler
 _WORKER_OPTIONS = {"workers", "timeout_s", "memory_limit_gib", "max_failure_frac"}
 """Options of a reward that change no verdict"""
 
@@ -52,13 +51,14 @@ def run_eval(
     A model is a Hugging Face folder or hub id, a run folder, or a checkpoint of a run, which is exported first. Writes
     to `out` (default: `<run folder>/eval`), with several models to a folder each: results.json, lm_eval_results.json
     and the samples, which are appended while sampling. The same command continues an evaluation that was ended. The
-    draws are those of an evaluation at step 0 of a run with the same run.seed. `rejudge`: judges existing samples again.
-
-    Raises PacsError for a mistake that the user can fix.
+    draws are those of an evaluation at step 0 of a run. `rejudge`: judges existing samples again. Raises PacsError.
     """
     setup_logging(None, 0)
     loaded = load_config(config_path, overrides)
-    _check(loaded)
+    if not loaded.config.evaluation.benchmarks:
+        raise loaded.fail("evaluation.benchmarks is empty, add a benchmark")
+    if loaded.config.reward is None:
+        raise loaded.fail("`reward` is missing, but an evaluation needs one; add it")
     config, run_dir = loaded.config, run_folder(loaded)
     base = run_dir / "eval" if out is None else out
     check_distinct(map(Path, models))
@@ -68,18 +68,11 @@ def run_eval(
     is_new = not base.exists()
     try:
         with RunLock(base, "eval"):
-            return _Evaluation(config, base, verify=verify, rejudge=rejudge).run(folders)
+            return _evaluate(config, folders, base, verify=verify, rejudge=rejudge)
     finally:
         if is_new and [path.name for path in base.glob("*")] == [LOCK_FILE]:
             (base / LOCK_FILE).unlink()
             base.rmdir()
-
-
-def _check(loaded: LoadedConfig) -> None:
-    if not loaded.config.evaluation.benchmarks:
-        raise loaded.fail("evaluation.benchmarks is empty, add a benchmark")
-    if loaded.config.reward is None:
-        raise loaded.fail("`reward` is missing, but an evaluation needs one; add it")
 
 
 def _folder_of(model: str) -> HfFolder:
@@ -109,74 +102,65 @@ def _names(folders: Sequence[HfFolder]) -> list[str]:
     return names
 
 
+def _evaluate(config: RunConfig, folders: Sequence[HfFolder], base: Path, *, verify: bool, rejudge: bool) -> str:
+    """The tables of all models, one after the other."""
+    servers, truncated = config.rollout.sglang, config.admission.truncated
+    assert config.reward is not None
+    sampler = EmbeddedSampler(config) if servers is None else ServerSampler(servers, config.model, base / "servers")
+    texts = []
+    with Judge(config.reward, lambda ids: "", truncated=truncated) as judge, sampler:  # texts come with the samples
+        evaluation = _Evaluation(config, sampler, judge, verify, rejudge)
+        for folder, name in zip(folders, _names(folders), strict=True):
+            if len(folders) == 1:
+                return evaluation.run(folder, base)
+            texts.append(f"{name}\n{evaluation.run(folder, base / name)}")
+    return "\n\n".join(texts)
+
+
 @dataclass(frozen=True, slots=True)
-class _Model:
-    """One model with its prompts."""
-
-    folder: HfFolder
-    tokenizer: Any
-    prompts: Mapping[str, Prompt]
-    requests: Sequence[SampleRequest]
-    certified: Mapping[str, str]
-
-    def decode(self, ids: Any) -> str:
-        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
-
-
 class _Evaluation:
-    """Samples, judges and counts one model after the other."""
+    """Samples, judges and counts one model."""
 
-    def __init__(self, config: RunConfig, base: Path, *, verify: bool, rejudge: bool) -> None:
-        self._config, self._base = config, base
-        self._verify, self._rejudge = verify, rejudge
+    config: RunConfig
+    sampler: EmbeddedSampler | ServerSampler
+    judge: Judge
+    verify: bool
+    rejudge: bool
 
-    def run(self, folders: Sequence[HfFolder]) -> str:
-        config = self._config
-        assert config.reward is not None
-        servers = config.rollout.sglang
-        sampler = (
-            EmbeddedSampler(config) if servers is None else ServerSampler(servers, config.model, self._base / "servers")
-        )
-        texts = []
-        # Texts are passed with the samples.
-        with Judge(config.reward, lambda ids: "", truncated=config.admission.truncated) as judge, sampler:
-            for folder, name in zip(folders, _names(folders), strict=True):
-                alone = len(folders) == 1
-                text = self._model(folder, self._base if alone else self._base / name, sampler, judge)
-                texts.append(text if alone else f"{name}\n{text}")
-        return "\n\n".join(texts)
-
-    def _model(self, folder: HfFolder, target: Path, sampler: Sampler, judge: Judge) -> str:
-        config, started = self._config, time.perf_counter()
-        assert config.evaluation.sampling is not None and config.reward is not None
+    def run(self, folder: HfFolder, target: Path) -> str:
+        config, started = self.config, time.perf_counter()
+        options, sampling, reward = config.evaluation, config.evaluation.sampling, config.reward
+        assert sampling is not None and reward is not None
         tokenizer = load_tokenizer(str(folder.path), config.model.trust_remote_code)
-        sets = [load_prompts(benchmark, config.data, tokenizer) for benchmark in config.evaluation.benchmarks]
-        model = _Model(
-            folder,
-            tokenizer,
-            {prompt.id: prompt for found in sets for prompt in found.prompts},
-            evaluation_requests(config.evaluation, sets, run_seed=config.run.seed, step=0),
-            certified_digests(folder) if self._verify else {},
-        )
-        weights = push_folder(folder, None, 0, model.certified)
-        produced_by = self._produced_by(model, weights, sampler)
-        reward = config.reward.model_dump(mode="json", exclude=_WORKER_OPTIONS)
-        judged_by = {f"reward.{key}": value for key, value in reward.items()}
+        sets = [load_prompts(benchmark, config.data, tokenizer) for benchmark in options.benchmarks]
+        prompts = {prompt.id: prompt for found in sets for prompt in found.prompts}
+        requests = evaluation_requests(options, sets, run_seed=config.run.seed, step=0)
+        certified = certified_digests(folder) if self.verify else {}
+        template = {"template": tokenizer.chat_template, "args": config.data.chat_template_args}
+        template |= {"system": config.data.system_prompt, "suffix": config.data.prompt_suffix}
+        produced_by = {  # all that changes a response, but for the problem and the number of draws
+            "weights": push_folder(folder, None, 0, certified),
+            **self.sampler.describe(),
+            "seed": config.run.seed,
+            "sampling": sampling.model_dump(mode="json"),
+            "prompt": xxhash.xxh3_128_hexdigest(json_line(template)),
+            "stop_token_ids": list(stop_token_ids(tokenizer, str(folder.path))),
+        }
+        rule = reward.model_dump(mode="json", exclude=_WORKER_OPTIONS)
+        judged_by = {f"reward.{key}": value for key, value in rule.items()}
         judged_by["admission.truncated"] = config.admission.truncated
-        if config.admission.truncated == "judge":
-            judged_by["truncated"] = "judge"
         check_output(target / HARNESS_NAME, b'{\n  "results": ')  # before --rejudge replaces the samples
         check_output(target / RESULTS_NAME, b'{\n "model": ')
-        with SampleFile(target, produced_by, judged_by, model.prompts) as samples:
-            self._sample(model, samples, sampler, judge)
-            outcomes = [samples.outcomes[request.id] for request in model.requests]
+        with SampleFile(target, produced_by, judged_by, prompts) as samples:
+            self._complete(samples, requests, prompts, folder, tokenizer)
+            outcomes = [samples.outcomes[request.id] for request in requests]
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-        check_failures(failures, len(outcomes), config.reward.max_failure_frac)
-        results = summarize(config.evaluation, sets, model.requests, samples.outcomes)
+        check_failures(failures, len(outcomes), reward.max_failure_frac)
+        results = summarize(options, sets, requests, samples.outcomes)
         facts = {
             "model": str(folder.path),
-            "weights_digest": weights,
-            "verified": bool(model.certified),
+            "weights_digest": produced_by["weights"],
+            "verified": bool(certified),
             "engine": produced_by["engine"],
             "seconds": time.perf_counter() - started,
             "seed": config.run.seed,
@@ -188,41 +172,29 @@ class _Evaluation:
         write_outputs([(target / name, content) for name, content in files.items()])
         return f"{table(results)}\n{target / RESULTS_NAME}"
 
-    def _produced_by(self, model: _Model, weights: str, sampler: Sampler) -> dict[str, Any]:
-        """All that changes a response, but for the problem and the number of draws."""
-        config = self._config
-        assert config.evaluation.sampling is not None
-        template = {"template": model.tokenizer.chat_template, "args": config.data.chat_template_args}
-        template |= {"system": config.data.system_prompt, "suffix": config.data.prompt_suffix}
-        return {
-            "weights": weights,
-            **sampler.describe(),
-            "seed": config.run.seed,
-            "sampling": config.evaluation.sampling.model_dump(mode="json"),
-            "prompt": xxhash.xxh3_128_hexdigest(json_line(template)),
-            "stop_token_ids": list(stop_token_ids(model.tokenizer, str(model.folder.path))),
-        }
-
-    def _sample(self, model: _Model, samples: SampleFile, sampler: Sampler, judge: Judge) -> None:
+    def _complete(
+        self, samples: SampleFile, requests: Sequence[SampleRequest], prompts: Mapping[str, Prompt], folder: HfFolder,
+        tokenizer: Any,
+    ) -> None:  # fmt: skip
         """Samples and judges the samples that the file lacks. Raises RewardError for a reward that is no label."""
-        missing = list(_missing(model.requests, samples.outcomes, sampler.chunk))
-        if self._rejudge and missing:
-            raise ConfigError(
-                f"--rejudge: {samples.path} does not have all samples of these weights and settings; first finish the "
-                "evaluation without it, with the reward that judged the others"
-            )
-        if self._rejudge:
-            assert self._config.reward is not None
-            samples.rejudge(judge, self._config.reward.max_failure_frac)
+        missing = list(_missing(requests, samples.outcomes, self.sampler.chunk))
+        if self.rejudge:
+            if missing:
+                raise ConfigError(
+                    f"--rejudge: {samples.path} does not have all samples of these weights and settings; first finish the "
+                    "evaluation without it, with the reward that judged the others"
+                )
+            assert self.config.reward is not None
+            samples.rejudge(self.judge, self.config.reward.max_failure_frac)
         samples.check_verifier()
         if not missing:
             return
-        sampler.load(model.folder, model.tokenizer)
+        self.sampler.load(folder, tokenizer)
         seeds = {request.id: request.seed for request in missing}
         answers: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
         texts: dict[str, str] = {}
-        started, num_tokens, total = time.perf_counter(), 0, len(model.requests)
-        done = total - sum(sample_id not in samples.outcomes for sample_id in (r.id for r in model.requests))
+        started, num_tokens = time.perf_counter(), 0
+        done = sum(request.id in samples.outcomes for request in requests)
 
         def write(*, wait: bool) -> None:
             nonlocal done
@@ -232,12 +204,13 @@ class _Evaluation:
                 done += 1
             progress.advance(done, {"tokens/s": num_tokens / (time.perf_counter() - started)})
 
-        with Progress("eval", total, done=done) as progress:
-            for sample in sampler.stream(missing):
+        with Progress("eval", len(requests), done=done) as progress:
+            for sample in self.sampler.stream(missing):
                 num_tokens += sample.response_len
                 if sample.id not in samples.outcomes:
-                    texts[sample.id] = model.decode(sample.response_ids)
-                    judge.submit(sample, model.prompts[sample.prompt_id], answers.put, texts[sample.id])
+                    text = str(tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True))
+                    texts[sample.id] = text
+                    self.judge.submit(sample, prompts[sample.prompt_id], answers.put, text)
                 write(wait=False)
             write(wait=True)
 

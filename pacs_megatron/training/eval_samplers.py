@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,24 +34,24 @@ logger = logging.getLogger(__name__)
 
 @report_wait("for the weights to be read")
 def push_folder(
-    folder: HfFolder, receiver: WeightReceiver | None, version: int, certified: Mapping[str, str] | None = None
+    folder: HfFolder, receiver: WeightReceiver | None, version: int, certified: Mapping[str, str] = MappingProxyType({})
 ) -> str:
     """Sends a folder's weights to `receiver`, if there is one, and returns their digest.
 
     Raises SyncError; CheckpointError for a tensor that differs from `certified`, its digest by name.
     """
-    return push(version, _checked_tensors(folder, certified or {}), [] if receiver is None else [receiver])
 
+    def checked() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in folder.names:
+            tensor = folder.get(name)
+            if name in certified and xxhash.xxh3_128_hexdigest(tensor_bytes(tensor)) != certified[name]:
+                raise CheckpointError(
+                    f"{folder.path}: {name} was altered since the export (its digest is not that of {CERTIFICATE_NAME}); "
+                    "export again, or pass --no-verify"
+                )
+            yield name, tensor
 
-def _checked_tensors(folder: HfFolder, certified: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in folder.names:
-        tensor = folder.get(name)
-        if name in certified and xxhash.xxh3_128_hexdigest(tensor_bytes(tensor)) != certified[name]:
-            raise CheckpointError(
-                f"{folder.path}: {name} was altered since the export (its digest is not that of {CERTIFICATE_NAME}); export "
-                "again, or pass --no-verify"
-            )
-        yield name, tensor
+    return push(version, checked(), [] if receiver is None else [receiver])
 
 
 class EmbeddedSampler(Closing):
@@ -65,7 +66,7 @@ class EmbeddedSampler(Closing):
         self._engine: EmbeddedEngine
 
     def describe(self) -> dict[str, Any]:
-        """The engine's facts that change responses."""
+        """Facts of the engine that change responses."""
         return {"engine": "embedded", "dtype": self._options.dtype, "batch_sequences": self.chunk}
 
     @report_wait("for the model to load")
@@ -96,14 +97,13 @@ class ServerSampler(Closing):
         sync = options.sync.model_copy(update={"transport": "disk", "verify": "full"})
         self._options = options.model_copy(update={"sync": sync, "servers": _all_gpus(options)})
         self._model_options, self._folder = model, folder
-        self._shape: Any = None
         self._version = -1
-        self._model: HfFolder | None = None
-        self._engine: SglangEngine | None = None
+        self._shape: Any = None
+        self._model: HfFolder
         self._sync: ServerSync
-        self._lock = threading.Lock()
-        """of a weight update"""
-        self._ended = threading.Event()
+        self._engine: SglangEngine | None = None
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        """of a weight update; of the thread"""
         self._thread = threading.Thread(target=self._watch, name="eval weights", daemon=True)
         self._thread.start()
 
@@ -132,16 +132,14 @@ class ServerSampler(Closing):
         return self._engine.stream(requests)
 
     def _push(self, urls: Sequence[str]) -> str:
-        assert self._model is not None
         self._sync.set_targets(server_apis(self._options, tuple(urls)))
         return push_folder(self._model, self._sync, self._version)
 
     def _watch(self) -> None:
         while not self._ended.wait(self._options.probe_interval_s):
             with self._lock:
-                if self._engine is None:
-                    continue
-                behind = [s.url for s in self._engine.status() if s.health is Health.STALE and not s.restarting]
+                status = [] if self._engine is None else self._engine.status()
+                behind = [s.url for s in status if s.health is Health.STALE and not s.restarting]
                 if behind:
                     logger.info("sending the weights to %s, restarted since the last time", ", ".join(behind))
                     with contextlib.suppress(SyncError):  # logged by the update; the next round tries again

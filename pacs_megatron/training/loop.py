@@ -40,47 +40,39 @@ class Outputs:
     """Metrics, progress bar and report of rank 0; does nothing on the other ranks."""
 
     def __init__(self, run: RunContext, progress: RunProgress, stack: ExitStack) -> None:
-        self._on = run.rank.rank == 0
         self._run = run
-        if not self._on:
+        if run.driver is None:
             return
+        config = run.config
         first_step = progress.step if progress.row is None else progress.step - 1
         truncate_after(run.run_dir, first_step, progress.step)
         self._metrics = stack.enter_context(MetricsWriter(run.run_dir))
-        self._sinks = open_sinks(
-            run.run_dir,
-            run.config.run.name,
-            run.config.logging,
-            first_step=first_step + 1,
-            config=run.config.model_dump(mode="json"),
-        )
+        values = config.model_dump(mode="json")
+        self._sinks = open_sinks(run.run_dir, config.run.name, config.logging, first_step=first_step + 1, config=values)
         for sink in self._sinks:
             stack.enter_context(sink)
-        self.progress = stack.enter_context(
-            Progress(run.config.run.name, run.config.run.steps, done=max(first_step, 0))
-        )
+        self._progress = stack.enter_context(Progress(config.run.name, config.run.steps, done=max(first_step, 0)))
         self._clipped: list[float] = []
-        run.timer.on_change(self.progress.phase)
-        assert run.driver is not None
+        run.timer.on_change(self._progress.phase)
         run.driver.on_progress = self._show_samples
 
     def _show_samples(self, done: int, total: int, waits_for_rewards: bool) -> None:
         phase = self._run.timer.phase
-        self.progress.samples((*phase, "rewards") if waits_for_rewards else phase, done, total)
+        self._progress.samples((*phase, "rewards") if waits_for_rewards else phase, done, total)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Flushes one row of metrics to disk before returning."""
-        if not self._on:
+        if self._run.driver is None:
             return
         self._metrics.append(row)
         for sink in self._sinks:
             sink.write(row)
-        self.progress.advance(int(row["step"]), training_fields(row))
+        self._progress.advance(int(row["step"]), training_fields(row))
         if (share := row.get("optimizer/clipped_frac")) is not None:
             self._clipped.append(share)
 
     def report(self) -> None:
-        if self._on:
+        if self._run.driver is not None:
             warn_of_clipping(self._clipped)
             write_report(self._run.run_dir, num_samples=self._run.config.logging.samples_in_report)
 
@@ -93,9 +85,7 @@ def train(run: RunContext) -> ExitCode:
         stack.callback(run.saver.close)
         out = Outputs(run, progress, stack)
         run.rollouts.send_weights = partial(sync, run)
-        if (
-            not progress.open_step.updates
-        ):  # weights inside a step are no step's weights: nothing may be sampled from them
+        if not progress.open_step.updates:  # else these are no step's weights: nothing may be sampled from them
             sync(run, progress.step)
         run.timer.take()
         # All ranks are here: a stop request on one of them now needs the others.
@@ -124,7 +114,7 @@ def train(run: RunContext) -> ExitCode:
 
 
 def _finish_step(run: RunContext, progress: RunProgress, out: Outputs) -> None:
-    """Evaluates if due, writes the row, saves if due. Step 0 is the evaluation before training."""
+    """Evaluates, writes the row and saves, as due. Step 0 is the evaluation before training."""
     step, last = progress.step, progress.step == run.config.run.steps
     assert progress.row is not None
     run.saver.finish()
@@ -132,14 +122,12 @@ def _finish_step(run: RunContext, progress: RunProgress, out: Outputs) -> None:
     if step == 0 or last or _due(step, run.config.evaluation.every):
         row |= evaluate(run, step)
     times = run.timer.take()
-    tokens = row.get("response/tokens")
-    if tokens is not None:
+    if (tokens := row.get("response/tokens")) is not None:
         times["tokens_per_s"] = tokens / times["time/step_s"]
     if row:
         out.write({"step": step, **row, **times})
     progress.row = None
-    exceeded = exceeded_limit(run.config.mismatch, row)  # the row is the same on every rank
-    if exceeded is not None:
+    if exceeded := exceeded_limit(run.config.mismatch, row):  # the row is the same on every rank
         raise RolloutError(f"step {step}: {exceeded}")
     if last or (step > 0 and _due(step, run.config.checkpoint.every)):
         save(run, progress)
@@ -185,15 +173,16 @@ def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None
     with run.timer.span("checkpoint"):
         run.saver.finish()
         driver = run.rollouts.state(progress.step, final=final, at_boundary=not progress.open_step.updates)
+        state = {
+            "policy_version": run.policy.version,
+            "driver": driver.order,
+            "row": progress.row,
+            "has_reference": has_reference,
+            "optimizer_format": policy_state.OPTIMIZER_FORMAT,
+        }
         contents = run_checkpoint.Contents(
             sharded=_sharded(run, is_loading=False, with_reference=has_reference),
-            state={
-                "policy_version": run.policy.version,
-                "driver": driver.order,
-                "row": progress.row,
-                "has_reference": has_reference,
-                "optimizer_format": policy_state.OPTIMIZER_FORMAT,
-            },
+            state=state,
             rng=policy_state.rng_state(),
             hf_metadata=run.model_dir,
             dtype=run.policy.config.params_dtype,
@@ -217,11 +206,17 @@ def resume(run: RunContext) -> RunProgress | None:
 
     Raises CheckpointError when the checkpoint is damaged or belongs to another run.
     """
-    folder = _agreed_checkpoint(run)
-    if folder is None:
+    found = None
+    if run.rank.rank == 0:
+        run_checkpoint.finish_interrupted(run.run_dir)
+        found = run_checkpoint.latest_checkpoint(run.run_dir)
+    # Rank 0's word counts: on a shared file system other ranks may see a new folder later.
+    found = run.channel.broadcast_json(None if found is None else str(found))
+    if found is None:
         if run.has_reference:
             run.policy.take_reference(reset_optimizer=False)
         return None
+    folder = Path(found)
     run_checkpoint.verify_checkpoint(folder, run.channel)
     if run.config.policy.offload != "none":
         release_memory(run)  # the state is loaded on the device
@@ -288,16 +283,6 @@ def _settings(run: RunContext) -> dict[str, Any]:
     }
 
 
-def _agreed_checkpoint(run: RunContext) -> Path | None:
-    """The newest checkpoint that rank 0 finds: on a shared file system other ranks may see a new folder later."""
-    found = None
-    if run.rank.rank == 0:
-        run_checkpoint.finish_interrupted(run.run_dir)
-        found = run_checkpoint.latest_checkpoint(run.run_dir)
-    agreed = run.channel.broadcast_json(None if found is None else str(found))
-    return None if agreed is None else Path(agreed)
-
-
 def export_hf(run: RunContext, model: MegatronPolicy, target: Path) -> None:
     """Writes the weights of `model` with config and tokenizer to `target`, which it replaces. Collective.
 
@@ -309,10 +294,9 @@ def export_hf(run: RunContext, model: MegatronPolicy, target: Path) -> None:
                 pass
             return
         before = target.with_name(f"{target.name}.before")
-        if target.exists() and not before.exists():
-            target.rename(before)
-        elif target.exists():  # the last attempt ended before `_keep_others`
-            _keep_others(before, target)
+        if target.exists():
+            if before.exists():  # the last attempt ended before `_keep_others`
+                _keep_others(before, target)
             target.rename(before)
         tensors = hf_tensors(model.table.entries, model.config.params_dtype)
         with HfFolderWriter(target, tensors) as writer:

@@ -47,16 +47,8 @@ _PRINT_AFTER_S = 10.0
 """Rank 0 prints an error that all ranks have; the other ranks print it only after this time."""
 
 
-def prepare_folder(loaded: LoadedConfig, run_dir: Path) -> None:
-    """Rank 0: writes the resolved configuration to the run folder. Raises ConfigError as `changed_since` does."""
-    for key in changed_since(loaded, run_dir):
-        logger.info("changed since the last attempt: %s", key)
-    write_atomically(run_dir / CONFIG_FILE, [loaded.to_yaml().encode()])
-    write_environment(run_dir, {})
-
-
 def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
-    """One rank from its configuration to its exit code. Raises PacsError for a mistake that the user can fix."""
+    """One rank from its configuration to its exit code. Raises PacsError."""
     loaded = load_config(config_path, overrides)
     return _run(loaded, run_folder(loaded))
 
@@ -97,14 +89,8 @@ def _train(
                     run_dir.parent.rmdir()
             raise
         setup_logging(run_dir / LOG_FOLDER, rank_number)
-        watchdog = Watchdog(
-            run_dir,
-            rank_number,
-            run.rank.layout.world_size,
-            loaded.config.parallel.hang_timeout_s,
-            stop_reason=lambda: run.stop.reason,
-            lead_s=loaded.config.resources.signal_lead_s,
-        )
+        limits = loaded.config.parallel.hang_timeout_s, lambda: run.stop.reason, loaded.config.resources.signal_lead_s
+        watchdog = Watchdog(run_dir, rank_number, run.rank.layout.world_size, *limits)
         run.timer.on_change(watchdog.phase)
         run.channel.on_heartbeat = watchdog.alive
         watchdog.start()
@@ -140,7 +126,10 @@ def _build(
     model_dir = model_folder(loaded.config.model.path)
     driver = None
     if rank_number == 0:
-        prepare_folder(loaded, run_dir)
+        for key in changed_since(loaded, run_dir):
+            logger.info("changed since the last attempt: %s", key)
+        write_atomically(run_dir / CONFIG_FILE, [loaded.to_yaml().encode()])
+        write_environment(run_dir, {})
         # The driver loads data while this process builds the model.
         driver = DriverClient(run_dir, model_dir, timeout_s=loaded.config.parallel.control_timeout_s)
         driver.should_stop = stop.is_set
@@ -198,8 +187,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _is_lost_connection(error: Exception) -> bool:
     """Whether a collective failed because the process of another rank ended: gloo has no exception class of its own."""
-    is_gloo = isinstance(error, RuntimeError) and "/gloo/transport/" in str(error)
-    return is_gloo or type(error).__name__ in ("DistBackendError", "DistNetworkError")
+    return "/gloo/transport/" in str(error) or type(error).__name__ in ("DistBackendError", "DistNetworkError")
 
 
 def _print_after_rank_0(error: PacsError) -> None:

@@ -38,8 +38,9 @@ def logprobs(run: RunContext, minibatch: MiniBatch) -> Logprobs:
     """The log-probs and values of this rank's samples that the objective needs, of all epochs. Raises Interrupted."""
     sources = sorted(passes_of(run.objective, run.config.batch.updates_of(minibatch.index)), reverse=True)
     with run.timer.span("logprobs"):
+        models = {source: run.models[-1] if source == "value" else run.policy for source in sources}
         found: Logprobs = {
-            source: run.model_of(source).logprobs(minibatch, source, run.stop.is_set) for source in sources
+            source: model.logprobs(minibatch, source, run.stop.is_set) for source, model in models.items()
         }
         if "step_start" in found and minibatch.routes is None and run.policy.routes is not None:
             found["routes"] = run.policy.routes

@@ -42,23 +42,20 @@ class OpenStep:
         self.updates += 1
 
     def to_record(self, rank: Rank, settings: Mapping[str, Any]) -> Record | None:
-        """The checkpoint's record on rank 0, None elsewhere. Collective.
-
-        `settings`: values that must not change before the step is complete.
-        """
+        """The checkpoint's record on rank 0, None elsewhere; `settings` must not change inside the step. Collective."""
         # The last pipeline stage has log-probs; its tensor- and context-parallel ranks have the same ones.
         is_sender = rank.rank == rank.model_parallel_ranks[-1]
         own: dict[str, np.ndarray] = {}
         for index, found in enumerate(self.logprobs or []):
             for source, by_row in found.items():
-                rows = sorted(by_row) if is_sender or source == "routes" else []  # each stage has its layers' routes
-                pieces = [np.empty(0, np.float32), *(by_row[row].ravel() for row in rows)]
-                own[f"{index}.{source}.rows"] = np.array(rows, dtype=np.int64)
-                own[f"{index}.{source}.lens"] = np.array([len(piece) for piece in pieces[1:]], dtype=np.int64)
-                own[f"{index}.{source}.nats"] = np.concatenate(pieces)
+                if is_sender or source == "routes":  # each stage has its layers' routes, and -1 for the others
+                    own |= {f"{index}.{source}.{row}": values for row, values in by_row.items()}
         shares = gather_arrays(own, group=rank.control)
         if shares is None:
             return None
+        arrays: dict[str, np.ndarray] = {}
+        for name, values in (item for share in shares for item in share.items()):
+            arrays[name] = np.maximum(arrays.get(name, values), values)
         header = {
             "updates": self.updates,
             "minibatches": len(self.logprobs or []),
@@ -66,32 +63,23 @@ class OpenStep:
             "sums": {name: [item.total, item.count] for name, item in self.sums.sums.items()},
             "extremes": self.sums.extremes,
         }
-        return header, {name: np.concatenate([share[name] for share in shares]) for name in own}
+        return header, arrays
 
     @classmethod
     def from_record(cls, record: Record, settings: Mapping[str, Any]) -> "OpenStep":
-        """Inverse of `to_record`; every rank gets the log-probs of all samples.
-
-        Raises CheckpointError when a setting differs.
-        """
+        """Inverse of `to_record`; every rank gets the log-probs of all samples. Raises CheckpointError when a setting differs."""
         header, arrays = record
-        saved = {**settings, "batch.epochs": 1, "policy.routing": "own"} | header["settings"]  # earlier checkpoints
-        changed = [key for key, value in settings.items() if saved.get(key) != value]
-        if changed:
-            raise CheckpointError(
-                f"the newest checkpoint is inside a step, after {header['updates']} of its updates, and {changed[0]} was "
-                f"{saved.get(changed[0])!r} then: resume with that value and change it after the step's "
-                "checkpoint, or remove the folder step_*_plus_* to repeat the step"
-            )
+        for key, value in settings.items():
+            if (saved := header["settings"].get(key)) != value:
+                raise CheckpointError(
+                    f"the newest checkpoint is inside a step, after {header['updates']} of its updates, and {key} was "
+                    f"{saved!r} then: resume with that value and change it after the step's checkpoint, or remove the "
+                    "folder step_*_plus_* to repeat the step"
+                )
         logprobs: list[Logprobs] = [{} for _ in range(header["minibatches"])]
         for name, values in arrays.items():
-            index, source, kind = name.split(".")
-            if kind == "nats":
-                rows, lens = arrays[f"{index}.{source}.rows"], arrays[f"{index}.{source}.lens"]
-                pieces = np.split(values, np.cumsum(lens)[:-1])
-                by_row = logprobs[int(index)].setdefault(cast("Source", source), {})
-                for row, piece in zip(rows.tolist(), pieces, strict=True):
-                    by_row[row] = np.maximum(by_row.get(row, piece), piece)  # of routes several ranks have parts
+            index, source, row = name.split(".")
+            logprobs[int(index)].setdefault(cast("Source", source), {})[int(row)] = values
         sums = MetricSums(
             sums={name: MetricSum(total, count) for name, (total, count) in header["sums"].items()},
             extremes=dict(header["extremes"]),

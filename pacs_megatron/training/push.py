@@ -1,16 +1,12 @@
 """Streams the policy's weights to receivers: embedded engine or servers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
+import torch
+
+from pacs_megatron.contracts import WeightReceiver
 from pacs_megatron.contracts.digest import WeightDigest
-from pacs_megatron.contracts.protocols import WeightReceiver
 from pacs_megatron.errors import SyncError
-
-if TYPE_CHECKING:
-    import torch
 
 
 def stream(
@@ -21,10 +17,8 @@ def stream(
 ) -> tuple[str, SyncError | None]:
     """Streams an export into every receiver; returns its digest, and the error of the first receiver that failed.
 
-    All ranks call it; those without a receiver only take part in the export.
-
     The export is collective, so it is always iterated to its end: a receiver that fails must not block the other ranks.
-    `on_exported` is called between the last weight and the receivers' `end_update`.
+    Ranks without a receiver only take part in it. `on_exported` is called before the receivers' `end_update`.
     """
     live = list(receivers)
     errors: list[SyncError] = []

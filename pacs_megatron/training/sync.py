@@ -2,6 +2,7 @@
 
 import logging
 import os
+from typing import Any
 
 import torch
 
@@ -31,24 +32,28 @@ def sync(run: RunContext, step: int) -> None:
             logger.warning("weight update failed, retrying once: %s", error)
             digest = _push(run)
         first = run.channel.broadcast_json(digest)
-        run.channel.run_together(lambda: _check_equal(first, digest, run.rank.rank))
+
+        def check_equal() -> None:
+            if digest != first:
+                # Not a SyncError, on which the loop saves a checkpoint: these weights are not worth keeping.
+                raise PacsError(
+                    f"rank 0 exported weights with digest {first}, rank {run.rank.rank} exported {digest}: the replicas have "
+                    "drifted apart; resume from the last checkpoint"
+                )
+
+        def set_current() -> None:
+            if run.driver is not None:
+                weights = {"version": run.policy.version, "digest": digest}
+                run.driver.call({"op": "set_current", **weights, "trained": step})
+
+        run.channel.run_together(check_equal)
         run.digest = digest
-        run.channel.run_together(lambda: _set_current(run, step))
-
-
-def _check_equal(first: str, digest: str, rank: int) -> None:
-    if digest != first:
-        # Not a SyncError, on which the loop saves a checkpoint: these weights are not worth keeping.
-        raise PacsError(
-            f"rank 0 exported weights with digest {first}, rank {rank} exported {digest}: the replicas have drifted apart; "
-            "resume from the last checkpoint"
-        )
+        run.channel.run_together(set_current)  # the driver accepts samples of these weights from now on
 
 
 def _push(run: RunContext) -> str:
     """The digest of an export that reached at least one receiver. Collective; raises on every rank."""
-    if run.engine is not None:
-        engine = run.engine
+    if (engine := run.engine) is not None:
         return run.channel.run_together(lambda: push(run.policy.version, run.policy.export_weights(), [engine]))
     for model in run.models:
         model.offload.to_host()
@@ -68,11 +73,11 @@ def release_memory(run: RunContext) -> None:
         return
     error = None
     receivers = _targets(run, is_release=True)
-    for receiver in receivers:
-        try:
+    try:
+        for receiver in receivers:
             receiver.release_memory()
-        except SyncError as caught:
-            error = caught
+    except SyncError as caught:
+        error = caught
     _require_a_server(run, bool(receivers), error)
     for model in run.models:
         model.offload.to_device()
@@ -84,37 +89,35 @@ def _targets(run: RunContext, *, is_release: bool = False) -> list[ServerSync]:
     With `sync.transport: disk` rank 0 updates all servers, with `ipc` each rank those on its own GPU, with `broadcast` each
     rank of rank 0's host its share. The driver sends these servers no request until the update ends.
     """
-    header = run.channel.run_together(lambda: _begin_update(run, is_release), only=0)
-    servers = run.channel.broadcast_json(header)
-    mine = [url for url, trainer_rank in servers if trainer_rank == run.rank.rank]
+    rollout = run.config.rollout.sglang
+    assert rollout is not None
+
+    def begin_update() -> list[list[Any]]:
+        assert run.driver is not None
+        servers: list[list[Any]] = run.driver.call({"op": "begin_update", "is_release": is_release})[0]["servers"]
+        if rollout.sync.transport != "broadcast":
+            return servers
+        num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # `rollout.sync.host` is this host
+        return [[url, number % num_here] for url, number in servers]
+
+    servers = run.channel.broadcast_json(run.channel.run_together(begin_update, only=0))
+    mine = tuple(url for url, trainer_rank in servers if trainer_rank == run.rank.rank)
     if not mine:
         return []
-    rollout = run.config.rollout.sglang
-    assert run.server_sync is not None and rollout is not None
-    run.server_sync.set_targets(server_apis(rollout, tuple(mine)))
+    assert run.server_sync is not None
+    run.server_sync.set_targets(server_apis(rollout, mine))
     return [run.server_sync]
-
-
-def _begin_update(run: RunContext, is_release: bool) -> list[tuple[str, int]]:
-    assert run.driver is not None
-    header, _ = run.driver.call({"op": "begin_update", "is_release": is_release})
-    rollout = run.config.rollout.sglang
-    servers = [(url, trainer_rank) for url, trainer_rank in header["servers"]]
-    if rollout is None or rollout.sync.transport != "broadcast":
-        return servers
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # `rollout.sync.host` is this host
-    return [(url, number % num_here) for url, number in servers]
 
 
 def _require_a_server(run: RunContext, has_servers: bool, error: SyncError | None) -> None:
     """Returns if a server of any rank was reached; otherwise raises the first rank's error on all. Collective."""
+
+    def raise_it() -> None:
+        if error is not None:
+            raise error
+
     if not run.channel.any_rank(has_servers and error is None):
-        run.channel.run_together(lambda: _raise(error))
-
-
-def _raise(error: SyncError | None) -> None:
-    if error is not None:
-        raise error
+        run.channel.run_together(raise_it)
 
 
 def _empty_caches(run: RunContext) -> None:
@@ -123,9 +126,3 @@ def _empty_caches(run: RunContext) -> None:
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # blocks whose readers are done
         torch.cuda.empty_cache()
         run.channel.any_rank(False)  # a barrier: a server with tp > 1 uses the GPUs of several ranks
-
-
-def _set_current(run: RunContext, step: int) -> None:
-    """Rank 0: the driver accepts samples of these weights from now on."""
-    if run.driver is not None:
-        run.driver.call({"op": "set_current", "version": run.policy.version, "digest": run.digest, "trained": step})

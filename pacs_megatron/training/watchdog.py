@@ -2,9 +2,8 @@
 
 torch's own watchdogs cover NCCL calls only, and faulthandler's timer reports neither phases nor other ranks.
 
-Concurrency: a daemon thread in every rank. The main thread reports each phase and each sign of progress. Collectives
-release the interpreter lock while they wait, so the thread runs while the main thread is blocked. Every rank decides
-alone, without messages from a rank that hangs. Ranks read each other's phases from small files in the run folder.
+Concurrency: a daemon thread in every rank. The main thread reports phases and progress. Every rank decides alone, without
+messages from a rank that hangs. Ranks read each other's phases from small files in the run folder.
 """
 
 import faulthandler
@@ -40,20 +39,12 @@ class Watchdog:
     """Ends this process with exit code 70 after `timeout_s` without progress of the main thread."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
-        stop_reason: Callable[[], str] = lambda: "",
+        self, run_dir: Path, rank: int, world_size: int, timeout_s: float, stop_reason: Callable[[], str] = str,
         lead_s: float = math.inf,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`stop_reason`: of this rank's stop request, empty without one; called from the thread. `lead_s`: time between a
         stop request and the end of the job; a rank that has not saved by then ends."""
-        self._run_dir = run_dir
-        self._rank = rank
-        self._world_size = world_size
-        self._timeout_s = timeout_s
+        self._run_dir, self._rank, self._world_size, self._timeout_s = run_dir, rank, world_size, timeout_s
         self._stop_reason = stop_reason
         self._lead_s = lead_s * _LEAD_SHARE
         self._stop_since: float | None = None
@@ -114,18 +105,12 @@ class Watchdog:
             return 0.0
         if self._stop_since is None:
             self._stop_since, self._next_notice = now, now + _NOTICE_EVERY_S
-        if self._rank or now < self._next_notice:
-            return now - self._stop_since
-        self._next_notice = now + _NOTICE_EVERY_S
-        logger.warning(
-            "%s %.0f s ago: still in phase '%s', no progress for %.0f s; %s",
-            reason,
-            now - self._stop_since,
-            self._phase,
-            silent_s,
-            describe_newest(self._run_dir),
-        )
-        return now - self._stop_since
+        since_s = now - self._stop_since
+        if not self._rank and now >= self._next_notice:
+            self._next_notice = now + _NOTICE_EVERY_S
+            state = f"still in phase '{self._phase}', no progress for {silent_s:.0f} s"
+            logger.warning("%s %.0f s ago: %s; %s", reason, since_s, state, describe_newest(self._run_dir))
+        return since_s
 
     def _write(self) -> None:
         state = {"rank": self._rank, "phase": self._phase, "silent_s": round(time.monotonic() - self._since, 1)}
@@ -142,8 +127,7 @@ class Watchdog:
         time.sleep(_GRACE_S)
         sys.stderr.write(f"rank {self._rank}: {what} in phase '{self._phase}' ({limit}); stack in {stack}\n")
         if self._rank == 0:
-            for other in range(self._world_size):
-                sys.stderr.write(f"  {self._describe(other)}\n")
+            sys.stderr.writelines(f"  {self._describe(other)}\n" for other in range(self._world_size))
             write_exit_code(self._run_dir, ExitCode.HANG)
         sys.stderr.flush()
         os._exit(int(ExitCode.HANG))
