@@ -1,10 +1,9 @@
 """Data types and protocols that all packages share. Imports neither torch nor Megatron at run time."""
 
-from pacs_megatron.contracts.interrupted import Interrupted
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.contracts.protocols import Prepared, RewardFn, SampleTable, TokenRecord, UpdateReport, WeightReceiver
 from pacs_megatron.contracts.samples import Group, Judgement, Prompt, Sample, SampleRequest, SamplingOptions, Span, Stop
-from pacs_megatron.contracts.step_data import MicroBatchPlan, MiniBatch, SampleFacts, TokenBuffers
+from pacs_megatron.contracts.step_data import Interrupted, MicroBatchPlan, MiniBatch, SampleFacts, TokenBuffers
 
 __all__ = [
     "Group",

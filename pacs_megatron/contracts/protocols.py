@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -22,19 +22,18 @@ Statistic = Literal["score", "sampler_ratio"]
 """A number per sample, from log-probs, that coefficients depend on. `score`: the masked sum of `Objective.token_scores`.
 `sampler_ratio`: mean over the response tokens of log pi_step_start - log pi_sampler, nats."""
 
+RewardFn = Callable[[Prompt, str], float | Judgement]
+"""Judges the response to a prompt. Raises RewardError when it cannot; never a silent 0.0."""
+
 
 @dataclass(slots=True, kw_only=True)
 class TokenRecord:
-    """Response tokens of one micro-batch, packed: every tensor is [t] unless stated otherwise; nats.
-
-    It contains response tokens only (t = sum of the response lengths), so no prompt or padding token can enter
-    a sum; `mask` excludes response tokens that are not trained.
-    """
+    """Response tokens of one micro-batch, packed: tensors are [t], t = sum of the response lengths; nats."""
 
     logprobs: torch.Tensor
     """float32, log pi_theta of the sampled token; carries the graph during an update"""
     mask: torch.Tensor
-    """float32 in {0, 1}"""
+    """float32 in {0, 1}; 0 excludes a token from training"""
     sample_of_token: torch.Tensor
     """int64, row in the mini-batch's SampleFacts (so it indexes Prepared's [n] tensors)"""
     response_lens: torch.Tensor
@@ -51,7 +50,7 @@ class TokenRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTable:
-    """Whole groups of a mini-batch as tensors on one device: [m] samples in the order of their ids, [g] groups.
+    """Whole groups of a mini-batch on one device: [m] samples in the order of their ids, [g] groups.
 
     The methods compute within groups, in the dtype of the values.
     """
@@ -145,10 +144,3 @@ class WeightReceiver(Protocol):
     def end_update(self, digest: str) -> None:
         """Raises SyncError unless every weight has arrived; afterwards samples carry (version, digest)."""
         ...
-
-
-@runtime_checkable
-class RewardFn(Protocol):
-    """Judges one answer. Raises RewardError when it cannot; never a silent 0.0."""
-
-    def __call__(self, prompt: Prompt, response: str) -> float | Judgement: ...

@@ -6,6 +6,10 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 
+class Interrupted(Exception):  # noqa: N818  (not an error)
+    """A rank has a stop request. Raised on all ranks; the loop saves the position of the run and returns."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFacts:
     """Facts of the n samples of a step or mini-batch, on EVERY rank, ordered by (group, sample id)."""
