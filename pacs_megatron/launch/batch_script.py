@@ -13,7 +13,7 @@ from pacs_megatron.runtime.run_folder import run_folder
 def train_command(job: Job, request: Request) -> str:
     """Shell lines that each task of the trainer runs."""
     arguments = [str(request.config.resolve()), *job.overrides]
-    if job.converted is not None:
+    if request.convert:
         arguments.append(f"model.path={job.converted}")
     python = python_command(request.cluster)
     resources = job.loaded.config.resources

@@ -48,20 +48,17 @@ def check_folder(folder: Path, key: str) -> None:
         )
 
 
-def dry_run(experiment: Any, jobs: Sequence[Job], home: Path, shown_home: Path) -> Iterator[str]:
+def dry_run(experiment: Any, job: Job, home: Path, shown_home: Path) -> Iterator[str]:
     """Yields the batch scripts that a submission would write. They are written below `home`, a temporary folder."""
     experiment.dryrun(log=False, delete_exp_dir=False)
-    folder = Path(experiment._exp_dir)
-    for job in jobs:
-        yield f"# {job.name}: resolved configuration\n{job.loaded.to_yaml()}"
-    title = jobs[0].name if len(jobs) == 1 else experiment._title
+    yield f"# {job.name}: resolved configuration\n{job.loaded.to_yaml()}"
     for task in experiment.jobs:
         if task.dependencies:
-            yield f"# {title}: {task.id} starts after {', '.join(task.dependencies)} (sbatch --dependency=afterok)"
+            yield f"# {job.name}: {task.id} starts after {', '.join(task.dependencies)} (sbatch --dependency=afterok)"
     for pattern, role in (("*_sbatch.sh", ""), ("scripts/*.sh", ", run by each task")):
-        for script in sorted(folder.rglob(pattern)):
+        for script in sorted(Path(experiment._exp_dir).rglob(pattern)):
             text = script.read_text(encoding="utf-8").replace(str(home), str(shown_home))
-            yield f"# {title}: {script.name}{role}\n{text}"
+            yield f"# {job.name}: {script.name}{role}\n{text}"
 
 
 def launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
@@ -96,53 +93,47 @@ def _job_id(task: Any) -> str:
     return found
 
 
-def add_tasks(run: Any, experiment: Any, jobs: Sequence[Job], request: Request) -> list[tuple[str, str, str | None]]:
-    """(label, task, run name) of every task; the run name is None for a shared conversion."""
+def add_tasks(run: Any, experiment: Any, job: Job, request: Request) -> dict[str, str]:
+    """Adds the tasks of a run, each after the one before; label -> task."""
     python = f"cd {shlex.quote(os.getcwd())} && exec {python_command(request.cluster)} -m pacs_megatron"
-    found: list[tuple[str, str, str | None]] = []
-    conversions: dict[Path, str] = {}
-    alone = len(jobs) == 1
-    for job in jobs:
-        suffix = "" if alone else f"-{job.name}"
-        target = job.converted
-        if target is not None and target not in conversions:
-            # The conversion is atomic. A resubmitted run reuses it.
-            words = ["convert", "to-megatron", "--hf", job.loaded.config.model.path, "--out", str(target)]
-            text = f"[ -e {shlex.quote(str(target))} ] && exit 0\n{python} {shlex.join(words)}"
-            name = "convert" if not conversions else f"convert-{len(conversions) + 1}"
-            executor = _executor(run, job, request.cluster, nodes=1, tasks=1)
-            conversions[target] = experiment.add(_script(run, text), executor=executor, name=name)
-            found.append((name, conversions[target], job.name if alone else None))
-        before = [] if target is None else [conversions[target]]
-        if request.train:
-            before = [_add_trainer(run, experiment, job, request, (f"train{suffix}", before))]
-            found.append(("train", before[0], job.name))
-        later = request.later
-        if request.evaluate:
-            model = str(run_folder(job.loaded) / "hf")
-            later = (("eval", ("eval", str(request.config.resolve()), *job.overrides, "--model", model)), *later)
-        for label, arguments in later:
-            executor = _executor(run, job, request.cluster, nodes=1, tasks=1)
-            script = _script(run, f"{python} {shlex.join(arguments)}")
-            before = [experiment.add(script, executor=executor, name=f"{label}{suffix}", dependencies=before)]
-            found.append((label, before[0], job.name))
-    return found
+    tasks: dict[str, str] = {}
+
+    def add(label: str, script: Any, executor: Any) -> None:
+        before = list(tasks.values())[-1:]
+        tasks[label] = str(experiment.add(script, executor=executor, name=label, dependencies=before))
+
+    def add_verb(label: str, words: Sequence[str], first: str = "") -> None:
+        script = _script(run, f"{first}{python} {shlex.join(words)}")
+        add(label, script, _executor(run, job, request.cluster, nodes=1, tasks=1))
+
+    if request.convert:
+        out = str(job.converted)
+        words = ("convert", "to-megatron", "--hf", job.loaded.config.model.path, "--out", out)
+        # The conversion is atomic. A resubmitted run reuses it.
+        add_verb("convert", words, f"[ -e {shlex.quote(out)} ] && exit 0\n")
+    if request.train:
+        add("train", *_trainer(run, job, request))
+    if request.evaluate:
+        model = str(run_folder(job.loaded) / "hf")
+        add_verb("eval", ("eval", str(request.config.resolve()), *job.overrides, "--model", model))
+    for label, arguments in request.later:
+        add_verb(label, arguments)
+    return tasks
 
 
-def _add_trainer(run: Any, experiment: Any, job: Job, request: Request, place: tuple[str, list[str]]) -> str:
-    """Adds the trainer, with rollout nodes as one heterogeneous job. `place` is its name and its dependencies."""
-    config, (name, before) = job.loaded.config, place
+def _trainer(run: Any, job: Job, request: Request) -> tuple[Any, Any]:
+    """(script, executor) of the trainer; with rollout nodes lists of both, for one heterogeneous job."""
+    config = job.loaded.config
     per_node = ranks_to_start(config) // config.resources.nodes
     tasks = 1 if request.cluster.launcher == "torchrun" else per_node
     trainer = _executor(run, job, request.cluster, nodes=config.resources.nodes, tasks=tasks)
     trainer.setup_lines = _checked(setup_lines(job, request))
     script = _script(run, train_command(job, request))
     if not config.resources.rollout_nodes:
-        return str(experiment.add(script, executor=trainer, name=name, dependencies=before))
+        return script, trainer
     servers = _executor(run, job, request.cluster, nodes=config.resources.rollout_nodes, tasks=1)
     trainer.heterogeneous = servers.heterogeneous = True
-    scripts = [script, _script(run, serve_command(job, request))]
-    return str(experiment.add(scripts, executor=[trainer, servers], name=name, dependencies=before))
+    return [script, _script(run, serve_command(job, request))], [trainer, servers]
 
 
 def _script(run: Any, text: str) -> Any:

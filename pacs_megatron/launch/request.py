@@ -3,9 +3,8 @@
 import itertools
 import math
 import re
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -39,15 +38,21 @@ class Request:
     """(label, arguments of pacs-megatron) of jobs that follow the training, one after the other"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """One run of a request."""
 
-    name: str
     overrides: tuple[str, ...]
     loaded: LoadedConfig
-    converted: Path | None = None
-    """Checkpoint that the conversion job writes. Runs of a sweep with the same model share it."""
+
+    @property
+    def name(self) -> str:
+        return self.loaded.config.run.name
+
+    @property
+    def converted(self) -> Path:
+        """Checkpoint that the conversion job writes."""
+        return (run_folder(self.loaded) / "converted").resolve()
 
 
 def expand(request: Request) -> list[Job]:
@@ -59,10 +64,15 @@ def expand(request: Request) -> list[Job]:
         raise ConfigError(
             f"--sweep and --seeds give {num_runs} runs, but one request submits at most {MAX_RUNS}; use fewer values"
         )
+    if request.convert and num_runs > 1:
+        raise ConfigError(
+            "--convert is for one run, not for --sweep or --seeds; convert the model once by `pacs-megatron convert "
+            "to-megatron`, and set model.path to the result"
+        )
     base = load_config(request.config, request.overrides).config
     if request.seeds > 1:
         axes.append([f"run.seed={base.run.seed + index}" for index in range(request.seeds)])
-    jobs: list[Job] = []
+    jobs: dict[str, Job] = {}
     for choice in itertools.product(*axes):
         name = "-".join([base.run.name, *(_short(text) for text in choice)])
         overrides = (*request.overrides, *choice, *([f"run.name={name}"] if choice else []))
@@ -70,25 +80,10 @@ def expand(request: Request) -> list[Job]:
         check_model_and_layout(loaded, ranks_to_start(loaded.config))
         if request.evaluate and not loaded.config.evaluation.benchmarks:
             raise ConfigError("--evaluate: evaluation.benchmarks is empty; add a benchmark")
-        if name in {job.name for job in jobs}:
+        if name in jobs:
             raise ConfigError(f"two runs of this request have the name {name}; sweep over values with different names")
-        jobs.append(Job(name=name, overrides=overrides, loaded=loaded))
-    return _with_conversions(jobs, base.run.name) if request.convert else jobs
-
-
-def _with_conversions(jobs: Sequence[Job], base: str) -> list[Job]:
-    """The jobs with their converted checkpoints: in the run folder, or beside the run folders of a sweep."""
-    if len(jobs) == 1:
-        return [replace(jobs[0], converted=(run_folder(jobs[0].loaded) / "converted").resolve())]
-    models = list(dict.fromkeys(_model_of(job) for job in jobs))
-    targets = {}
-    for number, (run_dir, path) in enumerate(models, start=1):
-        targets[run_dir, path] = (Path(run_dir) / f"{base}-converted{f'-{number}' if number > 1 else ''}").resolve()
-    return [replace(job, converted=targets[_model_of(job)]) for job in jobs]
-
-
-def _model_of(job: Job) -> tuple[str, str]:
-    return job.loaded.config.run.dir, job.loaded.config.model.path
+        jobs[name] = Job(overrides, loaded)
+    return list(jobs.values())
 
 
 def _check_axes(request: Request) -> None:

@@ -16,7 +16,6 @@ import pytest
 from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.launch.job import known_jobs
 from pacs_megatron.launch.request import Request, expand
 from pacs_megatron.launch.submit import submit
 from tests.integration.slurm.conftest import (
@@ -86,6 +85,7 @@ def test_a_sweep_is_every_combination(tmp_path: Path) -> None:
         ({"sweep": ("run.name=a,b",)}, "runs are named by their values"),
         ({"sweep": ("objective.beta=,1",)}, "expected key=a,b,c"),
         ({"sweep": ("=1,2",)}, "expected key=a,b,c"),
+        ({"sweep": ("objective.beta=1,2",), "convert": True}, "--convert is for one run, not for --sweep or --seeds;"),
         ({"overrides": ("run.name=a;b",)}, "run.name: expected letters"),
         ({"overrides": ("resources.time_limit=00:01:00",)}, "resources.time_limit=00:01:00 is not longer"),
     ],
@@ -130,47 +130,6 @@ def test_run_that_does_not_fit_gets_a_warning(nemo_run: None, tmp_path: Path) ->
     overrides = (f"run.dir={tmp_path}", "batch.tokens_per_microbatch=1000000")
     texts = list(submit(make_request(big, "example-bare", overrides=overrides), dry_run=True))
     assert texts[0].startswith(f"# warning: {big.stem} does not fit on a GPU according to")
-
-
-def test_a_sweep_converts_each_model_once(nemo_run: None, tmp_path: Path) -> None:
-    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
-    shutil.copytree(tmp_path / "model", tmp_path / "other")
-    sweep = (f"model.path={tmp_path}/model,{tmp_path}/other", "objective.beta=1,2")
-    jobs = expand(make_request(config, sweep=sweep, convert=True))
-    runs = tmp_path / "runs"
-    made = [str(job.converted) for job in jobs]
-    assert made == [f"{runs}/tiny-converted"] * 2 + [f"{runs}/tiny-converted-2"] * 2
-    together = "\n".join(submit(make_request(config, sweep=sweep, convert=True), dry_run=True))
-    assert together.count("convert to-megatron --hf") == 2
-    waits = re.findall(r"^# tiny: train-(\S+) starts after (\S+) ", together, re.MULTILINE)
-    conversions = {job.name: "convert-2" if job.converted.name.endswith("-2") else "convert" for job in jobs}
-    assert dict(waits) == conversions
-    alone = expand(make_request(config, convert=True))
-    assert str(alone[0].converted) == f"{runs}/tiny/converted"
-
-
-@pytest.mark.slurm
-@pytest.mark.full
-def test_the_runs_of_a_sweep_wait_for_one_conversion(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
-    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
-    cluster = tmp_path / "cluster.yaml"
-    text = (CLUSTERS / "local.yaml").read_text()
-    cluster.write_text(f"{text}partition: debug\naccount: none\npython: [{sys.executable}]\n")
-    words = ["submit", str(config), "run.nproc=2", "run.steps=1", "--cluster", str(cluster), "--convert"]
-    done = run_command(slurm, tmp_path, *words, "--sweep", "objective.beta=0.5,2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    jobs = dict(re.findall(r"^(\S+): submitted train=(\d+);", done.stdout, re.MULTILINE))
-    [conversion] = re.findall(r"^before all of them: convert=(\d+)$", done.stdout, re.MULTILINE)
-    assert sorted(jobs) == ["tiny-beta0.5", "tiny-beta2"]
-    for job in jobs.values():
-        assert slurm.job(job)["Dependency"].startswith((f"afterok:{conversion}(", "(null)"))
-        assert slurm.wait(job)["JobState"] == "COMPLETED"
-    converted = tmp_path / "runs" / "tiny-converted"
-    assert (converted / "certificate.json").is_file()
-    for name in jobs:
-        assert str(converted) in (tmp_path / "runs" / name / "config.yaml").read_text()
-        # Ending one run must not take the conversion from the others.
-        assert known_jobs(tmp_path / "runs" / name) == {jobs[name]: "train"}
 
 
 def test_without_nemo_run_the_message_names_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

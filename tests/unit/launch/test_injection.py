@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -70,14 +71,10 @@ class Sandbox:
         return load_cluster(path)
 
     def scripts(self, overrides: Sequence[str], cluster: ClusterConfig, sweep: Sequence[str] = ()) -> list[str]:
-        request = Request(
-            config=self.config,
-            overrides=tuple(overrides),
-            cluster=cluster,
-            sweep=tuple(sweep),
-            convert=True,
-        )
+        request = Request(config=self.config, overrides=tuple(overrides), cluster=cluster, convert=True)
         texts = list(submit(request, dry_run=True))
+        if sweep:
+            texts += submit(replace(request, convert=False, sweep=tuple(sweep)), dry_run=True)
         return [text.partition("\n")[2] for text in texts if text.partition("\n")[2].startswith("#!")]
 
     def execute(self, scripts: Sequence[str]) -> None:
