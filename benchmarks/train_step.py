@@ -88,11 +88,11 @@ class Setup:
 # ------------------------------------------------------------------------------------------------------------- workers
 def spec_of(setup: Setup) -> Any:
     """The preset's architecture with `layers` layers; the check uses a small vocabulary so that the CPU keeps up."""
-    from pacs_megatron.models import ModelSpec
-    from pacs_megatron.plan.known_models import need_spec
+    from pacs_megatron.models import ModelSpec, read_spec
+    from pacs_megatron.plan.known_models import need_config
 
     hub_id = PRESETS[setup.preset][0]
-    spec = need_spec(hub_id or TINY[setup.preset], "benchmark")
+    spec = read_spec(need_config(hub_id or TINY[setup.preset], "benchmark"))
     if hub_id is None:
         small = {"hidden_size": 64, "ffn_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
         moe = spec.moe and replace(spec.moe, num_experts=4, top_k=2, expert_ffn_size=32)

@@ -191,7 +191,6 @@ def _add_planning(verbs: _SubParsers) -> None:
     parser = _add_config_verb(verbs, "plan", "estimate memory and time of a run, without a GPU", _plan)
     parser.add_argument("--search", action="store_true", help="compare all layouts of the same GPUs")
     parser.add_argument("--compare", action="store_true", help="compare H100 and H200, with and without recomputation")
-    parser.add_argument("--json", dest="as_json", action="store_true", help="print bytes and seconds as JSON")
     parser.add_argument("--response-tokens", type=float, help="mean response length; default: a fraction of the limit")
     parser = _add_config_verb(verbs, "preflight", "check a run before submission, or inside its job", _preflight)
     parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")

@@ -52,9 +52,7 @@ CUDA_CONTEXT_BYTES = Constant(
 )
 NCCL_BYTES_PER_GROUP = Constant(0.35 * GIB, 0.1 * GIB, 0.6 * GIB, "assumed: NCCL buffers of one process group")
 FRAGMENTATION = Constant(0.04, 0.01, 0.1, "assumed: share of the peak that the caching allocator cannot use")
-TRAIN_MFU = Constant(
-    0.40, 0.3, 0.5, "assumed: share of the bf16 peak in matrix products, single replica without bubble"
-)
+TRAIN_MFU = Constant(0.40, 0.3, 0.5, "assumed: share of the bf16 peak in matrix products, without a bubble")
 FORWARD_MFU = Constant(0.45, 0.33, 0.55, "assumed: share of the bf16 peak in a forward-only pass")
 FP8_SPEEDUP = Constant(1.3, 1.1, 1.5, "assumed: training step in FP8 against bf16")
 TP_LOSS = Constant(0.04, 0.02, 0.08, "assumed: share of time lost for each doubling of tp inside a node")
@@ -81,9 +79,7 @@ DISK_GB_S = Constant(2.0, 0.3, 10.0, "assumed: write and read of a shared file s
 FP8_WEIGHT_COPIES_BYTES = Constant(
     2.0, 1.0, 2.0, "assumed: Transformer Engine keeps two FP8 copies of each matrix (rows, columns)"
 )
-FP8_ACTIVATION_FRAC = Constant(
-    0.75, 0.6, 1.0, "assumed: saved activations in FP8 against bf16 (inputs of matrix products)"
-)
+FP8_ACTIVATION_FRAC = Constant(0.75, 0.6, 1.0, "assumed: saved activations in FP8 against bf16")
 EXPERT_IMBALANCE = Constant(1.3, 1.05, 2.0, "assumed: tokens of the fullest expert-parallel rank over the mean")
 FREE_DISK_FACTOR = Constant(1.2, 1.2, 1.2, "assumed: free space to keep, as a factor on the size of the files")
 

@@ -58,8 +58,6 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B,
     "Qwen/Qwen2.5-7B": _QWEN25_7B,
 }
-
-
 QUICKSTART_MODEL: Mapping[str, Any] = {
     **_qwen3(128, 2, 4, 256, tied=True),
     "num_key_value_heads": 2,
@@ -81,7 +79,7 @@ def find_config(model_path: str) -> Mapping[str, Any] | None:
     folder = config_folder(local_path(model_path))
     if (folder / "config.json").is_file():
         return load_config(folder)
-    name = known_name(model_path)
+    name = model_path if model_path in KNOWN_MODELS else "/".join(Path(model_path).parts[-2:])
     return QUICKSTART_MODEL if name in _QUICKSTART_FOLDERS else KNOWN_MODELS.get(name)
 
 
@@ -89,11 +87,6 @@ def find_spec(model_path: str) -> ModelSpec | None:
     """The architecture of `find_config`. Raises ConversionError if it cannot be used."""
     config = find_config(model_path)
     return None if config is None else read_spec(config)
-
-
-def need_spec(model_path: str, where: str) -> ModelSpec:
-    """`find_spec`; raises ConfigError for an unknown architecture."""
-    return read_spec(need_config(model_path, where))
 
 
 def need_config(model_path: str, where: str) -> Mapping[str, Any]:
@@ -105,10 +98,3 @@ def need_config(model_path: str, where: str) -> Mapping[str, Any]:
             f"`pacs-megatron fetch` on a machine with network first ({where})"
         )
     return config
-
-
-def known_name(model_path: str) -> str:
-    """The hub id of a path: the path itself, or the last two parts of a folder such as `models/Qwen/Qwen3-14B`."""
-    if model_path in KNOWN_MODELS:
-        return model_path
-    return "/".join(Path(model_path).parts[-2:])

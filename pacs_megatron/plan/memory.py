@@ -14,17 +14,19 @@ from pacs_megatron.config.rollout_options import SglangRollout
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts.layout import Layout, logits_per_chunk
 from pacs_megatron.models import ModelSpec, weight_table
-from pacs_megatron.models.table import Entry, WeightTable
+from pacs_megatron.models.table import WeightTable
 from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.plan import constants
 
 _KV_CACHE = "KV cache"
+WIDTH = {"bf16": 2, "fp32": 4}
+"""Bytes of an element."""
 
 
 @cache
 def table_of(spec: ModelSpec) -> WeightTable:
-    """`weight_table(spec)`, cached: it takes a second with experts, and `--search` needs it hundreds of times."""
+    """`weight_table`: it takes a second with experts, and `--search` needs it hundreds of times."""
     return weight_table(spec)
 
 
@@ -52,7 +54,6 @@ class Item:
 
 
 def _assumed(name: str, constant: constants.Constant, factor: float = 1.0) -> Item:
-    """`constant` times `factor` bytes."""
     return Item(name, constant.value * factor, constant.source, constant.span)
 
 
@@ -67,7 +68,6 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        """Bytes on the GPU at the peak of the phase."""
         return sum(item.num_bytes for item in self.items)
 
     @property
@@ -88,7 +88,6 @@ class RankParameters:
 
     @property
     def total(self) -> int:
-        """All elements, the shared embedding included."""
         return sum(self.dense) + sum(self.experts) + self.shared_embedding
 
 
@@ -108,25 +107,16 @@ def rank_parameters(spec: ModelSpec, layout: Layout, stage: int) -> RankParamete
     split_tied = spec.tied and layout.pp > 1
     dense, experts, shared = [], [], 0
     for entry in table_of(spec).entries:
-        if entry.place == "embedding":
-            if split_tied and (first or last):
-                shared = _local_size(entry, layout)
-            elif first:
-                dense.append(_local_size(entry, layout))
-        elif entry.place == "layer":
-            if entry.layer not in mine:
-                continue
-            if entry.expert is None:
-                dense.append(_local_size(entry, layout))
-            elif spec.moe is not None and entry.expert < spec.moe.num_experts // layout.ep:
-                experts.append(math.prod(entry.shard_shape(layout.expert_tp)))
-        elif last:
-            dense.append(_local_size(entry, layout))
+        size = math.prod(entry.shard_shape(layout.tp if entry.expert is None else layout.expert_tp))
+        if entry.place == "embedding" and split_tied:
+            shared = size if first or last else 0
+        elif entry.place == "layer" and entry.expert is not None:
+            assert spec.moe is not None
+            if entry.layer in mine and entry.expert < spec.moe.num_experts // layout.ep:
+                experts.append(size)
+        elif {"embedding": first, "layer": entry.layer in mine}.get(entry.place, last):
+            dense.append(size)
     return RankParameters(tuple(dense), tuple(experts), shared)
-
-
-def _local_size(entry: Entry, layout: Layout) -> int:
-    return math.prod(entry.shard_shape(layout.tp))
 
 
 def buffer_elements(parameters: RankParameters, layout: Layout, *, distributed_optimizer: bool) -> tuple[int, int]:
@@ -134,9 +124,7 @@ def buffer_elements(parameters: RankParameters, layout: Layout, *, distributed_o
     if not distributed_optimizer:
         return sum(parameters.dense) + parameters.shared_embedding, sum(parameters.experts)
     dense_ranks = layout.dp * layout.cp
-    dense = _pad_bucket(parameters.dense, dense_ranks)
-    if parameters.shared_embedding:
-        dense += _pad_bucket((parameters.shared_embedding,), dense_ranks)
+    dense = _pad_bucket(parameters.dense, dense_ranks) + _pad_bucket([parameters.shared_embedding], dense_ranks)
     return dense, _pad_bucket(parameters.experts, expert_replicas(layout))
 
 
@@ -147,8 +135,6 @@ def expert_replicas(layout: Layout) -> int:
 
 def _pad_bucket(sizes: Sequence[int], num_ranks: int) -> int:
     # Megatron aligns the start of each parameter to 64 elements and the end of a bucket to lcm(ranks, 128).
-    if not sizes:
-        return 0
     return _pad(sum(_pad(size, 64) for size in sizes), math.lcm(num_ranks, 128))
 
 
@@ -163,10 +149,9 @@ def trained_models(config: RunConfig, spec: ModelSpec) -> dict[str, ModelSpec]:
 
 def state_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) -> list[Item]:
     """Parameters, gradients and optimizer state of one rank, which stay for the whole run."""
-    models = trained_models(config, spec).items()
     return [
         replace(item, name=item.name + suffix)
-        for suffix, own in models
+        for suffix, own in trained_models(config, spec).items()
         for item in _state_items(config, own, layout, stage)
     ]
 
@@ -175,39 +160,34 @@ def _state_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int)
     parameters = rank_parameters(spec, layout, stage)
     distributed = config.parallel.distributed_optimizer
     dense, experts = buffer_elements(parameters, layout, distributed_optimizer=distributed)
-    is_bf16 = config.precision.dtype == "bf16"
+    width = WIDTH[config.precision.dtype]
     # With the distributed optimizer the parameters are views of buffers with the gradients' shape.
     held = dense + experts if distributed else parameters.total
     shares = (layout.dp * layout.cp, expert_replicas(layout)) if distributed else (1, 1)
     owned = dense // shares[0] + experts // shares[1]
     items = [
-        Item(f"weights ({config.precision.dtype})", held * (2 if is_bf16 else 4), "exact"),
+        Item(f"weights ({config.precision.dtype})", held * width, "exact"),
         Item("gradients (fp32)", (dense + experts) * 4, "exact"),
     ]
     options = config.parallel.megatron
     kept = owned * (1 - options.optimizer_offload_fraction * options.optimizer_cpu_offload)
     moments = [options.exp_avg_dtype, options.exp_avg_sq_dtype]
-    items.append(
-        Item(f"Adam moments ({', '.join(sorted({*moments}))})", kept * sum(_WIDTH[kind] for kind in moments), "exact")
-    )
-    if is_bf16:
+    name = f"Adam moments ({', '.join(sorted({*moments}))})"
+    items.append(Item(name, kept * sum(WIDTH[kind] for kind in moments), "exact"))
+    if width == 2:
         items.append(Item("master weights (fp32)", kept * 4, "exact"))
     if options.tp_comm_overlap:
         tokens = config.batch.tokens_per_microbatch / layout.cp
         items.append(Item("buffers of tp_comm_overlap", 12 * 2 * tokens * spec.hidden_size, "exact"))
     if config.precision.fp8 is not None:
-        copies = constants.FP8_WEIGHT_COPIES_BYTES
-        items.append(_assumed("FP8 copies of the weights", copies, parameters.total))
+        items.append(_assumed("FP8 copies of the weights", constants.FP8_WEIGHT_COPIES_BYTES, parameters.total))
     return items
-
-
-_WIDTH = {"bf16": 2, "fp32": 4}  # bytes
 
 
 def host_state_bytes(config: RunConfig, spec: ModelSpec, layout: Layout) -> float:
     """Host memory of one rank of GPUs: of `optimizer_cpu_offload` (weights, gradients and moments in fp32), and of a save (fp32
     weights, moments and weights that this rank writes, and its frozen reference)."""
-    width = _WIDTH[config.precision.dtype]
+    width = WIDTH[config.precision.dtype]
     sizes = []
     for stage in range(layout.pp):
         parameters = [rank_parameters(own, layout, stage) for own in trained_models(config, spec).values()]
@@ -245,22 +225,20 @@ def layer_activation_bytes(config: RunConfig, spec: ModelSpec, *, recomputed: Co
     """
     tp = config.parallel.tp
     sequence = tp if config.parallel.sequence_parallel else 1
-    width = 2 if config.precision.dtype == "bf16" else 4
+    width = WIDTH[config.precision.dtype]
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     norms = (2 if "layernorm" in recomputed else 4) * spec.hidden_size / sequence
     before_norm = (queries + keys) if spec.qk_norm else 0
     attention = (before_norm + 2 * queries + 2 * keys) / tp
-    if spec.moe is None:
-        mlp = 0.0 if "mlp" in recomputed else 3 * spec.ffn_size / tp
-        extra = 0.0
-    else:
+    mlp, extra = 0.0 if "mlp" in recomputed else 3 * spec.ffn_size / tp, 0.0
+    if spec.moe is not None:
         expert_tp = 1 if config.parallel.ep > 1 else tp
         fullest = constants.EXPERT_IMBALANCE.value if config.parallel.ep > 1 else 1.0
         halves = 2 if "moe_act" in recomputed else 3  # the product of both halves is computed again
         copy = 0.0 if "moe" in recomputed else spec.hidden_size + halves * spec.moe.expert_ffn_size / expert_tp
         mlp = expert_copies(config, spec) * copy * fullest
-        extra = 8.0 * spec.moe.num_experts / sequence  # the router's logits and probabilities, fp32
-        extra = 0.0 if "moe" in recomputed else extra
+        # The router's logits and probabilities, fp32.
+        extra = 0.0 if "moe" in recomputed else 8.0 * spec.moe.num_experts / sequence
     fp8 = 1.0 if config.precision.fp8 is None else constants.FP8_ACTIVATION_FRAC.value
     softmax = 0 if "core_attn" in recomputed else 4 * spec.num_heads / tp
     return width * (norms + attention + mlp) * fp8 + softmax + extra
@@ -281,7 +259,7 @@ def expert_copies(config: RunConfig, spec: ModelSpec) -> float:
 def activation_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) -> list[Item]:
     """Activations at the peak of a stage: its layers for every micro-batch in flight, and the output layer."""
     tokens = config.batch.tokens_per_microbatch / layout.cp
-    width = 2 if config.precision.dtype == "bf16" else 4
+    width = WIDTH[config.precision.dtype]
     num_layers = len(layers_of_stage(spec.num_layers, layout, stage))
     sequence = layout.tp if layout.sequence_parallel else 1
     in_flight = microbatches_in_flight(layout, stage)
@@ -304,13 +282,8 @@ def activation_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: 
     items.append(Item("hidden states and their gradients", 4 * width * spec.hidden_size * tokens, "computed"))
     items.append(Item("tokens, labels and log-probs of a mini-batch", minibatch_bytes(config, layout), "computed"))
     if stage == layout.pp - 1:
-        items.append(
-            Item(
-                "output layer: a chunk of logits and its gradients",
-                head_bytes(config, spec, layout, tokens),
-                "computed",
-            )
-        )
+        head = head_bytes(config, spec, layout, tokens)
+        items.append(Item("output layer: a chunk of logits and its gradients", head, "computed"))
     return items
 
 
@@ -342,15 +315,14 @@ def head_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, tokens: float
 
     `precision.head: bf16` also has the product's logits in bf16, `fp32` the hidden states in fp32.
     """
-    width = 2 if config.precision.dtype == "bf16" else 4
+    width = WIDTH[config.precision.dtype]
     hidden_width = 4 if config.precision.head == "fp32" else width
     vocab = table_of(spec).padded_vocab // layout.tp
-    gpu = config.resources.gpu
-    device_bytes = None if gpu is None else constants.GPUS[gpu].memory_gib * constants.GIB
+    gpu = constants.GPUS.get(config.resources.gpu or "")
+    device_bytes = None if gpu is None else gpu.memory_gib * constants.GIB
     rows = min(tokens, max(1, logits_per_chunk(device_bytes) // vocab))
     logits = 4 + 4 + (width if width == 4 else 2 + 2 * (config.precision.head == "bf16"))
-    many = tokens > rows
-    grad_weight = vocab * spec.hidden_size * (4 + width if many else 2 * width)
+    grad_weight = vocab * spec.hidden_size * (4 + width if tokens > rows else 2 * width)
     grad_hidden = 2 * hidden_width * spec.hidden_size * tokens
     return rows * vocab * logits + grad_weight + grad_hidden
 
@@ -401,8 +373,7 @@ def _process_items(layout: Layout) -> list[Item]:
 
 
 def servers_per_feeder(config: RunConfig, layout: Layout) -> int:
-    """Servers that one rank sends weights to, at most. `broadcast`: the ranks of one node divide them, with a NCCL group for
-    each server."""
+    """Servers that one rank sends weights to, at most. `broadcast`: the ranks of one node divide them."""
     rollout = config.rollout.sglang
     if rollout is None or rollout.sync.transport != "broadcast":
         return 1
@@ -423,7 +394,7 @@ def kv_cache_bytes(rollout: StageMemory) -> float:
 
 def sampler_weight_bytes(rollout: SglangRollout, spec: ModelSpec) -> float:
     """Weights of one SGLang server. FP8: the layers' matrices, with an fp32 scale per block of 128 x 128."""
-    width = 2 if rollout.dtype == "bf16" else 4
+    width = WIDTH[rollout.dtype]
     shapes = [(entry.place, shape) for entry in table_of(spec).entries for shape in entry.hf_shapes]
     if rollout.sync.quantize == "none":
         return sum(math.prod(shape) for _, shape in shapes) * width
@@ -438,24 +409,19 @@ def sampler_weight_bytes(rollout: SglangRollout, spec: ModelSpec) -> float:
 def rollout_memory(config: RunConfig, spec: ModelSpec, layout: Layout, gpu_bytes: float) -> StageMemory | None:
     """One GPU during sampling; None if this plan's GPUs sample nothing (external servers or no servers)."""
     embedded, rollout = config.rollout.embedded, config.rollout.sglang
-    table = table_of(spec)
     if embedded is not None:
-        width = 4 if embedded.dtype == "fp32" else 2
+        width = WIDTH[embedded.dtype]
         longest = config.data.max_prompt_tokens + embedded.sampling.max_response_tokens
         cache = kv_bytes_per_token(spec, 1, width) * embedded.batch_sequences * longest
-        trainer = state_items(config, spec, layout, 0)
-        return StageMemory(
-            "rollout",
-            0,
-            (
-                Item("trainer's weights, gradients and optimizer", sum(item.num_bytes for item in trainer), "exact"),
-                Item(
-                    f"sampler's weights ({embedded.dtype}), whole on every rank", table.num_parameters * width, "exact"
-                ),
-                Item(f"{_KV_CACHE} of {embedded.batch_sequences} sequences", cache, "computed"),
-                *_process_items(layout),
-            ),
-        )
+        trainer = sum(item.num_bytes for item in state_items(config, spec, layout, 0))
+        weights = num_parameters(spec) * width
+        items = [
+            Item("trainer's weights, gradients and optimizer", trainer, "exact"),
+            Item(f"sampler's weights ({embedded.dtype}), whole on every rank", weights, "exact"),
+            Item(f"{_KV_CACHE} of {embedded.batch_sequences} sequences", cache, "computed"),
+            *_process_items(layout),
+        ]
+        return StageMemory("rollout", 0, tuple(items))
     if rollout is None or rollout.servers is None:
         return None
     servers = rollout.servers
@@ -473,10 +439,11 @@ def rollout_memory(config: RunConfig, spec: ModelSpec, layout: Layout, gpu_bytes
         if resident:
             items.append(Item(f"trainer's {what[config.policy.offload]}", resident, "exact"))
         items.extend(_process_items(layout))
-    fraction = servers.mem_fraction
-    source = "computed" if fraction is not None else constants.SGLANG_MEMORY_FRAC.source
-    budget = gpu_bytes * (fraction if fraction is not None else constants.SGLANG_MEMORY_FRAC.value)
-    cache = budget - items[0].num_bytes
+    assumed = constants.SGLANG_MEMORY_FRAC
+    fraction, source = (
+        (assumed.value, assumed.source) if servers.mem_fraction is None else (servers.mem_fraction, "computed")
+    )
+    cache = gpu_bytes * fraction - items[0].num_bytes
     if servers.max_total_tokens is not None:
         cache = min(cache, kv_bytes_per_token(spec, servers.tp) * servers.max_total_tokens)
     items.append(Item(_KV_CACHE, max(cache, 0.0), source))

@@ -1,10 +1,9 @@
 """`plan`: memory, time and fit of a run from its configuration alone. No GPU, no Slurm, no network, no torch."""
 
 import bisect
-import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -19,22 +18,21 @@ from pacs_megatron.config.checks import (
 from pacs_megatron.config.layout import layout_of, ranks_to_start
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.models import ModelSpec
+from pacs_megatron.models import ModelSpec, read_spec
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.plan import constants, memory, timing
 from pacs_megatron.plan.constants import GIB, Gpu
-from pacs_megatron.plan.known_models import need_spec
+from pacs_megatron.plan.known_models import need_config
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """Memory, time and disk space of a run."""
+    """Memory, time and disk space of a run. Without a GPU, memory is counted, but no times and no limits."""
 
     config: RunConfig
     spec: ModelSpec
     layout: Layout
     gpu: Gpu | None
-    """None on CPU: memory is counted, but no times and no limits."""
     lengths: timing.Lengths
     stages: tuple[memory.StageMemory, ...]
     rollout: memory.StageMemory | None
@@ -54,7 +52,7 @@ class Plan:
     @property
     def step_span(self) -> tuple[float, float]:
         """Shortest and longest step, by the ranges of the assumed constants."""
-        low, high = (self._step_s([phase.seconds * phase.span[end] for phase in self.phases]) for end in (0, 1))
+        low, high = (self._step_s([phase.span_s[end] for phase in self.phases]) for end in (0, 1))
         return low, high
 
     def _step_s(self, seconds: Sequence[float]) -> float:
@@ -73,9 +71,14 @@ class Plan:
         return (resources.nodes + resources.rollout_nodes) * resources.gpus_per_node
 
     @property
+    def parts(self) -> tuple[memory.StageMemory, ...]:
+        """The stages of training, and the rollout if this plan's GPUs sample."""
+        return (*self.stages, *filter(None, [self.rollout]))
+
+    @property
     def peak(self) -> memory.StageMemory:
         """The stage or phase with the highest total."""
-        return max((*self.stages, *filter(None, [self.rollout])), key=lambda stage: stage.total)
+        return max(self.parts, key=lambda part: part.total)
 
     @property
     def fits(self) -> bool:
@@ -104,10 +107,10 @@ class Plan:
     @property
     def checkpoint_bytes(self) -> float:
         """One checkpoint: weights, fp32 master weights, two moments, and the frozen reference, if any."""
-        is_bf16 = self.config.precision.dtype == "bf16"
-        reference = (2 if is_bf16 else 4) if memory.needs_reference_snapshot(self.config) else 0
+        width = memory.WIDTH[self.config.precision.dtype]
+        reference = width if memory.needs_reference_snapshot(self.config) else 0
         trained = sum(map(memory.megatron_elements, memory.trained_models(self.config, self.spec).values()))
-        return trained * (12 + (2 if is_bf16 else 4)) + memory.megatron_elements(self.spec) * reference
+        return trained * (12 + width) + memory.megatron_elements(self.spec) * reference
 
     @property
     def num_checkpoints(self) -> int:
@@ -128,15 +131,14 @@ class Plan:
             offloaded += memory.host_state_bytes(self.config, self.spec, self.layout)
         if not memory.needs_reference_snapshot(self.config):
             return offloaded
-        width = 2 if self.config.precision.dtype == "bf16" else 4
         sizes = (memory.rank_parameters(self.spec, self.layout, s).total for s in range(self.layout.pp))
-        return max(sizes) * width + offloaded
+        return max(sizes) * memory.WIDTH[self.config.precision.dtype] + offloaded
 
 
 def make_plan(loaded: LoadedConfig, response_tokens: float | None = None) -> Plan:
     """The plan of a loaded configuration. Raises ConfigError for an invalid layout."""
     config = loaded.config
-    spec = need_spec(config.model.path, loaded.where("model.path"))
+    spec = read_spec(need_config(config.model.path, loaded.where("model.path")))
     world_size = ranks_to_start(config)
     problems = layout_problems(config, world_size) + shape_problems(config, spec, Path(config.model.path).name)
     if problems:
@@ -150,19 +152,9 @@ def plan_of(config: RunConfig, spec: ModelSpec, response_tokens: float | None = 
     gpu = constants.GPUS[config.resources.gpu] if config.resources.gpu is not None else None
     lengths = timing.mean_lengths(config, response_tokens)
     stages = tuple(memory.train_memory(config, spec, layout, stage) for stage in range(layout.pp))
-    gpu_bytes = gpu.memory_gib * GIB if gpu is not None else 0.0
-    rollout = memory.rollout_memory(config, spec, layout, gpu_bytes)
+    rollout = memory.rollout_memory(config, spec, layout, gpu.memory_gib * GIB if gpu is not None else 0.0)
     phases = timing.step_phases(config, spec, layout, gpu, rollout, lengths) if gpu is not None else []
-    return Plan(
-        config=config,
-        spec=spec,
-        layout=layout,
-        gpu=gpu,
-        lengths=lengths,
-        stages=stages,
-        rollout=rollout,
-        phases=tuple(phases),
-    )
+    return Plan(config, spec, layout, gpu, lengths, stages, rollout, tuple(phases))
 
 
 def run_plan(
@@ -171,7 +163,6 @@ def run_plan(
     *,
     search: bool = False,
     compare: bool = False,
-    as_json: bool = False,
     response_tokens: float | None = None,
 ) -> tuple[str, bool]:
     """(text to print, whether the run fits)."""
@@ -183,44 +174,39 @@ def run_plan(
         )
     plan = make_plan(loaded, response_tokens)
     if compare:
-        return _compare(plan, response_tokens), plan.fits
+        return _compare(plan), plan.fits
     if search:
-        found = search_layouts(plan, response_tokens)
-        entries = {"configured": _search_entry(plan), "layouts": [_search_entry(each) for each in found]}
-        text = json.dumps(entries, indent=2) if as_json else render_search(found, plan)
-        return text, any(each.fits for each in found)
-    return (to_json(plan) if as_json else render(plan)), plan.fits
+        found = search_layouts(plan)
+        return render_search(found, plan), any(each.fits for each in found)
+    return render(plan), plan.fits
 
 
 # ---------------------------------------------------------------------------------------------------------------- search
-def search_layouts(plan: Plan, response_tokens: float | None = None) -> list[Plan]:
+def search_layouts(plan: Plan) -> list[Plan]:
     """Plans of all valid layouts on the same GPUs: first those that fit, then by step time.
 
     Raises ConfigError without GPUs.
     """
     if plan.gpu is None:
         raise ConfigError("plan --search compares layouts on GPUs; set resources.gpus_per_node and resources.gpu")
-    found = [plan_of(config, plan.spec, response_tokens) for config in _candidates(plan)]
+    found = [plan_of(config, plan.spec, plan.lengths.response) for config in _candidates(plan)]
     return sorted(found, key=lambda candidate: (not candidate.fits, candidate.step_s))
 
 
 def _candidates(plan: Plan) -> Iterator[RunConfig]:
     config, spec = plan.config, plan.spec
     world_size, per_node = plan.layout.world_size, config.resources.gpus_per_node
-    experts = divisors(spec.moe.num_experts) if spec.moe is not None else [1]
-    for tp in divisors(per_node):
-        for pp in divisors(spec.num_layers):
-            if pp > 16:
-                continue
-            for ep in (size for size in experts if size <= per_node):
-                for granularity in ("none", "full"):
-                    candidate = _with_layout(config, tp, pp, ep, granularity)
-                    broken = find_problems(candidate) + layout_problems(candidate, world_size)
-                    if not broken and not shape_problems(candidate, spec, ""):
-                        yield candidate
-                        budget = largest_budget(candidate, plan)  # more of PACS's groups may be whole in it
-                        if budget > config.batch.tokens_per_microbatch:
-                            yield _with_budget(candidate, budget)
+    pps = [pp for pp in divisors(spec.num_layers) if pp <= 16]
+    eps = [ep for ep in (divisors(spec.moe.num_experts) if spec.moe is not None else [1]) if ep <= per_node]
+    for tp, pp, ep, granularity in product(divisors(per_node), pps, eps, ("none", "full")):
+        layout = {"tp": tp, "pp": pp, "ep": ep, "vpp": None, "sequence_parallel": tp > 1, "distributed_optimizer": True}
+        candidate = _changed(config, "parallel", **layout, recompute=_recompute(config, granularity))
+        broken = find_problems(candidate) + layout_problems(candidate, world_size)
+        if not broken and not shape_problems(candidate, spec, ""):
+            yield candidate
+            budget = largest_budget(candidate, plan)  # more of PACS's groups may be whole in it
+            if budget > config.batch.tokens_per_microbatch:
+                yield _changed(candidate, "batch", tokens_per_microbatch=budget)
 
 
 def largest_budget(config: RunConfig, plan: Plan) -> int:
@@ -228,30 +214,22 @@ def largest_budget(config: RunConfig, plan: Plan) -> int:
     groups = timing.group_tokens(config, plan.lengths)
     if groups is None:
         return 0
+
+    def is_too_large(size: int) -> bool:
+        larger = _changed(config, "batch", tokens_per_microbatch=size * BUDGET_STEP)
+        return not plan_of(larger, plan.spec, plan.lengths.response).fits
+
     average, most = (math.ceil(tokens / BUDGET_STEP) for tokens in groups)
-    fitting = bisect.bisect_left(
-        range(average, most + 1),
-        True,
-        key=lambda size: not plan_of(_with_budget(config, size * BUDGET_STEP), plan.spec, plan.lengths.response).fits,
-    )
+    fitting = bisect.bisect_left(range(average, most + 1), True, key=is_too_large)
     return (average + fitting - 1) * BUDGET_STEP if fitting else 0
 
 
-def _with_budget(config: RunConfig, tokens: int) -> RunConfig:
-    return config.model_copy(update={"batch": config.batch.model_copy(update={"tokens_per_microbatch": tokens})})
+def _changed(config: RunConfig, section: str, **changes: object) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
 
 
-def _with_layout(config: RunConfig, tp: int, pp: int, ep: int, granularity: str) -> RunConfig:
-    changes: dict[str, object] = {
-        "tp": tp,
-        "pp": pp,
-        "ep": ep,
-        "vpp": None,
-        "sequence_parallel": tp > 1,
-        "distributed_optimizer": True,
-        "recompute": config.parallel.recompute.model_copy(update={"granularity": granularity, "num_layers": 1}),
-    }
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})
+def _recompute(config: RunConfig, granularity: str) -> object:
+    return config.parallel.recompute.model_copy(update={"granularity": granularity, "num_layers": 1})
 
 
 # --------------------------------------------------------------------------------------------------------------- compare
@@ -260,23 +238,20 @@ BUDGET_STEP = 1024
 _COMPARED = ("rollout", "scores", "updates", "off-load", "sync")
 
 
-def _compare(plan: Plan, response_tokens: float | None) -> str:
+def _compare(plan: Plan) -> str:
     """The same run on an H100 and an H200, each with and without recomputation and off-loading: memory and seconds of each
     phase. `head` is the memory of a chunk of logits."""
     titles = "".join(f"{title:>10}" for title in ("train", "servers", "head", "fits  s:", *_COMPARED, "step"))
     lines = [_headline(plan), "", f"  gpu   recompute  offload {titles}"]
-    config = plan.config
-    colocated = config.rollout.starts_servers_on_trainer_gpus and config.resources.nodes == 1
-    for gpu, granularity, offload in product(("h100", "h200"), ("none", "full"), ("none", "all")[: 1 + colocated]):
-        recompute = config.parallel.recompute.model_copy(update={"granularity": granularity, "num_layers": 1})
-        changes = {
-            "resources": config.resources.model_copy(update={"gpu": gpu}),
-            "parallel": config.parallel.model_copy(update={"recompute": recompute}),
-            "policy": config.policy.model_copy(update={"offload": offload}),
-        }
-        row = _compared_row(plan_of(config.model_copy(update=changes), plan.spec, response_tokens))
+    rollout, nodes = plan.config.rollout, plan.config.resources.nodes
+    offloads = ("none", "all") if rollout.starts_servers_on_trainer_gpus and nodes == 1 else ("none",)
+    for gpu, granularity, offload in product(("h100", "h200"), ("none", "full"), offloads):
+        config = _changed(plan.config, "resources", gpu=gpu)
+        config = _changed(config, "parallel", recompute=_recompute(config, granularity))
+        config = _changed(config, "policy", offload=offload)
+        row = _compared_row(plan_of(config, plan.spec, plan.lengths.response))
         lines.append(f"  {gpu:<5} {granularity:<10} {offload:<8}{row}")
-    return "\n".join([*lines, "", "Seconds are estimates from assumed efficiencies (`plan --json` lists them)."])
+    return "\n".join([*lines, "", "Seconds are estimates from assumed efficiencies."])
 
 
 def _compared_row(plan: Plan) -> str:
@@ -294,7 +269,7 @@ def _compared_row(plan: Plan) -> str:
 def render(plan: Plan) -> str:
     """The plan as text."""
     lines = [_headline(plan), ""]
-    for stage in (*plan.stages, *filter(None, [plan.rollout])):
+    for stage in plan.parts:
         title = f"training, pipeline stage {stage.stage}" if stage.phase == "train" else "rollout"
         low, high = stage.span
         lines.append(
@@ -367,7 +342,7 @@ def _time_lines(plan: Plan) -> list[str]:
     for phase in plan.phases:
         flops = f", {phase.flops / 1e15:,.1f} PFLOP" if phase.flops else ""
         note = f" ({phase.note})" if phase.note else ""
-        low, high = (phase.seconds * end for end in phase.span)
+        low, high = phase.span_s
         lines.append(f"  {phase.seconds:9.1f} s  {phase.name}, {low:.1f} to {high:.1f} s{flops}{note}")
     hours = plan.step_s * plan.config.run.steps / 3600
     together = "together, rollout beside the rest" if plan.is_ahead else "together"
@@ -399,11 +374,10 @@ def _disk_lines(plan: Plan) -> list[str]:
     middle = ", one in the middle of a step" if plan.config.batch.num_updates > 1 else ""
     lines = [
         f"a checkpoint: {_gib(plan.checkpoint_bytes)}; quota for {plan.num_checkpoints} of them (checkpoint.keep_last="
-        f"{plan.config.checkpoint.keep_last}, one being written{middle}) and the export: {_gib(plan.disk_bytes)}"
+        f"{plan.config.checkpoint.keep_last}, one being written{middle}) and the export: {_gib(plan.disk_bytes)}",
+        f"host memory for a step's samples: at most {_gib(memory.host_step_bytes(plan.config))} on rank 0 and in the "
+        "driver each",
     ]
-    lines.append(
-        f"host memory for a step's samples: at most {_gib(memory.host_step_bytes(plan.config))} on rank 0 and in the driver each"
-    )
     if plan.host_bytes_per_rank:
         lines.append(
             f"host memory for reference snapshot, off-loaded state and a save: {_gib(plan.host_bytes_per_rank)} a rank"
@@ -413,9 +387,7 @@ def _disk_lines(plan: Plan) -> list[str]:
 
 def render_search(plans: Sequence[Plan], current: Plan) -> str:
     """The ten best layouts and the configured one."""
-    lines = ["  tp  pp  ep   dp  recompute  budget   memory  fits    step s"]
-    for plan in plans[:10]:
-        lines.append(_search_row(plan))
+    lines = ["  tp  pp  ep   dp  recompute  budget   memory  fits    step s", *map(_search_row, plans[:10])]
     lines.extend(["", "as configured:", _search_row(current)])
     best = plans[0]
     if best.fits:
@@ -429,47 +401,12 @@ def render_search(plans: Sequence[Plan], current: Plan) -> str:
     return "\n".join(lines)
 
 
-def _search_entry(plan: Plan) -> dict[str, object]:
-    layout = plan.layout
-    return {
-        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "dp")},
-        "recompute": plan.config.parallel.recompute.granularity,
-        "tokens_per_microbatch": plan.config.batch.tokens_per_microbatch,
-        "peak_bytes": plan.peak.total,
-        "fits": plan.fits,
-        "step_s": plan.step_s,
-    }
-
-
 def _search_row(plan: Plan) -> str:
     layout, granularity = plan.layout, plan.config.parallel.recompute.granularity
-    fits = "yes" if plan.fits else "no"
     return (
         f"{layout.tp:4d}{layout.pp:4d}{layout.ep:4d}{layout.dp:5d}  {granularity:<9}"
         f"{plan.config.batch.tokens_per_microbatch:8d}{_gib(plan.peak.total):>9}"
-        f"  {fits:<4}{plan.step_s:10.1f}"
-    )
-
-
-def to_json(plan: Plan) -> str:
-    """The plan as JSON: bytes and seconds."""
-    stages = [*plan.stages, *filter(None, [plan.rollout])]
-    return json.dumps(
-        {
-            "run": plan.config.run.name,
-            "parameters": memory.num_parameters(plan.spec),
-            "gpus": plan.num_gpus,
-            "fits": plan.fits,
-            "memory": [{**asdict(stage), "total": stage.total} for stage in stages],
-            "phases": [asdict(phase) for phase in plan.phases],
-            "step_s": plan.step_s,
-            "checkpoint_bytes": plan.checkpoint_bytes,
-            "disk_bytes": plan.disk_bytes,
-            "host_step_bytes": memory.host_step_bytes(plan.config),
-            "host_bytes_per_rank": plan.host_bytes_per_rank,
-            "assumptions": [asdict(constant) for constant in constants.MEASURABLE],
-        },
-        indent=2,
+        f"  {'yes' if plan.fits else 'no':<4}{plan.step_s:10.1f}"
     )
 
 

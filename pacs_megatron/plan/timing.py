@@ -50,6 +50,11 @@ class Phase:
     span: tuple[float, float] = (1.0, 1.0)
     """shortest and longest time as factors, by the range of the constant that dominates it"""
 
+    @property
+    def span_s(self) -> tuple[float, float]:
+        """Shortest and longest time."""
+        return self.seconds * self.span[0], self.seconds * self.span[1]
+
 
 def mean_lengths(config: RunConfig, response: float | None = None) -> Lengths:
     """Mean lengths for the plan; `response` overrides the assumed share of the limit."""
@@ -224,11 +229,8 @@ def _rollout(
     tokens = samples * lengths.response / replicas
     steady = tokens / concurrent * step
     longest = max_response_tokens(config)
-    tail = (
-        max(0.0, longest - lengths.response)
-        * _decode_step(spec, gpu, tp, weights + per_token * 8 * mean, 8, lengths)
-        / 2
-    )
+    few = _decode_step(spec, gpu, tp, weights + per_token * 8 * mean, 8, lengths)
+    tail = max(0.0, longest - lengths.response) * few / 2
     prefill = forward_flops(spec, config.batch.prompts_per_step * lengths.prompt, lengths.prompt, 0)
     seconds = steady + tail + prefill / (replicas * tp * gpu.bf16_tflops * 1e12 * constants.FORWARD_MFU.value)
     rate = samples * lengths.response / seconds / (replicas * tp)

@@ -103,7 +103,7 @@ for _name, _script in {
     "a script with a wrong folder": "${{P%% *}} $PYTHONPATH/conversion/megatron_to_hf.py --checkpoint {m} --out o",
     "a script with a wrong option": "${{P%% *}} $PYTHONPATH/conversion/verify.py --hf {m} --checkpoint {c} --certificate o --fast",
     "a configuration from a process": "cat {r} | $P config show /dev/fd/0",
-    "output to a full disk, plan": "$P plan {r} --json > /dev/full",
+    "output to a full disk, plan": "$P plan {r} > /dev/full",
     "output to a full disk, preview": "$P data preview {r} > /dev/full",
     "output to a full disk, doctor": "$P doctor > /dev/full",
     "closed output, plan": "$P plan {r} >&-",

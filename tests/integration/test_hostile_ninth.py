@@ -260,7 +260,7 @@ QUICK: dict[str, Try] = {
     "plan: responses of 1e9 tokens": Try(("plan", "{r}", "rollout.sampling.max_response_tokens=1000000000"), end="either"),
     "plan: 1e9 samples a prompt": Try(("plan", "{r}", "batch.samples_per_prompt=1000000000"), end="either"),
     "plan: a search on 65,536 nodes": Try(("plan", "{r}", "--search", "resources.nodes=65536", "resources.gpus_per_node=8"), end="either"),
-    "plan: a comparison, as JSON, of a run without GPUs": Try(("plan", "{r}", "--compare", "--search", "--json"), end="either"),
+    "plan: a comparison of a run without GPUs": Try(("plan", "{r}", "--compare", "--search"), end="either"),
     # ----------------------------------------------------------------------------------------------------- results of runs
     "compare: names with a script": Try(("compare", *RUNS, "--out", "{w}/page"), together(TWO, lambda w: _named(w, "</script><script>alert(1)</script>")), "either", lambda w, o: _page(w, o)),
     "compare: a name with a command of LaTeX": Try(("compare", *RUNS, "--out", "{w}/page", "--latex", "{w}/t.tex"), together(TWO, lambda w: _named(w, "\\input{/etc/passwd} 50 % $x$")), "either", lambda w, o: _table(w, o)),
