@@ -414,7 +414,7 @@ def rollout_memory(config: RunConfig, spec: ModelSpec, layout: Layout, gpu_bytes
         longest = config.data.max_prompt_tokens + embedded.sampling.max_response_tokens
         cache = kv_bytes_per_token(spec, 1, width) * embedded.batch_sequences * longest
         trainer = sum(item.num_bytes for item in state_items(config, spec, layout, 0))
-        weights = num_parameters(spec) * width
+        weights: float = num_parameters(spec) * width
         items = [
             Item("trainer's weights, gradients and optimizer", trainer, "exact"),
             Item(f"sampler's weights ({embedded.dtype}), whole on every rank", weights, "exact"),

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pacs_megatron.config.text import local_path
 from pacs_megatron.errors import PacsError
 
 Level = Literal["ok", "none", "warn", "fail"]
@@ -25,6 +24,11 @@ class Check:
         return f"{self.level:<4}  {self.key}: {self.message}{f' -> {self.fix}' if self.fix else ''}"
 
 
+def judged(key: str, is_good: bool, message: str, fix: str = "", otherwise: Level = "fail") -> Check:
+    """`ok`, or the level `otherwise` with the fix."""
+    return Check("ok", key, message) if is_good else Check(otherwise, key, message, fix)
+
+
 def attempt(key: str, action: Callable[[], str], fix: str = "") -> Check:
     """`ok` with the text that `action` returns, or `fail` with its PacsError, which contains the fix.
 
@@ -42,11 +46,3 @@ def attempt(key: str, action: Callable[[], str], fix: str = "") -> Check:
 def existing_parent(folder: Path) -> Path:
     """The folder itself, or its nearest existing parent."""
     return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-
-
-def path_exists(path: str) -> bool:
-    """Whether the file or folder exists and is visible to this user."""
-    try:
-        return local_path(path).exists()
-    except OSError:
-        return False

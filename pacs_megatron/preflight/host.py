@@ -13,17 +13,18 @@ from typing import Any
 import psutil
 
 from pacs_megatron.config import LoadedConfig
-from pacs_megatron.config.cluster import ClusterConfig
+from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.errors import PacsError
 from pacs_megatron.plan import constants, memory
 from pacs_megatron.plan.constants import GIB
 from pacs_megatron.plan.plan import Plan
 from pacs_megatron.preflight import doctor, quota
-from pacs_megatron.preflight.check import Check, Level, attempt, existing_parent
+from pacs_megatron.preflight.check import Check, Level, attempt, existing_parent, judged
 from pacs_megatron.runtime.environment import DRIVER_FILES, installed, job_port
 from pacs_megatron.runtime.files import disk_error
 
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+IB_DEVICES = Path("/sys/class/infiniband")
 FILES_A_CHECKPOINT = 64
 """Files of a checkpoint and its share of logs, in addition to one or two per rank."""
 MIN_SCRATCH_BYTES = 1 * GIB
@@ -34,17 +35,16 @@ TINY_SCRATCH_BYTES = 16 * 2**20
 
 def check_software(loaded: LoadedConfig) -> Iterator[Check]:
     """The software that `doctor` finds wrong, or one line."""
-    of_gpu = doctor.transformer_engine() if needs_gpus(loaded) else ()
-    rows = [*doctor.python(), *doctor.packages(), *doctor.apex(), *of_gpu]
+    rows = [*doctor.python(), *doctor.packages(), doctor.apex()]
+    if needs_gpus(loaded):
+        rows.append(doctor.transformer_engine())
     broken = [row for row in rows if row.level in ("warn", "fail")]
-    yield from broken
-    if not broken:
-        names = ("torch", "megatron-core", "transformers", "datasets")
-        yield Check("ok", "software", ", ".join(f"{name} {installed(name)}" for name in names))
-    config = loaded.config
-    if needs_gpus(loaded) and config.precision.dtype == "bf16" and installed("transformer-engine") is None:
-        level: Level = "fail" if config.precision.fp8 is not None and in_a_job() else "warn"
-        key = "precision.fp8" if config.precision.fp8 is not None else "transformer-engine"
+    names = ("torch", "megatron-core", "transformers", "datasets")
+    yield from broken or [Check("ok", "software", ", ".join(f"{name} {installed(name)}" for name in names))]
+    precision = loaded.config.precision
+    if needs_gpus(loaded) and precision.dtype == "bf16" and installed("transformer-engine") is None:
+        level: Level = "fail" if precision.fp8 is not None and in_a_job() else "warn"
+        key = "precision.fp8" if precision.fp8 is not None else "transformer-engine"
         message = "Transformer Engine is not installed here: no FP8, and bf16 runs on torch's own kernels"
         yield Check(level, key, message, "`pacs-megatron doctor` prints the command; or use slurm/container/Dockerfile")
 
@@ -78,14 +78,13 @@ def check_gpus(loaded: LoadedConfig) -> Iterator[Check]:
         return
     if found < wanted:
         yield Check("fail", "resources.gpus_per_node", f"{found} GPUs here, {wanted} wanted", f"set it to {found}")
-    name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / GIB
+    free, total = (size / GIB for size in torch.cuda.mem_get_info(0))
     planned = constants.GPUS[config.resources.gpu].memory_gib if config.resources.gpu is not None else 0.0
-    same = abs(memory - planned) < 0.05 * planned
-    fix = "" if same else "set the installed GPU; otherwise `plan` uses the memory of another one"
-    yield Check("ok" if same else "warn", "resources.gpu", f"{name}, {memory:.1f} GiB, planned with {planned} GiB", fix)
-    free, total = torch.cuda.mem_get_info(0)
+    message = f"{torch.cuda.get_device_name(0)}, {total:.1f} GiB, planned with {planned} GiB"
+    fix = "set the installed GPU; otherwise `plan` uses the memory of another one"
+    yield judged("resources.gpu", abs(total - planned) < 0.05 * planned, message, fix, "warn")
     if free < 0.9 * total:
-        message = f"{(total - free) / GIB:.1f} GiB of GPU 0 are already in use"
+        message = f"{total - free:.1f} GiB of GPU 0 are already in use"
         yield Check("warn", "resources.gpu", message, "end the processes that nvidia-smi lists")
     from pacs_megatron.policy import precision
 
@@ -110,35 +109,35 @@ def _no_gpu(wanted: int, built_for: str | None) -> Check:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return Check("fail", key, "CUDA_VISIBLE_DEVICES hides every GPU", "unset CUDA_VISIBLE_DEVICES")
     message = f"this host has an NVIDIA driver, but torch for CUDA {built_for} finds no GPU"
-    return Check(
-        "fail", "driver", message, "compare nvidia-smi's CUDA version; update the driver or use an older torch"
-    )
+    fix = "compare nvidia-smi's CUDA version; update the driver or use an older torch"
+    return Check("fail", "driver", message, fix)
 
 
 # ---------------------------------------------------------------------------------------------- folders and free space
 def check_folders(loaded: LoadedConfig) -> Iterator[Check]:
     """Writes a test file to the run's folder and to the scratch folder."""
-    run_dir = Path(loaded.config.run.dir)
+    run_dir, scratch = Path(loaded.config.run.dir), scratch_folder()
     named = run_dir / loaded.config.run.name
-    for key, folder in (("run.dir", named if named.exists() else run_dir), ("TMPDIR", scratch_folder())):
+    for key, folder in (("run.dir", named if named.exists() else run_dir), ("TMPDIR", scratch)):
         existing = existing_parent(folder)
         if not existing.is_dir():
             yield Check("fail", key, f"{existing} is a file", "name a folder")
-            continue
-        if key == "TMPDIR" and existing != folder.absolute():
+        elif key == "TMPDIR" and existing != folder.absolute():
             fix = "create it, or set TMPDIR (cluster file: scratch) to an existing folder"
             yield Check("fail", key, f"{folder}: no such folder", fix)
-            continue
-        error = disk_error(existing)
-        if error is not None:
-            yield Check("fail", key, f"{existing} is not writable: {error.strerror}", "choose another folder")
         else:
-            yield Check("ok", key, f"{folder} is writable")
-    free = shutil.disk_usage(existing_parent(scratch_folder())).free
+            yield _writable(key, existing, "choose another folder")
+    free = shutil.disk_usage(existing_parent(scratch)).free
     if free < MIN_SCRATCH_BYTES:
-        message = f"{free / GIB:.2f} GiB free in {scratch_folder()}"
         level: Level = "fail" if free < TINY_SCRATCH_BYTES else "warn"
-        yield Check(level, "TMPDIR", message, "set TMPDIR (cluster file: scratch) to a folder with more free space")
+        fix = "set TMPDIR (cluster file: scratch) to a folder with more free space"
+        yield Check(level, "TMPDIR", f"{free / GIB:.2f} GiB free in {scratch}", fix)
+
+
+def _writable(key: str, folder: Path, fix: str, otherwise: Level = "fail") -> Check:
+    error = disk_error(folder)
+    reason = "is writable" if error is None else f"is not writable: {error.strerror}"
+    return judged(key, error is None, f"{folder} {reason}", fix, otherwise)
 
 
 def scratch_folder() -> Path:
@@ -151,23 +150,16 @@ def check_free_space(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
     folder = existing_parent(Path(loaded.config.run.dir))
     if not folder.is_dir():
         return  # check_folders reports it
-    need = plan.disk_bytes
-    need_files = plan.num_checkpoints * (FILES_A_CHECKPOINT + 2 * plan.layout.world_size)
+    num_files = plan.num_checkpoints * (FILES_A_CHECKPOINT + 2 * plan.layout.world_size)
     found, unknown = quota.free_space(folder)
     for space in found:
-        text = (
-            f"{space.num_bytes / GIB:.1f} GiB left at {folder} ({space.source}), {need / GIB:.1f} GiB for checkpoints"
-        )
+        left = f"{space.num_bytes / GIB:.1f} GiB and {space.num_files:.0f} files left at {folder} ({space.source})"
+        need = f"{plan.disk_bytes / GIB:.1f} GiB and about {num_files} files for checkpoints and export"
+        is_enough = space.num_bytes >= plan.disk_bytes and space.num_files >= num_files
         fix = "lower it, free some space, or choose another run.dir"
-        if space.num_bytes < need:
-            yield Check("fail", "checkpoint.keep_last", f"{text} and export", fix)
-        elif space.num_files < need_files:
-            message = f"{space.num_files:.0f} files left at {folder} ({space.source}), about {need_files} needed"
-            yield Check("fail", "checkpoint.keep_last", message, fix)
-        else:
-            yield Check("ok", "checkpoint.keep_last", f"{text} and export")
+        yield judged("checkpoint.keep_last", is_enough, f"{left}, {need}", fix)
     if unknown is not None:
-        yield Check("warn", "quota", unknown, f"make sure that it leaves {need / GIB:.0f} GiB")
+        yield Check("warn", "quota", unknown, f"make sure that it leaves {plan.disk_bytes / GIB:.0f} GiB")
 
 
 def check_memory(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
@@ -177,15 +169,12 @@ def check_memory(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
     ranks = plan.layout.world_size // loaded.config.resources.nodes
     need = ranks * plan.host_bytes_per_rank + 2 * memory.host_step_bytes(loaded.config)
     if not needs_gpus(loaded):
-        stages = (
-            sum(item.num_bytes for item in memory.state_items(loaded.config, plan.spec, plan.layout, s))
-            for s in range(plan.layout.pp)
-        )
-        need += ranks * max(stages)
+        states = (memory.state_items(loaded.config, plan.spec, plan.layout, s) for s in range(plan.layout.pp))
+        need += ranks * max(sum(item.num_bytes for item in state) for state in states)
     available = min(psutil.virtual_memory().available, _cgroup_limit())
     text = f"{available / GIB:.1f} GiB of host memory, `plan` needs at least {need / GIB:.1f} GiB"
     fix = "request more (cluster file: mem: '0' for all of the node), or lower batch.prompts_per_step"
-    yield Check("fail" if available < need else "ok", "memory", text, fix if available < need else "")
+    yield judged("memory", available >= need, text, fix)
 
 
 def _cgroup_limit() -> float:
@@ -204,7 +193,7 @@ def check_ports(loaded: LoadedConfig) -> Iterator[Check]:
     if rollout is not None and rollout.sync.transport == "broadcast" and rollout.servers is not None:
         reason = _bind_problem(rollout.sync.host, 0)
         if reason is not None:
-            level: Level = "fail" if rollout.sync.host.startswith("127.") else severity()
+            level = "fail" if rollout.sync.host.startswith("127.") else severity()
             message = f"{rollout.sync.host} is no address of this host ({reason})"
             fix = "set the trainer's address: `ip addr` on its first node lists it"
             yield Check(level, "rollout.sync.host", message, fix)
@@ -218,10 +207,8 @@ def check_ports(loaded: LoadedConfig) -> Iterator[Check]:
         return
     port = int(given or 0)
     reason = _bind_problem("", port)
-    if reason is None:
-        yield Check("ok", "ports", f"port {port} is free" if port else "a free port is available")
-    else:
-        yield Check("fail", "MASTER_PORT", f"port {port}: {reason}", "export another MASTER_PORT, or end its process")
+    message = f"port {port}: {reason or 'free'}" if port else f"any free port: {reason or 'available'}"
+    yield judged("MASTER_PORT", reason is None, message, "export another MASTER_PORT, or end its process")
 
 
 def _bind_problem(host: str, port: int) -> str | None:
@@ -239,40 +226,32 @@ def _bind_problem(host: str, port: int) -> str | None:
 
 def check_network_settings(loaded: LoadedConfig) -> Iterator[Check]:
     """Checks that the configured interfaces and adapters of gloo and NCCL exist."""
-    nodes = loaded.config.resources.nodes
-    interfaces = psutil.net_if_stats()
+    nodes, interfaces = loaded.config.resources.nodes, psutil.net_if_stats()
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = os.environ.get(variable)
-        if not value:
-            if nodes > 1 and in_a_job():
-                message = f"not set, {nodes} nodes: the default interface may not reach the other nodes"
-                fix = f"set it (cluster file: network_interface) to one of {sorted(interfaces)}"
-                yield Check("warn", variable, message, fix)
-            continue
-        yield _interface(variable, value, interfaces, nodes)
-    adapters = sorted(path.name for path in doctor.IB_DEVICES.iterdir()) if doctor.IB_DEVICES.is_dir() else []
+        if value := os.environ.get(variable):
+            yield _interface(variable, value, interfaces, nodes)
+        elif nodes > 1 and in_a_job():
+            message = f"not set, {nodes} nodes: the default interface may not reach the other nodes"
+            fix = f"set it (cluster file: network_interface) to one of {sorted(interfaces)}"
+            yield Check("warn", variable, message, fix)
+    adapters = sorted(path.name for path in IB_DEVICES.iterdir()) if IB_DEVICES.is_dir() else []
     chosen = os.environ.get("NCCL_IB_HCA")
     if chosen and not _matches(re.sub(r":\d+", "", chosen), adapters):
-        level = severity()
         message = f"{chosen} matches none of this host's adapters ({', '.join(adapters) or 'none'})"
-        yield Check(level, "NCCL_IB_HCA", message, "unset it, or name an adapter from /sys/class/infiniband")
+        yield Check(severity(), "NCCL_IB_HCA", message, f"unset it, or name an adapter from {IB_DEVICES}")
 
 
 def _interface(variable: str, value: str, interfaces: Mapping[str, Any], nodes: int) -> Check:
-    level = severity()
-    exact = variable.startswith("GLOO")
     names = sorted(interfaces)
-    matching = [name for name in names if name in value.split(",")] if exact else _matches(value, names)
-    if not matching:
-        message = f"{value} matches no interface here ({', '.join(names)})"
-        return Check(level, variable, message, "set the cluster file's network_interface; `ip link` lists them")
-    if nodes > 1 and matching == ["lo"]:
+    gloo = [name for name in names if name in value.split(",")]
+    found = gloo if variable.startswith("GLOO") else _matches(value, names)
+    if nodes > 1 and found == ["lo"]:
         message = f"{value} is loopback, but resources.nodes={nodes}"
         return Check("fail", variable, message, "name the interface that reaches the other nodes")
-    if not any(interfaces[name].isup for name in matching):
-        fix = "name an interface that is up; `ip link` shows them"
-        return Check(level, variable, f"{', '.join(matching)} is down", fix)
-    return Check("ok", variable, f"{', '.join(matching)}")
+    is_up = any(interfaces[name].isup for name in found)
+    message = ", ".join(found) or f"{value} matches no interface here ({', '.join(names)})"
+    fix = "set the cluster file's network_interface to one that is up; `ip link` lists them"
+    return judged(variable, is_up, message if is_up or not found else f"{message} is down", fix, severity())
 
 
 def _matches(value: str, names: list[str]) -> list[str]:
@@ -285,40 +264,27 @@ def _matches(value: str, names: list[str]) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------------------- cluster
-def check_cluster(cluster: ClusterConfig) -> Iterator[Check]:
-    """Folders, image and interface of the site's file. On a login node a missing one is a warning."""
+def check_cluster(path: Path) -> Iterator[Check]:
+    """Folders, image and interface of a site's file. On a login node a missing one is a warning."""
+    try:
+        cluster = load_cluster(path)
+    except PacsError as error:
+        yield Check("fail", "cluster", str(error))
+        return
     level = severity()
     if cluster.scratch is not None and "$" not in cluster.scratch:
-        error = disk_error(Path(cluster.scratch))
-        if error is not None:
-            message = f"{cluster.scratch}: {error.strerror}"
-            yield Check(level, "scratch", message, "set a folder that every compute node has")
-        else:
-            yield Check("ok", "scratch", f"{cluster.scratch} is writable")
+        yield _writable("scratch", Path(cluster.scratch), "set a folder that every compute node has", level)
     interfaces = sorted(psutil.net_if_stats())
     if cluster.network_interface is not None and cluster.network_interface not in interfaces:
         message = f"{cluster.network_interface} is no interface of this host ({', '.join(interfaces)})"
         yield Check(level, "network_interface", message, "`ip link` on a compute node lists them")
     container = cluster.container
-    if container is not None:
-        if container.image.startswith("/") and not Path(container.image).exists():
-            fix = "build it from slurm/container/Dockerfile, or correct the path"
-            yield Check("fail", "container.image", f"{container.image} does not exist", fix)
-        for mount in container.mounts:
-            source = mount.split(":")[0]
-            if not Path(source).exists():
-                yield Check(level, "container.mounts", f"{source} does not exist here", "correct the path")
-    elif "/" in cluster.python[0] and not Path(cluster.python[0]).exists():
-        yield Check(
-            level, "python", f"{cluster.python[0]} does not exist", "name the interpreter that has pacs_megatron"
-        )
-
-
-def load_cluster_checks(path: Path) -> list[Check]:
-    """`check_cluster` of a file, or one failure if it does not load."""
-    from pacs_megatron.config.cluster import load_cluster
-
-    try:
-        return list(check_cluster(load_cluster(path)))
-    except PacsError as error:
-        return [Check("fail", "cluster", str(error))]
+    if container is None:
+        paths = [("python", cluster.python[0], "name the interpreter that has pacs_megatron", level)]
+    else:
+        fix = "build it from slurm/container/Dockerfile, or correct the path"
+        paths = [("container.image", container.image if container.image.startswith("/") else "", fix, "fail")]
+        paths += [("container.mounts", mount.split(":")[0], "correct the path", level) for mount in container.mounts]
+    for key, name, fix, level in paths:
+        if "/" in name and not Path(name).exists():
+            yield Check(level, key, f"{name} does not exist here", fix)

@@ -16,7 +16,8 @@ from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.layout import layout_of
 from pacs_megatron.errors import PacsError
 from pacs_megatron.plan import constants
-from pacs_megatron.preflight.check import Check, existing_parent
+from pacs_megatron.preflight.check import Check, existing_parent, judged
+from pacs_megatron.preflight.doctor import driver_version
 from pacs_megatron.preflight.run import local_model, run_preflight, stdout_for_the_report
 from pacs_megatron.runtime.environment import find_rank, installed
 
@@ -32,7 +33,6 @@ PROBE_S = 10.0
 """Timeout: a shared file system may show a new file on other nodes with a delay."""
 WEIGHT_SAMPLE_BYTES = 1 << 20
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "pydantic", "transformer-engine")
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def run_everywhere(
@@ -93,11 +93,9 @@ def _equal(loaded: LoadedConfig, rank: Any) -> list[Check]:
     checks = []
     for key, value in values.items() if everywhere else ():
         different = [index for index, other in enumerate(everywhere) if other[key] != value]
-        if different:
-            fix = _FIXES.get(key, "use one environment and one file system everywhere")
-            checks.append(Check("fail", key, f"differs on ranks {different[:8]} from rank 0", fix))
-        else:
-            checks.append(Check("ok", key, f"equal on {len(everywhere)} ranks"))
+        text = f"differs on ranks {different[:8]} from rank 0" if different else f"equal on {len(everywhere)} ranks"
+        fix = _FIXES.get(key, "use one environment and one file system everywhere")
+        checks.append(judged(key, not different, text, fix))
     return checks
 
 
@@ -107,8 +105,7 @@ def _gpu(rank: Any) -> str:
     import torch
 
     props = torch.cuda.get_device_properties(rank.device)
-    driver = NVIDIA_DRIVER.read_text(encoding="utf-8") if NVIDIA_DRIVER.is_file() else "unknown"
-    return f"{props.name} {props.total_memory} {torch.version.cuda} {torch.cuda.nccl.version()} {driver}"  # type: ignore[no-untyped-call]
+    return f"{props.name} {props.total_memory} {torch.version.cuda} {torch.cuda.nccl.version()} {driver_version()}"  # type: ignore[no-untyped-call]
 
 
 def _model_digest(path: str) -> str:
@@ -150,10 +147,9 @@ def _shared_folder(loaded: LoadedConfig, rank: Any) -> list[Check]:
         return []
     Path(probe).unlink()
     blind = [index for index, seen in enumerate(found) if not seen]
-    if blind:
-        message = f"{folder}: ranks {blind[:8]} do not see a file that rank 0 wrote"
-        return [Check("fail", "run.dir", message, "choose a folder on a file system that all nodes share")]
-    return [Check("ok", "run.dir", f"{folder} is the same folder on {len(found)} ranks")]
+    text = f"ranks {blind[:8]} do not see a file that rank 0 wrote" if blind else f"the same on {len(found)} ranks"
+    fix = "choose a folder on a file system that all nodes share"
+    return [judged("run.dir", not blind, f"{folder}: {text}", fix)]
 
 
 def _appears(path: Path) -> bool:
@@ -179,8 +175,7 @@ def _skew(rank: Any) -> list[Check]:
     times = _gather(rank, time.time()) or [0.0]
     skew = max(times) - min(times)
     fix = "synchronise clocks (chrony): logs and time limits disagree"
-    ok = skew < MAX_SKEW_S
-    return [Check("ok" if ok else "warn", "clocks", f"{skew:.2f} s apart", "" if ok else fix)]
+    return [judged("clocks", skew < MAX_SKEW_S, f"{skew:.2f} s apart", fix, "warn")]
 
 
 def _all_reduce(loaded: LoadedConfig, rank: Any) -> list[Check]:
@@ -202,22 +197,14 @@ def _all_reduce(loaded: LoadedConfig, rank: Any) -> list[Check]:
         seconds.append(_now(tensor) - start)
     slowest = max(_gather(rank, min(seconds)) or [math.inf])
     rate = 2 * (world - 1) / world * ALL_REDUCE_BYTES / slowest / 1e9
+    expected, resources = 0.0, loaded.config.resources
+    if tensor.is_cuda and resources.gpu is not None:
+        within = constants.GPUS[resources.gpu].nvlink_gb_s
+        expected = within if resources.nodes == 1 else constants.NETWORK_GB_S.value
     text = f"all-reduce over {world} ranks: {rate:.1f} GB/s bus bandwidth ({dist.get_backend()})"
-    expected = _expected_gb_s(loaded, rank)
-    if expected is not None and rate < SLOW_FRAC * expected:
-        fix = "check the transport with NCCL_DEBUG=INFO; NCCL_SOCKET_IFNAME, NCCL_IB_HCA, GPUDirect"
-        return [Check("warn", "network", f"{text}, `plan` assumes {expected:.0f}", fix)]
-    return [Check("ok", "network", text)]
-
-
-def _expected_gb_s(loaded: LoadedConfig, rank: Any) -> float | None:
-    """Bandwidth that `plan` assumes on GPUs: the network's between nodes, NVLink's within one."""
-    resources = loaded.config.resources
-    if rank.device.type != "cuda" or resources.gpu is None:
-        return None
-    if resources.nodes > 1:
-        return constants.NETWORK_GB_S.value
-    return constants.GPUS[resources.gpu].nvlink_gb_s
+    text += f", `plan` assumes {expected:.0f}" if expected else ""
+    fix = "check the transport with NCCL_DEBUG=INFO; NCCL_SOCKET_IFNAME, NCCL_IB_HCA, GPUDirect"
+    return [judged("network", rate >= SLOW_FRAC * expected, text, fix, "warn")]
 
 
 def _now(tensor: torch.Tensor) -> float:

@@ -7,7 +7,6 @@ every rank takes part, and it also checks equality and connections between nodes
 import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -19,6 +18,7 @@ from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, wh
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.config.text import local_path
+from pacs_megatron.contracts.samples import Prompt
 from pacs_megatron.errors import PacsError
 from pacs_megatron.models.hub import model_folder
 from pacs_megatron.observability.writers import check_wandb
@@ -26,8 +26,9 @@ from pacs_megatron.plan import constants
 from pacs_megatron.plan.constants import GIB
 from pacs_megatron.plan.known_models import find_spec
 from pacs_megatron.plan.plan import Plan, make_plan
-from pacs_megatron.preflight.check import Check, attempt, path_exists
+from pacs_megatron.preflight.check import Check, Level, attempt, judged
 from pacs_megatron.preflight.host import (
+    check_cluster,
     check_folders,
     check_free_space,
     check_gpus,
@@ -35,11 +36,10 @@ from pacs_megatron.preflight.host import (
     check_network_settings,
     check_ports,
     check_software,
-    load_cluster_checks,
 )
 from pacs_megatron.preflight.servers import check_servers
 from pacs_megatron.runtime.files import read_rows
-from pacs_megatron.runtime.run_folder import METRICS_FILE, run_folder
+from pacs_megatron.runtime.run_folder import METRICS_FILE, changed_since, run_folder
 from pacs_megatron.runtime.waiting import quiet
 
 NUM_GOLD = 32
@@ -55,36 +55,29 @@ def run_preflight(
     except PacsError as error:
         return [Check("fail", "configuration", str(error))]
     checks = [Check("ok", "configuration", f"{path} loads")]
-    plan: Plan | None = None
-    spec = None
+    spec, model = None, loaded.config.model.path
     with suppress(PacsError, OSError):  # `_model` reports the reason
-        spec = find_spec(loaded.config.model.path)
-    if spec is not None:
-        try:
-            plan = make_plan(loaded)
-        except PacsError as error:
-            return [*checks, Check("fail", "parallel", str(error))]
-        checks.extend(_plan(plan))
-    checks.extend([*check_software(loaded), *check_gpus(loaded)])
-    checks.extend(_wandb(loaded))
+        spec = find_spec(model)
+    try:
+        plan = make_plan(loaded) if spec is not None else None
+    except PacsError as error:
+        return [*checks, Check("fail", "parallel", str(error))]
+    checks += [*_plan(plan), *check_software(loaded), *check_gpus(loaded), *_wandb(loaded)]
     with offline():
-        model = list(_model(loaded))
-        checks.extend(model)
-        readable = all(check.level != "fail" for check in model)
+        checks.append(_model(loaded))
+        readable = checks[-1].level != "fail"
         if readable:
-            checks.extend([*_tokenizer(loaded), *_data(loaded), *_reward(loaded)])
+            checks += [_tokenizer(loaded), *_data(loaded), *_reward(loaded)]
         else:
             checks.append(Check("warn", "data, reward", "not checked: they need the model's tokenizer"))
-    checks.extend([*check_folders(loaded), *check_ports(loaded), *check_network_settings(loaded)])
-    if cluster is not None:
-        checks.extend(load_cluster_checks(cluster))
-    checks.extend(_resume(loaded))
+    checks += [*check_folders(loaded), *check_ports(loaded), *check_network_settings(loaded)]
+    checks += check_cluster(cluster) if cluster is not None else []
+    checks += _resume(loaded)
     if plan is not None:
-        checks.extend([*check_free_space(loaded, plan), *check_memory(loaded, plan), *_signal(loaded, plan)])
-    model_dir = local_model(loaded.config.model.path) if readable else None
+        checks += [*check_free_space(loaded, plan), *check_memory(loaded, plan), *_signal(loaded, plan)]
     # Last, because it takes the longest; no server is started if another check failed.
     failed = any(check.level == "fail" for check in checks)
-    checks.extend(check_servers(loaded, None if failed else model_dir, start=start_servers))
+    checks += check_servers(loaded, None if failed else local_model(model), start=start_servers)
     return checks
 
 
@@ -129,15 +122,15 @@ def render(checks: Sequence[Check], *, as_json: bool) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------- checks
-def _plan(plan: Plan) -> Iterator[Check]:
-    if plan.gpu is None:
+def _plan(plan: Plan | None) -> Iterator[Check]:
+    if plan is None or plan.gpu is None:
         return
     share = plan.peak.total / (plan.gpu.memory_gib * GIB)
     text = f"{plan.peak.total / GIB:.1f} GiB of {plan.gpu.memory_gib} GiB on a {plan.gpu.name} ({share:.0%}), planned"
     if not plan.fits:
         yield Check("fail", "resources.gpu", f"does not fit: {text}", "`pacs-megatron plan` lists what to change")
     else:
-        yield Check("warn" if share > 0.95 else "ok", "resources.gpu", text)
+        yield judged("resources.gpu", share <= 0.95, text, otherwise="warn")
 
 
 def _wandb(loaded: LoadedConfig) -> Iterator[Check]:
@@ -150,7 +143,7 @@ def _wandb(loaded: LoadedConfig) -> Iterator[Check]:
         yield attempt("logging.wandb", can_log)
 
 
-def _model(loaded: LoadedConfig) -> Iterator[Check]:
+def _model(loaded: LoadedConfig) -> Check:
     path = loaded.config.model.path
 
     def is_whole() -> str:
@@ -172,10 +165,10 @@ def _model(loaded: LoadedConfig) -> Iterator[Check]:
         return f"{path}: a Megatron checkpoint, {load_spec(local_model(path)).family}"
 
     is_converted = (local_path(path) / MANIFEST_NAME).is_file()
-    yield attempt("model.path", is_whole_checkpoint if is_converted else is_whole)
+    return attempt("model.path", is_whole_checkpoint if is_converted else is_whole)
 
 
-def _tokenizer(loaded: LoadedConfig) -> Iterator[Check]:
+def _tokenizer(loaded: LoadedConfig) -> Check:
     model = loaded.config.model
 
     def works() -> str:
@@ -198,7 +191,7 @@ def _tokenizer(loaded: LoadedConfig) -> Iterator[Check]:
             )
         return f"chat template, stops at {', '.join(map(str, stops))}"
 
-    yield attempt("model.path (tokenizer)", works)
+    return attempt("model.path (tokenizer)", works)
 
 
 def _data(loaded: LoadedConfig) -> Iterator[Check]:
@@ -206,66 +199,60 @@ def _data(loaded: LoadedConfig) -> Iterator[Check]:
     sets = [("data.train", config.data.train)]
     sets += [(f"evaluation.benchmarks.{index}", dataset) for index, dataset in enumerate(config.evaluation.benchmarks)]
     for key, dataset in sets:
-
-        def loads(key: str = key, dataset: DatasetOptions = dataset) -> str:
-            return _read_set(loaded, key, dataset)
-
-        is_local = Path(dataset.path).suffix or path_exists(dataset.path)
+        is_local = Path(dataset.path).suffix or os.path.exists(local_path(dataset.path))
         fix = "" if is_local else "`pacs-megatron fetch` on a machine with network fills the cache (HF_HOME)"
-        yield attempt(f"{key}.path", loads, fix)
+        yield attempt(f"{key}.path", partial(_read_set, loaded, key, dataset), fix)
+
+
+def _prompts(loaded: LoadedConfig, dataset: DatasetOptions) -> Sequence[Prompt]:
+    from pacs_megatron.data import load_prompts, load_tokenizer
+
+    model = loaded.config.model
+    tokenizer = load_tokenizer(str(local_model(model.path)), model.trust_remote_code)
+    return load_prompts(dataset, loaded.config.data, tokenizer).prompts
 
 
 def _read_set(loaded: LoadedConfig, key: str, dataset: DatasetOptions) -> str:
-    from pacs_megatron.data import load_prompts, load_tokenizer
-
-    config = loaded.config
-    tokenizer = load_tokenizer(str(local_model(config.model.path)), config.model.trust_remote_code)
-    prompts = load_prompts(dataset, config.data, tokenizer).prompts
-    if key == "data.train" and len(prompts) < config.batch.prompts_per_step:
-        raise PacsError(
-            f"{dataset.path}: {len(prompts)} prompts for batch.prompts_per_step={config.batch.prompts_per_step}; lower it"
-        )
-    return f"{dataset.path}: {len(prompts)} prompts"
+    count, least = len(_prompts(loaded, dataset)), loaded.config.batch.prompts_per_step
+    if key == "data.train" and count < least:
+        raise PacsError(f"{dataset.path}: {count} prompts for batch.prompts_per_step={least}; lower it")
+    return f"{dataset.path}: {count} prompts"
 
 
 def _reward(loaded: LoadedConfig) -> Iterator[Check]:
-    config = loaded.config
-    if config.reward is None:
+    reward = loaded.config.reward
+    if reward is None:
         return
-    reward = config.reward
+    is_rare = False  # whether it accepts less than half of the gold answers
 
     def judges() -> str:
-        from pacs_megatron.data import load_prompts, load_tokenizer
         from pacs_megatron.evaluation.preview import check_gold
 
-        tokenizer = load_tokenizer(str(local_model(config.model.path)), config.model.trust_remote_code)
-        some = config.data.train.model_copy(update={"limit": NUM_GOLD})
-        prompts = load_prompts(some, config.data, tokenizer).prompts
+        nonlocal is_rare
+        train = loaded.config.data.train
+        prompts = _prompts(loaded, train.model_copy(update={"limit": NUM_GOLD}))
         with quiet("pacs_megatron.rewards", logging.CRITICAL):  # the report has one line for all warnings
             unverified = check_gold(prompts, reward)
         num_verified = len(prompts) - len(unverified)
-        failed = [bad for bad in unverified if bad.failed]
-        if failed and reward.name not in ("math", "arithmetic"):
+        is_verifier = reward.name in ("math", "arithmetic")
+        bad = unverified if is_verifier and not num_verified else []
+        bad = bad or [each for each in unverified if each.failed and not is_verifier]
+        if bad:
+            fix = "data.train.preset or columns" if is_verifier else "it: such samples are not counted"
             raise PacsError(
-                f"reward.name={reward.name} fails on {len(failed)} of {len(prompts)} gold answers, such as "
-                f"{failed[0].answer!r}: {failed[0].reason}; correct it: such samples are not counted"
-            )
-        if not num_verified and reward.name in ("math", "arithmetic"):
-            worst = unverified[0]
-            raise PacsError(
-                f"reward.name={reward.name} accepts none of {len(prompts)} gold answers, such as {worst.answer!r} "
-                f"({worst.reason}); correct data.train.preset or columns"
+                f"reward.name={reward.name} fails on {len(bad)} of {len(prompts)} gold answers, such as "
+                f"{bad[0].answer!r} ({bad[0].reason}); correct {fix}"
             )
         if reward.name == "code":
             return f"{num_verified} of {len(prompts)} rows have tests; sandbox: {reward.sandbox}"
+        is_rare = 2 * num_verified < len(prompts)
         return f"{reward.name} accepts {num_verified} of {len(prompts)} gold answers"
 
     check = attempt("reward", judges)
     if check.level == "ok" and reward.name == "code" and reward.sandbox == "none":
         fix = "programs of the policy can read your files, use the network and end your processes; set reward.sandbox"
         check = Check("warn", check.key, check.message, fix)
-    counts = re.search(r" accepts (\d+) of (\d+) ", check.message)
-    if check.level == "ok" and counts is not None and 2 * int(counts[1]) < int(counts[2]):
+    if is_rare:
         check = Check("warn", check.key, check.message, "check with `pacs-megatron data preview` that this is intended")
     yield check
 
@@ -274,8 +261,6 @@ def _resume(loaded: LoadedConfig) -> Iterator[Check]:
     folder = run_folder(loaded)
 
     def is_the_same_run() -> str:
-        from pacs_megatron.runtime.run_folder import changed_since
-
         changed = changed_since(loaded, folder)
         return f"{folder} resumes" + (f" with changed {', '.join(changed)}" if changed else "")
 
@@ -303,17 +288,12 @@ def _signal(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
     """Checks that the signal leaves time to finish an update and to save, by measured or else planned times."""
     lead = loaded.config.resources.signal_lead_s
     measured = _measured_seconds(run_folder(loaded) / METRICS_FILE, loaded.config.batch.num_updates)
-    if measured is not None:
-        need, source = measured, "measured in this run"
-    elif plan.phases:
-        need, source = planned_ending_s(plan), "planned"
-    else:
+    if measured is None and not plan.phases:
         return
+    need, source = (planned_ending_s(plan), "planned") if measured is None else (measured, "measured in this run")
     text = f"{lead} s before the time limit; an update, a weight sync and a save take {need:.0f} s ({source})"
-    if lead < need:
-        yield Check("fail", "resources.signal_lead_s", text, f"use at least {2 * need:.0f}")
-    else:
-        yield Check("warn" if lead < 1.5 * need else "ok", "resources.signal_lead_s", text)
+    level: Level = "fail" if lead < need else "warn"
+    yield judged("resources.signal_lead_s", lead >= 1.5 * need, text, f"use at least {2 * need:.0f}", level)
 
 
 def planned_ending_s(plan: Plan) -> float:

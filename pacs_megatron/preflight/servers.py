@@ -10,12 +10,12 @@ from pathlib import Path
 from pacs_megatron.config import LoadedConfig
 from pacs_megatron.config.checks import max_sequence_tokens
 from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
-from pacs_megatron.preflight.check import Check, attempt
+from pacs_megatron.preflight.check import Check, attempt, judged
+from pacs_megatron.preflight.doctor import SGLANG_VERSION_CODE
 from pacs_megatron.runtime.waiting import NO_PROGRAM, try_program
 
 EXPECTED = {"cpu": "0.5.23", "cuda": "0.5.20"}
 """Version of SGLang by device: of requirements/sglang.lock and requirements/sglang-gpu.txt."""
-_VERSION_CODE = "from importlib.metadata import version; print(version('sglang'))"
 NCCL_CODE = """
 import torch
 try:
@@ -39,22 +39,21 @@ def check_servers(loaded: LoadedConfig, model_dir: Path | None, *, start: bool) 
         return
     checks = list(_options(loaded, rollout))
     yield from checks
+    key = "rollout.urls" if rollout.servers is None else "rollout.servers"
     if any(check.level == "fail" for check in checks):
         return
-    key = "rollout.urls" if rollout.servers is None else "rollout.servers"
     if not start:
         yield Check("warn", key, "no server was tested (--skip-servers)", "run preflight without it once")
     elif rollout.servers is None:
         for url in rollout.urls:
-            yield attempt("rollout.urls", lambda url=url: _request(rollout, url), "start it, or correct the address")  # type: ignore[misc]
+            yield attempt(key, lambda url=url: _request(rollout, url), "start it, or correct the address")  # type: ignore[misc]
     else:
         yield _start(loaded, rollout, rollout.servers, model_dir)
 
 
 def _options(loaded: LoadedConfig, rollout: SglangRollout) -> Iterator[Check]:
     if rollout.api_key_env is not None and not os.environ.get(rollout.api_key_env):
-        message = f"the environment variable {rollout.api_key_env} is not set"
-        yield Check("fail", "rollout.api_key_env", message, "export it, or remove rollout.api_key_env")
+        yield Check("fail", "rollout.api_key_env", f"{rollout.api_key_env} is not set", "export it, or remove the key")
     if rollout.servers is None:
         return
     longest = max_sequence_tokens(loaded.config)
@@ -84,15 +83,14 @@ def check_nccl(trainer: tuple[str, ...], servers: tuple[str, ...]) -> Check:
         found.append(words)
     (torch, nccl), (their_torch, their_nccl) = found
     text = f"NCCL {nccl} (torch {torch}) in the trainer, NCCL {their_nccl} (torch {their_torch}) in the servers"
-    if nccl == their_nccl:
-        return Check("ok", key, text)
+    text += "" if nccl == their_nccl else ": NCCL rejects the process group"
     fix = "use one torch on both sides (docs/compatibility.md), or rollout.sync.transport=disk"
-    return Check("fail", key, f"{text}: NCCL rejects the process group", fix)
+    return judged(key, nccl == their_nccl, text, fix)
 
 
 def _version(servers: SglangServers) -> Check:
     key, program = "rollout.servers.python", " ".join(servers.python)
-    done = try_program([*servers.python, "-c", _VERSION_CODE], timeout_s=_IMPORT_S)
+    done = try_program([*servers.python, "-c", SGLANG_VERSION_CODE], timeout_s=_IMPORT_S)
     found = done.stdout.strip()
     if done.returncode == NO_PROGRAM:
         return Check("fail", key, f"{program}: {done.stderr}", "set an existing interpreter")
@@ -100,10 +98,8 @@ def _version(servers: SglangServers) -> Check:
         fix = "install sglang there (make install-sglang), or set the interpreter that has it"
         return Check("fail", key, f"{program} has no sglang", fix)
     expected = EXPECTED[servers.device]
-    if found != expected:
-        message = f"sglang {found}; expected {expected} with rollout.servers.device={servers.device}"
-        return Check("warn", key, message, f"pip install sglang=={expected}")
-    return Check("ok", key, f"sglang {found}")
+    fix = f"pip install sglang=={expected}, the version for rollout.servers.device={servers.device}"
+    return judged(key, found == expected, f"sglang {found}", fix, "warn")
 
 
 def _request(rollout: SglangRollout, url: str) -> str:
@@ -124,8 +120,11 @@ def _start(loaded: LoadedConfig, rollout: SglangRollout, servers: SglangServers,
         return Check("warn", key, "not started: the model cannot be read", "correct model.path first")
     if not list(model_dir.glob("*.safetensors")):
         return Check("warn", key, f"not started: {model_dir} has no Hugging Face weights")
-    if servers.device == "cuda" and not _has_gpu():
-        return Check("warn", key, "not started: no GPU here", "run preflight inside the job too")
+    if servers.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            return Check("warn", key, "not started: no GPU here", "run preflight inside the job too")
     from pacs_megatron.sglang.build import server_specs, start_servers
 
     def starts() -> str:
@@ -141,9 +140,3 @@ def _start(loaded: LoadedConfig, rollout: SglangRollout, servers: SglangServers,
                 server.close()
 
     return attempt(key, starts, "check rollout.servers.extra_args, mem_fraction, tp and start_timeout_s")
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

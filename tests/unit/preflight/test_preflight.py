@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from pacs_megatron.config import load_config
-from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.plan.plan import make_plan
 from pacs_megatron.preflight import doctor, quota
 from pacs_megatron.preflight import host as preflight_host
@@ -274,7 +273,7 @@ def test_what_a_cluster_file_names(tmp_path: Path) -> None:
         f"name: x\nscratch: {tmp_path}\nnetwork_interface: nothere0\n"
         "container: {runtime: apptainer, image: /no/such.sif, mounts: [/no/such/folder]}\n"
     )
-    found = {check.key: check.level for check in preflight_host.check_cluster(load_cluster(file))}
+    found = {check.key: check.level for check in preflight_host.check_cluster(file)}
     assert found == {
         "scratch": "ok",
         "network_interface": "warn",
@@ -282,7 +281,7 @@ def test_what_a_cluster_file_names(tmp_path: Path) -> None:
         "container.mounts": "warn",
     }
     file.write_text("name: x\nscratchh: /tmp\n")
-    (wrong,) = preflight_host.load_cluster_checks(file)
+    (wrong,) = preflight_host.check_cluster(file)
     assert wrong.level == "fail" and "did you mean `scratch`" in wrong.message
 
 
