@@ -137,7 +137,7 @@ def _add_evaluation(verbs: _SubParsers) -> None:
     parser.add_argument("--benchmark", nargs="+", default=[], help="names of benchmarks; default: all")
     parser.add_argument("--save", type=path_from, metavar="FILE", help="also write the embeddings, as .npz")
     text = "write the weights of a run as a Hugging Face checkpoint"
-    parser = _add_run_verb(verbs, "export", text, "launch.export:export")
+    parser = _add_run_verb(verbs, "export", text, "launch.runs:export")
     parser.add_argument("--step", type=integer_from(0), help="the checkpoint to export; default: the newest")
     parser.add_argument("--out", type=path_from, help="target folder; default: <run>/hf_exports/step_<n>")
     _add_no_verify(parser, "verify")

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs torchrun; returns 0, the exit code of the first failed rank, or 128 + its signal."""
     die_with_parent(signal.SIGTERM)
     os.environ[AGENT_PID] = str(os.getpid())
-    _pass_on_usr1()
+    signal.signal(signal.SIGUSR1, _pass_on)
     if "--standalone" in arguments:
         _listen_on_loopback()
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -79,15 +79,11 @@ def _listen_on_loopback() -> None:
     vars(distributed)["TCPStore"] = LoopbackStore
 
 
-def _pass_on_usr1() -> None:
-    """Forward SIGUSR1 to the ranks. Slurm sends it to this process only, before the time limit."""
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        for rank in psutil.Process().children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                rank.send_signal(number)
-
-    signal.signal(signal.SIGUSR1, pass_on)
+def _pass_on(number: int, _frame: FrameType | None) -> None:
+    """Slurm sends SIGUSR1 before the time limit to this process only."""
+    for rank in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.send_signal(number)
 
 
 if __name__ == "__main__":

@@ -16,28 +16,22 @@ def train_command(job: Job, request: Request) -> str:
     if request.convert:
         arguments.append(f"model.path={job.converted}")
     python = python_command(request.cluster)
-    resources = job.loaded.config.resources
-    lines = [f"cd {shlex.quote(os.getcwd())} || exit"]
-    attached = ""
+    config, resources = job.loaded.config, job.loaded.config.resources
+    urls = attached = torchrun = ""
     if resources.rollout_nodes:
-        servers = job.loaded.config.rollout.managed_servers
-        assert servers is not None
+        rollout, servers = config.rollout.sglang, config.rollout.managed_servers
+        assert rollout is not None and servers is not None
         arguments_of_urls = f'"$PACS_ATTEMPT/servers" {servers.start_timeout_s} {resources.rollout_nodes}'
-        lines.append(f"urls=$({python} -m pacs_megatron.launch.job urls {arguments_of_urls}) || exit $?")
+        urls = f"urls=$({python} -m pacs_megatron.launch.job urls {arguments_of_urls}) || exit $?\n"
         attached = ' rollout.servers=null "rollout.urls=[$urls]"'
-        rollout = job.loaded.config.rollout.sglang
-        if rollout is not None and rollout.sync.transport == "broadcast":
-            attached += ' "rollout.sync.host=$MASTER_ADDR"'
+        attached += ' "rollout.sync.host=$MASTER_ADDR"' if rollout.sync.transport == "broadcast" else ""
     if request.cluster.launcher == "torchrun":
-        start = (
-            f"{python} -m pacs_megatron.launch.agent --nnodes={resources.nodes} "
-            f"--nproc-per-node={ranks_to_start(job.loaded.config) // resources.nodes} --rdzv-backend=c10d "
-            '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" -m pacs_megatron'
+        torchrun = (
+            f".launch.agent --nnodes={resources.nodes} --nproc-per-node={ranks_to_start(config) // resources.nodes} "
+            '--rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" -m pacs_megatron'
         )
-    else:
-        start = f"{python} -m pacs_megatron"
-    lines.append(f"exec {start} train {shlex.join(arguments)}{attached}")
-    return "\n".join(lines)
+    train = f"exec {python} -m pacs_megatron{torchrun} train {shlex.join(arguments)}{attached}"
+    return f"cd {shlex.quote(os.getcwd())} || exit\n{urls}{train}"
 
 
 def serve_command(job: Job, request: Request) -> str:
@@ -78,10 +72,7 @@ def setup_lines(job: Job, request: Request) -> str:
         "pacs_end() {",
         "pacs_code=$?",
         "trap - EXIT",
-    ]
-    if config.resources.rollout_nodes:
-        lines.append('touch "$PACS_ATTEMPT/servers/stop"')
-    lines += [
+        *(['touch "$PACS_ATTEMPT/servers/stop"'] if config.resources.rollout_nodes else []),
         f'{python} -m pacs_megatron.launch.job end {run_dir} "$pacs_code" {config.resources.max_attempts}',
         "exit",
         "}",

@@ -83,34 +83,27 @@ def _named(path: str, error: Exception) -> PacsError:
     """The one-line error for each failure of a download."""
     from huggingface_hub import constants, errors
 
-    if isinstance(error, errors.DryRunError | errors.LocalEntryNotFoundError) and isinstance(
-        error.__cause__, Exception
-    ):
+    is_wrapped = isinstance(error, errors.DryRunError | errors.LocalEntryNotFoundError)
+    if is_wrapped and isinstance(error.__cause__, Exception):
         error = error.__cause__  # the original error, before the fallback to the cache
-    key, hub = f"model.path={path}", constants.ENDPOINT
-    reason = " ".join(str(error).split())[:200]
-    if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
-        return ConfigError(
-            f"{key}: cannot write {constants.HF_HUB_CACHE} ({error.strerror}); free some space, or set HF_HOME to another "
-            "folder, and run it again"
-        )
-    if isinstance(error, errors.GatedRepoError):
-        return ConfigError(
-            f"{key} is gated; accept its terms at {hub}/{path}, log in (`hf auth login`) and run it again"
-        )
-    if isinstance(error, errors.HFValidationError):
-        return ConfigError(f"{key} is neither a folder nor a hub id (name/name); correct the path")
+    hub, reason = constants.ENDPOINT, " ".join(str(error).split())[:200]
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
-    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403, 404):
-        return ConfigError(
-            f"{key}: {hub} has no such repository, or it is private; correct the id, or run `hf auth login`"
+    if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
+        text = f"cannot write {constants.HF_HUB_CACHE} ({error.strerror}); free some space, or set HF_HOME to another folder"
+    elif isinstance(error, errors.GatedRepoError):
+        text = f"gated; accept its terms at {hub}/{path}, log in (`hf auth login`) and run it again"
+    elif isinstance(error, errors.HFValidationError):
+        text = "neither a folder nor a hub id (name/name); correct the path"
+    elif isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403, 404):
+        text = f"{hub} has no such repository, or it is private; correct the id, or run `hf auth login`"
+    elif status is not None:
+        text = f"{hub} returned HTTP {status} ({reason}); run it again later"
+    else:
+        text = (
+            f"{hub} is unreachable, or the download was interrupted ({type(error).__name__}: {reason}); run it again with "
+            "network access: complete files are kept. Set HTTPS_PROXY for a proxy, HF_ENDPOINT for a mirror"
         )
-    if status is not None:
-        return ConfigError(f"{key}: {hub} returned HTTP {status} ({reason}); run it again later")
-    return ConfigError(
-        f"{key}: {hub} is unreachable, or the download was interrupted ({type(error).__name__}: {reason}); run it again "
-        "with network access: complete files are kept. Set HTTPS_PROXY for a proxy, HF_ENDPOINT for a mirror"
-    )
+    return ConfigError(f"model.path={path}: {text}")
 
 
 # ---------------------------------------------------------------------------------------------------------------- data

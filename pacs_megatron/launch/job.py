@@ -47,7 +47,7 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
     resources, rollout = config.resources, config.rollout
     if resources.rollout_nodes:
         servers_here(config)
-    servers = rollout.managed_servers
+    servers, sglang = rollout.managed_servers, rollout.sglang
     return {
         "RUN_DIR": str(run_folder(loaded)),
         "RUN_NAME": config.run.name,
@@ -55,7 +55,7 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
         "ROLLOUT_NODES": str(resources.rollout_nodes),
         "RANKS_PER_NODE": str(world_size // resources.nodes),
         "GPUS_PER_NODE": str(resources.gpus_per_node),
-        "SYNC_TRANSPORT": rollout.sglang.sync.transport if rollout.sglang is not None else "none",
+        "SYNC_TRANSPORT": sglang.sync.transport if sglang is not None else "none",
         "SERVER_TIMEOUT_S": str(servers.start_timeout_s if servers is not None else 0),
         "TIME_LIMIT": resources.time_limit,
         "SIGNAL_LEAD_S": str(resources.signal_lead_s),
@@ -84,10 +84,9 @@ def begin(run_dir: Path, job_id: str) -> Path:
     number = len(rows) + 1
     folder = logs / f"attempt_{number}"
     folder.mkdir(exist_ok=True)
-    link = logs / LATEST
     beside = logs / f".{LATEST}.{os.getpid()}"
     beside.symlink_to(folder.name)
-    beside.replace(link)
+    beside.replace(logs / LATEST)
     row: Row = {"attempt": number, "job_id": job_id, "begin": time.time(), **_progress(run_dir, "begin")}
     _append(run_dir, row, ATTEMPTS_FILE)
     return folder
@@ -129,8 +128,7 @@ def _verdict(rows: Sequence[Row], code: int, max_attempts: int) -> tuple[bool, s
         return False, "done"
     if code == ExitCode.MISCONFIGURED:
         return False, "invalid configuration or data; see the log"
-    idle = 0
-    after = _position(rows[-1], "end")
+    idle, after = 0, _position(rows[-1], "end")
     for row in reversed(rows):
         # An attempt on a lost node has no `end_step`: use the next attempt's begin.
         if after > _position(row, "begin"):
@@ -216,27 +214,29 @@ def _run_verb(verb: str, *words: str) -> int:
 
 
 def _describe(config: str, *overrides: str) -> int:
-    sys.stdout.writelines(f"{key}={shlex.quote(value)}\n" for key, value in describe(Path(config), overrides).items())
-    return ExitCode.OK
+    return _print(*(f"{key}={shlex.quote(value)}" for key, value in describe(Path(config), overrides).items()))
 
 
 def _begin(run_dir: str) -> int:
-    sys.stdout.write(f"{begin(Path(run_dir), os.environ.get('SLURM_JOB_ID', 'none'))}\n")
-    return ExitCode.OK
+    return _print(str(begin(Path(run_dir), os.environ.get("SLURM_JOB_ID", "none"))))
 
 
 def _urls(folder: str, timeout_s: str, num_nodes: str) -> int:
-    sys.stdout.write(",".join(wait_for_urls(Path(folder), int(num_nodes), float(timeout_s))) + "\n")
-    return ExitCode.OK
+    return _print(",".join(wait_for_urls(Path(folder), int(num_nodes), float(timeout_s))))
 
 
 def _end(run_dir: str, code: str, max_attempts: str) -> int:
     ended_with, again, reason = end(Path(run_dir), int(code), int(max_attempts))
-    sys.stdout.write(f"exit code {ended_with}: {'requeue' if again else 'stop'}: {reason}\n")
-    sys.stdout.flush()
+    _print(f"exit code {ended_with}: {'requeue' if again else 'stop'}: {reason}")
     if again:
         requeue(os.environ["SLURM_JOB_ID"])
     return ended_with
+
+
+def _print(*lines: str) -> int:
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+    return ExitCode.OK
 
 
 _VERBS: dict[str, Callable[..., int]] = {"describe": _describe, "begin": _begin, "urls": _urls, "end": _end}

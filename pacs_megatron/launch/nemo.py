@@ -152,7 +152,7 @@ def _executor(run: Any, job: Job, cluster: ClusterConfig, *, nodes: int, tasks: 
 
     config, container = job.loaded.config, cluster.container
     gpus = config.resources.gpus_per_node
-    pyxis = container is not None and container.runtime == "pyxis"
+    pyxis = container if container is not None and container.runtime == "pyxis" else None
     srun_args = ["--label", *([f"--cpu-bind={cluster.cpu_bind}"] if cluster.cpu_bind else []), *cluster.srun_args]
     cpus = None
     if cluster.cpus_per_task is not None:
@@ -179,8 +179,8 @@ def _executor(run: Any, job: Job, cluster: ClusterConfig, *, nodes: int, tasks: 
         # Without it a job whose dependency failed stays pending.
         additional_parameters={"requeue": True, "kill_on_invalid_dep": "yes"},
         retries=0,
-        container_image=shlex.quote(container.image) if pyxis and container is not None else None,
-        container_mounts=[shlex.quote(mount) for mount in container.mounts] if pyxis and container is not None else [],
+        container_image=shlex.quote(pyxis.image) if pyxis else None,
+        container_mounts=[shlex.quote(mount) for mount in pyxis.mounts] if pyxis else [],
         setup_lines=_checked(site_lines(cluster)),
         srun_args=[shlex.quote(word) for word in srun_args],
         wait_time_for_group_job=0,

@@ -136,9 +136,9 @@ class Study:
 def _is_trained(config: Path, overrides: Sequence[str], folder: Path) -> bool:
     """Whether the last attempt ended well at run.steps, with an export."""
     code = folder / EXIT_CODE_FILE
-    if not (folder / "hf").is_dir() or not code.is_file() or read_exit_code(code, ExitCode.FAILED) != ExitCode.OK:
-        return False
-    return newest_step(folder) == load_config(config, overrides).config.run.steps
+    ended_well = code.is_file() and read_exit_code(code, ExitCode.FAILED) == ExitCode.OK
+    steps = load_config(config, overrides).config.run.steps
+    return ended_well and (folder / "hf").is_dir() and newest_step(folder) == steps
 
 
 def run_paper(study: Study, names: Sequence[str], *, cluster: Path | None, dry_run: bool) -> Iterator[str]:

@@ -1,18 +1,19 @@
-"""`status`, `logs` and `cancel` of a run folder."""
+"""`status`, `logs`, `cancel` and `export` of a run folder."""
 
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
 
-from pacs_megatron.checkpoint.names import newest_position
+from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, Position, newest_position, newest_step
 from pacs_megatron.errors import ConfigError, DataError, ExitCode
 from pacs_megatron.launch.job import CANCEL_FILE, LATEST, Row, job_states, known_jobs, read_attempts
 from pacs_megatron.runtime.files import read_rows
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER, METRICS_FILE
-from pacs_megatron.runtime.run_lock import lock_owner
+from pacs_megatron.runtime.run_lock import RunLock, lock_owner
 from pacs_megatron.runtime.waiting import report_wait, run_program
 
 LOG_NAME = "output.log"
@@ -147,3 +148,35 @@ def _scancel(jobs: list[str]) -> None:
     done = run_program(["scancel", *jobs])
     if done.returncode:
         raise ConfigError(f"scancel {' '.join(jobs)}: {done.stderr.strip()}")
+
+
+def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = True) -> str:
+    """Writes the weights of `step` (default: the newest checkpoint) to `out`, and those of its critic beside it.
+
+    Returns the lines to print.
+
+    Raises ConfigError without a checkpoint, or if `out` is None and the run folder is in use, and CheckpointError or
+    ConversionError for an unreadable checkpoint.
+    """
+    from pacs_megatron.convert.convert import Options, megatron_to_hf
+    from pacs_megatron.observability.logs import setup_logging
+
+    newest = newest_step(run_dir)
+    if newest is None:
+        raise ConfigError(
+            f"{run_dir} has no checkpoint of a completed step in {CHECKPOINTS_FOLDER}/; give the folder of a run with one"
+        )
+    chosen = Position(newest if step is None else step)
+    folder = run_dir / CHECKPOINTS_FOLDER / chosen.name
+    if not (folder / MANIFEST_NAME).is_file():
+        raise ConfigError(f"{folder} does not exist or is incomplete; the newest checkpoint is step {newest}")
+    target = out if out is not None else run_dir / "hf_exports" / chosen.name
+    setup_logging(None, 0)
+    # A folder elsewhere needs no lock: readers of a run are never rejected.
+    with RunLock(run_dir, "export") if out is None else nullcontext():
+        sources = {folder: target}
+        if (folder / "critic" / MANIFEST_NAME).is_file():
+            sources[folder / "critic"] = target.with_name(f"{target.name}_critic")
+        return "\n".join(
+            megatron_to_hf(source, Options(out=to, verify_source=verify), step=None) for source, to in sources.items()
+        )

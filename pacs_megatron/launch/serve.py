@@ -99,14 +99,11 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
     """Starts the servers, publishes their URLs, runs until `ending` is due, and stops them. Returns the exit code."""
     from pacs_megatron.sglang.build import server_specs, start_servers
 
-    # With several slurmd on one host (tests), nodes differ in name but not in address.
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    host = os.environ.get("PACS_NODE_ADDR") or node
-    rollout = config.rollout.sglang
-    count = servers_here(config)
+    node, rollout, count = _node(), config.rollout.sglang, servers_here(config)
     assert rollout is not None and rollout.servers is not None
     folder.mkdir(parents=True, exist_ok=True)
     here = rollout.model_copy(update={"servers": rollout.servers.model_copy(update={"count": count})})
+    host = os.environ.get("PACS_NODE_ADDR") or node
     specs = server_specs(here, config.model, folder / node, config.policy.routing)
     specs = [replace(spec, host=host) for spec in specs]
     servers = start_servers(specs, rollout.servers.start_timeout_s, ending.is_due)
@@ -118,32 +115,33 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
             server.close()
 
 
+def _node() -> str:
+    # With several slurmd on one host (tests), nodes differ in name but not in address.
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def _watch(servers: Sequence[ManagedServer], max_restarts: int, ending: Ending) -> int:
     """Restart servers that exit, until `ending` is due. Returns 1 if one cannot be restarted at its URL.
 
     A restarted server has the weights of the model folder. The trainer's probes recognize it as STALE until the next
     weight update.
     """
-    restarts = dict.fromkeys(range(len(servers)), 0)
+    restarts = [0] * len(servers)
     while not ending.is_due():
         for index, server in enumerate(servers):
-            code = server.exit_code()
+            code, url = server.exit_code(), server.url
             if code is None:
                 continue
+            _log.warning(
+                "server %s exited with code %s (restarts: %s); see %s", url, code, restarts[index], server.log_path
+            )
             restarts[index] += 1
-            url = server.url
             if restarts[index] > max_restarts:
-                text = "server %s exited with code %s after %s restarts; see %s"
-                _log.error(text, url, code, max_restarts, server.log_path)
+                _log.error("rollout.servers.max_restarts=%s is reached", max_restarts)
                 return 1
-            _log.warning("server %s exited with code %s; restarting it, see %s", url, code, server.log_path)
             server.start()
             if server.url != url:
-                _log.error(
-                    "server %s restarted at %s: its old port is in use, and the trainer uses the old one",
-                    url,
-                    server.url,
-                )
+                _log.error("server %s restarted at %s: the trainer uses the old port, which is in use", url, server.url)
                 return 1
         time.sleep(POLL_S)
     return 0
@@ -223,9 +221,6 @@ def attach(config: RunConfig, config_path: Path, overrides: Sequence[str], place
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code. An error is also written to the folder, for `wait_for_urls`."""
-    if len(arguments) < 2:
-        sys.stderr.write("usage: python -m pacs_megatron.launch.serve <folder> <config> [key=value ...]\n")
-        return 2
     logging.basicConfig(level=logging.INFO)
     return run_command(lambda: _run(Path(arguments[0]), Path(arguments[1]), arguments[2:]))
 
@@ -237,9 +232,8 @@ def _run(folder: Path, config: Path, overrides: Sequence[str]) -> int:
         ending.install()
         return serve(folder, loaded.config, ending)
     except Exception as error:
-        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         code = int(error.exit_code) if isinstance(error, PacsError) else int(ExitCode.FAILED)
-        write_atomically(folder / f"{node}.error", [json_line({"code": code, "message": str(error)})])
+        write_atomically(folder / f"{_node()}.error", [json_line({"code": code, "message": str(error)})])
         raise
 
 

@@ -60,28 +60,24 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
                 file = EXIT_CODE_FILE if place.rank == 0 else FAILED_RANK_FILE
                 write_exit_code(run_folder(loaded), error.exit_code, file)
             raise
-    world_size = ranks_to_start(loaded.config)
-    certificate = _check(loaded, world_size)
-    if loaded.config.resources.nodes > 1:
+    resources, world_size, run_dir = loaded.config.resources, ranks_to_start(loaded.config), run_folder(loaded)
+    if resources.nodes > 1:
+        check_model_and_layout(loaded, world_size)
         raise ConfigError(
-            f"resources.nodes={loaded.config.resources.nodes}: `train` starts ranks on one host only; use `submit`, or "
-            f"sbatch slurm/train.sbatch {config_path} ({loaded.where('resources.nodes')})"
+            f"resources.nodes={resources.nodes}: `train` starts ranks on one host only; use `submit`, or sbatch "
+            f"slurm/train.sbatch {config_path} ({loaded.where('resources.nodes')})"
         )
-    if certificate is not None:
-        sys.stderr.write(f"{certificate}\n")
-    refuse_if_locked(run_folder(loaded))
-    changed_since(loaded, run_folder(loaded))  # raises for another run's folder
-    is_file(run_folder(loaded) / EXIT_CODE_FILE, ConfigError)
-    lead_s = loaded.config.resources.signal_lead_s
+    _check(loaded, world_size)
+    refuse_if_locked(run_dir)
+    changed_since(loaded, run_dir)  # raises for another run's folder
+    is_file(run_dir / EXIT_CODE_FILE, ConfigError)
     command = [TRAINING_MODULE, str(config_path), *overrides]
-    return start_ranks(command, world_size, run_folder(loaded) / EXIT_CODE_FILE, lead_s=lead_s)
+    return start_ranks(command, world_size, run_dir / EXIT_CODE_FILE, lead_s=resources.signal_lead_s)
 
 
 def become_rank(loaded: LoadedConfig, place: RankPlace, config_path: Path, overrides: Sequence[str]) -> NoReturn:
     """This process of torchrun or srun becomes the rank of training. Raises ConfigError or DataError before."""
-    certificate = _check(loaded, place.world_size, place.rank)
-    if certificate is not None and place.rank == 0:
-        sys.stderr.write(f"{certificate}\n")
+    _check(loaded, place.world_size, place.rank)
     command = [TRAINING_MODULE, str(config_path), *overrides]
     if are_on_every_node(loaded.config):
         command += attach(loaded.config, config_path, overrides, place)
@@ -89,14 +85,16 @@ def become_rank(loaded: LoadedConfig, place: RankPlace, config_path: Path, overr
     os.execve(sys.executable, [sys.executable, "-m", *command], environ)  # noqa: S606  this process is the rank
 
 
-def _check(loaded: LoadedConfig, world_size: int, rank: int = 0) -> str | None:
-    """Raises ConfigError, ConversionError or DataError; returns the line on the run's certificate."""
+def _check(loaded: LoadedConfig, world_size: int, rank: int = 0) -> None:
+    """Raises ConfigError, ConversionError or DataError; rank 0 reports the run's certificate."""
     check_model_and_layout(loaded, world_size)
     check_files_are_here(loaded)
     for part in _rewards(loaded) if rank == 0 else ():  # its host judges
         if isinstance(part, CodeReward) and part.sandbox != "none":
             sandbox.check(part.sandbox)
-    return certificate_line(loaded)
+    line = certificate_line(loaded)
+    if line is not None and rank == 0:
+        sys.stderr.write(f"{line}\n")
 
 
 def _rewards(loaded: LoadedConfig) -> Sequence[SingleReward | None]:
@@ -114,12 +112,10 @@ def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
     problems = layout_problems(config, world_size)
     folder = config_folder(local_path(config.model.path))
     if folder.is_dir():
-        spec = load_spec(folder)
+        spec, file = load_spec(folder), folder / GENERATION_CONFIG
         problems += shape_problems(config, spec, folder.name)
-        if (
-            is_file(file := folder / GENERATION_CONFIG)
-            and (last := max(read_eos_ids(file), default=0)) >= spec.vocab_size
-        ):
+        last = max(read_eos_ids(file), default=0) if is_file(file) else 0
+        if last >= spec.vocab_size:
             problems.append(
                 f"{file}: eos_token_id is {last}, but config.json has vocab_size={spec.vocab_size}; correct it"
             )
@@ -165,79 +161,67 @@ def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path, *,
     ]
 
     def waits_for() -> str:  # a rank reports for what it waits after a stop request
-        is_starting = _stamp(lock) == lock_before and not forwarding.signals
+        is_starting = _stamp(lock) == lock_before and not torchrun.signals
         return "for torchrun to start the ranks" if is_starting else ""
 
-    with _Forwarding() as forwarding:
-        process = subprocess.Popen(
-            agent, env=rank_environment(num_ranks, single_host=True), start_new_session=True, stdin=subprocess.DEVNULL
-        )
-        forwarding.watch(process.pid)
-        try:
-            with report_wait(waits_for):
-                code = forwarding.wait(process, num_ranks, lead_s)
-        finally:
-            forwarding.kill()
+    with _Torchrun(agent, num_ranks) as torchrun, report_wait(waits_for):
+        code = torchrun.wait(lead_s)
     if _stamp(exit_code_file) not in (None, before):
         return read_exit_code(exit_code_file, ExitCode.FAILED)
     if code == 0:
         return ExitCode.OK
     reason = "not saved"
-    if forwarding.signals:
-        code = 128 + forwarding.signals[0]
-        reason = f"{signal.Signals(forwarding.signals[0]).name}: the ranks reported no save"
+    if torchrun.signals:
+        code = 128 + torchrun.signals[0]
+        reason = f"{signal.Signals(torchrun.signals[0]).name}: the ranks reported no save"
     if not 0 < code < 128:
         sys.stderr.write(f"{reason}; {describe_newest(exit_code_file.parent)}\n")
     return code if 0 < code < 256 else 128 + abs(code)
 
 
-class _Forwarding:
-    """Forwards signals of this process to the ranks, with more force each time."""
+class _Torchrun:
+    """torchrun and its ranks. Forwards signals of this process to the ranks, with more force each time."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: Sequence[str], num_ranks: int) -> None:
         self.signals: list[int] = []
-        self._agent: psutil.Process | None = None
+        self._agent: psutil.Popen | None = None
         self._ranks: list[psutil.Process] = []
-        self._old_handlers: dict[int, object] = {}
+        self._num_ranks = num_ranks
+        self._old_handlers = {number: signal.signal(number, self._on_signal) for number in _FORWARDED}
+        environ = rank_environment(num_ranks, single_host=True)
+        self._agent = psutil.Popen(command, env=environ, start_new_session=True, stdin=subprocess.DEVNULL)
 
     def __enter__(self) -> Self:
-        for number in _FORWARDED:
-            self._old_handlers[number] = signal.signal(number, self._on_signal)
+        if self.signals:  # received while it started
+            self._pass_on()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        """Kills the remaining processes. torchrun gives every rank a session of its own."""
+        _send(self._tree(), signal.SIGKILL)
         for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
-    def watch(self, agent_pid: int) -> None:
-        """Forward signals to this process and its children, including signals received before this call."""
-        self._agent = psutil.Process(agent_pid)
-        if self.signals:
-            self._pass_on()
-
-    def wait(self, process: subprocess.Popen[bytes], num_ranks: int, lead_s: float) -> int:
+    def wait(self, lead_s: float) -> int:
         """The exit code of torchrun. `lead_s` after a stop request, or after the death of torchrun, all is killed."""
+        assert self._agent is not None
         code: int | None = None
         while code is None or (code < 0 and any(map(_is_alive, self._ranks))):
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(_POLL_S)
+            with suppress(psutil.TimeoutExpired):
+                code = self._agent.wait(_POLL_S)
             if code is not None and code < 0 and not self.signals:
-                sys.stderr.write(f"torchrun (pid {process.pid}) was killed by {signal.Signals(-code).name}\n")
+                sys.stderr.write(f"torchrun (pid {self._agent.pid}) was killed by {signal.Signals(-code).name}\n")
                 self._on_signal(signal.SIGTERM, None)
             if self.signals and time.monotonic() - self._since > lead_s:
                 sys.stderr.write(f"the ranks did not end within resources.signal_lead_s={lead_s:g}; killing them\n")
                 return -signal.SIGKILL
-            if len(self._ranks) < num_ranks:
+            if len(self._ranks) < self._num_ranks:
                 self._tree()
             if self.signals:
                 _send(self._ranks, signal.SIGTERM)  # one that was starting has lost the first signal
             if code is not None:
                 time.sleep(_POLL_S)
         return code
-
-    def kill(self) -> None:
-        """Kills the remaining processes of torchrun and its ranks. torchrun gives every rank a session of its own."""
-        _send(self._tree(), signal.SIGKILL)
 
     def _tree(self) -> list[psutil.Process]:
         """The processes of the run. The ranks are noted: once torchrun has died, they cannot be found any more."""

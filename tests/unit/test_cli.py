@@ -291,7 +291,6 @@ def imported() -> None:
         "convert.convert",
         "convert.logits",
         "data",
-        "launch.export",
         "launch.runs",
         "evaluation.preview",
         "plan.plan",

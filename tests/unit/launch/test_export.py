@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pacs_megatron.launch.export import export
+from pacs_megatron.launch.runs import export
 from pacs_megatron.runtime.run_lock import FolderInUseError, RunLock
 
 
