@@ -53,15 +53,8 @@ def test_empty_sums_are_none_and_nan_extremes_are_kept_in_any_order() -> None:
     for order in ([1.0, math.nan], [math.nan, 1.0]):
         extremes = MetricSums()
         for value in order:
-            extremes.add_extreme("d_max", value)
+            extremes.add_means({"d_max": value}, 1)
         assert math.isnan(extremes.values()["d_max"] or 0.0)
-
-
-def test_name_of_the_wrong_kind_is_rejected() -> None:
-    with pytest.raises(ValueError, match="add_extreme"):
-        MetricSums().add("drift_max", 1.0, 1.0)
-    with pytest.raises(ValueError, match="_max or _min"):
-        MetricSums().add_extreme("drift", 1.0)
 
 
 def test_row_has_step_first_then_sorted_keys_and_round_trips(tmp_path: Path) -> None:
