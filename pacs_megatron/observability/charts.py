@@ -1,8 +1,7 @@
 """Line charts as inline SVG, with colours from the page's style sheet.
 
 No chart library: Plotly inlines a script of 4.8 MB into every report, and Matplotlib's SVG has fixed colours and no hover.
-Colours are CSS variables (`--s0` ...), so one drawing fits light and dark. Each figure contains its values as JSON for the
-page's hover script.
+Each figure contains its values as JSON for the page's hover script.
 """
 
 import json
@@ -10,21 +9,21 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from statistics import fmean
+from typing import NamedTuple
 
-Point = tuple[int, float]
+Point = tuple[float, float]
 """(step, value)"""
 
 WIDTH, HEIGHT = 420, 220
 LEFT, RIGHT, TOP, BOTTOM = 48, 18, 10, 26
-NUM_COLOURS = 8
 MAX_POINTS = 400
 """A longer series is reduced to the extremes of each interval of steps, so that spikes remain visible."""
 MEANS_FROM = 120
 """A curve with at least this many points is drawn faint, under a line through means of neighbouring points."""
-_NUM_MEANS = 60
-_TICKS = 5
-_LOG_FROM_RATIO = 50.0
-_DOTS_UP_TO = 40
+_NUM_COLOURS, _NUM_MEANS, _TICKS, _LOG_FROM_RATIO, _DOTS_UP_TO = 8, 60, 5, 50.0, 40
+_FORMS = ((1e9, "{:.2e}"), (1e3, "{:,.0f}"), (100.0, "{:.4g}"), (1e-3, "{:.3g}"), (0.0, "{:.1e}"))
+"""(least size, format)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,37 +37,37 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Curves over the step, or over `x`, under one title. `note` is the unit or the denominator."""
+    """Curves over the step, or over `x`, under one title. `note` is the unit or the denominator.
+
+    `may_be_log`: the axis is logarithmic if the values span more than a factor of 50.
+    """
 
     title: str
     series: Sequence[Series]
     note: str = ""
     x: str = "step"
     may_be_log: bool = False
-    """True: the axis is logarithmic if the values span more than a factor of 50."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """Maps a value to a pixel; `ticks` are values."""
+class _Axis(NamedTuple):
+    """Value -> pixel; values with their labels."""
 
     position: Callable[[float], float]
-    ticks: Sequence[float]
-    labels: Sequence[str]
+    ticks: Sequence[tuple[float, str]]
 
 
 def line_chart(chart: Chart) -> str:
     """Returns a <figure> with the chart, its legend (for two or more series) and its values for the hover script."""
     steps = [step for series in chart.series for step, _ in series.points]
-    x_axis = _step_axis(min(steps), max(steps))
-    y_axis = _value_axis(chart)
-    curves = [_curve(series, _colour(number), x_axis, y_axis) for number, series in enumerate(chart.series)]
+    first, last = min(steps), max(steps)
+    x_axis, y_axis = _step_axis(first, last), _value_axis(chart)
+    curves = [_curve(series, f"s{n % _NUM_COLOURS}", x_axis, y_axis) for n, series in enumerate(chart.series)]
     hover = {
         "x": chart.x,
-        "left": round(x_axis.position(min(steps)), 1),
-        "right": round(x_axis.position(max(steps)), 1),
-        "first": min(steps),
-        "last": max(steps),
+        "left": round(x_axis.position(first), 1),
+        "right": round(x_axis.position(last), 1),
+        "first": first,
+        "last": last,
         "series": [
             {"name": series.name, "points": [[step, float(f"{value:.5g}")] for step, value in _thin(series.points)]}
             for series in chart.series
@@ -79,8 +78,8 @@ def line_chart(chart: Chart) -> str:
     latest = [(series.name, format_number(series.points[-1][1])) for series in chart.series]
     label = f"{chart.title}: {', '.join(f'{name} {value}' for name, value in latest)}"
     items = "".join(
-        f'<li><i class="{_colour(number)}"></i>{escape(name)} <b>{value}</b></li>'
-        for number, (name, value) in enumerate(latest)
+        f'<li><i class="s{n % _NUM_COLOURS}"></i>{escape(name)} <b>{value}</b></li>'
+        for n, (name, value) in enumerate(latest)
     )
     note = f"<small>{escape(chart.note)}</small>" if chart.note else ""
     return (
@@ -93,79 +92,61 @@ def line_chart(chart: Chart) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- pieces
 def _grid(x_axis: _Axis, y_axis: _Axis) -> str:
     parts = []
-    for value, text in zip(y_axis.ticks, y_axis.labels, strict=True):
+    for value, text in y_axis.ticks:
         y = y_axis.position(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="y" x="{LEFT - 6}" y="{y + 3.5:.1f}">{text}</text>')
-    for value, text in zip(x_axis.ticks, x_axis.labels, strict=True):
-        x = x_axis.position(value)
-        parts.append(f'<text class="x" x="{x:.1f}" y="{HEIGHT - 8}">{text}</text>')
+    for value, text in x_axis.ticks:
+        parts.append(f'<text class="x" x="{x_axis.position(value):.1f}" y="{HEIGHT - 8}">{text}</text>')
     return "".join(parts)
 
 
 def _curve(series: Series, colour: str, x_axis: _Axis, y_axis: _Axis) -> str:
-    points = _thin(series.points)
-    places = [(x_axis.position(step), y_axis.position(value)) for step, value in points]
-    parts = []
+    def path(points: Sequence[Point]) -> str:
+        return " ".join(f"{x_axis.position(step):.1f},{y_axis.position(value):.1f}" for step, value in points)
+
+    points, parts = _thin(series.points), []
     if series.half_width is not None and len(points) == len(series.points) > 1:
-        pairs = list(zip(series.points, series.half_width, strict=True))
+        pairs = list(zip(points, series.half_width, strict=True))
         # A band of shares ends at 0 and 1.
-        low, high = (0.0, 1.0) if all(0 <= v <= 1 for (_, v), _ in pairs) else (-math.inf, math.inf)
-        above = [f"{x_axis.position(s):.1f},{y_axis.position(min(v + w, high)):.1f}" for (s, v), w in pairs]
-        below = [f"{x_axis.position(s):.1f},{y_axis.position(max(v - w, low)):.1f}" for (s, v), w in reversed(pairs)]
-        parts.append(f'<polygon class="band {colour}" points="{" ".join(above + below)}"/>')
-    if len(places) > 1:
+        low, high = (0.0, 1.0) if all(0 <= v <= 1 for _, v in points) else (-math.inf, math.inf)
+        edge = [(s, min(v + w, high)) for (s, v), w in pairs] + [(s, max(v - w, low)) for (s, v), w in reversed(pairs)]
+        parts.append(f'<polygon class="band {colour}" points="{path(edge)}"/>')
+    if len(points) > 1:
         faint = " faint" if len(series.points) >= MEANS_FROM else ""
-        parts.append(f'<polyline class="curve{faint} {colour}" points="{_path(places)}"/>')
+        parts.append(f'<polyline class="curve{faint} {colour}" points="{path(points)}"/>')
         if faint:
-            means = [(x_axis.position(step), y_axis.position(value)) for step, value in _means(series.points)]
-            parts.append(f'<polyline class="curve {colour}" points="{_path(means)}"/>')
-    if len(places) <= _DOTS_UP_TO:
-        parts.extend(f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.2"/>' for x, y in places)
+            means = [(fmean(s for s, _ in part), fmean(v for _, v in part)) for part in _cut(series.points, _NUM_MEANS)]
+            parts.append(f'<polyline class="curve {colour}" points="{path(means)}"/>')
+    if len(points) <= _DOTS_UP_TO:
+        for step, value in points:
+            x, y = x_axis.position(step), y_axis.position(value)
+            parts.append(f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.2"/>')
     return "".join(parts)
 
 
-def _path(places: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-
-
-def _colour(number: int) -> str:
-    return f"s{number % NUM_COLOURS}"
+def _cut(points: Sequence[Point], most: int) -> list[Sequence[Point]]:
+    size = math.ceil(len(points) / most)
+    return [points[start : start + size] for start in range(0, len(points), size)]
 
 
 def _thin(points: Sequence[Point]) -> Sequence[Point]:
     if len(points) <= MAX_POINTS:
         return points
-    size = math.ceil(len(points) / (MAX_POINTS // 2))
     kept: list[Point] = []
-    for start in range(0, len(points), size):
-        stretch = points[start : start + size]
-        extremes = {
-            min(range(len(stretch)), key=lambda i: stretch[i][1]),
-            max(range(len(stretch)), key=lambda i: stretch[i][1]),
-        }
-        kept.extend(stretch[i] for i in sorted(extremes))
-    if kept[-1] != points[-1]:
-        kept.append(points[-1])  # the last point of the run
-    return kept
+    for part in _cut(points, MAX_POINTS // 2):
+        kept += sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
+    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
 
 
-def _means(points: Sequence[Point]) -> list[tuple[float, float]]:
-    size = math.ceil(len(points) / _NUM_MEANS)
-    stretches = [points[start : start + size] for start in range(0, len(points), size)]
-    return [(_mean([step for step, _ in s]), _mean([value for _, value in s])) for s in stretches]
-
-
-# --------------------------------------------------------------------------------------------------------------- axes
-def _step_axis(first: int, last: int) -> _Axis:
+def _step_axis(first: float, last: float) -> _Axis:
     span = WIDTH - LEFT - RIGHT
     if first == last:
-        return _Axis(lambda _: LEFT + span / 2, [first], [str(first)])
-    ticks = [t for t in _nice_ticks(first, last, 6) if t == int(t)]
-    return _Axis(lambda v: LEFT + span * (v - first) / (last - first), ticks, [_tick(t, 1.0) for t in ticks])
+        return _Axis(lambda _: LEFT + span / 2, [(first, str(first))])
+    ticks = [(tick, _tick(tick, 1.0)) for tick in _nice_ticks(first, last, 6) if tick == int(tick)]
+    return _Axis(lambda v: LEFT + span * (v - first) / (last - first), ticks)
 
 
 def _value_axis(chart: Chart) -> _Axis:
@@ -178,9 +159,7 @@ def _value_axis(chart: Chart) -> _Axis:
         return _log_axis(low, high)
     if low >= 0 and high <= 1 and (high - low > 0.2 or any("@" in series.name for series in chart.series)):
         return _linear_axis(0.0, 1.0)  # shares use the whole range
-    if low >= 0 and low < 0.5 * high:
-        low = 0.0
-    return _linear_axis(low, high)
+    return _linear_axis(0.0 if 0 <= low < 0.5 * high else low, high)
 
 
 def _linear_axis(low: float, high: float) -> _Axis:
@@ -191,7 +170,7 @@ def _linear_axis(low: float, high: float) -> _Axis:
     step = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
     low, high = min(low, ticks[0]), max(high, ticks[-1])
     height = HEIGHT - TOP - BOTTOM
-    return _Axis(lambda v: TOP + height * (high - v) / (high - low), ticks, [_tick(t, step) for t in ticks])
+    return _Axis(lambda v: TOP + height * (high - v) / (high - low), [(tick, _tick(tick, step)) for tick in ticks])
 
 
 def _log_axis(low: float, high: float) -> _Axis:
@@ -199,11 +178,8 @@ def _log_axis(low: float, high: float) -> _Axis:
     stride = max(1, math.ceil((last - first) / _TICKS))
     ticks = [10.0**power for power in range(first, last + 1, stride)]
     height = HEIGHT - TOP - BOTTOM
-
-    def position(value: float) -> float:
-        return TOP + height * (last - math.log10(value)) / (last - first)
-
-    return _Axis(position, ticks, [format_number(t) for t in ticks])
+    labels = [(tick, format_number(tick)) for tick in ticks]
+    return _Axis(lambda value: TOP + height * (last - math.log10(value)) / (last - first), labels)
 
 
 def _nice_ticks(low: float, high: float, wanted: int) -> list[float]:
@@ -214,7 +190,6 @@ def _nice_ticks(low: float, high: float, wanted: int) -> list[float]:
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
-# ------------------------------------------------------------------------------------------------------------ numbers
 def _tick(value: float, step: float) -> str:
     """Enough decimals to distinguish two neighbouring ticks."""
     if abs(value) >= 10000 or abs(value) < 1e-3:
@@ -224,21 +199,8 @@ def _tick(value: float, step: float) -> str:
 
 def format_number(value: float) -> str:
     """Three or four significant digits: `0.693`, `12.3`, `1,234`, `23.4k`, `1.2e-05`."""
-    size = abs(value)
-    if size == 0:
+    if value == 0:
         return "0"
-    if size >= 1e9:
-        return f"{value:.2e}"
-    if size >= 1e6:
-        return f"{value / 1e6:.4g}M"
-    if size >= 1e4:
-        return f"{value / 1e3:.4g}k"
-    if size >= 1e3:
-        return f"{value:,.0f}"
-    if size < 1e-3:
-        return f"{value:.1e}"
-    return f"{value:.3g}" if size < 100 else f"{value:.4g}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    if 1e4 <= abs(value) < 1e9:
+        return f"{value / 1e6:.4g}M" if abs(value) >= 1e6 else f"{value / 1e3:.4g}k"
+    return next(form for least, form in _FORMS if abs(value) >= least).format(value)

@@ -114,10 +114,12 @@ class MetricsWriter(Closing):
 
 def _plain(key: str, value: Any, step: int) -> MetricValue:
     """A value as a number of Python."""
-    if value is None or (isinstance(value, numbers.Integral) and not isinstance(value, bool)):
-        return None if value is None else int(value)
+    if value is None:
+        return None
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"metric {key} must be a number or None, got {type(value).__name__}")
+    if isinstance(value, numbers.Integral):
+        return int(value)
     number = float(value)
     if not math.isfinite(number):
         raise NonFiniteError(
