@@ -48,8 +48,8 @@ class _ConsoleHandler(logging.Handler):
 def setup_logging(log_dir: Path | None, rank: int, *, stream: TextIO | None = None) -> None:
     """Logs to `stream` (default: stderr) and, with `log_dir`, to `<log_dir>/rank<k>.log` (appended).
 
-    The console shows INFO and above of rank 0 and warnings of other ranks; the files contain INFO of every rank. A
-    second call replaces the handlers of the first.
+    The console shows INFO of rank 0 and warnings of other ranks; the files contain INFO of every rank. A second call
+    replaces the handlers of the first.
     """
     root = logging.getLogger()
     for handler in list(root.handlers):

@@ -15,15 +15,9 @@ from pacs_megatron.runtime.closing import Closing
 logger = logging.getLogger(PROGRESS_LOGGER)
 
 Unit = Literal["step", "bytes"]
-LINE_INTERVAL_S = 5.0
-"""Minimum time between two log lines about finished steps."""
-SAMPLES_INTERVAL_S = 8.0
-"""Minimum time between two log lines about sampling."""
-_RATE_WEIGHT = 0.3
-"""Weight of the newest step in tqdm's moving average of the speed."""
-_ROWS = 20
+LINE_INTERVAL_S, SAMPLES_INTERVAL_S = 5.0, 8.0
+"""Minimum time between two log lines about finished steps, and about sampling."""
 _DISCARD = open(os.devnull, "w")  # noqa: SIM115  (for bars that are not drawn: tqdm still measures the speed)
-_FALLBACK_COLUMNS = 80
 _LINE = "{desc} {n_fmt}/{total_fmt}, {rate_fmt}, {remaining} left{postfix}"
 _BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {rate_fmt}, {remaining} left{postfix}"
 
@@ -41,7 +35,7 @@ class Progress(Closing):
     ) -> None:
         stream = sys.stderr if stream is None else stream
         self._live = stream.isatty()
-        self._last_line: float | None = None
+        self._last_line = -LINE_INTERVAL_S
         self._last_samples = 0.0
         self._fields: dict[str, float] = {}
         self._phase = ""
@@ -53,45 +47,40 @@ class Progress(Closing):
             unit_scale=unit == "bytes",
             file=stream if self._live else _DISCARD,
             bar_format=_BAR,
-            smoothing=_RATE_WEIGHT,
+            smoothing=0.3,  # weight of the newest step in the moving average of the speed
             mininterval=0,
             miniters=0,
             ncols=_columns(stream) if self._live else None,
-            nrows=_ROWS,  # terminals of containers report 0 rows, and tqdm then draws nothing
+            nrows=20,  # terminals of containers report 0 rows, and tqdm then draws nothing
         )
 
     def advance(self, done: int, fields: Mapping[str, float] | None = None) -> None:
         """Reports `done` of `total` units; `fields` (name to value) are shown until they are replaced."""
         self._fields.update(fields or {})
         self._show(done)
-        now = self._elapsed_s
-        due = self._last_line is None or now - self._last_line >= LINE_INTERVAL_S
-        if due or self._bar.n >= self._bar.total:
+        now = float(self._bar.format_dict["elapsed"])
+        if self._bar.n >= self._bar.total or now - self._last_line >= LINE_INTERVAL_S:
             self._last_line = now
             text = tqdm.format_meter(**{**self._bar.format_dict, "bar_format": _LINE, "ncols": None})
             logger.info("%s", " ".join(text.split()))
 
-    def phase(self, names: tuple[str, ...] | str) -> None:
-        """Shows the open spans `names`, a value for `Timer.on_change`, or a text (`rollout 512/8192`)."""
-        self._phase = names if isinstance(names, str) else " ".join(names)
+    def phase(self, names: tuple[str, ...]) -> None:
+        """Shows the open spans `names`; a callback for `Timer.on_change`."""
+        self._phase = " ".join(names)
         self._show(self._bar.n)
 
     def samples(self, names: tuple[str, ...], done: int, total: int) -> None:
         """Shows the progress of sampling within the open spans `names`: beside the bar, or in occasional log lines."""
-        self.phase(" ".join([*names, f"{done}/{total}"]))
-        now = self._elapsed_s
+        self.phase((*names, f"{done}/{total}"))
+        now = float(self._bar.format_dict["elapsed"])
         if not self._live and now - self._last_samples >= SAMPLES_INTERVAL_S:
             self._last_samples = now
             logger.info("%s %s/%s %s", self._bar.desc, self._bar.n, self._bar.total, self._phase)
 
     def close(self) -> None:
         """Leaves the bar's last state on the terminal."""
-        self.phase("")
+        self.phase(())
         self._bar.close()
-
-    @property
-    def _elapsed_s(self) -> float:
-        return float(self._bar.format_dict["elapsed"])
 
     def _show(self, done: int) -> None:
         texts = [f"{name} {format_value(value)}" for name, value in self._fields.items()]
@@ -107,25 +96,18 @@ class Progress(Closing):
 def _columns(stream: TextIO) -> int:
     """Width of the terminal now; 80 if it is unknown or 0, as in some containers."""
     try:
-        return os.get_terminal_size(stream.fileno()).columns or _FALLBACK_COLUMNS
+        return os.get_terminal_size(stream.fileno()).columns or 80
     except OSError:  # not a terminal, or no descriptor
-        return _FALLBACK_COLUMNS
+        return 80
 
 
 def training_fields(row: Mapping[str, MetricValue]) -> dict[str, float]:
-    """Returns reward (loss in a run without rewards), pass@1 and tokens/s of a row of metrics, where it has them."""
-    fields: dict[str, float] = {}
+    """Reward (loss in a run without rewards), pass@1 and tokens/s of a row of metrics, where it has them."""
     name, key = ("reward", "reward/mean") if "reward/mean" in row else ("loss", "objective/loss")
-    value = row.get(key)
-    if value is not None:
-        fields[name] = value
     passed = [v for k, v in row.items() if k.startswith("eval/") and k.endswith("/pass@1") and v is not None]
-    if passed:
-        fields["pass@1"] = sum(passed) / len(passed)  # the mean over benchmarks
-    rate = row.get("tokens_per_s")
-    if rate is not None:
-        fields["tokens/s"] = rate
-    return fields
+    mean = sum(passed) / len(passed) if passed else None  # over benchmarks
+    fields = {name: row.get(key), "pass@1": mean, "tokens/s": row.get("tokens_per_s")}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def format_value(value: float) -> str:

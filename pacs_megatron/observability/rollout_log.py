@@ -1,5 +1,6 @@
 """`rollouts/step_000012.jsonl`: every sample of a step as readable text, one JSON object a line."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -14,13 +15,14 @@ from pacs_megatron.runtime.files import PARTIAL_SUFFIX, complete_lines, json_lin
 
 ROLLOUT_FOLDER = "rollouts"
 RolloutKind = Literal["step", "eval"]
+"""The samples of a step, or of the evaluation after it"""
 RECORD_SUFFIX = ".safetensors"
 """The same samples as arrays, in a file beside the text (`rollout.record`)."""
-_NAME = re.compile(r"(step|eval)_(\d{6,})\.(jsonl|safetensors)")
+_NAME = re.compile(r"(?:step|eval)_(\d{6,})\.(?:jsonl|safetensors)")
 
 
 def rollout_path(run_dir: Path, step: int, kind: RolloutKind = "step") -> Path:
-    """Returns the file of the samples of `step`; kind `eval` is the evaluation of that step."""
+    """The file of the samples of `step`."""
     return run_dir / ROLLOUT_FOLDER / f"{kind}_{step:06d}.jsonl"
 
 
@@ -31,13 +33,19 @@ def write_rollouts(
 
     `prompts` is indexed by prompt id; `decode` maps int32 [response] token ids to text.
     """
-    ordered = sorted(samples, key=_order)
+
+    def order(sample: Sample) -> tuple[str, int, str]:
+        number = sample.id.rpartition("#")[2]
+        return sample.prompt_id, int(number) if number.isdecimal() else 0, sample.id
+
+    ordered = sorted(samples, key=order)
     # One line at a time: a step of 8,192 long responses is gigabytes of text.
     write_atomically(path, (json_line(rollout_record(s, prompts[s.prompt_id], decode)) for s in ordered))
 
 
 def rollout_record(sample: Sample, prompt: Prompt, decode: Callable[[np.ndarray], str]) -> dict[str, Any]:
-    """Returns one line: texts, verdict, lengths in tokens, mean sampler log-prob in nats, and weight versions."""
+    """One line: texts, verdict, lengths in tokens, mean sampler log-prob in nats, and weight versions."""
+    mean = float(np.mean(sample.sampler_logprobs, dtype=np.float64)) if len(sample.sampler_logprobs) else math.nan
     return {
         "id": sample.id,
         "prompt_id": sample.prompt_id,
@@ -49,7 +57,7 @@ def rollout_record(sample: Sample, prompt: Prompt, decode: Callable[[np.ndarray]
         "stop": str(sample.stop),
         "prompt_tokens": sample.prompt_len,
         "response_tokens": sample.response_len,
-        "sampler_logprob_mean": _mean(sample.sampler_logprobs),
+        "sampler_logprob_mean": mean if math.isfinite(mean) else None,
         "spans": [asdict(span) for span in sample.spans],
     }
 
@@ -61,48 +69,29 @@ def verdict_fields(sample: Sample) -> dict[str, Any]:
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of one file in order. Raises DataError with the line of a malformed one."""
+    """The records of one file in order. Raises DataError with the line of a malformed one."""
     return list(parse_lines(complete_lines(path), path))
 
 
 def rollout_files(run_dir: Path, kind: RolloutKind = "step") -> list[tuple[int, Path]]:
-    """Returns (step, path) of every finished file, ordered by step."""
-    return _files(run_dir, f"{kind}_*.jsonl")
+    """(step, path) of every finished file, ordered by step."""
+    return [(step, path) for step, path in _files(run_dir, kind) if path.suffix != RECORD_SUFFIX]
 
 
-def _files(run_dir: Path, pattern: str) -> list[tuple[int, Path]]:
-    matches = [(_NAME.fullmatch(path.name), path) for path in (run_dir / ROLLOUT_FOLDER).glob(pattern)]
-    return sorted((int(match[2]), path) for match, path in matches if match)
+def _files(run_dir: Path, kind: str) -> list[tuple[int, Path]]:
+    matches = [(_NAME.fullmatch(path.name), path) for path in (run_dir / ROLLOUT_FOLDER).glob(f"{kind}_*")]
+    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def truncate_after(run_dir: Path, step: int, trained: int) -> None:
-    """Removes metrics and evaluations after `step`, and samples of steps after `trained`.
+    """Removes metrics and evaluations after `step`, samples of steps after `trained`, and unfinished files.
 
     A checkpoint before the evaluation of its step has no row of that step, but its samples are trained: `step` is then
     `trained - 1`. `step = -1` removes every row, including that of the evaluation before step 1. Idempotent: after a
     kill the next call completes the work.
     """
     truncate_metrics(run_dir, step)
-    truncate_rollouts(run_dir, step, trained)
-
-
-def truncate_rollouts(run_dir: Path, step: int, trained: int) -> int:
-    """Deletes unfinished files, those of evaluations after `step` and of steps after `trained`. Returns their number."""
     limits = {"eval": step, "step": trained}
-    gone = [path for kind, limit in limits.items() for number, path in _files(run_dir, f"{kind}_*") if number > limit]
-    gone += (run_dir / ROLLOUT_FOLDER).glob(f"*{PARTIAL_SUFFIX}")
-    for path in gone:
+    gone = [path for kind, limit in limits.items() for number, path in _files(run_dir, kind) if number > limit]
+    for path in [*gone, *(run_dir / ROLLOUT_FOLDER).glob(f"*{PARTIAL_SUFFIX}")]:
         path.unlink()
-    return len(gone)
-
-
-def _order(sample: Sample) -> tuple[str, int, str]:
-    number = sample.id.rpartition("#")[2]
-    return sample.prompt_id, int(number) if number.isdecimal() else 0, sample.id
-
-
-def _mean(values: np.ndarray) -> float | None:
-    if len(values) == 0:
-        return None
-    mean = float(np.mean(values, dtype=np.float64))
-    return mean if np.isfinite(mean) else None

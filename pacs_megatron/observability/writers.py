@@ -76,12 +76,14 @@ class WandbWriter(Closing):
 
     def __init__(self, run_dir: Path, name: str, options: WandbOptions, config: Mapping[str, Any]) -> None:
         check_wandb(options)
-        wandb = importlib.import_module("wandb")
+        wandb, id_file = importlib.import_module("wandb"), run_dir / _WANDB_ID_FILE
+        if not id_file.exists():
+            write_atomically(id_file, [secrets.token_hex(8).encode()])
         self._run = wandb.init(
             project=options.project,
             entity=options.entity,
             name=name,
-            id=_run_id(run_dir),
+            id=id_file.read_text(encoding="utf-8").strip(),
             resume="allow",
             dir=str(run_dir),
             config=dict(config),
@@ -96,20 +98,9 @@ class WandbWriter(Closing):
         self._run.finish()
 
 
-def _run_id(run_dir: Path) -> str:
-    path = run_dir / _WANDB_ID_FILE
-    if not path.exists():
-        write_atomically(path, [secrets.token_hex(8).encode()])
-    return path.read_text(encoding="utf-8").strip()
-
-
 def open_sinks(
     run_dir: Path, name: str, options: LoggingOptions, *, first_step: int, config: Mapping[str, Any]
 ) -> list[TensorBoardWriter | WandbWriter]:
-    """Returns the sinks of `options`. Raises ConfigError with the package or key that is missing."""
-    sinks: list[TensorBoardWriter | WandbWriter] = []
-    if options.wandb is not None:
-        sinks.append(WandbWriter(run_dir, name, options.wandb, config))
-    if options.tensorboard:
-        sinks.append(TensorBoardWriter(run_dir, first_step))
-    return sinks
+    """The sinks of `options`. Raises ConfigError with the package or key that is missing."""
+    wandb = [] if options.wandb is None else [WandbWriter(run_dir, name, options.wandb, config)]
+    return [*wandb, *([TensorBoardWriter(run_dir, first_step)] if options.tensorboard else [])]

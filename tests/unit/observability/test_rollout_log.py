@@ -15,7 +15,6 @@ from pacs_megatron.observability.rollout_log import (
     rollout_files,
     rollout_path,
     truncate_after,
-    truncate_rollouts,
     write_rollouts,
 )
 from pacs_megatron.runtime.run_folder import write_environment
@@ -141,7 +140,8 @@ def test_files_sort_by_step_beyond_six_digits(tmp_path: Path) -> None:
     for step in (10**6, 999_999, 2):
         write_rollouts(rollout_path(tmp_path, step), [], {}, decode)
     assert [step for step, _ in rollout_files(tmp_path)] == [2, 999_999, 10**6]
-    assert truncate_rollouts(tmp_path, 999_999, 999_999) == 1
+    truncate_after(tmp_path, 999_999, trained=999_999)
+    assert [step for step, _ in rollout_files(tmp_path)] == [2, 999_999]
 
 
 def test_malformed_rollouts_name_the_line(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from pacs_megatron.contracts import Sample, Span, Stop
-from pacs_megatron.observability.rollout_log import RECORD_SUFFIX, rollout_files, rollout_path, truncate_rollouts
+from pacs_megatron.observability.rollout_log import RECORD_SUFFIX, rollout_files, rollout_path, truncate_after
 from pacs_megatron.rollout.sample_arrays import write_record
 from tests.support.rollout import read_record
 
@@ -60,6 +60,6 @@ def test_records_go_with_the_rollouts_of_their_steps(tmp_path: Path) -> None:
             write_record(rollout_path(tmp_path, step, kind).with_suffix(RECORD_SUFFIX), samples())  # type: ignore[arg-type]
             rollout_path(tmp_path, step, kind).write_bytes(b"{}\n")  # type: ignore[arg-type]
     assert [number for number, _ in rollout_files(tmp_path)] == [1, 2]
-    assert truncate_rollouts(tmp_path, 1, 1) == 4
+    truncate_after(tmp_path, 1, trained=1)
     left = {path.name for path in (tmp_path / "rollouts").iterdir()}
     assert left == {f"{kind}_000001.{suffix}" for kind in ("step", "eval") for suffix in ("jsonl", "safetensors")}
