@@ -7,7 +7,7 @@ on it, or its final reward without benchmarks. The aggregates are those of `eval
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from pacs_megatron.evaluation.statistics import (
     permutation_p,
     stratified,
 )
-from pacs_megatron.observability.metrics import Row, read_metrics
+from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.runtime.files import check_distinct, is_file
-from pacs_megatron.runtime.json_reader import read_object
+from pacs_megatron.runtime.json_reader import as_object, read_object
 from pacs_megatron.runtime.run_folder import CONFIG_FILE, METRICS_FILE
 
 THRESHOLDS = tuple(percent / 100 for percent in range(101))
@@ -37,33 +37,35 @@ _MOST_KEYS = 3
 """Differing keys that fit into a label"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Run:
-    """The parts of a run folder that are compared."""
+    """The parts of a run folder that are compared: leaf values by dotted key, and the metrics of <run>/eval/results.json."""
 
     name: str
     seed: int
-    rows: Sequence[Row]
+    rows: Sequence[Mapping[str, Any]]
     config: Mapping[str, Any]
-    """leaf values by dotted key"""
     results: Mapping[str, Any]
-    """metrics of <run>/eval/results.json; empty without"""
+
+    def score(self, key: str) -> float | None:
+        """The evaluation's value where there is one, else the last step's."""
+        values = [row[key] for row in self.rows if row.get(key) is not None]
+        value = self.results.get(key, values[-1] if values else None)
+        return None if value is None else float(value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Method:
-    """Runs with one configuration."""
+    """Runs with one configuration. `scores`: float64 [runs, tasks]; `profile`: at THRESHOLDS."""
 
     label: str
-    runs: tuple[Run, ...]
+    runs: Sequence[Run]
     scores: np.ndarray
-    """float64 [runs, tasks]"""
     iqm: Interval
     profile: Sequence[float]
-    """at THRESHOLDS"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """The methods in the order of their first runs, and every pair of them."""
 
@@ -71,19 +73,18 @@ class Comparison:
     differences: Mapping[str, Sequence[Any]]
     """differing key -> value of each method"""
     methods: tuple[Method, ...]
-    improvements: Mapping[tuple[str, str], Interval] = field(default_factory=dict)
+    improvements: Mapping[tuple[str, str], Interval]
     """(x, y) -> probability that a run of x has a higher score than a run of y"""
 
     def sentences(self) -> list[str]:
         """One sentence for each pair of methods: which is better, and whether the difference is significant."""
-        found = []
+        found, methods = [], {method.label: method for method in self.methods}
         for (x, y), chance in self.improvements.items():
-            one, other = (next(m for m in self.methods if m.label == label) for label in (x, y))
-            fewest = min(len(one.runs), len(other.runs))
+            fewest = min(len(methods[x].runs), len(methods[y].runs))
             if fewest < MIN_SEEDS:
                 found.append(f"{x} and {y}: fewer than {MIN_SEEDS} seeds ({fewest}) cannot order them.")
                 continue
-            p = permutation_p(one.scores, other.scores)
+            p = permutation_p(methods[x].scores, methods[y].scores)
             verdict = "significant" if p < 0.05 else "not significant"
             found.append(
                 f"A run of {x} is better than one of {y} with probability {chance.value:.2f} [{chance.low:.2f}, "
@@ -99,100 +100,74 @@ def compare(folders: Sequence[Path]) -> Comparison:
     runs = [_read(folder) for folder in folders]
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
-        groups[repr(sorted((key, repr(value)) for key, value in run.config.items() if _counts(key)))].append(run)
-    tasks = [key for key in _tasks(runs[0]) if all(_score(run, key) is not None for run in runs)]
+        groups[repr(sorted((key, repr(value)) for key, value in _own(run).items()))].append(run)
+    keys = {key for row in (*runs[0].rows, runs[0].results) for key in row if key.endswith("/pass@1")}
+    tasks = [key for key in sorted(keys) or [_REWARD] if all(run.score(key) is not None for run in runs)]
     if not tasks:
         raise DataError(
             f"{', '.join(map(str, folders))}: no benchmark and no reward that all runs have; compare finished runs"
         )
-    members = [tuple(sorted(found, key=lambda run: run.seed)) for found in groups.values()]
-    keys = sorted({key for found in members for key in found[0].config if _counts(key)})
-    values = {key: [found[0].config.get(key) for found in members] for key in keys}
+    members = [sorted(found, key=lambda run: run.seed) for found in groups.values()]
+    options = sorted({key for found in members for key in _own(found[0])})
+    values = {key: [found[0].config.get(key) for found in members] for key in options}
     differences = {key: given for key, given in values.items() if any(value != given[0] for value in given)}
     methods = []
-    for number, found in enumerate(members):
-        scores = np.array([[_score(run, task) for task in tasks] for run in found], dtype=np.float64)
-        method = Method(
-            label=_label(members, number, differences),
-            runs=found,
-            scores=scores,
-            iqm=stratified(interquartile_mean, scores),
-            profile=performance_profile(scores, THRESHOLDS),
-        )
-        methods.append(method)
-    pairs = itertools.combinations(methods, 2)
+    for label, found in zip(_labels(members, differences), members, strict=True):
+        scores = np.array([[run.score(task) for task in tasks] for run in found], dtype=np.float64)
+        iqm, profile = stratified(interquartile_mean, scores), performance_profile(scores, THRESHOLDS)
+        methods.append(Method(label, found, scores, iqm, profile))
     return Comparison(
         tasks=tuple(task.removeprefix("eval/").removesuffix("/pass@1") for task in tasks),
         differences=differences,
         methods=tuple(methods),
-        improvements={(x.label, y.label): improvement(x.scores, y.scores) for x, y in pairs},
+        improvements={
+            (x.label, y.label): improvement(x.scores, y.scores) for x, y in itertools.combinations(methods, 2)
+        },
     )
 
 
 def _read(folder: Path) -> Run:
-    rows = read_metrics(folder)
-    if not rows or not is_file(folder / CONFIG_FILE):
+    rows, file, evaluated = read_metrics(folder), folder / CONFIG_FILE, folder / "eval" / "results.json"
+    if not rows or not is_file(file):
         raise DataError(
             f"{folder}: no {CONFIG_FILE} with metrics.jsonl; give the folder of a run with at least one step"
         )
-    config = _leaves(read_yaml(folder / CONFIG_FILE, str(folder / CONFIG_FILE)).plain(), "")
-    path = folder / "eval" / "results.json"
-    results = read_object(path).get("metrics") if is_file(path) else {}
-    if not isinstance(results, dict) or not all(_is_score(key, results[key]) for key in results):
-        raise DataError(
-            f"{path}: metrics are no object of numbers, or a pass@k is not in [0, 1]; evaluate the run again"
-        )
-    for number, row in enumerate(rows, start=1):
-        for key in row:
-            if not _is_score(key, row[key]):
+    config = _leaves(read_yaml(file, str(file)).plain(), "")
+    results = as_object(read_object(evaluated).get("metrics"), f"{evaluated}: metrics") if is_file(evaluated) else {}
+    numbered = {f"{folder / METRICS_FILE}:{number}": row for number, row in enumerate(rows, start=1)}
+    for where, metrics in (numbered | {f"{evaluated}: metrics": results}).items():
+        for key, value in metrics.items():
+            if value is not None and (type(value) not in (int, float) or ("/pass@" in key and not 0 <= value <= 1)):
                 raise DataError(
-                    f"{folder / METRICS_FILE}:{number}: {key}={row[key]!r} is no such number; restore the file"
+                    f"{where}: {key}={value!r} is no number, or no share; restore the file, or evaluate again"
                 )
     seed = config.get("run.seed", 0)
     if type(seed) is not int:
-        raise DataError(f"{folder / CONFIG_FILE}: run.seed={seed!r} is no integer; restore the file")
-    return Run(name=folder.resolve().name, seed=seed, rows=rows, config=config, results=results)
-
-
-def _is_score(key: str, value: Any) -> bool:
-    if value is None:
-        return True
-    return type(value) in (int, float) and ("/pass@" not in key or 0 <= value <= 1)
+        raise DataError(f"{file}: run.seed={seed!r} is no integer; restore the file")
+    return Run(folder.resolve().name, seed, rows, config, results)
 
 
 def _leaves(tree: Any, prefix: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {prefix: tree}
-    return {
-        key: value
-        for name, part in tree.items()
-        for key, value in _leaves(part, f"{prefix}.{name}".lstrip(".")).items()
-    }
+    found: dict[str, Any] = {}
+    for name, part in tree.items():
+        found |= _leaves(part, f"{prefix}.{name}".lstrip("."))
+    return found
 
 
-def _counts(key: str) -> bool:
-    return not any(key == same or key.startswith(f"{same}.") for same in _SAME_METHOD)
+def _own(run: Run) -> dict[str, Any]:
+    """The options that make a method."""
+    return {k: v for k, v in run.config.items() if not f"{k}.".startswith(tuple(f"{same}." for same in _SAME_METHOD))}
 
 
-def _tasks(run: Run) -> list[str]:
-    found = {key for row in run.rows for key in row if key.endswith("/pass@1")} | {
-        key for key in run.results if key.endswith("/pass@1")
-    }
-    return sorted(found) or [_REWARD]
-
-
-def _score(run: Run, key: str) -> float | None:
-    """The evaluation's value where there is one, else the last step's."""
-    values = [row[key] for row in run.rows if row.get(key) is not None]
-    value = run.results.get(key, values[-1] if values else None)
-    return None if value is None else float(value)
-
-
-def _label(members: Sequence[Sequence[Run]], number: int, differences: Mapping[str, Sequence[Any]]) -> str:
+def _labels(members: Sequence[Sequence[Run]], differences: Mapping[str, Sequence[Any]]) -> list[str]:
     names = differences.get("objective.name", [])
     if names and len(set(names)) == len(names):
-        return str(names[number])
+        return [str(name) for name in names]
     if not 0 < len(differences) <= _MOST_KEYS:
         firsts = [runs[0].name for runs in members]
-        return firsts[number] if len(set(firsts)) == len(firsts) else f"{firsts[number]} ({number + 1})"
-    return " ".join(f"{key.rpartition('.')[2]}={given[number]}" for key, given in differences.items())
+        are_distinct = len(set(firsts)) == len(firsts)
+        return firsts if are_distinct else [f"{name} ({number})" for number, name in enumerate(firsts, start=1)]
+    given = [(key.rpartition(".")[2], values) for key, values in differences.items()]
+    return [" ".join(f"{key}={values[number]}" for key, values in given) for number in range(len(members))]
