@@ -25,9 +25,7 @@ Vectors = Mapping[str, Mapping[str, np.ndarray]]
 """`<path> <benchmark>` -> `question_vectors`"""
 
 HASHED = "hashed"
-_DIMENSIONS, _NGRAM = 1024, 4
-_BATCH, _MAX_TOKENS = 8, 8192
-_CELLS, _SIZE = 48, 380
+_DIMENSIONS, _NGRAM, _BATCH, _MAX_TOKENS, _CELLS, _SIZE = 1024, 4, 8, 8192, 48, 380
 
 
 def question_vectors(correct_responses: Mapping[str, Sequence[str]], embed: Embedder) -> dict[str, np.ndarray]:
@@ -35,40 +33,31 @@ def question_vectors(correct_responses: Mapping[str, Sequence[str]], embed: Embe
 
     Raises DataError if an embedding has the wrong shape, is not finite or is zero.
     """
-    return {
-        question: _checked(embed(texts), len(texts), question) if len(texts) >= 2 else np.empty((0, 0))
-        for question, texts in sorted(correct_responses.items())
-    }
+    found = {}
+    for question, texts in sorted(correct_responses.items()):
+        vectors = np.asarray(embed(texts) if len(texts) >= 2 else np.empty((0, 0)), dtype=np.float64)
+        problem = ""
+        if len(texts) >= 2 and (vectors.ndim != 2 or len(vectors) != len(texts)):
+            problem = f"embeddings have shape {vectors.shape}, expected ({len(texts)}, dimension)"
+        elif not np.isfinite(vectors).all() or not np.linalg.norm(vectors, axis=1).all():
+            problem = "an embedding is zero or not finite and has no direction"
+        if problem:
+            raise DataError(f"diversity of {question}: {problem}; fix the embedding function")
+        found[question] = vectors
+    return found
 
 
 def question_scores(vectors: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Question id -> mean of 1 - cos over all pairs of that question's correct responses, in [0, 2]."""
-    return {question: _mean_pairwise_distance(found) for question, found in vectors.items() if len(found)}
+    scores = {}
+    for question, found in vectors.items():
+        if len(found):
+            unit = found / np.linalg.norm(found, axis=1, keepdims=True)
+            distances = 1.0 - (unit @ unit.T)[np.triu_indices(len(unit), k=1)]
+            scores[question] = max(float(np.mean(distances)), 0.0)  # equal vectors have a cosine of 1 + rounding
+    return scores
 
 
-def _mean_pairwise_distance(vectors: np.ndarray) -> float:
-    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    cosines = unit @ unit.T
-    rows, columns = np.triu_indices(len(unit), k=1)
-    return max(float(np.mean(1.0 - cosines[rows, columns])), 0.0)  # equal vectors have a cosine of 1 + rounding
-
-
-def _checked(vectors: np.ndarray, num_texts: int, question_id: str) -> np.ndarray:
-    vectors = np.asarray(vectors, dtype=np.float64)
-    if vectors.ndim != 2 or len(vectors) != num_texts:
-        raise DataError(
-            f"diversity of {question_id}: embeddings have shape {vectors.shape}, expected ({num_texts}, dimension); "
-            "fix the embedding function"
-        )
-    if not np.isfinite(vectors).all() or not np.linalg.norm(vectors, axis=1).all():
-        raise DataError(
-            f"diversity of {question_id}: an embedding is zero or not finite and has no direction; "
-            "fix the embedding function"
-        )
-    return vectors
-
-
-# ----------------------------------------------------------------------------------------------------------- embedders
 def load_embedder(name: str) -> tuple[str, Embedder]:
     """(description for outputs, embedder): `hashed`, or a Hugging Face folder or hub id of an embedding model."""
     if name == HASHED:
@@ -107,7 +96,6 @@ def _hashed(texts: Sequence[str]) -> np.ndarray:
     return vectors
 
 
-# ------------------------------------------------------------------------------------------------------------- command
 @report_wait("for the embeddings of all correct responses")
 def embedded(paths: Sequence[Path], embedder: str, benchmarks: Collection[str] = ()) -> tuple[str, Vectors]:
     """(description of the embedder, vectors) for runs or folders of results, of all benchmarks or of `benchmarks`.
@@ -115,7 +103,7 @@ def embedded(paths: Sequence[Path], embedder: str, benchmarks: Collection[str] =
     Raises DataError for a path without an evaluation.
     """
     described, embed = load_embedder(embedder)
-    check_distinct([_results_folder(path) for path in paths])  # a run, and the folder of its evaluation
+    check_distinct([_results_of(path).parent for path in paths])  # a run, and the folder of its evaluation
     responses = {path: _correct_responses(path) for path in paths}
     for path, found in responses.items():
         if missing := sorted(set(benchmarks) - set(found)):
@@ -153,9 +141,9 @@ def diversity_page(described: str, vectors: Vectors) -> tuple[list[str], str]:
     lines, points = [f"embedder: {described}"], {}
     for name, questions in vectors.items():
         scores = list(question_scores(questions).values())
-        score, text = bootstrap_mean(scores), "no question with two correct responses"
-        if score is not None:
-            text = f"{score.value:.4f} [{score.low:.4f}, {score.high:.4f}] over {len(scores)} questions"
+        text = "no question with two correct responses"
+        if (score := bootstrap_mean(scores)) is not None:
+            text = "{:.4f} [{:.4f}, {:.4f}]".format(*score) + f" over {len(scores)} questions"
             points[name] = np.concatenate([v for v in questions.values() if len(v)])
         lines.append(f"{name}: {text}, {len(questions) - len(scores)} with fewer than two correct responses")
     body = "".join(f"<p>{safe_text(line)}</p>" for line in lines)
@@ -163,28 +151,26 @@ def diversity_page(described: str, vectors: Vectors) -> tuple[list[str], str]:
     return lines, page("Diversity", f'<main><h1>Diversity</h1><div class="card">{body}</div>{figures}</main>')
 
 
-def _results_folder(path: Path) -> Path:
-    return path if is_file(path / "results.json") else path / "eval"
+def _results_of(path: Path) -> Path:
+    return path / "results.json" if is_file(path / "results.json") else path / "eval" / "results.json"
 
 
 def _correct_responses(path: Path) -> dict[str, dict[str, list[str]]]:
     """Benchmark -> question -> its correct responses."""
-    folder = _results_folder(path)
-    if not is_file(folder / "results.json"):
+    results = _results_of(path)
+    if not is_file(results):
         raise DataError(f"{path}: no results.json; run `pacs-megatron eval` first, and give its folder or the run's")
-    name = read_object(folder / "results.json").get("samples")
-    if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
-        raise DataError(
-            f"{folder / 'results.json'}: samples={name!r} is no file of this folder; evaluate the run again"
-        )
+    name = read_object(results).get("samples")
+    if not isinstance(name, str) or Path(name).name != name or not (file := results.with_name(name)).is_file():
+        raise DataError(f"{results}: samples={name!r} is no file of this folder; evaluate the run again")
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     seen: set[str] = set()
-    samples = read_samples(folder / name)
+    samples = read_samples(file)
     if not has_fields(next(samples, (b"", {}))[1], {"digest": str}):
-        raise DataError(f"{folder / name}:1 is no header of samples; evaluate the run again")
+        raise DataError(f"{file}:1 is no header of samples; evaluate the run again")
     for number, (_, record) in enumerate(samples, start=2):
         if not is_sample(record) or record["id"] in seen:
-            raise DataError(f"{folder / name}:{number} is no judged sample, or a repeated one; evaluate the run again")
+            raise DataError(f"{file}:{number} is no judged sample, or a repeated one; evaluate the run again")
         seen.add(record["id"])
         correct = found[record["source"]][record["prompt_id"]]
         if record["label"] == 1:

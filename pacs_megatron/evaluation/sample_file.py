@@ -1,9 +1,8 @@
 r"""`samples-<digest>.jsonl`: every response of an evaluation, appended as it is judged.
 
 The first line has `produced_by` (weights, sampling, prompt template, ...) and `judged_by` (the verifier); the name has the
-digest of `produced_by`. So an evaluation that was killed resumes with the missing samples, and other weights or settings
-use another file.
-Token ids are not kept: a verdict needs the text only.
+digest of `produced_by`, so other weights or settings use another file. An evaluation that was killed resumes with the
+missing samples. Token ids are not kept: a verdict needs the text only.
 """
 
 import itertools
@@ -67,14 +66,10 @@ class SampleFile(Closing):
         self._file: IO[bytes] | None = None
         self._header: dict[str, Any] = {"digest": self.digest, "produced_by": produced_by, "judged_by": judged_by}
         self._judged_by: Mapping[str, Any] = judged_by
-        if self.path.exists():
-            self._read()
-
-    def _read(self) -> None:
-        for number, (line, record) in enumerate(read_samples(self.path)):
+        for number, (line, record) in enumerate(read_samples(self.path) if self.path.exists() else (), start=1):
             self._size += len(line)
-            if number:
-                self._add(number + 1, record)
+            if number > 1:
+                self._add(number, record)
             elif record.get("digest") != self.digest:
                 raise DataError(f"{self.path}:1: no header of these samples; remove the file")
             else:
@@ -87,15 +82,15 @@ class SampleFile(Closing):
         problem = "is repeated" if sample_id in self.outcomes else ""
         if prompt is not None and (record["prompt"], record.get("answer")) != (prompt.text, prompt.answer):
             problem = "is of another problem text or reference answer"
-        self.outcomes[sample_id] = outcome_of(record)
         if problem:
             raise DataError(f"{self.path}: sample {sample_id} {problem}; choose another --out, or remove the file")
+        self.outcomes[sample_id] = outcome_of(record)
 
     def check_verifier(self) -> None:
         """Raises ConfigError if another verifier judged the samples."""
-        for key in sorted({*self._judged_by, *self._header["judged_by"]}):
-            before, now = (found.get(key) for found in (self._judged_by, self._header["judged_by"]))
-            if before != now:
+        own = self._header["judged_by"]
+        for key in sorted({*self._judged_by, *own}):
+            if (before := self._judged_by.get(key)) != (now := own.get(key)):
                 raise ConfigError(
                     f"{self.path}: judged with {key}={before}, the configuration has {now}; pass --rejudge to judge "
                     "these samples again"
@@ -104,19 +99,16 @@ class SampleFile(Closing):
     def append(self, sample: Sample, seed: int, text: str) -> None:
         """Writes a judged sample; it is in the file when this returns, also if the process is killed then."""
         record = rollout_record(sample, self._prompts[sample.prompt_id], lambda _: text) | {"seed": seed}
+        lines = json_line(record)
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab")
             self._file.truncate(self._size)
-            self._write(b"" if self._size else json_line(self._header))
-        self._write(json_line(record))
-        self.outcomes[sample.id] = outcome_of(record)
-
-    def _write(self, line: bytes) -> None:
-        assert self._file is not None
+            lines = lines if self._size else json_line(self._header) + lines
         with naming(self.path):
-            self._file.write(line)
+            self._file.write(lines)
             self._file.flush()
+        self.outcomes[sample.id] = outcome_of(record)
 
     def close(self) -> None:
         if self._file is not None:
@@ -129,11 +121,11 @@ class SampleFile(Closing):
 
         Raises RewardError as `received` and `check_failures` do, ConfigError for samples of a benchmark without prompts.
         """
-        lines = self._judged_again(judge, max_failure_frac)
-        write_atomically(self.path, itertools.chain([json_line(self._header)], lines))
+        write_atomically(self.path, self._judged_again(judge, max_failure_frac))
         self._judged_by = self._header["judged_by"]
 
     def _judged_again(self, judge: Judge, max_failure_frac: float) -> Iterator[bytes]:
+        yield json_line(self._header)
         records = (record for _, record in itertools.islice(read_samples(self.path), 1, None))
         while batch := list(itertools.islice(records, _BATCH)):
             verdicts: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
@@ -143,7 +135,16 @@ class SampleFile(Closing):
                     raise ConfigError(
                         f"{self.path} has samples of {record['source']}, which evaluation.benchmarks lacks; add it"
                     )
-                judge.submit(_sample_of(record), prompt, verdicts.put, record["response"])
+                sample = Sample(  # with the right lengths and without its tokens
+                    id=record["id"],
+                    prompt_id=record["prompt_id"],
+                    token_ids=np.broadcast_to(np.int32(0), record["prompt_tokens"] + record["response_tokens"]),
+                    prompt_len=record["prompt_tokens"],
+                    sampler_logprobs=np.empty(0, dtype=np.float32),
+                    spans=(),
+                    stop=Stop(record["stop"]),
+                )
+                judge.submit(sample, prompt, verdicts.put, record["response"])
             judged = {sample.id: sample for sample in received(verdicts, len(batch))}
             for record in batch:
                 verdict = judged[record["id"]]
@@ -182,17 +183,4 @@ def outcome_of(record: Mapping[str, Any]) -> Outcome:
         answer=last_boxed(record["response"]),
         is_truncated=record["stop"] == Stop.LENGTH,
         num_tokens=record["response_tokens"],
-    )
-
-
-def _sample_of(record: Mapping[str, Any]) -> Sample:
-    """The sample of a line, with the right lengths and without its tokens."""
-    return Sample(
-        id=record["id"],
-        prompt_id=record["prompt_id"],
-        token_ids=np.broadcast_to(np.int32(0), record["prompt_tokens"] + record["response_tokens"]),
-        prompt_len=record["prompt_tokens"],
-        sampler_logprobs=np.empty(0, dtype=np.float32),
-        spans=(),
-        stop=Stop(record["stop"]),
     )
