@@ -2,8 +2,8 @@
 
 import queue
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,19 +15,16 @@ from pacs_megatron.rewards.code import NO_PROGRAM
 from pacs_megatron.rewards.pool import RewardPool, Verdict, received
 from pacs_megatron.rewards.registry import AnyReward
 
-GOLD_RESPONSE = "The answer is \\boxed{{{answer}}}."
-MAX_UNVERIFIED = 10
+_MAX_UNVERIFIED = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unverified:
-    """A gold answer that the reward rejects for its own problem."""
+class Unverified(NamedTuple):
+    """A gold answer that the reward rejects for its own problem. `failed`: the verifier gave no verdict."""
 
     prompt_id: str
     answer: str
     reason: str
     failed: bool
-    """No verdict: the verifier raised, returned no number, or exceeded its time limit"""
 
 
 def check_gold(prompts: Sequence[Prompt], reward: AnyReward) -> list[Unverified]:
@@ -35,15 +32,10 @@ def check_gold(prompts: Sequence[Prompt], reward: AnyReward) -> list[Unverified]
     answers: queue.SimpleQueue[Verdict | RewardError] = queue.SimpleQueue()
     with RewardPool(reward) as pool:
         for prompt in prompts:
-            pool.submit(prompt.id, prompt, GOLD_RESPONSE.format(answer=prompt.answer), answers.put)
+            pool.submit(prompt.id, prompt, f"The answer is \\boxed{{{prompt.answer}}}.", answers.put)
         verdicts = {verdict.key: verdict for verdict in received(answers, len(prompts))}
     return [
-        Unverified(
-            prompt_id=prompt.id,
-            answer=prompt.answer,
-            reason=verdict.failure or f"reward {verdict.reward}",
-            failed=verdict.failure is not None,
-        )
+        Unverified(prompt.id, prompt.answer, verdict.failure or f"reward {verdict.reward}", verdict.failure is not None)
         for prompt in prompts
         # The answers of `code` are tests: valid ones lack a program only.
         if (verdict := verdicts[prompt.id]).reward != 1.0 and (verdict.details or {}).get("reason") != NO_PROGRAM
@@ -68,19 +60,18 @@ def preview_text(config_path: Path, overrides: Sequence[str], rows: int) -> str:
 def render(found: PromptSet, path: str, unverified: Sequence[Unverified] | None, rows: int) -> str:
     """One data set as text, with its first `rows` prompts; `unverified` is None without a reward."""
     lens = np.array([len(prompt.token_ids) for prompt in found.prompts])
-    num_kept = len(found.prompts)
+    median, most = (int(np.percentile(lens, share)) for share in (50, 95))
     lines = [
-        f"{found.name} ({path}): {found.num_rows} rows, {num_kept} kept, {found.num_too_long} too long, "
+        f"{found.name} ({path}): {found.num_rows} rows, {len(lens)} kept, {found.num_too_long} too long, "
         f"{found.num_duplicates} duplicates",
-        f"  prompt tokens: min {lens.min()}, mean {lens.mean():.1f}, median {int(np.percentile(lens, 50))}, 95 % "
-        f"{int(np.percentile(lens, 95))}, max {lens.max()}",
+        f"  prompt tokens: min {lens.min()}, mean {lens.mean():.1f}, median {median}, 95 % {most}, max {lens.max()}",
     ]
     if unverified is not None:
-        lines.append(f"  gold answers that verify against themselves: {num_kept - len(unverified)} of {num_kept}")
-        shown = unverified[:MAX_UNVERIFIED]
-        lines += [f"    not verified: {row.prompt_id} answer {row.answer!r}: {row.reason}" for row in shown]
-        if len(unverified) > len(shown):
-            lines.append(f"    and {len(unverified) - len(shown)} more")
+        lines.append(f"  gold answers that verify against themselves: {len(lens) - len(unverified)} of {len(lens)}")
+        for row in unverified[:_MAX_UNVERIFIED]:
+            lines.append(f"    not verified: {row.prompt_id} answer {row.answer!r}: {row.reason}")
+        if (more := len(unverified) - _MAX_UNVERIFIED) > 0:
+            lines.append(f"    and {more} more")
     for prompt in found.prompts[:rows]:
         lines.append(f"  --- {prompt.id}, answer {prompt.answer!r}")
         lines.extend(f"  | {line}" for line in prompt.text.splitlines())

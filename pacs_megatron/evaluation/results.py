@@ -4,8 +4,8 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from pacs_megatron.config.layout import draws_of
 from pacs_megatron.config.schema import EvaluationOptions
@@ -17,14 +17,12 @@ from pacs_megatron.evaluation.statistics import Interval, bootstrap_mean, majori
 from pacs_megatron.rollout.admission import ProblemCounts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchmarkResult:
-    """The counts of each problem of a benchmark, and its metrics (`eval/<name>/...`)."""
+class BenchmarkResult(NamedTuple):
+    """The counts of each problem of a benchmark, in its order, and its metrics (`eval/<name>/...`)."""
 
     name: str
     ks: tuple[int, ...]
     problems: tuple[ProblemCounts, ...]
-    """in the order of the benchmark"""
     metrics: dict[str, float | None]
 
 
@@ -42,22 +40,20 @@ def summarize(
     for benchmark, found in zip(options.benchmarks, benchmarks, strict=True):
         ks = draws_of(options, benchmark)[1]
         groups = [by_problem[prompt.id] for prompt in found.prompts]
-        problems = tuple(_counts(group) for group in groups)
+        problems = tuple(
+            ProblemCounts(
+                problem_id=group[0].prompt_id,
+                num_samples=sum(outcome.label is not None for outcome in group),
+                num_correct=sum(outcome.label == 1 for outcome in group),
+                num_unjudged=sum(outcome.label is None for outcome in group),
+                num_truncated=sum(outcome.is_truncated for outcome in group),
+                num_tokens=sum(outcome.num_tokens for outcome in group),
+            )
+            for group in groups
+        )
         metrics = _intervals(found.name, problems, ks, groups) | benchmark_metrics(found.name, problems, ks)
-        results.append(BenchmarkResult(name=found.name, ks=ks, problems=problems, metrics=metrics))
+        results.append(BenchmarkResult(found.name, ks, problems, metrics))
     return results
-
-
-def _counts(group: Sequence[Outcome]) -> ProblemCounts:
-    judged = [outcome for outcome in group if outcome.label is not None]
-    return ProblemCounts(
-        problem_id=group[0].prompt_id,
-        num_samples=len(judged),
-        num_correct=sum(outcome.label == 1 for outcome in judged),
-        num_unjudged=len(group) - len(judged),
-        num_truncated=sum(outcome.is_truncated for outcome in group),
-        num_tokens=sum(outcome.num_tokens for outcome in group),
-    )
 
 
 def _intervals(
@@ -65,10 +61,10 @@ def _intervals(
 ) -> dict[str, float | None]:
     """avg@n, maj@k and maj@n, and the 95 % bootstrap intervals over problems (`_low`, `_high`) of these and of pass@k."""
     num_samples = max(len(group) for group in groups)
-    judged = [problem for problem in problems if problem.num_samples]
-    found: dict[str, Interval | None] = {f"avg@{num_samples}": bootstrap_mean(_passes(judged, 1))}
-    for k in ks:
-        found[f"pass@{k}"] = bootstrap_mean(_passes(judged, k))
+    found: dict[str, Interval | None] = {}
+    for name_of_k, k in [(f"avg@{num_samples}", 1), *((f"pass@{k}", k) for k in ks)]:
+        values = [pass_at_k(p.num_samples, p.num_correct, k) for p in problems if p.num_samples >= k]
+        found[name_of_k] = bootstrap_mean(values)
     if any(outcome.answer is not None for group in groups for outcome in group):
         for k in sorted({*ks, num_samples} - {1}):
             found[f"maj@{k}"] = bootstrap_mean(
@@ -77,13 +73,9 @@ def _intervals(
     metrics: dict[str, float | None] = {}
     for key, interval in found.items():
         if interval is not None:
-            metrics[f"eval/{name}/{key}"] = interval.value
-            metrics[f"eval/{name}/{key}_low"], metrics[f"eval/{name}/{key}_high"] = interval.low, interval.high
+            ends = zip(("", "_low", "_high"), interval, strict=True)
+            metrics |= {f"eval/{name}/{key}{end}": value for end, value in ends}
     return metrics
-
-
-def _passes(problems: Sequence[ProblemCounts], k: int) -> list[float]:
-    return [pass_at_k(p.num_samples, p.num_correct, k) for p in problems if p.num_samples >= k]
 
 
 def results_json(results: Sequence[BenchmarkResult], facts: Mapping[str, Any]) -> bytes:
@@ -109,7 +101,7 @@ def harness_json(results: Sequence[BenchmarkResult], facts: Mapping[str, Any]) -
             estimate = aggregate(result.problems, k)
             task[f"pass@{k},none"] = estimate.mean
             task[f"pass@{k}_stderr,none"] = "N/A" if estimate.standard_error is None else estimate.standard_error
-    names = [result.name for result in results]
+    names, model = [result.name for result in results], facts["model"]
     record = {
         "results": tasks,
         "configs": {name: {"task": name, "num_fewshot": 0, "generation_kwargs": facts["sampling"]} for name in names},
@@ -117,13 +109,9 @@ def harness_json(results: Sequence[BenchmarkResult], facts: Mapping[str, Any]) -
         "n-shot": dict.fromkeys(names, 0),
         "higher_is_better": {result.name: {f"pass@{k}": True for k in result.ks} for result in results},
         "n-samples": {r.name: {"original": len(r.problems), "effective": len(r.problems)} for r in results},
-        "config": {
-            "model": facts["engine"],
-            "model_args": f"pretrained={facts['model']}",
-            "random_seed": facts["seed"],
-        },
+        "config": {"model": facts["engine"], "model_args": f"pretrained={model}", "random_seed": facts["seed"]},
         "date": time.time(),
-        "model_name": facts["model"],
+        "model_name": model,
     }
     return json.dumps(record, indent=2).encode() + b"\n"
 
@@ -131,23 +119,18 @@ def harness_json(results: Sequence[BenchmarkResult], facts: Mapping[str, Any]) -
 def table(results: Sequence[BenchmarkResult]) -> str:
     """One line a benchmark: problems, samples, pass@k with its interval, maj@n, lengths, truncated and unjudged responses."""
     ks = sorted({k for result in results for k in result.ks})
-    header = ["benchmark", "problems", "samples", *(f"pass@{k}" for k in ks), "maj@n", "tokens", "cut", "unjudged"]
-    rows = [header]
+    rows = [["benchmark", "problems", "samples", *(f"pass@{k}" for k in ks), "maj@n", "tokens", "cut", "unjudged"]]
     for result in results:
         values = {name.rsplit("/", 1)[1]: value for name, value in result.metrics.items()}
-        votes = [values[name] for name in values if name.startswith("maj@") and name[4:].isdecimal()]
-        rows.append(
-            [
-                result.name,
-                f"{values['num_problems']:.0f}",
-                f"{values['num_samples']:.0f}",
-                *(_with_interval(*(values.get(f"pass@{k}{end}") for end in ("", "_low", "_high"))) for k in ks),
-                _number(votes[-1] if votes else None, ".4f"),
-                _number(values["len_mean"], ".1f"),
-                _number(values["truncated_frac"], ".1%"),
-                f"{values['num_unjudged']:.0f}",
-            ]
-        )
+        votes = [name for name in values if name.startswith("maj@") and name[4:].isdecimal()]
+        columns: list[tuple[tuple[str, ...], str]] = [(("num_problems",), "{:.0f}"), (("num_samples",), "{:.0f}")]
+        columns += [((f"pass@{k}", f"pass@{k}_low", f"pass@{k}_high"), "{:.4f} [{:.3f}, {:.3f}]") for k in ks]
+        columns += [(("".join(votes[-1:]),), "{:.4f}"), (("len_mean",), "{:.1f}"), (("truncated_frac",), "{:.1%}")]
+        cells = []
+        for names, form in [*columns, (("num_unjudged",), "{:.0f}")]:
+            found = [values.get(name) for name in names]
+            cells.append("-" if None in found else form.format(*found))
+        rows.append([result.name, *cells])
     return aligned(rows)
 
 
@@ -156,11 +139,3 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)
-
-
-def _with_interval(value: float | None, low: float | None, high: float | None) -> str:
-    return "-" if value is None or low is None or high is None else f"{value:.4f} [{low:.3f}, {high:.3f}]"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
