@@ -8,6 +8,7 @@ docs/configuration.md.
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ CRITIC = "critic"
 """The critic's folder, beside the policy's"""
 
 
-# ------------------------------------------------------------------------------------------------------- model, optimizer
 class Model:
     """A transformers model in float64. `named` gives parameters and their moments the names of a checkpoint."""
 
@@ -44,27 +44,28 @@ class Model:
         self.model = kind.from_pretrained(folder, dtype=torch.float64, **options).eval()
         for module in self.model.modules():
             if hasattr(module, "variance_epsilon"):  # transformers' norms compute in float32
-                module.forward = _Norm(module)
+                norm, shape = torch.nn.functional.rms_norm, module.weight.shape
+                eps = module.variance_epsilon
+                module.forward = partial(norm, normalized_shape=shape, weight=module.weight, eps=eps)
         self.routers = [_Router(module) for module in self.model.modules() if hasattr(module, "norm_topk_prob")]
         self.temperature = temperature
         self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
 
     def sample(self, ids: np.ndarray, prompt_len: int, routes: list[Tensor | None]) -> tuple[Tensor, Tensor]:
         """(log-probs, entropies) of one sample's response, with graph. `routes`: the experts of each layer with experts."""
-        for router, chosen in zip(self.routers, routes, strict=False):
-            router.chosen = chosen
-        tokens = torch.from_numpy(ids.astype(np.int64))
-        logits = self.model(tokens[None], use_cache=False).logits[0, prompt_len - 1 : -1]
-        every = torch.log_softmax(logits / self.temperature, dim=-1)
-        return every.gather(1, tokens[prompt_len:, None])[:, 0], -(every.exp() * every).sum(-1)
+        every = torch.log_softmax(self._logits(ids, prompt_len, routes) / self.temperature, dim=-1)
+        tokens = torch.from_numpy(ids[prompt_len:].astype(np.int64))
+        return every.gather(1, tokens[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
     def values(self, ids: np.ndarray, prompt_len: int) -> Tensor:
         """Of a critic: the values before each token of one sample's response, with graph. It chooses its own experts."""
-        for router in self.routers:
-            router.chosen = None
-        tokens = torch.from_numpy(ids.astype(np.int64))
-        found: Tensor = self.model(tokens[None], use_cache=False).logits[0, prompt_len - 1 : -1, 0]
-        return found
+        return self._logits(ids, prompt_len, [None] * len(self.routers))[:, 0]
+
+    def _logits(self, ids: np.ndarray, prompt_len: int, routes: Sequence[Tensor | None]) -> Tensor:
+        for router, chosen in zip(self.routers, routes, strict=False):
+            router.chosen = chosen
+        found: Tensor = self.model(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False).logits
+        return found[0, prompt_len - 1 : -1]
 
     def named(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """With one tensor for each expert's projection."""
@@ -77,14 +78,6 @@ class Model:
     def set(self, weights: Mapping[str, Tensor]) -> None:
         for name, p in self.parameters.items():
             p.copy_(weights[name])
-
-
-class _Norm:
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(self, x: Tensor) -> Any:
-        return self.module.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.module.variance_epsilon)
 
 
 class _Router:
@@ -104,8 +97,7 @@ class _Router:
 
 
 def random_model(folder: Path, seed: int, *, with_critic: bool) -> None:
-    """Writes weights for the config.json in `folder`, wide enough that a wrong one shows; norms differ from 1. The critic's
-    are beside it."""
+    """Writes weights for the config.json in `folder`, wide enough that a wrong one shows; the critic's are beside it."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
     torch.manual_seed(seed)
@@ -177,7 +169,6 @@ class Adam:
             p -= lr * m / (v.sqrt() + o["adam_eps"])
 
 
-# -------------------------------------------------------------------------------------------------------------- the loop
 class Reference:
     """Trains the case in `folder` (case.json, steps.npz, model/) and writes `reference/` beside them."""
 
@@ -205,27 +196,24 @@ class Reference:
 
         With the sampler's experts where the case has them, unless `is_frozen`; `replays`: with those of `self.routes`.
         """
-        tokens, prompt_lens = self.data[f"{step}.tokens"], self.data[f"{step}.prompt_lens"]
-        bounds = np.cumsum([0, *(prompt_lens + self.data[f"{step}.response_lens"])])
+        samples, found = self._samples(step), []
         with torch.set_grad_enabled(rows is not None):
-            wanted = range(len(prompt_lens)) if rows is None else rows
-            found = []
-            for row in wanted:
+            for row in range(len(samples)) if rows is None else rows:
                 routes: list[Tensor | None] = self.routes[row] if replays else [None] * len(self.model.routers)
                 if f"{step}.routes" in self.data and not is_frozen:  # of every input token but the last
-                    given = torch.from_numpy(self.data[f"{step}.routes"][bounds[row] - row : bounds[row + 1] - row - 1])
+                    first = sum(len(ids) - 1 for ids, _ in samples[:row])
+                    given = torch.from_numpy(self.data[f"{step}.routes"][first : first + len(samples[row][0]) - 1])
                     routes = [torch.cat([given[:, k], given[-1:, k]]).long() for k in range(len(routes))]
-                found.append(self.model.sample(tokens[bounds[row] : bounds[row + 1]], prompt_lens[row], routes))
+                found.append(self.model.sample(*samples[row], routes))
                 if rows is None:
                     self.routes[row] = [router.chosen for router in self.model.routers]
         return [f[0] for f in found], [f[1] for f in found]
 
-    def values(self, step: int, rows: Sequence[int]) -> list[Tensor]:
-        """Of some samples, with graph; empty without a critic."""
-        tokens, prompt_lens = self.data[f"{step}.tokens"], self.data[f"{step}.prompt_lens"]
-        bounds = np.cumsum([0, *(prompt_lens + self.data[f"{step}.response_lens"])])
-        critic = self.critic
-        return [critic.values(tokens[bounds[r] : bounds[r + 1]], prompt_lens[r]) for r in rows if critic is not None]
+    def _samples(self, step: int) -> list[tuple[np.ndarray, int]]:
+        """(token ids, length of the prompt) of each."""
+        prompt_lens = self.data[f"{step}.prompt_lens"]
+        ends = np.cumsum(prompt_lens + self.data[f"{step}.response_lens"])[:-1]
+        return list(zip(np.split(self.data[f"{step}.tokens"], ends), prompt_lens.tolist(), strict=True))
 
     def _updates(self) -> int:
         """Planned updates of a step."""
@@ -234,7 +222,8 @@ class Reference:
     def minibatches(self, step: int) -> list[list[int]]:
         """Rows of each update: equal shares of the groups, in order, once an epoch."""
         groups = self.data[f"{step}.groups"]
-        num, parts = int(groups.max()) + 1, min(self.case["updates_per_step"], int(groups.max()) + 1)
+        num = int(groups.max()) + 1
+        parts = min(self.case["updates_per_step"], num)
         bounds = [round(num * k / parts) for k in range(parts + 1)]
         shares = [[r for r, g in enumerate(groups) if bounds[k] <= g < bounds[k + 1]] for k in range(parts)]
         return shares * int(self.case["epochs"])
@@ -283,7 +272,7 @@ class Reference:
         if self.critic is None or batch.step is None:
             return
         if index == 0:
-            self.starts = self.values(step, batch.step.rows)
+            self.starts = [self.critic.values(*sample) for sample in self._samples(step)]
             self.advantages, self.returns = estimates(batch.step, self.starts)
         batch.advantages = [self.advantages[row] for row in batch.rows]
 
@@ -292,18 +281,15 @@ class Reference:
         if self.critic is None:
             return {}, {}
         self.critic.model.zero_grad()
+        samples, adam = self._samples(step), self.critic_adam
         starts, returns = ([every[row] for row in rows] for every in (self.starts, self.returns))
-        loss, metrics = value_loss(self.options, self.values(step, rows), starts, returns)
+        values = [self.critic.values(*samples[row]) for row in rows]
+        loss, metrics = value_loss(self.options, values, starts, returns)
         torch.autograd.backward(loss)
-        norm, lr, n = self.critic_adam.norm(), self.critic_adam.rate(number), len(rows)
-        self.critic_adam.step(lr)
-        own = {
-            "loss": float(loss.detach()),
-            "grad_norm": norm,
-            "lr": lr,
-            "clipped_frac": float(self.critic_adam.clips(norm)),
-        }
-        metrics |= {f"critic/{name}": (value, n) for name, value in own.items()}
+        norm, lr = adam.norm(), adam.rate(number)
+        adam.step(lr)
+        own = {"loss": float(loss.detach()), "grad_norm": norm, "lr": lr, "clipped_frac": float(adam.clips(norm))}
+        metrics |= {f"critic/{name}": (value, len(rows)) for name, value in own.items()}
         return {f"critic {name}": v for name, v in self.critic.named(self.critic.parameters).items()}, metrics
 
     def train(self) -> None:

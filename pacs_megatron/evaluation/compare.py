@@ -17,10 +17,10 @@ from pacs_megatron.config.yaml_tree import read_yaml
 from pacs_megatron.errors import DataError
 from pacs_megatron.evaluation.statistics import (
     Interval,
-    improvement,
     interquartile_mean,
     performance_profile,
     permutation_p,
+    probability_of_improvement,
     stratified,
 )
 from pacs_megatron.observability.metrics import read_metrics
@@ -121,7 +121,8 @@ def compare(folders: Sequence[Path]) -> Comparison:
         differences=differences,
         methods=tuple(methods),
         improvements={
-            (x.label, y.label): improvement(x.scores, y.scores) for x, y in itertools.combinations(methods, 2)
+            (x.label, y.label): stratified(probability_of_improvement, x.scores, y.scores)
+            for x, y in itertools.combinations(methods, 2)
         },
     )
 

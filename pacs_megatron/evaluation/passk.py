@@ -22,10 +22,9 @@ class PassAtK(NamedTuple):
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k): the probability that at least one of k responses, drawn from the n, is correct.
+    """1 - C(n - c, k) / C(n, k) = 1 - prod_{i = n - c + 1}^{n} (1 - k / i): at least one of k of the n responses is correct.
 
-    Computed as 1 - prod_{i = n - c + 1}^{n} (1 - k / i), without large numbers. Raises ValueError for impossible counts; the
-    configuration rejects a k above n.
+    Raises ValueError for impossible counts; the configuration rejects a k above n.
     """
     if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
         raise ValueError(f"num_correct={num_correct} and k={k} do not fit num_samples={num_samples}")
@@ -40,21 +39,15 @@ def aggregate(problems: Iterable[ProblemCounts], k: int) -> PassAtK:
     A problem with fewer than k judged responses because the verifier failed is excluded and counted. The result does not
     depend on the order of `problems`.
     """
-    values: list[float] = []
-    excluded = 0
-    for problem in problems:
-        if problem.num_samples < k <= problem.num_samples + problem.num_unjudged:
-            excluded += 1
-        else:
-            values.append(pass_at_k(problem.num_samples, problem.num_correct, k))
+    problems = list(problems)
+    counted = [p for p in problems if not p.num_samples < k <= p.num_samples + p.num_unjudged]
+    values, count = [pass_at_k(p.num_samples, p.num_correct, k) for p in counted], len(counted)
     # fsum rounds once, so the result does not depend on the order.
-    count = len(values)
     mean = math.fsum(values) / count if count else None
     error = None
     if mean is not None and count >= 2:
-        variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-        error = math.sqrt(variance / count)
-    return PassAtK(mean, error, excluded)
+        error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
+    return PassAtK(mean, error, len(problems) - count)
 
 
 def benchmark_metrics(benchmark: str, problems: Sequence[ProblemCounts], ks: Sequence[int]) -> dict[str, float | None]:

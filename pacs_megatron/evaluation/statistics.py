@@ -17,7 +17,6 @@ _CONFIDENCE = 0.95
 _DRAWS = 400
 """Random subsets for maj@k with k < n"""
 _SPLITS = 20_000
-Aggregate = Callable[[np.ndarray], float]
 
 
 class Interval(NamedTuple):
@@ -75,7 +74,6 @@ def majority_at_k(answers: Sequence[str | None], labels: Sequence[int | None], k
     return float(np.mean(shares))
 
 
-# ------------------------------------------------------------------------------------------------------ runs and tasks
 def interquartile_mean(scores: np.ndarray) -> float:
     """Mean of the middle half of all scores of all runs and tasks: floor(n / 4) are cut at each end."""
     ordered = np.sort(scores, axis=None)
@@ -94,18 +92,11 @@ def performance_profile(scores: np.ndarray, thresholds: Sequence[float]) -> list
     return [float((scores > threshold).mean()) for threshold in thresholds]
 
 
-def stratified(aggregate: Aggregate, scores: np.ndarray, seed: int = 0) -> Interval:
-    """`aggregate` of the scores with its interval by stratified bootstrap."""
+def stratified(aggregate: Callable[..., float], *scores: np.ndarray, seed: int = 0) -> Interval:
+    """`aggregate` of the scores of one or several methods with its interval by stratified bootstrap."""
     rng = np.random.default_rng(seed)
-    found = [aggregate(_resampled(scores, rng)) for _ in range(RESAMPLES)]
-    return Interval(aggregate(scores), *_percentiles(found))
-
-
-def improvement(x: np.ndarray, y: np.ndarray, seed: int = 0) -> Interval:
-    """`probability_of_improvement` with its interval by stratified bootstrap of both sides."""
-    rng = np.random.default_rng(seed)
-    found = [probability_of_improvement(_resampled(x, rng), _resampled(y, rng)) for _ in range(RESAMPLES)]
-    return Interval(probability_of_improvement(x, y), *_percentiles(found))
+    found = [aggregate(*(_resampled(own, rng) for own in scores)) for _ in range(RESAMPLES)]
+    return Interval(aggregate(*scores), *_percentiles(found))
 
 
 def permutation_p(x: np.ndarray, y: np.ndarray, seed: int = 0) -> float:

@@ -10,7 +10,6 @@ import pytest
 
 from pacs_megatron.evaluation.statistics import (
     bootstrap_mean,
-    improvement,
     interquartile_mean,
     majority_at_k,
     performance_profile,
@@ -74,7 +73,7 @@ def test_probability_of_improvement_is_the_mann_whitney_statistic_by_task() -> N
         direct.append(sum(wins) / len(wins))
     assert probability_of_improvement(x, y) == pytest.approx(np.mean(direct))
     assert probability_of_improvement(y, x) == pytest.approx(1 - np.mean(direct))
-    assert improvement(x + 10, y) == (1.0, 1.0, 1.0)
+    assert stratified(probability_of_improvement, x + 10, y) == (1.0, 1.0, 1.0)
 
 
 def test_a_profile_is_the_share_of_scores_above() -> None:
