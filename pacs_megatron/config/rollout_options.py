@@ -17,22 +17,22 @@ class RolloutEngineOptions(Options):
     @property
     def is_sampled(self) -> bool:
         """False: the responses come from the data set."""
-        return True
+        return not isinstance(self, DemonstrationRollout)
 
     @property
     def embedded(self) -> EmbeddedRollout | None:
         """These options, if the ranks sample."""
-        return None
+        return self if isinstance(self, EmbeddedRollout) else None
 
     @property
     def sglang(self) -> SglangRollout | None:
         """These options, if SGLang servers sample."""
-        return None
+        return self if isinstance(self, SglangRollout) else None
 
     @property
     def managed_servers(self) -> SglangServers | None:
         """The servers that the run starts; None for external servers and for engines without servers."""
-        return None
+        return self.servers if isinstance(self, SglangRollout) else None
 
     @property
     def starts_servers_on_trainer_gpus(self) -> bool:
@@ -42,12 +42,12 @@ class RolloutEngineOptions(Options):
     @property
     def on_trainer_gpus(self) -> bool:
         """Whether servers release their GPU memory during the training step."""
-        return False
+        return (self.sglang is not None and self.sglang.shares_gpus) or self.starts_servers_on_trainer_gpus
 
     @property
     def steps_ahead(self) -> int:
         """`max_staleness`; 0 if nothing is sampled."""
-        return 0
+        return self.max_staleness if isinstance(self, EmbeddedRollout | SglangRollout) else 0
 
 
 class EmbeddedRollout(RolloutEngineOptions):
@@ -65,14 +65,6 @@ class EmbeddedRollout(RolloutEngineOptions):
     """Maximum staleness, in steps. Sampling and training do not overlap on the same ranks; use it to study the
     effect of stale samples."""
 
-    @property
-    def embedded(self) -> EmbeddedRollout:
-        return self
-
-    @property
-    def steps_ahead(self) -> int:
-        return self.max_staleness
-
 
 class DemonstrationRollout(RolloutEngineOptions):
     """Uses the data set's solutions as responses, for `sft`. Nothing is sampled."""
@@ -81,10 +73,6 @@ class DemonstrationRollout(RolloutEngineOptions):
     """Rollout engine. `embedded` samples inside the ranks, `sglang` on servers, `demonstrations` not at all."""
     max_response_tokens: PositiveInt
     """Maximum response length, in tokens. Longer solutions are dropped."""
-
-    @property
-    def is_sampled(self) -> bool:
-        return False
 
     @property
     def sampling(self) -> SamplingOptions:
@@ -97,26 +85,19 @@ MAX_SGLANG_STOPS = 32
 
 
 SET_ELSEWHERE = {
-    "--api-key": "set rollout.api_key_env; other users can read command lines",
-    "--admin-api-key": "rollout.api_key_env protects all requests",
-    "--port": "a free port is chosen",
-    "--nccl-port": "a free port is chosen",
-    "--model": "use model.path",
-    "--model-path": "use model.path",
-    "--device": "use rollout.servers.device",
-    "--dtype": "use rollout.dtype",
-    "--tp": "use rollout.servers.tp",
-    "--tp-size": "use rollout.servers.tp",
-    "--tensor-parallel-size": "use rollout.servers.tp",
-    "--dp": "use rollout.servers.count",
-    "--dp-size": "use rollout.servers.count",
-    "--data-parallel-size": "use rollout.servers.count",
-    "--mem-fraction-static": "use rollout.servers.mem_fraction",
-    "--max-total-tokens": "use rollout.servers.max_total_tokens",
-    "--context-length": "use rollout.servers.context_length",
-    "--trust-remote-code": "use model.trust_remote_code",
+    "set rollout.api_key_env; other users can read command lines": ("--api-key", "--admin-api-key"),
+    "a free port is chosen": ("--port", "--nccl-port"),
+    "use model.path": ("--model", "--model-path"),
+    "use model.trust_remote_code": ("--trust-remote-code",),
+    "use rollout.dtype": ("--dtype",),
+    "use rollout.servers.device": ("--device",),
+    "use rollout.servers.tp": ("--tp", "--tp-size", "--tensor-parallel-size"),
+    "use rollout.servers.count": ("--dp", "--dp-size", "--data-parallel-size"),
+    "use rollout.servers.mem_fraction": ("--mem-fraction-static",),
+    "use rollout.servers.max_total_tokens": ("--max-total-tokens",),
+    "use rollout.servers.context_length": ("--context-length",),
 }
-"""SGLang arguments that `extra_args` may not contain -> what to use instead."""
+"""Advice -> the SGLang arguments that `extra_args` may not contain."""
 
 
 class SglangServers(Options):
@@ -160,13 +141,11 @@ class SglangServers(Options):
         wrong = [devices for devices in self.visible_devices if len(devices.split(",")) != self.tp]
         if wrong:
             raise ValueError(f"visible_devices has {wrong[0]!r}, expected {self.tp} GPUs (tp) for each server")
-        if self.device == "cpu" and self.visible_devices:
-            raise ValueError("device=cpu does not use visible_devices; remove it")
         for arg in self.extra_args:
-            key = SET_ELSEWHERE.get(arg.partition("=")[0].replace("_", "-"))
-            if key is not None:
-                # The error does not repeat the value, which may be a secret.
-                raise ValueError(f"extra_args contains {arg.partition('=')[0]}; remove it: {key}")
+            name = arg.partition("=")[0]
+            for advice, names in SET_ELSEWHERE.items():
+                if name.replace("_", "-") in names:  # the message does not repeat the value, which may be a secret
+                    raise ValueError(f"extra_args contains {name}; remove it: {advice}")
         return self
 
 
@@ -237,22 +216,6 @@ class SglangRollout(RolloutEngineOptions):
     """Maximum staleness, in steps; 0 is synchronous. With the weights after s steps, step t may be sampled if
     t <= s + 1 + max_staleness. See `sync.pause` and the importance correction of the objectives."""
 
-    @property
-    def sglang(self) -> SglangRollout:
-        return self
-
-    @property
-    def managed_servers(self) -> SglangServers | None:
-        return self.servers
-
-    @property
-    def on_trainer_gpus(self) -> bool:
-        return self.shares_gpus or self.starts_servers_on_trainer_gpus
-
-    @property
-    def steps_ahead(self) -> int:
-        return self.max_staleness
-
     @model_validator(mode="after")
     def _check_servers(self) -> SglangRollout:
         if bool(self.urls) == (self.servers is not None):
@@ -263,14 +226,6 @@ class SglangRollout(RolloutEngineOptions):
             raise ValueError(f"rollout.urls: {min(twice)} is named twice; name each server once")
         if self.shares_gpus and self.servers is not None:
             raise ValueError("shares_gpus applies to external servers (`urls`); use servers.colocated=true instead")
-        if self.sync.folder is not None and self.sync.transport != "disk":
-            raise ValueError(f"sync.folder is not used by sync.transport={self.sync.transport}; remove it")
-        if self.sync.host != "127.0.0.1" and self.sync.transport != "broadcast":
-            raise ValueError(f"sync.host is not used by sync.transport={self.sync.transport}; remove it")
-        if self.sync.quantize != "none" and self.servers is not None and self.servers.device == "cpu":
-            raise ValueError(
-                f"sync.quantize={self.sync.quantize} requires servers.device=cuda; SGLang has no FP8 on CPU"
-            )
         return self
 
 

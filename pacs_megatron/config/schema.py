@@ -334,15 +334,6 @@ class MismatchOptions(Options):
     min_score_snr: float | None = Field(default=None, gt=0)
     """Minimum `pacs/score_snr`."""
 
-    @model_validator(mode="after")
-    def _refuse_unmeasured(self) -> MismatchOptions:
-        for key in ("max_score_noise", "min_score_snr"):
-            if getattr(self, key) is not None and self.score_noise_every is None:
-                raise ValueError(
-                    f"mismatch.{key} needs mismatch.score_noise_every (for instance 20); set it, or remove {key}"
-                )
-        return self
-
 
 class WandbOptions(Options):
     """Weights & Biases."""
@@ -440,11 +431,6 @@ class RunConfig(Options):
     @model_validator(mode="after")
     def _check_objective(self) -> RunConfig:
         self.objective.refuse_updates_per_step(self.batch.num_updates)
-        if self.objective.name != "pacs" and self.mismatch.score_noise_every is not None:
-            raise ValueError(
-                f"mismatch.score_noise_every={self.mismatch.score_noise_every} is used by objective pacs only, got "
-                f"{self.objective.name}; remove it"
-            )
         # `score: naive` of PACS uses no siblings, but admission drops groups of one sample too.
         if self.objective.compares_siblings and self.batch.samples_per_prompt < 2:
             raise ValueError(

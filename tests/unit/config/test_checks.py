@@ -51,14 +51,17 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["run.nproc=6", "parallel.tp=4"],
             "6 ranks are not a multiple of parallel.tp*pp*cp=4*1*1=4; start a multiple of 4 ranks, or make tp*pp*cp one of 1, 2, 3, 6 (override)",
         ),
-        (["precision={dtype: fp32, fp8: {recipe: delayed}}"], "FP8 requires bf16; set precision.dtype=bf16 (override)"),
+        (
+            ["precision={dtype: fp32, fp8: {recipe: delayed}}"],
+            "precision.fp8 requires precision.dtype=bf16, got fp32; change precision.dtype, or remove precision.fp8 (override)",
+        ),
         (["parallel.sequence_parallel=true"], "parallel.sequence_parallel=true requires parallel.tp > 1"),
         (["parallel.vpp=2"], "parallel.vpp=2 requires parallel.pp > 1"),
-        (["parallel.recompute.num_layers=2"], "used by granularity=full only, got none; remove it"),
+        (["parallel.recompute.num_layers=2"], "requires parallel.recompute.granularity=full, got none; change"),
         (["batch.groups=together"], "batch.groups=together needs batch.tokens_per_microbatch >="),
         (
             ["objective=null", "objective.name=grpo", "batch.groups=apart"],
-            "used by objective.name=pacs | real only, got grpo",
+            "requires objective.name=pacs | real, got grpo",
         ),
         (["rollout.sampling.temperature=0"], "rollout.sampling.temperature=0 is greedy: all responses of a group are"),
         (["batch.samples_per_prompt=1"], "compares the samples of a prompt; use at least 2 (override)"),
@@ -75,11 +78,11 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             [*SERVERS, "rollout.servers.tp=16"],
-            "= 16 GPUs, but resources.gpus_per_node offers 8; use rollout.servers.tp of at",
+            "rollout.servers.tp=16: a server runs on one node with resources.gpus_per_node=8; change one of them",
         ),
         (
-            [*SERVERS, "resources.rollout_nodes=2", "rollout.servers.tp=16"],
-            "a server runs on one node with resources.gpus_per_node=8; use at most 8",
+            [*SERVERS, "resources.rollout_nodes=2", "rollout.servers.tp=6", "rollout.servers.count=4"],
+            "= 24 GPUs, but resources.rollout_nodes * gpus_per_node = 2 * 8 offers 16; use at most 2 servers",
         ),
         (
             [*SERVERS, "resources.rollout_nodes=3", "rollout.servers.count=4"],
@@ -116,15 +119,18 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "objective reinforce_pp compares the samples of a prompt; use at least 2 (override)",
         ),
         ([ONE_CLASS, "admission.refill_rounds=-1"], "admission.refill_rounds=-1: expected greater than or equal to 0"),
-        (["admission.refill_rounds=3"], "admission.refill_rounds=3 replaces groups that admission.drop_one_class"),
-        ([*SFT, "admission.refill_rounds=3"], "`admission.refill_rounds` is not used by rollout.engine=demonstrations"),
+        (["admission.refill_rounds=3"], "admission.refill_rounds=3 requires admission.drop_one_class_groups=true"),
+        (
+            [*SFT, "admission.refill_rounds=3"],
+            "admission.refill_rounds=3 requires rollout.engine=embedded | sglang, got dem",
+        ),
         (
             ["objective=null", "objective={name: ppo}", "batch.groups=together"],
-            "used by objective.name=pacs | real only, got ppo",
+            "requires objective.name=pacs | real, got ppo",
         ),
         (
             ["objective=null", "objective={name: real_bce}", "batch.groups=apart"],
-            "used by objective.name=pacs | real only, got real_bce",
+            "requires objective.name=pacs | real, got real_bce",
         ),
         (
             ["objective=null", "objective={name: real, importance: truncate}"],
@@ -136,7 +142,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             ["objective=null", "objective={name: grpo}", "mismatch.score_noise_every=5"],
-            "used by objective pacs only, got grpo; remove",
+            "requires objective.name=pacs, got grpo; change",
         ),
         (
             ["objective=null", "objective={name: ppo, kl_in: reward}"],
@@ -147,18 +153,21 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["reward={name: code, test_memory_gib: 8}"], "must be below reward.memory_limit_gib=4"),
         (["reward={name: code, sandbox: docker}"], "expected one of bubblewrap, none (override)"),
         (["reward={name: http, url: 'http://u:p@x/y'}"], "without user or password"),
-        (["admission.oversample=1.5"], "set drop_one_class_groups=true or oversample=1 (override)"),
+        (["admission.oversample=1.5"], "requires admission.drop_one_class_groups=true, got false"),
         (
             [*SERVERS, "policy.offload=all"],
-            "policy.offload=all frees the trainer's GPUs for servers that the run starts on them after it; set",
+            "policy.offload=all requires rollout.servers.colocated=true, got false",
         ),
-        (["policy.routing=replay_sampler"], "policy.routing=replay_sampler needs rollout.engine=sglang, got embedded"),
-        (["policy.offload=optimizer"], "policy.offload=optimizer frees the trainer's GPUs"),
-        ([*AHEAD, "rollout.shares_gpus=true"], "rollout.max_staleness=1 with rollout.shares_gpus=true"),
+        (
+            ["policy.routing=replay_sampler"],
+            "policy.routing=replay_sampler requires rollout.engine=sglang, got embedded",
+        ),
+        (["policy.offload=optimizer"], "policy.offload=optimizer requires rollout.servers.colocated=true, got null"),
+        ([*AHEAD, "rollout.shares_gpus=true"], "rollout.max_staleness=1 requires rollout.shares_gpus=false"),
         ([*SFT, "rollout.max_staleness=1"], "max_staleness"),
         ([*SFT, "reward.name=math"], "`reward` is not used by rollout.engine=demonstrations"),
-        ([*SFT, "data.shuffle_labels=true"], "has no labels to shuffle"),
-        ([*SFT, "admission.truncated=drop"], "`admission.truncated` is not used"),
+        ([*SFT, "data.shuffle_labels=true"], "data.shuffle_labels=true requires rollout.engine=embedded | sglang"),
+        ([*SFT, "admission.truncated=drop"], "admission.truncated=drop requires rollout.engine=embedded | sglang"),
         (
             [*SFT, "data.train.preset=null", "data.train.columns={problem: p, answer: a}"],
             "`data.train.columns.solution` is missing",
@@ -172,7 +181,11 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["optimizer.schedule=cosine", "optimizer.min_lr=1.0"],
             "optimizer.min_lr=1.0 is above optimizer.lr=1e-06; lower it",
         ),
-        (["optimizer.min_lr=1e-8"], "optimizer.min_lr is not used by optimizer.schedule=constant"),
+        (
+            [f"{SGLANG[:-1]}, folder: /x}}, sampling: {{max_response_tokens: 8}}}}".replace("disk", "ipc")],
+            "rollout.sync.folder=/x requires rollout.sync.transport=disk, got ipc",
+        ),
+        (["optimizer.min_lr=1e-8"], "optimizer.min_lr=1e-08 requires optimizer.schedule=linear | cosine, got constant"),
         (
             ["optimizer.schedule=linear", "optimizer.warmup_updates=10"],
             "leaves no update for the decay: the run has 10",

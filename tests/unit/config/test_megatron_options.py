@@ -44,9 +44,15 @@ def problems(*overrides: str) -> list[str]:
             "requires parallel.distributed",
         ),
         (["megatron.optimizer_cpu_offload=true"], "requires parallel.megatron.use_precision_aware_optimizer"),
-        ([*CPU_ADAM, "megatron.exp_avg_dtype=bf16"], "keeps fp32 moments; remove exp_avg_dtype"),
+        (
+            [*CPU_ADAM, "megatron.exp_avg_dtype=bf16"],
+            "optimizer_cpu_offload=true requires parallel.megatron.exp_avg_dtype=fp32",
+        ),
         (["megatron.optimizer_offload_fraction=0.5"], "requires parallel.megatron.optimizer_cpu_offload"),
-        (["recompute.granularity=full", "recompute.modules=[mlp]"], "modules is used by granularity=selective only"),
+        (
+            ["recompute.granularity=full", "recompute.modules=[mlp]"],
+            "requires parallel.recompute.granularity=selective",
+        ),
         (["recompute.granularity=selective", "recompute.modules=[moe]"], "has moe, which Qwen3-8B does not contain"),
     ],
 )
@@ -67,7 +73,7 @@ def test_fused_options_need_gpus_and_bf16() -> None:
 
 def test_one_off_load_of_the_optimizer() -> None:
     options = [f"parallel.{option}" for option in CPU_ADAM]
-    with pytest.raises(ConfigError, match=r"does not combine with policy.offload=optimizer"):
+    with pytest.raises(ConfigError, match=r"requires policy.offload=none, got optimizer"):
         problems(*options, "policy.offload=optimizer")
 
 
@@ -93,7 +99,7 @@ def test_communication_buffers_have_no_blockwise_form() -> None:
     """transformer_engine/pytorch/module/base.py, fill_userbuffers_buffer_for_all_gather: "Unsupported quantizer"."""
     overlap = "parallel.megatron.tp_comm_overlap=true"
     assert not problems(overlap, "precision.fp8={recipe: tensorwise}")
-    with pytest.raises(ConfigError, match=r"does not combine with precision.fp8.recipe=blockwise; use tensorwise"):
+    with pytest.raises(ConfigError, match=r"requires precision.fp8.recipe=tensorwise \| delayed, got blockwise"):
         problems(overlap, "precision.fp8={recipe: blockwise, format: e4m3}")
 
 
