@@ -106,7 +106,7 @@ def measure(objective: str, setting: Setting, seed: int, folder: Path) -> dict[s
             str(Path(objective).resolve()) if objective.endswith(".yaml") else "quickstart.yaml",
             *(f"run.seed={seed}", f"model.path={folder}/runs/warm-{seed}/hf", "run.steps=25"),
             *(f"data.train.path={data}/train.json", f"evaluation.benchmarks.0.path={data}/test.json"),
-            *("evaluation.every=null", "checkpoint.every=null", "logging.save_rollouts=false"),
+            *("evaluation.every=null", "checkpoint.every=null"),
             *overrides(objective, setting),
         )
         rows = read_metrics(run_dir)

@@ -41,7 +41,7 @@ def train(
     )
     overrides = [f"run.name={name}", f"run.steps={steps}", f"rollout={rollout}", f"batch.prompts_per_step={prompts}"]
     overrides += [f"batch.samples_per_prompt={SAMPLES_PER_PROMPT}", "batch.updates_per_step=1", "parallel.tp=1"]
-    overrides += ["batch.tokens_per_microbatch=1024", "checkpoint.every=null", "logging.save_rollouts=false"]
+    overrides += ["batch.tokens_per_microbatch=1024", "checkpoint.every=null"]
     command = [sys.executable, "-m", "pacs_megatron.training.main", str(config), *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

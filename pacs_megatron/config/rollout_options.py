@@ -62,8 +62,7 @@ class EmbeddedRollout(RolloutEngineOptions):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the sampler's weights."""
     max_staleness: int = Field(default=0, ge=0)
-    """Maximum staleness, in steps. Sampling and training do not overlap on the same ranks; use it to study the
-    effect of stale samples."""
+    """Maximum staleness, in steps, to study stale samples: sampling and training do not overlap on the same ranks."""
 
 
 class DemonstrationRollout(RolloutEngineOptions):
@@ -104,15 +103,13 @@ class SglangServers(Options):
     """Managed servers: the run starts and stops them."""
 
     python: tuple[Line, ...] = Field(strict=False, min_length=1)
-    """Interpreter of an environment with SGLang, as a list of words: `[.venv-sglang/bin/python]`, or a container command
-    followed by its Python."""
+    """Interpreter with SGLang, as a list of words: `[.venv-sglang/bin/python]`, or a container command with its Python."""
     count: int = Field(default=1, ge=1, le=4096)
     """Number of servers."""
     device: Literal["cpu", "cuda"] = "cuda"
     """Device of the servers."""
     visible_devices: tuple[Devices, ...] = Field(default=(), strict=False)
-    """CUDA_VISIBLE_DEVICES of each server, with `tp` GPUs each. If empty, the servers share the trainer's GPUs in order:
-    the first `tp` for server 0, and so on."""
+    """CUDA_VISIBLE_DEVICES of each server, with `tp` GPUs each. If empty, they share the trainer's GPUs in order."""
     tp: PositiveInt = 1
     """Tensor-parallel size of a server: its number of GPUs."""
     mem_fraction: float | None = Field(default=None, gt=0, lt=1)
@@ -123,8 +120,7 @@ class SglangServers(Options):
     context_length: PositiveInt | None = None
     """Maximum length of prompt and response, in tokens; null uses the model's."""
     colocated: bool = False
-    """Run the servers on the trainer's GPUs and release their memory during the training step. With several
-    `resources.nodes`, each node starts an equal share of `count`."""
+    """Servers on the trainer's GPUs, whose memory is released while it trains; each of `resources.nodes` starts its share."""
     start_timeout_s: float = Field(default=900.0, gt=0)
     """Timeout of a server's start, in seconds."""
     max_restarts: int = Field(default=3, ge=0)
@@ -134,13 +130,11 @@ class SglangServers(Options):
 
     @model_validator(mode="after")
     def _check_devices(self) -> SglangServers:
-        if self.visible_devices and len(self.visible_devices) != self.count:
+        given = [devices.split(",") for devices in self.visible_devices]
+        if given and [len(devices) for devices in given] != [self.tp] * self.count:
             raise ValueError(
-                f"visible_devices has {len(self.visible_devices)} entries, count={self.count}; use one entry per server"
+                f"visible_devices={given}: expected {self.tp} GPUs (tp) for each of {self.count} servers (count)"
             )
-        wrong = [devices for devices in self.visible_devices if len(devices.split(",")) != self.tp]
-        if wrong:
-            raise ValueError(f"visible_devices has {wrong[0]!r}, expected {self.tp} GPUs (tp) for each server")
         for arg in self.extra_args:
             name = arg.partition("=")[0]
             for advice, names in SET_ELSEWHERE.items():
@@ -153,22 +147,20 @@ class SglangSync(Options):
     """Transfer of updated weights to the servers."""
 
     transport: Literal["disk", "broadcast", "ipc"]
-    """`disk`: a safetensors folder that all servers read. `broadcast`: NCCL on GPU, gloo on CPU. `ipc`: shared memory on
-    one host (CUDA handles when colocated)."""
+    """`disk`: a safetensors folder. `broadcast`: NCCL on GPU, gloo on CPU. `ipc`: shared memory or CUDA handles on one host."""
     quantize: Literal["none", "fp8_blockwise"] = "none"
-    """`fp8_blockwise` sends linear weights as e4m3 with one scale per 128 x 128 block, for servers that run the model in
-    this format (managed servers are started with it; GPU only). `verify` then skips these weights."""
+    """`fp8_blockwise` sends linear weights as e4m3 with one scale per 128 x 128 block, to servers on GPUs that run the model
+    in this format (managed servers do). `verify` then skips these weights."""
     host: HostName = "127.0.0.1"
     """Trainer address for `transport: broadcast`. Use loopback unless servers run on other hosts."""
     folder: PathText | None = None
-    """Folder for `transport: disk`, on a file system that the servers can read. The run creates a subfolder in it. null
-    uses the run folder."""
+    """Folder for `transport: disk`, on a file system that the servers can read; null uses the run folder."""
     pause: Literal["abort", "retract", "in_place"] = "abort"
     """Handling of requests in flight during a weight update. `abort` restarts them; `retract` keeps their tokens and
     recomputes their KV cache; `in_place` keeps both, so cached prompts stay from the old weights. The last two produce
     samples with several weight versions."""
     bucket_mib: PositiveInt = 512
-    """Size of one transfer, in MiB. The trainer needs memory for one bucket, or for the largest tensor if it is larger."""
+    """Size of one transfer, in MiB. A larger tensor is sent whole."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Timeout of each request of a weight update, in seconds."""
     verify: Literal["off", "sample", "full"] = "sample"
@@ -196,8 +188,8 @@ class SglangRollout(RolloutEngineOptions):
     api_key_env: EnvironmentName | None = None
     """Environment variable that contains the servers' API key."""
     max_in_flight: PositiveInt = 256
-    """Maximum number of requests in flight per server. Further requests are queued in the client. SGLang's CUDA graphs end
-    at a batch of 256 for `servers.tp` below 4 and of 512 from 4 on (80 and 141 GB GPUs); larger batches run without."""
+    """Maximum number of requests in flight per server; the client queues others. SGLang's CUDA graphs end at a batch of 256
+    for `servers.tp` below 4 and of 512 from 4 on (80 and 141 GB GPUs)."""
     request_timeout_s: float = Field(default=3600.0, gt=0)
     """Timeout of one generation request, in seconds."""
     retries: int = Field(default=3, ge=0)
@@ -220,10 +212,10 @@ class SglangRollout(RolloutEngineOptions):
     def _check_servers(self) -> SglangRollout:
         if bool(self.urls) == (self.servers is not None):
             raise ValueError("rollout.engine=sglang requires exactly one of `urls` and `servers`")
-        if twice := {
+        if twice := [
             url for url in self.urls if self.urls.count(url) > 1
-        }:  # it would get two concurrent weight updates
-            raise ValueError(f"rollout.urls: {min(twice)} is named twice; name each server once")
+        ]:  # it would get two concurrent weight updates
+            raise ValueError(f"rollout.urls: {twice[0]} is named twice; name each server once")
         if self.shares_gpus and self.servers is not None:
             raise ValueError("shares_gpus applies to external servers (`urls`); use servers.colocated=true instead")
         return self

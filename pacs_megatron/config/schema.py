@@ -44,8 +44,8 @@ class PrecisionOptions(Options):
     fp8: Fp8Options | None = None
     """FP8 matrix products. Requires CUDA, Transformer Engine and `dtype: bf16`."""
     head: Literal["bf16", "fp32"] = "bf16"
-    """With `dtype: bf16`, the precision of the final norm's output and of the logits. `fp32` removes the rounding of the
-    logits, most of the noise of a log-prob in bf16 (docs/numerics.md). With `dtype: fp32` they are fp32 anyway."""
+    """With `dtype: bf16`, precision of the final norm's output and of the logits. `fp32` removes most of the noise of a
+    log-prob (docs/numerics.md)."""
 
 
 class RecomputeOptions(Options):
@@ -79,8 +79,7 @@ class MegatronOptions(Options):
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = "deepep"
     """Kernels of `moe_token_dispatcher_type: flex`."""
     tp_comm_overlap: bool = False
-    """Overlap of tensor-parallel communication and products. Its buffers have one shape, so every micro-batch is padded to
-    `batch.tokens_per_microbatch`."""
+    """Overlap of tensor-parallel communication and products. Pads micro-batches to `batch.tokens_per_microbatch`."""
     use_precision_aware_optimizer: bool = False
     """The optimizer itself keeps the fp32 weights, and its moments may be bf16."""
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -114,11 +113,11 @@ RoutingKind = Literal["own", "replay_sampler"]
 
 class PolicyOptions(Options):
     offload: OffloadKind = "none"
-    """State of the trainer that is in pinned host memory while colocated servers sample; it makes space for a larger
-    `rollout.servers.mem_fraction`. `optimizer`: fp32 weights and moments; the gradients are freed. `all`: the weights too."""
+    """State of the trainer that is in pinned host memory while colocated servers on one node sample. `optimizer`: fp32
+    weights and moments; the gradients are freed. `all`: the weights too."""
     routing: RoutingKind = "own"
-    """Experts of a sample's tokens in training. `own`: as the policy chooses at the step's start. `replay_sampler`: those
-    that SGLang used for the sample; needs servers with `--enable-return-routed-experts`."""
+    """Experts of a sample's tokens in training. `own`: the policy's at the step's start. `replay_sampler`: those of SGLang,
+    whose servers need `--enable-return-routed-experts`."""
 
 
 class ParallelOptions(Options):
@@ -143,8 +142,8 @@ class ParallelOptions(Options):
     control_timeout_s: float = Field(default=7200.0, gt=0)
     """Timeout of one phase of the driver, such as a rollout, in seconds."""
     hang_timeout_s: float = Field(default=1500.0, gt=0)
-    """Seconds without progress after which a rank writes all stacks and ends the job with exit code 70. Must be below
-    NCCL's timeout (1,800 s) and above the longest update, checkpoint or embedded generation."""
+    """Seconds without progress after which a rank writes all stacks and ends the job with exit code 70: below NCCL's
+    timeout (1,800 s), above the longest update, checkpoint or embedded generation."""
 
 
 Truncated = Literal["label0", "judge", "drop"]
@@ -157,12 +156,11 @@ class AdmissionOptions(Options):
     drop_one_class_groups: bool = False
     """Drop groups whose labels are all equal (dynamic sampling)."""
     oversample: float = Field(default=1.0, ge=1)
-    """Factor of over-sampling, with `drop_one_class_groups`. A step requests `oversample * batch.prompts_per_step` prompts
-    and trains on the first `batch.prompts_per_step` admitted groups. SGLang cancels the other requests; a later step
-    samples their prompts first."""
+    """Factor of over-sampling, with `drop_one_class_groups`. A step requests `oversample * batch.prompts_per_step` prompts,
+    trains on the first admitted groups and cancels the other requests; a later step samples their prompts first."""
     refill_rounds: int = Field(default=0, ge=0)
     """Maximum number of further requests of a step, with `drop_one_class_groups`: while groups are missing, a round requests
-    `oversample` times their number of new prompts (DAPO's dynamic sampling). 0: a step trains on the groups that it has."""
+    `oversample` times their number of new prompts (DAPO's dynamic sampling)."""
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
@@ -194,10 +192,9 @@ class DatasetOptions(Options):
     split: Line = "train"
     """Split of a hub data set or a folder; unused for a file."""
     preset: Preset | None = None
-    """Predefined column names of a known data set; `apps` and `livecodebench` need `reward.name: code`. Set exactly one of
-    `preset` and `columns`."""
+    """Column names of a known data set; `apps` and `livecodebench` need `reward.name: code`."""
     columns: ColumnOptions | None = None
-    """Column names. Set exactly one of `preset` and `columns`."""
+    """Column names, in place of `preset`."""
     limit: PositiveInt | None = None
     """Number of rows to use, from the first; null uses all."""
 
@@ -216,8 +213,7 @@ class DataOptions(Options):
     shuffle: bool = True
     """Shuffle the prompts in each epoch, seeded by run.seed."""
     shuffle_labels: bool = False
-    """Permute the labels of each step at random, each with its reward. A control experiment: the policy must not
-    improve."""
+    """Permute the labels of each step at random, with their rewards: a control, in which the policy must not improve."""
 
     @field_validator("chat_template_args")
     @classmethod
@@ -305,19 +301,15 @@ class EvaluationOptions(Options):
 
 class CheckpointOptions(Options):
     every: PositiveInt | None = None
-    """Save interval, in steps. The end and a stop request always save; null saves only there."""
+    """Save interval, in steps; null saves only at the end and at a stop request."""
     keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     async_save: bool | None = None
-    """Write the files while the next step runs; the last checkpoint and one after a stop request are written at once. null:
-    on with CUDA. Needs host memory for a copy of this rank's share of the weights."""
+    """Write the files while the next step runs, from a copy in host memory; null: on with CUDA."""
 
 
 class MismatchOptions(Options):
-    """Differences of log-probs for the same tokens and weights, and the limits at which the run saves and stops.
-
-    docs/metrics.md#limits has usual values.
-    """
+    """Differences of log-probs for the same tokens and weights, and the limits at which the run stops (docs/metrics.md)."""
 
     threshold: float = Field(default=0.1, gt=0)
     """Difference in nats above which a token counts in `mismatch/over_frac`."""
@@ -349,13 +341,8 @@ class LoggingOptions(Options):
     """Write TensorBoard event files."""
     wandb: WandbOptions | None = None
     """Log to Weights & Biases. Requires the `wandb` package; the key comes from WANDB_API_KEY."""
-    samples_in_report: int = Field(default=8, ge=0)
-    """Number of samples in the report."""
-    save_rollouts: bool = True
-    """Write the samples of each step to rollouts/ as text."""
     save_tokens: bool = False
-    """Also write token ids, log-probs and weight versions as arrays. A step can be repeated exactly from them. Eight bytes
-    per token."""
+    """Write token ids, log-probs and weight versions as arrays, to repeat a step exactly: eight bytes per token."""
 
 
 class RunOptions(Options):
@@ -431,7 +418,6 @@ class RunConfig(Options):
     @model_validator(mode="after")
     def _check_objective(self) -> RunConfig:
         self.objective.refuse_updates_per_step(self.batch.num_updates)
-        # `score: naive` of PACS uses no siblings, but admission drops groups of one sample too.
         if self.objective.compares_siblings and self.batch.samples_per_prompt < 2:
             raise ValueError(
                 f"batch.samples_per_prompt={self.batch.samples_per_prompt}: objective {self.objective.name} compares the "

@@ -50,7 +50,7 @@ _GUIDES = {
 """Section -> a metric, and how to read the section's charts in a run that has this metric."""
 
 
-def write_report(run_dir: Path, *, num_samples: int) -> Path:
+def write_report(run_dir: Path, *, num_samples: int = 8) -> Path:
     """Writes `<run_dir>/report.html` with up to `num_samples` samples of the first and of the last step.
 
     Reads metrics.jsonl, config.yaml, environment.json and rollouts/; the part of a missing file is omitted. Raises

@@ -112,9 +112,8 @@ class StepResults:
             self._to_write = None
 
     def _write(self, rollouts: StepRollouts, samples: Sequence[Sample]) -> None:
-        """Writes the samples as text and as arrays, as configured."""
+        """Writes the samples as text, and as arrays if configured."""
         path = rollout_path(self._run_dir, rollouts.step, "step" if rollouts.is_train else "eval")
-        if self._config.logging.save_rollouts:
-            write_rollouts(path, samples, rollouts.by_id, self._decode)
+        write_rollouts(path, samples, rollouts.by_id, self._decode)
         if self._config.logging.save_tokens:
             write_record(path.with_suffix(RECORD_SUFFIX), samples)

@@ -16,9 +16,8 @@ from typing import Any, NoReturn
 
 from pacs_megatron import __version__
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError, one_line
-from pacs_megatron.runtime.environment import installed
+from pacs_megatron.runtime.environment import PACKAGES, installed
 
-_PACKAGES = ("torch", "megatron-core", "transformers", "nemo-run", "sglang", "pydantic", "numpy")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential)")
 
@@ -118,7 +117,7 @@ def write_report(error: BaseException) -> str:
     """Writes a crash report to the folder of temporary files; returns where it is, for the message."""
     lines = [
         f"pacs-megatron {__version__}, Python {platform.python_version()}, {platform.platform()}",
-        ", ".join(f"{name} {installed(name) or 'not installed'}" for name in _PACKAGES),
+        ", ".join(f"{name} {installed(name) or 'not installed'}" for name in PACKAGES),
         f"time: {time.strftime('%Y-%m-%dT%H:%M:%S%z')}",
         f"working directory: {os.environ.get('PWD')}",
         "arguments:",

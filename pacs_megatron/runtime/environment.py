@@ -10,8 +10,11 @@ from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.waiting import run_program
 
 _KNOWN_WARNINGS = ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated")
-
-
+PACKAGES = (
+    *("torch", "megatron-core", "transformers", "transformer-engine", "sglang"),
+    *("datasets", "math-verify", "pydantic", "nemo-run", "numpy"),
+)
+"""Packages whose versions a run and a crash report record."""
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
 """Files of a host with an NVIDIA driver."""
 VISIBLE_GPUS = "PACS_VISIBLE_GPUS"

@@ -10,6 +10,7 @@ import math
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +19,7 @@ from pacs_megatron.errors import DataError, PacsError, shown
 MAX_BYTES = 256 * 2**20
 """Default limit of a file."""
 MAX_DEPTH = 64
+_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels; write it flatter"
 MAX_DIGITS = 300
 """Of one number; an integer below the limit always fits into a float."""
 
@@ -29,14 +31,10 @@ class _RefusedError(ValueError):
     """A value that JSON's grammar allows and this reader rejects."""
 
 
-def read_json(path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES) -> Any:
-    """The value of a JSON file. Raises `error`."""
-    return parse_json(read_text(path, error=error, max_bytes=max_bytes), str(path), error=error)
-
-
 def read_object(path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """As `read_json`; the value must be an object."""
-    return as_object(read_json(path, error=error, max_bytes=max_bytes), str(path), error=error)
+    """The object of a JSON file. Raises `error`."""
+    value = parse_json(read_text(path, error=error, max_bytes=max_bytes), str(path), error=error)
+    return as_object(value, str(path), error=error)
 
 
 def parse_json(
@@ -56,22 +54,22 @@ def parse_json(
     """
     if isinstance(text, bytes):
         text = _decode(text, where if line is None else f"{where}:{line}", error)
-    start = len(text) - len(text.lstrip(_SPACE))
+    position = start = len(text) - len(text.lstrip(_SPACE))
     try:
         value, end = _DECODER.raw_decode(text, start)
         _check(value, any_text)
+        rest = text[end:].lstrip(_SPACE)
+        if not rest:
+            return value
+        position, problem = len(text) - len(rest), f"text after the JSON value ({shown(rest)}); remove it"
     except json.JSONDecodeError as found:
-        place = _place(where, line, text, found.pos)
-        raise error(f"{place}: malformed JSON at column {found.colno}: {found.msg}; correct it") from found
-    except RecursionError as found:
-        place = _place(where, line, text, start)
-        raise error(f"{place}: nested deeper than {MAX_DEPTH} levels; write it flatter") from found
+        position, problem = found.pos, f"malformed JSON at column {found.colno}: {found.msg}; correct it"
+    except RecursionError:
+        problem = _TOO_DEEP
     except _RefusedError as found:
-        raise error(f"{_place(where, line, text, start)}: {found}") from found
-    if rest := text[end:].lstrip(_SPACE):
-        place = _place(where, line, text, len(text) - len(rest))
-        raise error(f"{place}: text after the JSON value ({shown(rest)}); remove it")
-    return value
+        problem = str(found)
+    place = "" if line is None and position == 0 else f":{(line or 1) + text.count(chr(10), 0, position)}"
+    raise error(f"{where}{place}: {problem}")
 
 
 def as_object(value: Any, where: str, *, error: type[PacsError] = DataError) -> dict[str, Any]:
@@ -126,22 +124,13 @@ def _decode(content: bytes, where: str, error: type[PacsError]) -> str:
         raise error(f"{where}: byte {found.start} is not UTF-8; save the file as UTF-8") from found
 
 
-def _integer(text: str) -> int:
-    _check_digits(text)
-    return int(text)
-
-
-def _number(text: str) -> float:
-    _check_digits(text)
-    value = float(text)
+def _number(text: str, kind: type[int] | type[float] = float) -> float:
+    if len(text) > MAX_DIGITS:
+        raise _RefusedError(f"a number of {len(text)} characters ({shown(text)}); at most {MAX_DIGITS} are read")
+    value = kind(text)
     if not math.isfinite(value):
         raise _RefusedError(f"the number {shown(text)} is too large for a 64-bit float")
     return value
-
-
-def _check_digits(text: str) -> None:
-    if len(text) > MAX_DIGITS:
-        raise _RefusedError(f"a number of {len(text)} characters ({shown(text)}); at most {MAX_DIGITS} are read")
 
 
 def _constant(name: str) -> float:
@@ -158,7 +147,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=_constant
+    object_pairs_hook=_object, parse_int=partial(_number, kind=int), parse_float=_number, parse_constant=_constant
 )
 _KINDS = {dict: "an object", list: "an array", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
 _KINDS[type(None)] = "null"
@@ -172,34 +161,24 @@ def _check(value: Any, any_text: bool) -> None:
         for item in level:
             if isinstance(item, dict):
                 below += item.values()
-                if not any_text:
-                    for key in item:
-                        _check_text(key)
             elif isinstance(item, list):
                 below += item
-            elif isinstance(item, str) and not any_text:
-                _check_text(item)
+            for text in item if isinstance(item, dict) else (item,):
+                if isinstance(text, str) and not any_text:
+                    _check_text(text)
         level, depth = below, depth + 1
         if depth > MAX_DEPTH:
-            raise _RefusedError(f"nested deeper than {MAX_DEPTH} levels; write it flatter")
+            raise _RefusedError(_TOO_DEEP)
 
 
 def _check_text(text: str) -> None:
     if "\0" in text:
         raise _RefusedError(f"the string {shown(text)} contains a NUL character; remove it")
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as found:
-            raise _RefusedError(
-                f"the string {shown(text)} contains a lone surrogate (character {found.start}); remove it"
-            ) from found
-
-
-def _place(where: str, line: int | None, text: str, position: int) -> str:
-    if line is None and position == 0:
-        return where
-    return f"{where}:{(line or 1) + text.count(chr(10), 0, position)}"
+    try:
+        text.encode()
+    except UnicodeEncodeError as found:
+        place = f"character {found.start}"
+        raise _RefusedError(f"the string {shown(text)} contains a lone surrogate ({place}); remove it") from found
 
 
 @contextmanager

@@ -13,16 +13,18 @@ _ATTEMPTS = 64
 def free_port(host: str, wanted: int = 0) -> int:
     """`wanted`, or another port where it has a listener; the port has none at the moment.
 
-    The other port is below those that the kernel gives to outgoing connections and to binds without a number. A server may
-    need a minute from its start to its bind, and on a busy host one of them would take the port in this time.
+    The other port is below those that the kernel gives to outgoing connections: a server may need a minute until it binds,
+    and on a busy host one of them would take the port in this time.
     """
-    numbers = random.SystemRandom()  # processes with equal seeds choose different ports
-    end = _kernel_range_start()
-    others = [numbers.randrange(_LOWEST, end) for _ in range(_ATTEMPTS)] if end > _LOWEST else []
-    for port in (wanted, *others):
-        if port:
-            with suppress(OSError):
-                return _bound(host, port)
+    try:
+        below = range(_LOWEST, int(_KERNEL_RANGE.read_text().split()[0]))
+    except (OSError, ValueError, IndexError):
+        below = range(0)
+    # Processes with equal seeds choose different ports.
+    others = random.SystemRandom().choices(below, k=_ATTEMPTS) if below else []
+    for port in filter(None, (wanted, *others)):
+        with suppress(OSError):
+            return _bound(host, port)
     return _bound(host, 0)
 
 
@@ -32,10 +34,3 @@ def _bound(host: str, port: int) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
         probe.bind((host, port))
         return int(probe.getsockname()[1])
-
-
-def _kernel_range_start() -> int:
-    try:
-        return int(_KERNEL_RANGE.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from pacs_megatron import __version__
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.runtime.environment import installed
+from pacs_megatron.runtime.environment import PACKAGES, installed
 from pacs_megatron.runtime.files import write_atomically
 
 CONFIG_FILE = "config.yaml"
@@ -33,20 +33,10 @@ FIXED_KEYS = (
     *("batch.prompts_per_step", "batch.samples_per_prompt"),
 )
 """A resumed run may not change these: its metrics would mix two experiments."""
-_PACKAGES = (
-    "torch",
-    "megatron-core",
-    "transformers",
-    "transformer-engine",
-    "sglang",
-    "datasets",
-    "math-verify",
-    "numpy",
-)
 
 
 def write_exit_code(run_dir: Path, code: int, name: str = EXIT_CODE_FILE) -> None:
-    """How the run ended; does nothing on a full disk, which is a reason of the code."""
+    """How the run ended; not on a full disk, which is a reason of the code."""
     with suppress(OSError):
         write_atomically(run_dir / name, [f"{int(code)}\n".encode()])
 
@@ -73,9 +63,7 @@ def check_run_folder(run_dir: Path) -> None:
             raise ConfigError(f"{folder} is not a folder; remove it, or choose another run.name")
     for path in (run_dir / METRICS_FILE, *(run_dir / LOG_FOLDER).glob("*"), *(run_dir / "rollouts").glob("*")):
         if path.is_symlink() and not path.is_dir():  # the run appends to some of these; a job links logs/latest
-            raise ConfigError(
-                f"{path} is a link; a run writes its own files only: remove it, or choose another run.name"
-            )
+            raise ConfigError(f"{path} is a link, not a file of the run; remove it, or choose another run.name")
 
 
 def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
@@ -97,7 +85,7 @@ def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
     forbidden = [key for key in changed if any(key.startswith(fixed) for fixed in FIXED_KEYS)]
     if forbidden:
         raise ConfigError(
-            f"{run_dir} contains a run with another {forbidden[0]}; continue it with the same value, or choose another run.name"
+            f"{run_dir} contains a run with another {forbidden[0]}; use the same, or choose another run.name"
         )
     return changed
 
@@ -112,6 +100,6 @@ def _changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
 def write_environment(run_dir: Path, extra: Mapping[str, str]) -> None:
     """Writes `environment.json`: versions of this program, Python and the packages that matter, and `extra`."""
     found = {"pacs-megatron": __version__, "python": platform.python_version(), "platform": platform.platform()}
-    packages = {name: version for name in _PACKAGES if (version := installed(name)) is not None}
+    packages = {name: version for name in PACKAGES if (version := installed(name)) is not None}
     text = json.dumps({**found, **packages, **extra}, indent=2, ensure_ascii=False)
     write_atomically(run_dir / ENVIRONMENT_FILE, [text.encode(), b"\n"])

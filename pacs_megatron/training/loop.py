@@ -74,7 +74,7 @@ class Outputs:
     def report(self) -> None:
         if self._run.driver is not None:
             warn_of_clipping(self._clipped)
-            write_report(self._run.run_dir, num_samples=self._run.config.logging.samples_in_report)
+            write_report(self._run.run_dir)
 
 
 def train(run: RunContext) -> ExitCode:

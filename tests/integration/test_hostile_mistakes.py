@@ -77,7 +77,7 @@ for _word in (
         "run.steps=$STEPS",
     ),
     *(
-        "logging.samples_in_report=.nan",
+        "checkpoint.every=.nan",
         "reward.timeout_s=10s",
         "reward.memory_limit_gib=4GiB",
         "resources.gpu=H100",

@@ -69,7 +69,7 @@ for _words in (
     *(("rollout.engine=vllm",), ("rollout.sampling.top_p=0",), ("rollout.sampling.top_k=-1",), ("rollout.max_staleness=-1",)),
     *(("rollout.sampling=null",), ("reward=null",), ("reward={{name: math, nosuch: 1}}",), ("reward.label_threshold=.nan",)),
     *(("reward.max_failure_frac=2",), ("optimizer.schedule=exp",), ("optimizer.warmup_updates=-1",), ("optimizer=null",)),
-    *(("checkpoint.every=0",), ("logging.samples_in_report=-1",), ("logging.tensorboard=yes",), ("run=null",), ("model=null",)),
+    *(("checkpoint.every=0",), ("checkpoint.every=-1",), ("logging.tensorboard=yes",), ("run=null",), ("model=null",)),
     *(("data.max_prompt_tokens=0",), ("data.train.preset=gsm8k",), ("data.train.columns=null",), ("data.train.name=a/b",)),
     *(("evaluation.benchmarks=[{{path: x}}]",), ("evaluation.benchmarks.3.path=x",), ("evaluation.benchmarks=x",)),
     *(("resources.time_limit=4h",), ("resources.time_limit='00:00:10'",), ("resources.signal_lead_s=0",), ("resources.max_attempts=0",)),

@@ -14,7 +14,6 @@ from pacs_megatron.runtime.json_reader import (
     MAX_DEPTH,
     MAX_DIGITS,
     parse_json,
-    read_json,
     read_lines,
     read_object,
     read_text,
@@ -88,7 +87,7 @@ def test_what_is_no_regular_file_is_rejected_at_once(tmp_path: Path, name: str) 
     (tmp_path / "a_folder").mkdir()
     os.mkfifo(tmp_path / "a_pipe")
     with pytest.raises(DataError) as caught:
-        read_json(tmp_path / name)
+        read_object(tmp_path / name)
     assert "\n" not in str(caught.value) and "\0" not in str(caught.value)
 
 
