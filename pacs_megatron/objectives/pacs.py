@@ -5,7 +5,6 @@ sample, the reward proxy r_j. So `prepare` differentiates L with respect to ever
 of coefficient times log-prob: its gradient is dL/dtheta for any split of the mini-batch.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -83,21 +82,6 @@ class PacsOptions(ReferenceOptions):
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Coupled:
-    """Values of a table's samples; float64 [m]."""
-
-    coefficient: Tensor
-    """a_j, the derivative of L by each token's log-prob: beta, 1/N and 1/|o_j| are included"""
-    psi: Tensor
-    slope: Tensor
-    """sigmoid(psi) - y"""
-    weight: Tensor
-    importance: Tensor | None
-    loss: Tensor
-    """w_i l_i"""
-
-
 class Pacs(Objective, options=PacsOptions):
     """The PACS objective; see `Objective` for the protocol."""
 
@@ -145,12 +129,30 @@ class Pacs(Objective, options=PacsOptions):
     def couple(
         self, table: SampleTable, scores: Tensor | None, sampler_ratios: Tensor | None, known: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """[m] float64: `coefficient` a_j, the derivative of L by each token's log-prob."""
+        """[m] float64: `coefficient` a_j, the derivative of L by each token's log-prob, with beta, 1/N and 1/|o_j|; `score`
+        psi, `slope` sigmoid(psi) - y, `weight` w_i, `loss` w_i l_i and, if it is corrected, `importance`."""
+        options, num_samples = self._options, float(table.num_samples)
         proxy = torch.zeros_like(table.labels) if scores is None else scores
-        return {"coefficient": self._couple(table, proxy, sampler_ratios).coefficient}
+        psi = group_scores(proxy, table, options.score, options.score_std_floor)
+        loss, slope = sample_loss(psi, table.labels)
+        weight = class_weights(table.labels, table, options.weighting)
+        found = {"score": psi, "slope": slope}
+        if options.importance_cap is not None and sampler_ratios is not None:
+            # The cap applies in log space: exp of a large ratio would overflow.
+            limit = float(np.log(options.importance_cap))
+            is_capped = sampler_ratios >= limit
+            found["importance"] = torch.where(is_capped, options.importance_cap, sampler_ratios.clamp(max=limit).exp())
+            weight = weight * found["importance"]
+        residual = weight * slope / num_samples
+        gradient = proxy_gradient(residual, proxy, table, options.score, options.score_std_floor)
+        gradient = gradient + self._actor_gradient(weight * loss, table, num_samples)
+        coefficient = options.beta * gradient
+        if not self._uses_log_ratio:
+            coefficient = coefficient / table.response_lens.clamp(min=1.0)
+        return {"coefficient": coefficient, "weight": weight, "loss": weight * loss} | found
 
     def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
-        """Loss, metrics, and per sample [n] float64: `coefficient` a_j (see `couple`), `score` psi and `weight` w.
+        """Loss, metrics, and per sample [n] float64 what `couple` finds.
 
         Does not depend on the order of the rows, bit for bit: computed in the order of the sample ids.
         Raises NonFiniteError for a NaN or Inf in `scores`, ValueError on internal errors.
@@ -163,26 +165,22 @@ class Pacs(Objective, options=PacsOptions):
             if facts.log_ratio_to_sampler is None:
                 raise ValueError("objective: importance_cap needs facts.log_ratio_to_sampler from the engine")
             ratios = torch.from_numpy(facts.log_ratio_to_sampler)[table.rows]
-        found = self._couple(table, proxy, ratios)
+        found = self.couple(table, proxy, ratios, {})
         metrics, denominators = _metrics(found, table, facts)
         if scores is not None:
-            metrics["pacs/psi_mean_square"] = float(found.psi.square().mean())
-        if found.importance is not None and self._options.importance_cap is not None:
-            importance = found.importance.numpy()
+            metrics["pacs/psi_mean_square"] = float(found["score"].square().mean())
+        if self._options.importance_cap is not None:
+            importance = found["importance"].numpy()
             metrics["pacs/importance_mean"] = float(importance.sum()) / facts.num_samples
             is_capped = importance >= self._options.importance_cap
             metrics["pacs/importance_capped_frac"] = float(is_capped.sum()) / facts.num_samples
-        coefficient = by_row(found.coefficient, table)
+        per_sample = {name: by_row(values, table) for name, values in found.items()}
         return Prepared(
-            per_sample={
-                "coefficient": coefficient,
-                "score": by_row(found.psi, table),
-                "weight": by_row(found.weight, table),
-            },
-            loss=float(found.loss.numpy().sum() / facts.num_samples),
+            per_sample=per_sample,
+            loss=float(found["loss"].numpy().sum() / facts.num_samples),
             metrics=metrics,
             denominators=denominators,
-            zero_gradient=coefficient == 0.0,
+            zero_gradient=per_sample["coefficient"] == 0.0,
         )
 
     def score_noise(self, before: Tensor, after: Tensor, facts: SampleFacts, rows: IntArray) -> dict[str, float]:
@@ -192,7 +190,7 @@ class Pacs(Objective, options=PacsOptions):
         """
         table = build_table(facts, rows)
         first, second = (
-            group_scores(proxy[table.rows], table, self._options.score, self._options.score_std_floor).psi
+            group_scores(proxy[table.rows], table, self._options.score, self._options.score_std_floor)
             for proxy in (before, after)
         )
         change = (after - before)[table.rows].numpy()
@@ -208,32 +206,6 @@ class Pacs(Objective, options=PacsOptions):
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
         """[t], a_j log pi_theta: not the loss but a surrogate whose summed gradient is dL/dtheta."""
         return at_tokens(prepared.per_sample["coefficient"], tokens).to(tokens.logprobs.dtype) * tokens.logprobs
-
-    def _couple(self, table: SampleTable, proxy: Tensor, sampler_ratios: Tensor | None) -> _Coupled:
-        options, num_samples = self._options, float(table.num_samples)
-        scores = group_scores(proxy, table, options.score, options.score_std_floor)
-        loss, slope = sample_loss(scores.psi, table.labels)
-        weight = class_weights(table.labels, table, options.weighting)
-        importance = None
-        if options.importance_cap is not None and sampler_ratios is not None:
-            # The cap applies in log space: exp of a large ratio would overflow.
-            limit = float(np.log(options.importance_cap))
-            is_capped = sampler_ratios >= limit
-            importance = torch.where(is_capped, options.importance_cap, sampler_ratios.clamp(max=limit).exp())
-            weight = weight * importance
-        gradient = proxy_gradient(weight * slope / num_samples, scores, table, options.score)
-        gradient = gradient + self._actor_gradient(weight * loss, table, num_samples)
-        coefficient = options.beta * gradient
-        if not self._uses_log_ratio:
-            coefficient = coefficient / table.response_lens.clamp(min=1.0)
-        return _Coupled(
-            coefficient=coefficient,
-            psi=scores.psi,
-            slope=slope,
-            weight=weight,
-            importance=importance,
-            loss=weight * loss,
-        )
 
     def _checked_proxy(self, scores: Tensor | None, facts: SampleFacts) -> Tensor:
         """float64 [n], in the order of the facts."""
@@ -269,16 +241,18 @@ def _check_labels(table: SampleTable, facts: SampleFacts) -> None:
         raise ValueError(f"objective: label of sample {facts.ids[row]} is {facts.labels[row]}, expected 0 or 1")
 
 
-def _metrics(found: _Coupled, table: SampleTable, facts: SampleFacts) -> tuple[dict[str, float], dict[str, float]]:
+def _metrics(
+    found: dict[str, Tensor], table: SampleTable, facts: SampleFacts
+) -> tuple[dict[str, float], dict[str, float]]:
     """Metrics, and the denominators other than the number of samples. A mean over no sample is left out."""
-    psi, labels, num_samples = found.psi.numpy(), table.labels.numpy(), float(facts.num_samples)
+    psi, labels, num_samples = found["score"].numpy(), table.labels.numpy(), float(facts.num_samples)
     metrics: dict[str, float] = {}
     positives = float(labels.sum())
     if positives > 0:
         metrics["pacs/psi_mean_pos"] = float((psi * labels).sum()) / positives
     if positives < num_samples:
         metrics["pacs/psi_mean_neg"] = float((psi * (1.0 - labels)).sum()) / (num_samples - positives)
-    metrics["pacs/residual_mean"] = float(np.abs(found.slope.numpy()).sum()) / num_samples
+    metrics["pacs/residual_mean"] = float(np.abs(found["slope"].numpy()).sum()) / num_samples
     metrics["pacs/psi_over_8_frac"] = float((np.abs(psi) > SATURATED_SCORE).sum()) / num_samples
     metrics["pacs/one_class_group_frac"] = float(one_class(table.labels, table).sum()) / table.num_groups
     metrics["pacs/truncated_frac"] = float(facts.truncated.sum()) / num_samples

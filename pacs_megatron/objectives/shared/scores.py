@@ -4,7 +4,6 @@ Numbers in brackets are equations and sections of arXiv:2509.02522. Nothing here
 the host: it also runs between forward and backward of a micro-batch.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 from pacs_megatron.contracts import SampleTable
@@ -17,28 +16,7 @@ SCORE_EPS = 1e-6
 """e of the `grpo` score, added to the standard deviation (the authors' value)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupStd:
-    """Values for the derivative of the `grpo` score; [m], the group's value for each of its samples."""
-
-    divisor: Tensor
-    """max(s, floor) + e"""
-    slope: Tensor
-    """1 / s where the divisor depends on s; 0 where s = 0 or where the floor applies"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """psi, and the values for its derivative."""
-
-    psi: Tensor
-    centred: Tensor
-    """r minus the group's mean"""
-    std: GroupStd | None
-    """With score `grpo` only."""
-
-
-def group_scores(proxy: Tensor, table: SampleTable, score: ScoreName, std_floor: float | None) -> Scores:
+def group_scores(proxy: Tensor, table: SampleTable, score: ScoreName, std_floor: float | None) -> Tensor:
     """psi (6) from the reward proxy r.
 
     `std_floor`: the `grpo` score divides by max(s, std_floor) + e; where the floor applies, the divisor is a constant.
@@ -46,18 +24,19 @@ def group_scores(proxy: Tensor, table: SampleTable, score: ScoreName, std_floor:
     centred = table.centred(proxy)
     match score:
         case "naive":
-            return Scores(psi=proxy, centred=centred, std=None)
+            return proxy
         case "dr_grpo":
-            return Scores(psi=centred, centred=centred, std=None)
+            return centred
         case "rloo":
-            return Scores(psi=_leave_one_out(table) * centred, centred=centred, std=None)
+            return _leave_one_out(table) * centred
         case "grpo":
-            std = _group_std(centred, table, std_floor)
-            return Scores(psi=centred / std.divisor, centred=centred, std=std)
+            return centred / _group_std(centred, table, std_floor)[0]
 
 
-def proxy_gradient(residual: Tensor, scores: Scores, table: SampleTable, score: ScoreName) -> Tensor:
-    """c_j = dL/dr_j from g_i = dL/dpsi_i: the transposed Jacobian of `group_scores`.
+def proxy_gradient(
+    residual: Tensor, proxy: Tensor, table: SampleTable, score: ScoreName, std_floor: float | None
+) -> Tensor:
+    """c_j = dL/dr_j from g_i = dL/dpsi_i: the transposed Jacobian of `group_scores` at the proxy r.
 
     Exactly 0 in a group whose g are all equal (except for `naive`): one class, and every r equal.
     """
@@ -69,11 +48,11 @@ def proxy_gradient(residual: Tensor, scores: Scores, table: SampleTable, score: 
         case "rloo":
             return _leave_one_out(table) * table.centred(residual)
         case "grpo":
-            if scores.std is None:
-                raise ValueError("objective: scores were not computed with score grpo")
-            along = table.total(residual * scores.centred) / (table.sizes - 1.0)
-            through_std = scores.centred * along[table.group_of_sample] * scores.std.slope / scores.std.divisor**2
-            return table.centred(residual) / scores.std.divisor - through_std
+            centred = table.centred(proxy)
+            divisor, slope = _group_std(centred, table, std_floor)
+            along = table.total(residual * centred) / (table.sizes - 1.0)
+            through_std = centred * along[table.group_of_sample] * slope / divisor**2
+            return table.centred(residual) / divisor - through_std
 
 
 def class_weights(labels: Tensor, table: SampleTable, weighting: WeightingName) -> Tensor:
@@ -118,9 +97,10 @@ def _leave_one_out(table: SampleTable) -> Tensor:
     return (sizes / (sizes - 1.0))[table.group_of_sample]
 
 
-def _group_std(centred: Tensor, table: SampleTable, floor: float | None) -> GroupStd:
+def _group_std(centred: Tensor, table: SampleTable, floor: float | None) -> tuple[Tensor, Tensor]:
+    """[m] of each sample's group: max(s, floor) + e, and 1 / s where that depends on s, else 0."""
     std = table.std(centred)
     moves = std > (0.0 if floor is None else floor)
     divisor = (std if floor is None else std.clamp(min=floor)) + SCORE_EPS
     slope = torch.where(moves, 1.0 / torch.where(moves, std, 1.0), 0.0)
-    return GroupStd(divisor=divisor[table.group_of_sample], slope=slope[table.group_of_sample])
+    return divisor[table.group_of_sample], slope[table.group_of_sample]
