@@ -143,14 +143,14 @@ def _advantages(batch: Batch) -> Tensor:
     if name == "reinforce_pp" and batch.step is not None:
         return _scaled_over_the_step(batch.step)[batch.rows]
     rewards = _rewards(batch)
-    kind, advantage = o.get("advantage", name if name in ("dr_grpo", "rloo") else "grpo"), torch.zeros_like(rewards)
+    kind, advantage = name if name in ("dr_grpo", "rloo") else "grpo", torch.zeros_like(rewards)
     for rows in batch.groups:
         own = rewards[rows]
         if len(set(own.tolist())) > 1:  # else every advantage is 0
             for row in rows:
                 others = (own.sum() - rewards[row]) / (len(rows) - 1)
                 centre = others if kind == "rloo" else own.mean()
-                scale = own.std() + o.get("advantage_eps", 1e-6) if kind == "grpo" else 1.0
+                scale = own.std() + 1e-6 if kind == "grpo" else 1.0
                 advantage[row] = (rewards[row] - centre) / scale
     return advantage
 

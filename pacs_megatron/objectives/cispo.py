@@ -9,9 +9,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from pacs_megatron.contracts import SampleTable, TokenRecord
+from pacs_megatron.contracts import TokenRecord
 from pacs_megatron.objectives.shared.lazy import Tensor
-from pacs_megatron.objectives.shared.policy_gradient import PolicyGradient, TokenMeanOptions, standardised
+from pacs_megatron.objectives.shared.policy_gradient import PolicyGradient, TokenMeanOptions
 
 
 class CispoOptions(TokenMeanOptions):
@@ -27,9 +27,6 @@ class Cispo(PolicyGradient, options=CispoOptions):
     """See the file."""
 
     options: CispoOptions
-
-    def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
-        return standardised(rewards, table, 1e-6)
 
     def surrogate(self, ratio: Tensor, advantage: Tensor, tokens: TokenRecord) -> Tensor:
         weight = ratio.detach().clamp(max=1.0 + self.options.clip_high)

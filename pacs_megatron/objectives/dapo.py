@@ -16,14 +16,12 @@ from typing import Literal, Self
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
-from pacs_megatron.contracts import SampleFacts, SampleTable
+from pacs_megatron.contracts import SampleFacts
 from pacs_megatron.objectives.shared.groups import FloatArray
-from pacs_megatron.objectives.shared.lazy import Tensor
 from pacs_megatron.objectives.shared.policy_gradient import (
     ClippedOptions,
     PolicyGradient,
     TokenMeanOptions,
-    standardised,
 )
 
 
@@ -68,6 +66,3 @@ class Dapo(PolicyGradient, options=DapoOptions):
             return np.asarray(facts.rewards)
         share = np.clip((facts.response_lens - (length - buffer)) / buffer, 0.0, 1.0)
         return np.asarray(facts.rewards - self.options.overlong_penalty * share)
-
-    def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
-        return standardised(rewards, table, 1e-6)

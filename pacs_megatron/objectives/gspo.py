@@ -12,10 +12,10 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from pacs_megatron.contracts import SampleFacts, SampleTable
+from pacs_megatron.contracts import SampleFacts
 from pacs_megatron.objectives.shared.groups import FloatArray
 from pacs_megatron.objectives.shared.lazy import Tensor
-from pacs_megatron.objectives.shared.policy_gradient import ClippedOptions, PolicyGradient, mean_weights, standardised
+from pacs_megatron.objectives.shared.policy_gradient import ClippedOptions, PolicyGradient, mean_weights
 
 
 class GspoOptions(ClippedOptions):
@@ -33,9 +33,6 @@ class Gspo(PolicyGradient, options=GspoOptions):
     """See the file."""
 
     ratio_of: ClassVar[Literal["mean"]] = "mean"
-
-    def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
-        return standardised(rewards, table, 1e-6)
 
     def token_weights(self, facts: SampleFacts, advantages: Tensor) -> FloatArray:
         return mean_weights(facts.response_lens, "sequence")

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from pacs_megatron.contracts import Prepared, SampleFacts, SampleTable, TokenRecord
 from pacs_megatron.contracts.protocols import Coupling, LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
-from pacs_megatron.objectives.shared.base import Objective, ReferenceOptions, at_tokens
+from pacs_megatron.objectives.shared.base import Objective, ReferenceOptions, at_tokens, given
 from pacs_megatron.objectives.shared.groups import IntArray, build_table, by_row
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.scores import class_weights, group_scores, one_class, proxy_gradient, sample_loss
@@ -119,11 +119,10 @@ class Pacs(Objective, options=PacsOptions):
         if not self._uses_log_ratio:
             per_token = self._options.beta / tokens.response_lens.clamp(min=1).double()
             return logprobs * at_tokens(per_token, tokens)
-        frozen = self._options.reference == "frozen"
-        reference = tokens.reference_logprobs if frozen else tokens.step_start_logprobs
-        if reference is None:
-            source = "reference" if frozen else "step_start"
-            raise ValueError(f"objective: the score needs {source} log-probs, but the token record has none")
+        if self._options.reference == "frozen":
+            reference = given(tokens.reference_logprobs, "reference log-probs")
+        else:
+            reference = given(tokens.step_start_logprobs, "step_start log-probs")
         return self._options.beta * (logprobs - reference.double())
 
     def couple(
@@ -162,9 +161,8 @@ class Pacs(Objective, options=PacsOptions):
         proxy = self._checked_proxy(scores, facts)[table.rows]
         ratios = None
         if self._options.importance_cap is not None:
-            if facts.log_ratio_to_sampler is None:
-                raise ValueError("objective: importance_cap needs facts.log_ratio_to_sampler from the engine")
-            ratios = torch.from_numpy(facts.log_ratio_to_sampler)[table.rows]
+            ratios = given(facts.log_ratio_to_sampler, "facts.log_ratio_to_sampler")
+            ratios = torch.from_numpy(ratios)[table.rows]
         found = self.couple(table, proxy, ratios, {})
         metrics, denominators = _metrics(found, table, facts)
         if scores is not None:

@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.options import Options
 from pacs_megatron.contracts.protocols import LogprobSource
-from pacs_megatron.objectives.shared.base import Objective, at_tokens
+from pacs_megatron.objectives.shared.base import Objective, at_tokens, given
 from pacs_megatron.objectives.shared.groups import FloatArray
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.policy_gradient import (
@@ -107,9 +107,7 @@ class Ppo(PolicyGradient, options=PpoOptions):
 
     def prepare_step(self, facts: SampleFacts) -> dict[str, float]:
         """Mean |A| of each sample, from the engine."""
-        if facts.advantage_abs is None:
-            raise ValueError("objective: ppo needs facts.advantage_abs from the engine")
-        return dict(zip(facts.ids, facts.advantage_abs.tolist(), strict=True))
+        return dict(zip(facts.ids, given(facts.advantage_abs, "facts.advantage_abs").tolist(), strict=True))
 
     def token_advantage(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
         return tokens.estimates["advantage"]

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from pacs_megatron.contracts import Prepared, SampleFacts, SampleTable, TokenRecord
 from pacs_megatron.contracts.protocols import Coupling, LogprobSource, Statistic
-from pacs_megatron.objectives.shared.base import CommonOptions, Objective, at_tokens
+from pacs_megatron.objectives.shared.base import CommonOptions, Objective, at_tokens, given
 from pacs_megatron.objectives.shared.groups import build_table, by_row
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.scores import one_class, sample_loss
@@ -46,10 +46,9 @@ class Real(Objective, options=RealOptions):
 
     def token_scores(self, tokens: TokenRecord) -> Tensor:
         """float64 [t], the token's part of s. Raises ValueError without step-start log-probs."""
-        if tokens.step_start_logprobs is None:
-            raise ValueError(f"objective: {self.name} needs step_start log-probs, got none")
+        step_start = given(tokens.step_start_logprobs, "step_start log-probs")
         lens = at_tokens(tokens.response_lens, tokens).clamp(min=1).double()
-        return (tokens.logprobs.double() - tokens.step_start_logprobs.double()) / lens
+        return (tokens.logprobs.double() - step_start.double()) / lens
 
     def known(self, facts: SampleFacts, step_inputs: Any) -> dict[str, Tensor]:
         """Per sample [n] float64: `share` 1 / Q of its group, 0 in groups of one class."""

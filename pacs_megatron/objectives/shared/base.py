@@ -7,7 +7,7 @@ read everything else from these classes (docs/objective.md#adding-an-objective).
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 from pydantic import Field, PositiveInt
 
@@ -18,6 +18,8 @@ from pacs_megatron.objectives.shared.lazy import Tensor
 
 if TYPE_CHECKING:
     import numpy as np
+
+T = TypeVar("T")
 
 
 class CommonOptions(Options):
@@ -154,6 +156,13 @@ class Objective:
         """Metrics from the update's own log-probs: name -> [t], already divided by the mini-batch's count, so the engine
         masks and sums them like `token_loss`. Called without grad. The same keys for every micro-batch; may be empty."""
         return {}
+
+
+def given(value: T | None, what: str) -> T:
+    """The value, which the engine has to fill. Raises ValueError (an internal error) if it is None."""
+    if value is None:
+        raise ValueError(f"objective: this objective with its options needs {what} from the engine, got none")
+    return value
 
 
 def at_tokens(per_sample: Tensor, tokens: TokenRecord) -> Tensor:

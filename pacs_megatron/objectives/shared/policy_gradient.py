@@ -23,7 +23,7 @@ from pydantic import Field, PositiveInt, model_validator
 from pacs_megatron.contracts import Prepared, SampleFacts, SampleTable, TokenRecord
 from pacs_megatron.contracts.protocols import LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
-from pacs_megatron.objectives.shared.base import Objective, ReferenceOptions, at_tokens
+from pacs_megatron.objectives.shared.base import Objective, ReferenceOptions, at_tokens, given
 from pacs_megatron.objectives.shared.groups import FloatArray, IntArray, build_table, by_row
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 
@@ -116,7 +116,7 @@ class TokenMeanOptions(PolicyGradientOptions):
 
 
 class PolicyGradient(Objective):
-    """A policy gradient; see `Objective` for the protocol. Subclasses define `advantages`."""
+    """A policy gradient; see `Objective` for the protocol. GRPO's, unless a subclass changes a part."""
 
     ratio_of: ClassVar[Literal["token", "mean", "product"]] = "token"
     """rho of a token, or of its sample: the geometric mean over the sample's tokens, or their product."""
@@ -129,8 +129,11 @@ class PolicyGradient(Objective):
             self.coupling = "sample"
 
     def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
-        """float64 [m], of the samples of a whole rollout batch. `rewards` [m] include `rewards` and the KL."""
-        raise NotImplementedError
+        """float64 [m], of the samples of a whole rollout batch: (R - mean) / (s + 1e-6) in the group, with the unbiased s.
+
+        `rewards` [m] include `rewards` and the KL."""
+        centred = table.centred(rewards)
+        return centred / (table.std(centred) + 1e-6)[table.group_of_sample]
 
     def rewards(self, facts: SampleFacts) -> FloatArray:
         """float64 [n], rewards before the KL."""
@@ -195,9 +198,7 @@ class PolicyGradient(Objective):
         order = table.rows.numpy()
         rewards = self.rewards(facts)
         if self.kl_in_reward:
-            if facts.kl_to_reference is None:
-                raise ValueError("objective: kl_in reward needs facts.kl_to_reference from the engine")
-            rewards = rewards - self.options.kl_coef * facts.kl_to_reference
+            rewards = rewards - self.options.kl_coef * given(facts.kl_to_reference, "facts.kl_to_reference")
         rewards = rewards[order]
         bad = np.flatnonzero(~np.isfinite(rewards))
         if len(bad):
@@ -238,12 +239,10 @@ class PolicyGradient(Objective):
         per_sample = self.known(facts, step_inputs)
         if self.coupling == "sample":
             table = build_table(facts, whole_groups=False)
-            ratios = facts.log_ratio_to_sampler
-            if ratios is None and self.options.importance_level == "sequence":
-                raise ValueError(
-                    "objective: importance_level sequence needs facts.log_ratio_to_sampler from the engine"
-                )
-            in_order = None if ratios is None else torch.from_numpy(ratios)[table.rows]
+            in_order = None
+            if self.options.importance_level == "sequence":
+                ratios = given(facts.log_ratio_to_sampler, "facts.log_ratio_to_sampler")
+                in_order = torch.from_numpy(ratios)[table.rows]
             found = self.couple(table, None if scores is None else scores[table.rows], in_order, {})
             per_sample |= {name: by_row(values, table) for name, values in found.items()}
         no_gradient = per_sample["advantage"] == 0.0
@@ -273,9 +272,7 @@ class PolicyGradient(Objective):
         if self.options.kl_in == "loss":
             loss = loss + self.options.kl_coef * self._kl(tokens)
         if self.options.entropy_coef > 0:
-            if tokens.entropy is None:
-                raise ValueError("objective: entropy_coef > 0 needs entropies, got none")
-            loss = loss - self.options.entropy_coef * tokens.entropy
+            loss = loss - self.options.entropy_coef * given(tokens.entropy, "entropies")
         return weight * loss
 
     def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, Tensor]:
@@ -313,9 +310,7 @@ class PolicyGradient(Objective):
 
     def _step_start(self, tokens: TokenRecord) -> Tensor:
         """[t], log pi_step_start."""
-        if tokens.step_start_logprobs is None:
-            raise ValueError(f"objective: {self.name} needs step_start log-probs, got none")
-        return tokens.step_start_logprobs
+        return given(tokens.step_start_logprobs, "step_start log-probs")
 
     def _importance(self, tokens: TokenRecord, prepared: Prepared) -> Tensor | None:
         """[t], the factor of the policy-gradient term, without gradient; None when there is no correction."""
@@ -330,23 +325,20 @@ class PolicyGradient(Objective):
     def _is_cut(self, ratio: Tensor) -> Tensor:
         """bool [t], where `_importance` is not the ratio itself."""
         cap, floor = self.options.importance_cap, self.options.importance_floor
-        too_high = ratio > (float("inf") if cap is None else cap)
-        return too_high if floor is None else too_high | (ratio < floor)
+        assert cap is not None
+        return ratio > cap if floor is None else (ratio > cap) | (ratio < floor)
 
     def _sampler_ratio(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
         """[t], w = pi_step_start / pi_sampler of the sampled tokens, or of their samples."""
         if self.options.importance_level == "sequence":
             return at_tokens(prepared.per_sample["sampler_ratio"], tokens)
-        if tokens.sampler_logprobs is None:
-            raise ValueError(f"objective: {self.name} with importance needs the sampler's log-probs, got none")
-        log_ratio = self._step_start(tokens).detach() - tokens.sampler_logprobs
+        log_ratio = self._step_start(tokens).detach() - given(tokens.sampler_logprobs, "the sampler's log-probs")
         return torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
 
     def _kl(self, tokens: TokenRecord) -> Tensor:
         """[t], nats."""
-        if tokens.reference_logprobs is None:
-            raise ValueError(f"objective: {self.name} with kl_coef > 0 needs reference log-probs, got none")
-        return self._estimate((tokens.reference_logprobs - tokens.logprobs).clamp(max=MAX_LOG_RATIO))
+        reference = given(tokens.reference_logprobs, "reference log-probs")
+        return self._estimate((reference - tokens.logprobs).clamp(max=MAX_LOG_RATIO))
 
     def _estimate(self, log_ratio: Tensor) -> Tensor:
         """k of q = log pi_reference - log pi, nats."""
@@ -364,12 +356,6 @@ def leave_one_out(rewards: Tensor, table: SampleTable) -> Tensor:
     return table.centred(rewards) * (table.sizes / (table.sizes - 1.0))[table.group_of_sample]
 
 
-def standardised(rewards: Tensor, table: SampleTable, eps: float) -> Tensor:
-    """[m], (R - mean) / (s + eps) of the sample's group, with the unbiased s."""
-    centred = table.centred(rewards)
-    return centred / (table.std(centred) + eps)[table.group_of_sample]
-
-
 def mean_weights(
     response_lens: IntArray, loss_mean: Literal["token", "sequence", "dr_grpo"], constant_length: int | None = None
 ) -> FloatArray:
@@ -381,6 +367,5 @@ def mean_weights(
         case "sequence":
             return 1.0 / (num_samples * np.maximum(response_lens, 1).astype(np.float64))
         case "dr_grpo":
-            if constant_length is None:
-                raise ValueError("objective: loss_mean dr_grpo without constant_length")
+            assert constant_length is not None
             return np.full(num_samples, 1.0 / (num_samples * constant_length))

@@ -112,7 +112,6 @@ def _random_pacs(draw: random.Random) -> dict[str, Any]:
 def _random_grpo(draw: random.Random) -> dict[str, Any]:
     options: dict[str, Any] = {
         "name": "grpo",
-        "advantage": draw.choice(["grpo", "dr_grpo", "rloo"]),
         "clip_high": draw.choice([0.2, 0.28]),
         "loss_mean": draw.choice(["token", "sequence", "dr_grpo"]),
         "kl_coef": draw.choice([0.0, 0.0, 0.1]),

@@ -168,8 +168,6 @@ CHANGED: dict[str, Changed] = {
         },
         later={
             "objective": {
-                "advantage": "grpo",
-                "advantage_eps": 0.1,
                 "clip_low": 0.01,
                 "clip_high": 0.015,
                 "kl_coef": 0.3,
@@ -360,8 +358,6 @@ def _options(draw: random.Random, name: str, frozen: bool, where: str | None) ->
         o |= {"importance_cap": draw.choice([1.2, 2.0]), "importance_level": draw.choice(["token", "sequence"])}
     if name in ("grpo", "dapo", "cispo", "reinforce_pp", "ppo"):
         o["loss_mean"] = draw.choice(["token", "sequence"])
-    if name == "grpo":
-        o["advantage"] = draw.choice(["grpo", "dr_grpo", "rloo"])
     if name == "reinforce_pp":
         o["baseline"] = draw.choice(["none", "group"])
     if name == "ppo":

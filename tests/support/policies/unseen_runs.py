@@ -119,7 +119,7 @@ COMBINATIONS: dict[str, Changed] = {
         {"name": "pacs", "reward_proxy": "mean_log_prob", "score": "dr_grpo"}, {"cp": 2}, data=one_token, updates=3
     ),
     "grpo with one group a step, distributed optimizer": case(
-        {"name": "grpo", "advantage": "grpo"}, {"distributed_optimizer": True}, data=one_group, updates=2, epochs=2
+        {"name": "grpo"}, {"distributed_optimizer": True}, data=one_group, updates=2, epochs=2
     ),
     "pacs, one class a step, frozen reference, importance cap, tp2": case(
         {"name": "pacs", "reference": "frozen", "importance_cap": 1.05, "weighting": "only_positive"},

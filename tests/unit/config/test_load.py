@@ -140,8 +140,8 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
         (["lr=4"], "unknown key `lr`; did you mean `objective.critic.lr` or `optimizer.lr`? (override)"),
         (["optimiser.lr=1"], "unknown key `optimiser`; did you mean `optimizer`? (override)"),
         (
-            ["objective.advantage=rloo"],
-            "unknown key `objective.advantage`; it belongs to objective.name=grpo, and objective.name=pacs does not use it; "
+            ["objective.gamma=0.9"],
+            "unknown key `objective.gamma`; it belongs to objective.name=ppo, and objective.name=pacs does not use it; "
             "remove the key (override)",
         ),
         (

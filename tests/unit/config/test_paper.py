@@ -41,8 +41,6 @@ def test_the_values_of_the_document(method: str, size: str, steps: int) -> None:
     objective = config.objective.model_dump()
     wanted = {"clip_grad": 1.0, "loss_mean": "dr_grpo", "constant_length": 1024, "clip_low": 0.2, "clip_high": 0.2}
     wanted |= {"kl_coef": 0.0, "entropy_coef": 0.0}
-    if method == "grpo":
-        wanted |= {"advantage": "grpo"}
     if method == "ppo":
         assert objective["critic"]["lr"] == 1e-5
         wanted |= {"gamma": 1.0, "lam": 1.0, "value_clip": 0.5}

@@ -9,6 +9,7 @@ import torch
 
 from pacs_megatron.contracts import SampleFacts
 from pacs_megatron.errors import NonFiniteError
+from pacs_megatron.objectives.dr_grpo import DrGrpoOptions
 from pacs_megatron.objectives.grpo import GrpoOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.shared.base import Objective
@@ -25,15 +26,11 @@ def grpo(updates_per_step: int = 1, **options: Any) -> Objective:
     return build_objective(GrpoOptions(name="grpo", **options), updates_per_step=updates_per_step)
 
 
-def plain_advantages(facts: SampleFacts, kind: str) -> list[float]:
+def plain_advantages(facts: SampleFacts) -> list[float]:
     out = []
     for row in range(facts.num_samples):
         rewards = facts.rewards[facts.groups == facts.groups[row]]
-        if kind == "rloo":
-            out.append(facts.rewards[row] - (rewards.sum() - facts.rewards[row]) / (len(rewards) - 1))
-        else:
-            scale = rewards.std(ddof=1) + 1e-6 if kind == "grpo" else 1.0
-            out.append((facts.rewards[row] - rewards.mean()) / scale)
+        out.append((facts.rewards[row] - rewards.mean()) / (rewards.std(ddof=1) + 1e-6))
     return out
 
 
@@ -60,16 +57,15 @@ def plain_loss(batch: Batch, logprobs: torch.Tensor, options: GrpoOptions, advan
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
 @pytest.mark.parametrize("mean", MEANS, ids=lambda mean: mean["loss_mean"])
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
-def test_loss_and_gradient_match_autograd(advantage: str, mean: dict[str, Any], kl_coef: float) -> None:
-    options: dict[str, Any] = {"advantage": advantage, "kl_coef": kl_coef, "clip_low": 0.1, "clip_high": 0.3, **mean}
+def test_loss_and_gradient_match_autograd(mean: dict[str, Any], kl_coef: float) -> None:
+    options: dict[str, Any] = {"kl_coef": kl_coef, "clip_low": 0.1, "clip_high": 0.3, **mean}
     for seed in range(3):
         batch = random_batch(seed, spread=0.3)
         objective = grpo(updates_per_step=2, **options)
         prepared = objective.prepare(None, batch.facts, objective.prepare_step(batch.facts))
         gradient, loss = objective_gradient(objective, batch, prepared, cuts=6, seed=seed)
         logprobs = batch.logprobs.clone().requires_grad_(True)
-        advantages = plain_advantages(batch.facts, advantage)
+        advantages = plain_advantages(batch.facts)
         plain = plain_loss(batch, logprobs, GrpoOptions(name="grpo", **options), advantages)
         plain.backward()
         assert prepared.loss is None and loss == pytest.approx(float(plain.detach()), rel=1e-10)
@@ -128,9 +124,7 @@ def test_importance_correction_matches_a_loop_over_tokens(importance: Any, index
     prepared = objective.prepare(None, batch.facts, objective.prepare_step(batch.facts))
     gradient, loss = objective_gradient(objective, batch, prepared, cuts=5)
     logprobs = batch.logprobs.clone().requires_grad_(True)
-    plain, factors = plain_corrected_loss(
-        batch, logprobs, plain_advantages(batch.facts, "grpo"), parsed, step_start.clone()
-    )
+    plain, factors = plain_corrected_loss(batch, logprobs, plain_advantages(batch.facts), parsed, step_start.clone())
     plain.backward()
     assert loss == pytest.approx(float(plain.detach()), rel=1e-10)
     np.testing.assert_allclose(gradient, logprobs.grad, rtol=1e-10, atol=1e-15)
@@ -139,7 +133,7 @@ def test_importance_correction_matches_a_loop_over_tokens(importance: Any, index
     metrics = objective.token_metrics(batch.record(), prepared)
     sums = {name: float((values * batch.mask).sum()) for name, values in metrics.items()}
     # Over the tokens of samples with an advantage, whether the engine leaves the other samples out or not.
-    has_advantage = torch.tensor(plain_advantages(batch.facts, "grpo"))[batch.sample_of_token] != 0
+    has_advantage = torch.tensor(plain_advantages(batch.facts))[batch.sample_of_token] != 0
     counted = batch.mask * has_advantage
     num_tokens = float(counted.sum())
     assert 0 < num_tokens < float(batch.mask.sum())
@@ -171,11 +165,11 @@ def test_importance_options_without_use_are_rejected() -> None:
 @pytest.mark.parametrize("updates", [1, 2])
 def test_the_first_update_is_the_policy_gradient_with_and_without_stored_log_probs(updates: int) -> None:
     batch = random_batch(4)
-    objective = grpo(updates_per_step=updates, advantage="dr_grpo", loss_mean="sequence")
+    objective = grpo(updates_per_step=updates, loss_mean="sequence")
     prepared = objective.prepare(None, batch.facts, objective.prepare_step(batch.facts))
     same = Batch(**{**vars(batch), "reference": batch.logprobs.clone()})
     gradient, _ = objective_gradient(objective, same, prepared, cuts=3)
-    advantage = torch.tensor(plain_advantages(batch.facts, "dr_grpo"))[batch.sample_of_token]
+    advantage = torch.tensor(plain_advantages(batch.facts))[batch.sample_of_token]
     lens = torch.from_numpy(batch.facts.response_lens)[batch.sample_of_token]
     expected = -advantage * batch.mask / (batch.facts.num_samples * lens)
     np.testing.assert_allclose(gradient, expected, rtol=1e-10, atol=1e-16)
@@ -189,7 +183,7 @@ def test_advantages_come_from_the_whole_rollout_batch_and_survive_any_order() ->
     assert step == shuffled
     rows = order[: facts.num_samples // 2]
     minibatch = objective.prepare(None, facts.select(rows), step)
-    wanted = np.asarray(plain_advantages(facts, "grpo"))[rows]
+    wanted = np.asarray(plain_advantages(facts))[rows]
     np.testing.assert_allclose(minibatch.per_sample["advantage"], wanted, rtol=1e-12, atol=1e-13)
 
 
@@ -213,10 +207,10 @@ def test_log_ratios_are_cut_at_20_nats() -> None:
         mask=torch.ones(3, dtype=torch.float64),
         sample_of_token=torch.tensor([0, 1, 1]),
     )
-    objective = grpo(updates_per_step=2, advantage="dr_grpo")
+    objective = build_objective(DrGrpoOptions(name="dr_grpo", constant_length=3), updates_per_step=2)
     gradient, loss = objective_gradient(objective, batch, objective.prepare(None, facts, objective.prepare_step(facts)))
-    assert loss == pytest.approx((-0.5 + 0.5 * np.exp(15) + 0.5 * np.exp(20)) / 3)
-    assert gradient.tolist() == pytest.approx([-0.5 / 3, 0.5 * np.exp(15) / 3, 0.0])
+    assert loss == pytest.approx((-0.5 + 0.5 * np.exp(15) + 0.5 * np.exp(20)) / 6)
+    assert gradient.tolist() == pytest.approx([-0.5 / 6, 0.5 * np.exp(15) / 6, 0.0])
 
 
 def test_huge_ratios_leave_no_nan() -> None:

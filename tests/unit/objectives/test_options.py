@@ -41,10 +41,9 @@ OPTIONS: TypeAdapter[Any] = TypeAdapter(ObjectiveOptions)
         ),
         ({"name": "pacs", "actor_term": 0.5, "reward_proxy": "mean_log_prob"}, "objective.reward_proxy=sum_log_ratio"),
         ({"name": "pacs", "actor_term": 1.5}, "less than or equal to 1"),
-        ({"name": "grpo", "advantage": "rloo", "advantage_eps": 1e-5}, "objective.advantage_eps=1e-05"),
         (
-            {"name": "grpo", "advantage_eps": None},
-            "advantage_eps=None does not go with advantage=grpo: it is required there; set the key",
+            {"name": "grpo", "kl_coef": 0.1, "kl_in": None},
+            "kl_in=None does not go with kl_coef=0.1: it is required there; set the key",
         ),
         (
             {"name": "grpo", "constant_length": 7},
@@ -77,7 +76,7 @@ def test_rejected(options: dict[str, Any], words: str) -> None:
         {"name": "pacs", "score": "grpo", "reference": "frozen", "score_std_floor": 0.1},
         {"name": "pacs", "score": "grpo", "score_std_floor": 0.1},
         {"name": "pacs", "actor_term": 1.0, "reference": "frozen"},
-        {"name": "grpo", "advantage": "dr_grpo", "loss_mean": "dr_grpo", "constant_length": 100},
+        {"name": "grpo", "loss_mean": "dr_grpo", "constant_length": 100},
         {"name": "grpo", "kl_coef": 0.1, "reset_every": 3},
         {"name": "sft"},
     ],
@@ -93,8 +92,8 @@ def test_defaults_that_depend_on_other_options() -> None:
     assert PacsOptions(name="pacs", reward_proxy="mean_log_prob").reference is None
     assert PacsOptions(name="pacs").actor_scope is None
     assert PacsOptions(name="pacs", actor_term=0.1).actor_scope == "group"
-    assert GrpoOptions(name="grpo").advantage_eps == 1e-6
-    assert GrpoOptions(name="grpo", advantage="rloo").advantage_eps is None
+    assert GrpoOptions(name="grpo").kl_in is None
+    assert GrpoOptions(name="grpo", kl_coef=0.1).kl_in == "loss"
 
 
 def test_actor_term_off_policy_is_a_config_error() -> None:
