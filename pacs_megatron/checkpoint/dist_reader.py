@@ -89,30 +89,6 @@ class DistReader:
             )
         return result if index is None else result[0]
 
-    def get_blocks(self, key: str, index: int | None = None) -> list[torch.Tensor]:
-        """`get` in consecutive blocks of rows: views of the mapped files if the pieces are such blocks."""
-        tensor = self._tensor(key)
-        lead = 0 if index is None else 1
-        chunks = [
-            (chunk, number)
-            for number, chunk in enumerate(tensor.chunks)
-            if index is None or (chunk.offsets[0] == index and chunk.sizes[0] == 1)
-        ]
-        chunks.sort(key=lambda found: tuple(found[0].offsets))
-        at = 0
-        for chunk, _ in chunks:
-            offsets, sizes = tuple(chunk.offsets)[lead:], tuple(chunk.sizes)[lead:]
-            if not sizes or offsets != (at, *[0] * (len(offsets) - 1)) or sizes[1:] != tuple(tensor.size)[lead + 1 :]:
-                return [self.get(key, index)]
-            at += sizes[0]
-        if not chunks or at != tensor.size[lead]:
-            return [self.get(key, index)]
-        blocks = [
-            self._read(MetadataIndex(key, chunk.offsets, number), tuple(chunk.sizes), tensor.properties.dtype)
-            for chunk, number in chunks
-        ]
-        return blocks if index is None else [block[0] for block in blocks]
-
     def release(self, key: str, index: int | None = None) -> None:
         """Drops the data of `get` from memory. Views read it again and lose values that were written to them."""
         for number, chunk in enumerate(self._tensor(key).chunks):

@@ -157,29 +157,21 @@ class HfFolderWriter:
             name = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             self._create(name, shard)
 
-    def put(self, name: str, *blocks: torch.Tensor) -> None:
-        """Writes one tensor, whole or in consecutive blocks of rows, cast to the announced dtype.
-
-        Raises CheckpointError on a wrong name or shape.
-        """
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Writes one tensor, cast to the announced dtype. Raises CheckpointError on a wrong name or shape."""
         with self._mutex:
             if name not in self._missing:
                 reason = "was written already" if name in self._place else "was not announced"
                 raise CheckpointError(f"{self._staged.target}: tensor {name} {reason}")
             self._missing.discard(name)
         descriptor, stored = self._place[name]
-        shape = tuple(blocks[0].shape)
-        if len(blocks) > 1:
-            shape = (sum(block.shape[0] for block in blocks), *shape[1:])
-        if shape != stored.info.shape:
-            raise CheckpointError(f"{name}: shape {list(shape)}, announced as {list(stored.info.shape)}")
+        if tuple(tensor.shape) != stored.info.shape:
+            raise CheckpointError(f"{name}: shape {list(tensor.shape)}, announced as {list(stored.info.shape)}")
+        data = tensor_bytes(tensor.to("cpu", stored.info.dtype))
         written = 0
-        for block in blocks:
-            data = tensor_bytes(block.to("cpu", stored.info.dtype))
-            end = written + len(data)
-            with naming(self._staged.path):
-                while written < end:
-                    written += os.pwrite(descriptor, data[len(data) - (end - written) :], stored.offset + written)
+        with naming(self._staged.path):
+            while written < len(data):
+                written += os.pwrite(descriptor, data[written:], stored.offset + written)
         self._behind.wrote(descriptor, stored.offset, written)
 
     @property

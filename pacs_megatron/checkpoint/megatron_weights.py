@@ -49,10 +49,6 @@ class MegatronWeights:
         """The full Megatron tensor, vocabulary padded. Safe from any thread."""
         return self._reader.get(MODEL_PREFIX + entry.checkpoint_key, entry.expert)
 
-    def get_entry_blocks(self, entry: Entry) -> list[torch.Tensor]:
-        """`get_entry` in consecutive blocks of rows, for `Entry.to_hf_blocks`. Safe from any thread."""
-        return self._reader.get_blocks(MODEL_PREFIX + entry.checkpoint_key, entry.expert)
-
     def release_entry(self, entry: Entry) -> None:
         """Frees the memory of `get_entry`'s tensor. A view that is used later reads the file again."""
         self._reader.release(MODEL_PREFIX + entry.checkpoint_key, entry.expert)

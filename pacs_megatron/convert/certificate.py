@@ -2,8 +2,6 @@
 
 import json
 import platform
-import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,22 +37,17 @@ class Certificate:
     logits: dict[str, Any] | None = None
     _tensors: dict[Side, dict[str, dict[str, Any]]] = field(default_factory=lambda: {"hf": {}, "megatron": {}})
     """Name -> full shape, dtype, and the digest of the row-major bytes"""
-    _mutex: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, side: Side, name: str, parts: Sequence[torch.Tensor]) -> None:
-        """Records one tensor, given whole or as consecutive parts along its first dimension."""
-        digest = xxhash.xxh3_128()
-        for part in parts:
-            digest.update(tensor_bytes(part))
+    def add(self, side: Side, name: str, tensor: torch.Tensor) -> None:
+        """Records one tensor."""
         record: dict[str, Any] = {
             "name": name,
-            "shape": [sum(part.shape[0] for part in parts), *parts[0].shape[1:]],
-            "dtype": str(parts[0].dtype).removeprefix("torch."),
-            "nbytes": sum(part.nbytes for part in parts),
-            "xxh3_128": digest.hexdigest(),
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "nbytes": tensor.nbytes,
+            "xxh3_128": xxhash.xxh3_128_hexdigest(tensor_bytes(tensor)),
         }
-        with self._mutex:
-            self._tensors[side][name] = record
+        self._tensors[side][name] = record
 
     def to_json(self) -> str:
         sides: dict[str, Any] = {}

@@ -3,7 +3,6 @@
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,9 +30,6 @@ from pacs_megatron.errors import CheckpointError, ConversionError
 from pacs_megatron.models import Entry, WeightTable, read_spec, weight_table
 from pacs_megatron.models.hub import model_folder
 from pacs_megatron.runtime.json_reader import parse_json, read_text
-
-_MAX_PIECES = 8
-_MIN_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +140,18 @@ def _write_dist(
     def convert(entry: Entry) -> None:
         tensors = [folder.get(name) for name in entry.hf_names]
         for name, tensor in zip(entry.hf_names, tensors, strict=True):
-            certificate.add("hf", name, [tensor])
-        parts = entry.to_megatron_parts([_cast(t, cast, name) for t, name in zip(tensors, entry.hf_names, strict=True)])
-        certificate.add("megatron", entry.megatron_name, parts)
-        for piece in pieces(entry, parts):
-            writer.put(piece)
+            certificate.add("hf", name, tensor)
+        full = entry.to_megatron([_cast(t, cast, name) for t, name in zip(tensors, entry.hf_names, strict=True)])
+        certificate.add("megatron", entry.megatron_name, full)
+        stacked = () if entry.expert is None else (entry.expert,)
+        writer.put(
+            Piece(
+                key=MODEL_PREFIX + entry.checkpoint_key,
+                shape=entry.checkpoint_shape,
+                offset=(*stacked, *[0] * full.dim()),
+                data=full[None] if stacked else full,
+            )
+        )
         for name in entry.hf_names:
             folder.release(name)
 
@@ -167,42 +170,15 @@ def _write_dist(
     return {f"{DIST_FOLDER}/{name}": fact for name, fact in facts.items()}
 
 
-def pieces(entry: Entry, parts: Sequence[torch.Tensor]) -> Iterator[Piece]:
-    """A tensor (its `to_megatron_parts`) split at tensor-parallel boundaries, so a rank reads little beyond its shard."""
-    key = MODEL_PREFIX + entry.checkpoint_key
-    dim = entry.transform.tp_dim
-    cut = list(parts) if dim is None else [p for part in parts for p in part.chunk(_num_pieces(entry, part), dim=dim)]
-    at = 0
-    for part in cut:
-        offset = [0] * part.ndim
-        if dim is not None:
-            offset[dim] = at
-            at += part.shape[dim]
-        if entry.expert is None:
-            yield Piece(key=key, shape=entry.checkpoint_shape, offset=tuple(offset), data=part)
-        else:
-            stacked = (entry.expert, *offset)
-            yield Piece(key=key, shape=entry.checkpoint_shape, offset=stacked, data=part.unsqueeze(0))
-
-
-def _num_pieces(entry: Entry, part: torch.Tensor) -> int:
-    """A power of two that divides the tensor-parallel units of the part."""
-    units = entry.transform.tp_units(entry.sizes)
-    num = 1
-    while num < _MAX_PIECES and units % (2 * num) == 0 and part.nbytes >= 2 * num * _MIN_PIECE_BYTES:
-        num *= 2
-    return num
-
-
 def _export(
     entry: Entry, weights: MegatronWeights, writer: HfFolderWriter, certificate: Certificate, options: Options
 ) -> None:
-    blocks = weights.get_entry_blocks(entry)
-    certificate.add("megatron", entry.megatron_name, blocks)
-    for name, rows in zip(entry.hf_names, entry.to_hf_blocks(blocks), strict=True):
-        out = [_cast(block, DTYPES.get(options.dtype or ""), name) for block in rows]
+    full = weights.get_entry(entry)
+    certificate.add("megatron", entry.megatron_name, full)
+    for name, tensor in zip(entry.hf_names, entry.to_hf(full), strict=True):
+        out = _cast(tensor, DTYPES.get(options.dtype or ""), name)
         certificate.add("hf", name, out)
-        writer.put(name, *out)
+        writer.put(name, out)
     weights.release_entry(entry)
 
 

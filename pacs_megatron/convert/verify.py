@@ -65,12 +65,12 @@ def compare(folder: HfFolder, weights: MegatronWeights, certificate: Certificate
 
     def check(entry: Entry) -> None:
         full = weights.get_entry(entry)
-        certificate.add("megatron", entry.megatron_name, [full])
+        certificate.add("megatron", entry.megatron_name, full)
         if entry.place in ("embedding", "output") and full[entry.sizes["vocab"] :].count_nonzero():
             raise ConversionError(f"{entry.megatron_name}: the rows of the vocabulary's padding are not zero")
         for name, back in zip(entry.hf_names, entry.to_hf(full), strict=True):
             original = folder.get(name)
-            certificate.add("hf", name, [original])
+            certificate.add("hf", name, original)
             if original.dtype != back.dtype:
                 casts.add(f"{original.dtype} against {back.dtype}".replace("torch.", ""))
             if not _same(original, back):

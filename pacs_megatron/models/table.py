@@ -100,11 +100,6 @@ class Entry:
         self.check(tensors)
         return self.transform.to_megatron(tensors, self.sizes)
 
-    def to_megatron_parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """`to_megatron` as `tp_parts` equal parts along `tp_dim`, without concatenating gate and up."""
-        self.check(tensors)
-        return list(tensors) if self.transform.tp_parts > 1 else [self.transform.to_megatron(tensors, self.sizes)]
-
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raises ConversionError unless these are the Hugging Face tensors of this entry: count, shapes, one dtype."""
         if len(tensors) != len(self.hf_names):
@@ -121,20 +116,6 @@ class Entry:
         """The Hugging Face tensors in the order of `hf_names`; may share memory with the input."""
         _check_shape(self.megatron_name, tuple(tensor.shape), self.megatron_shape)
         return self.transform.to_hf(tensor, self.sizes)
-
-    def to_hf_blocks(self, blocks: Sequence[Tensor]) -> list[list[Tensor]]:
-        """`to_hf` of a tensor given as consecutive blocks of rows; each result is a list of blocks as well."""
-        import torch
-
-        if len(blocks) == 1 or not isinstance(self.transform, Rows):
-            return [[t] for t in self.to_hf(blocks[0] if len(blocks) == 1 else torch.cat(list(blocks)))]
-        shape = (sum(block.shape[0] for block in blocks), *blocks[0].shape[1:])
-        _check_shape(self.megatron_name, shape, self.megatron_shape)
-        results, start = [], 0
-        for hf_shape in self.hf_shapes:
-            results.append(_rows(blocks, start, start + hf_shape[0]))
-            start += hf_shape[0]
-        return results
 
     def split_tp(self, full: Tensor, tp: int) -> list[Tensor]:
         """The `tp` shards of a full Megatron tensor, rank by rank; views or copies. Expert tensors: expert TP."""
@@ -240,13 +221,6 @@ def build_table(spec: ModelSpec, layer_rows: Sequence[Row], vocab_multiple: int)
     elif not spec.tied:
         entries.append(entry(_OUTPUT, "output"))
     return WeightTable(spec, padded_vocab, entries)
-
-
-def _rows(blocks: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
-    """Rows [start, stop) of consecutive blocks, as views."""
-    firsts = itertools.accumulate((len(block) for block in blocks), initial=0)
-    views = [block[max(start - at, 0) : max(stop - at, 0)] for at, block in zip(firsts, blocks, strict=False)]
-    return [view for view in views if len(view)]
 
 
 def _check_shape(name: str, got: Shape, expected: Shape) -> None:

@@ -161,8 +161,8 @@ class Pacs(Objective, options=PacsOptions):
         proxy = self._checked_proxy(scores, facts)[table.rows]
         ratios = None
         if self._options.importance_cap is not None:
-            ratios = given(facts.log_ratio_to_sampler, "facts.log_ratio_to_sampler")
-            ratios = torch.from_numpy(ratios)[table.rows]
+            to_sampler = given(facts.log_ratio_to_sampler, "facts.log_ratio_to_sampler")
+            ratios = torch.from_numpy(to_sampler)[table.rows]
         found = self.couple(table, proxy, ratios, {})
         metrics, denominators = _metrics(found, table, facts)
         if scores is not None:

@@ -23,8 +23,7 @@ from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint, open_weights
 from pacs_megatron.cli import main
-from pacs_megatron.convert import convert as convert_module
-from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf, pieces
+from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
 from pacs_megatron.convert.pipeline import IN_FLIGHT_BYTES, Job, run_jobs
 from pacs_megatron.convert.verify import verify
 from pacs_megatron.errors import CheckpointError, ConfigError, ConversionError, PacsError
@@ -67,8 +66,7 @@ def converted(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip_is_bit_identical(case: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if dtype == "bfloat16":
-        # In pieces, as tensors of a real size are, and with some jobs over the limit of bytes in flight.
-        monkeypatch.setattr("pacs_megatron.convert.convert._MIN_PIECE_BYTES", 64)
+        # Some jobs are over the limit of bytes in flight.
         monkeypatch.setattr("pacs_megatron.convert.pipeline.IN_FLIGHT_BYTES", 8000)
     hf = make_family(tmp_path / "hf", case, dtype=dtype)
     checkpoint = to_megatron(hf, tmp_path / "ckpt")
@@ -132,31 +130,6 @@ def test_a_checkpoint_reads_like_a_folder(converted: Path, tiny_qwen3: Path) -> 
     assert all(torch.equal(weights.get(name), folder.get(name)) for name in folder.names)
 
 
-def test_pieces_tile_the_tensor_where_tensor_parallelism_cuts(
-    monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Path
-) -> None:
-    monkeypatch.setattr(convert_module, "_MIN_PIECE_BYTES", 1)
-    table = weight_table(load_spec(tiny_qwen3))
-    for entry in table.entries:
-        full = torch.arange(torch.Size(entry.megatron_shape).numel()).reshape(entry.megatron_shape)
-        rebuilt = torch.full(entry.checkpoint_shape, -1)
-        borders = set()
-        parts = full.chunk(entry.transform.tp_parts, dim=entry.transform.tp_dim or 0)
-        for piece in pieces(entry, parts):
-            box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.data.shape, strict=True))
-            assert bool((rebuilt[box] == -1).all())
-            rebuilt[box] = piece.data
-            borders.add(piece.offset)
-        assert torch.equal(rebuilt, full)
-        if entry.transform.tp_dim is not None:
-            for shard in range(2):  # the start of each rank's shard is a border
-                offset = [0] * full.ndim
-                offset[entry.transform.tp_dim] = (
-                    shard * full.shape[entry.transform.tp_dim] // 2 // entry.transform.tp_parts
-                )
-                assert tuple(offset) in borders
-
-
 # ---------------------------------------------------------------------------------------------------------- verification
 def test_verify_writes_a_certificate_and_finds_a_flipped_bit(converted: Path, tiny_qwen3: Path, tmp_path: Path) -> None:
     out = tmp_path / "certificate.json"
@@ -218,12 +191,12 @@ def test_verification_while_converting_keeps_a_wrong_result_from_its_name(
 ) -> None:
     from pacs_megatron.models import Entry
 
-    honest = Entry.to_megatron_parts
+    honest = Entry.to_megatron
 
-    def swapped(self: Entry, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def swapped(self: Entry, tensors: list[torch.Tensor]) -> torch.Tensor:
         return honest(self, tensors[::-1] if len(self.hf_names) == 2 else tensors)
 
-    monkeypatch.setattr(Entry, "to_megatron_parts", swapped)
+    monkeypatch.setattr(Entry, "to_megatron", swapped)
     with pytest.raises(ConversionError, match=r"gate_proj\.weight .* differs"):
         to_megatron(tiny_qwen3, tmp_path / "ckpt", verify=True)
     assert list(tmp_path.iterdir()) == []
