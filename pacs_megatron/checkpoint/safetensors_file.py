@@ -1,23 +1,22 @@
 """One .safetensors file: its header read and checked, its tensors as views of the mapped file.
 
-safetensors' own reader is not used: it gives no views that can be dropped from memory again, and no check of a header
-against the size of its file.
+safetensors' own reader checks the file. It does not read it: it gives no views that can be dropped from memory again.
 
 Layout (safetensors 0.x): 8 bytes little-endian header length, a JSON header, then the tensors without gaps.
 """
 
 import json
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from pacs_megatron.checkpoint.page_cache import MappedFile
-from pacs_megatron.errors import CheckpointError
+from pacs_megatron.errors import CheckpointError, one_line
 from pacs_megatron.runtime.json_reader import as_object, parse_json
 
 _DTYPES = {
@@ -35,8 +34,6 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_MAX_HEADER_BYTES = 100 << 20
-"""safetensors' own limit"""
 _MAX_DIMS = 8
 _MAX_SIZE = 2**62
 
@@ -70,11 +67,32 @@ class SafetensorsFile:
         if not path.is_file():
             state = "is not a regular file" if path.exists() else "is missing"
             raise CheckpointError(f"{path} {state}; download the checkpoint again")
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            header, data_start = self._read_header(file.read(8), file, size)
-            self.tensors = self._check(header, data_start, size)
+        try:
+            with safe_open(path, framework="np"):  # checks types and offsets of the header, and the size of the file
+                pass
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path} is not a complete safetensors file ({one_line(str(error))[:200]}); download it again"
+            ) from None
+        self.tensors = self._read_header()
         self._file = MappedFile(path)
+
+    def _read_header(self) -> dict[str, Stored]:
+        with self.path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = as_object(parse_json(file.read(length), f"{self.path}: header", error=CheckpointError), "header")
+        header.pop("__metadata__", None)
+        tensors: dict[str, Stored] = {}
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            code, shape = entry["dtype"], entry["shape"]
+            if code not in _DTYPES or len(shape) > _MAX_DIMS or any(size >= _MAX_SIZE for size in shape):
+                raise CheckpointError(
+                    f"{self.path}: {name[:100]} is {code} {shape[:_MAX_DIMS]}, which is not supported: expected at most "
+                    f"{_MAX_DIMS} dimensions and a dtype of {', '.join(_DTYPES)}; convert the file"
+                )
+            info = TensorInfo(name, _DTYPES[code], tuple(shape))
+            tensors[name] = Stored(info, 8 + length + entry["data_offsets"][0])
+        return tensors
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor as a view of the mapped file, read page by page on use."""
@@ -92,54 +110,6 @@ class SafetensorsFile:
         stored = self.tensors[name]
         if stored.info.nbytes:
             self._file.release(stored.offset, stored.info.nbytes)
-
-    def _read_header(self, prefix: bytes, file: Any, size: int) -> tuple[dict[str, Any], int]:
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(
-                f"{self.path} is not a complete safetensors file ({size} bytes, header of {length}); download it again"
-            )
-        where = f"{self.path}: header"
-        header = as_object(parse_json(file.read(length), where, error=CheckpointError), where, error=CheckpointError)
-        metadata = header.pop("__metadata__", {})
-        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise CheckpointError(f"{where}: __metadata__ is damaged ({str(metadata)[:100]}); download the file again")
-        return header, 8 + length
-
-    def _check(self, header: Mapping[str, Any], data_start: int, size: int) -> dict[str, Stored]:
-        tensors: dict[str, Stored] = {}
-        end = 0
-        # Empty tensors first: they end where the next one starts.
-        for start, stop, info in sorted((self._entry(*item) for item in header.items()), key=lambda found: found[:2]):
-            if start != end or stop - start != info.nbytes:
-                raise CheckpointError(
-                    f"{self.path}: {info.name} of {info.nbytes} bytes is at {start}..{stop}, expected at {end}; "
-                    "the header is damaged, download the file again"
-                )
-            tensors[info.name] = Stored(info, data_start + start)
-            end = stop
-        if size != data_start + end:
-            raise CheckpointError(
-                f"{self.path} is {size} bytes, expected {data_start + end} from its header: truncated or overwritten; "
-                "download it again"
-            )
-        return tensors
-
-    def _entry(self, name: str, entry: Any) -> tuple[int, int, TensorInfo]:
-        """(start, stop, info) of a header's entry."""
-        found: dict[str, Any] = entry if isinstance(entry, dict) else {}
-        code, shape, place = found.get("dtype"), found.get("shape", 0), found.get("data_offsets", 0)
-        if not (_are_sizes(shape) and len(shape) <= _MAX_DIMS and _are_sizes(place) and len(place) == 2):
-            raise CheckpointError(
-                f"{self.path}: the header's entry of {name[:100]} is damaged ({str(entry)[:100]}); download it again"
-            )
-        if not isinstance(code, str) or code not in _DTYPES:
-            raise CheckpointError(f"{self.path}: {name} has dtype {str(code)[:60]!r}, which is not supported")
-        return place[0], place[1], TensorInfo(name, _DTYPES[code], tuple(shape))
-
-
-def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < _MAX_SIZE for value in values)
 
 
 def plan_header(tensors: Sequence[TensorInfo]) -> tuple[bytes, dict[str, Stored]]:
