@@ -7,7 +7,6 @@ names of Transformer Engine's spec onto them.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
