@@ -23,7 +23,7 @@ import numpy as np
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.boxed import last_boxed
-from pacs_megatron.rewards.math import AuthorsMath, Math
+from pacs_megatron.rewards.math import authors_rule, last_box
 
 # {a}: the answer, {o}: another problem's answer.
 FORMS = {
@@ -99,7 +99,6 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=60, help="of each data set, from the first")
     args = parser.parse_args()
     logging.disable(logging.ERROR)
-    ours, authors = Math(), AuthorsMath()
     theirs = None
     if args.authors is not None:
         spec = importlib.util.spec_from_file_location("authors_reward", args.authors)
@@ -108,7 +107,7 @@ def main() -> None:
     counts: dict[tuple[str, str], dict[str, int]] = {}
     unequal = []
     for form, states, gold, response in cases(args.folder, args.problems):
-        pair = f"{verdict(ours, gold, response)} {verdict(authors, gold, response)}"
+        pair = f"{verdict(last_box, gold, response)} {verdict(authors_rule, gold, response)}"
         count = counts.setdefault((form, states), {})
         count[pair] = count.get(pair, 0) + 1
         if theirs is not None:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from pacs_megatron.config import load_config
+from pacs_megatron.config.reward_options import AnyReward
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.data import PromptSet, load_prompts, load_tokenizer
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.code import NO_PROGRAM
 from pacs_megatron.rewards.pool import RewardPool, Verdict, received
-from pacs_megatron.rewards.registry import AnyReward
 
 _MAX_UNVERIFIED = 10
 

@@ -1,7 +1,7 @@
 """Verifiers, and the pool of worker processes that runs them."""
 
+from pacs_megatron.rewards.judging import build_reward
 from pacs_megatron.rewards.labels import check_failures, label_of
 from pacs_megatron.rewards.pool import RewardPool, Verdict
-from pacs_megatron.rewards.registry import build_reward
 
 __all__ = ["RewardPool", "Verdict", "build_reward", "check_failures", "label_of"]

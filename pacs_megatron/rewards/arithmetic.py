@@ -3,7 +3,8 @@ r"""Exact comparison of plain numbers, without symbolic mathematics."""
 import re
 from fractions import Fraction
 
-from pacs_megatron.contracts import Prompt
+from pacs_megatron.config.reward_options import ArithmeticReward
+from pacs_megatron.contracts import Prompt, RewardFn
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.boxed import last_boxed
 
@@ -33,16 +34,20 @@ def parse_number(text: str) -> Fraction | None:
     return -value if signs.count("-") == 1 else value
 
 
-class Arithmetic:
-    r"""1.0 if the number in the last `\boxed{}` equals the gold number exactly, else 0.0."""
+def judge(prompt: Prompt, response: str) -> float:
+    r"""1.0 if the number in the last `\boxed{}` equals the gold number exactly, else 0.0.
 
-    def __call__(self, prompt: Prompt, response: str) -> float:
-        """Raises RewardError if the gold answer is not a plain number."""
-        gold = parse_number(prompt.answer)
-        if gold is None:
-            raise RewardError(
-                f"reward.name=arithmetic: gold answer {prompt.answer!r} of prompt {prompt.id} is not an integer, "
-                "fraction or decimal; use reward.name=math or correct the data"
-            )
-        boxed = last_boxed(response)
-        return 0.0 if boxed is None else float(parse_number(boxed) == gold)
+    Raises RewardError if the gold answer is not a plain number.
+    """
+    gold = parse_number(prompt.answer)
+    if gold is None:
+        raise RewardError(
+            f"reward.name=arithmetic: gold answer {prompt.answer!r} of prompt {prompt.id} is not an integer, "
+            "fraction or decimal; use reward.name=math or correct the data"
+        )
+    boxed = last_boxed(response)
+    return 0.0 if boxed is None else float(parse_number(boxed) == gold)
+
+
+def build(_: ArithmeticReward) -> RewardFn:
+    return judge

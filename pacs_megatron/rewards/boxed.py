@@ -4,25 +4,15 @@ import re
 
 _OPEN = re.compile(r"\\boxed\s*\{")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+"""Or an escaped character, which is skipped"""
 
 
 def last_boxed(text: str) -> str | None:
     r"""Content of the last `\boxed{...}` whose braces close, stripped; None if there is none. Linear in len(text)."""
     for start in reversed([match.end() for match in _OPEN.finditer(text)]):
-        end = _closing_brace(text, start)
-        if end is not None:
-            return text[start:end].strip()
-    return None
-
-
-def _closing_brace(text: str, start: int) -> int | None:
-    """Index of the brace that closes the one before `start`; skips escaped braces (`\\{`)."""
-    depth = 1
-    for match in _BRACES.finditer(text, start):
-        if match[0] == "{":
-            depth += 1
-        elif match[0] == "}":
-            depth -= 1
+        depth = 1
+        for match in _BRACES.finditer(text, start):
+            depth += {"{": 1, "}": -1}.get(match[0], 0)
             if depth == 0:
-                return match.start()
+                return text[start : match.start()].strip()
     return None

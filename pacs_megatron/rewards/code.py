@@ -43,13 +43,10 @@ class Code:
         total = len(tests.inputs)
         if program is None:
             return Judgement(0.0, {"passed": 0, "tests": total, "reason": NO_PROGRAM})
-        results = sandbox.run_tests(
-            sandbox.Program(program, tests.inputs, tests.function),
-            sandbox.Limits(
-                time.monotonic() + self._options.timeout_s, self._options.test_timeout_s, self._options.test_memory_gib
-            ),
-            self._options.sandbox,
-        )
+        options, given = self._options, sandbox.Program(program, tests.inputs, tests.function)
+        deadline = time.monotonic() + options.timeout_s
+        limits = sandbox.Limits(deadline, options.test_timeout_s, options.test_memory_gib)
+        results = sandbox.run_tests(given, limits, options.sandbox)
         for number, (result, expected) in enumerate(zip(results, tests.expected, strict=True)):
             reason = result.get("error")
             if reason is None and not _is_right(result.get("output"), expected, tests.function is not None):
@@ -122,3 +119,6 @@ def _same_line(left: str, right: str) -> bool:
         return [Decimal(word) for word in left.split()] == [Decimal(word) for word in right.split()]
     except InvalidOperation:
         return False
+
+
+build = Code

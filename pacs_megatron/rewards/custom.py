@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pacs_megatron.config.reward_options import CustomReward
 from pacs_megatron.config.text import local_path
 from pacs_megatron.contracts import Judgement, Prompt
 from pacs_megatron.errors import ConfigError, RewardError, shown
@@ -20,12 +21,12 @@ class Custom:
     """Calls `function(prompt, response)`; the reward is the returned number."""
 
     def __init__(self, function: str) -> None:
-        """`function` is `module:function` or `path/to/file.py:function`. Raises ConfigError if it cannot be called."""
+        """`module:function` or `path/to/file.py:function`. Raises ConfigError if it cannot be called."""
         self._name = function
         self._function = _load(function)
 
     def __call__(self, prompt: Prompt, response: str) -> float | Judgement:
-        """Raises RewardError if the function raises, exits or returns something else than a finite number."""
+        """Raises RewardError if the function raises, exits or returns no finite number."""
         try:
             found = self._function(prompt, response)
             return found if isinstance(found, Judgement) else as_reward(found)
@@ -47,7 +48,7 @@ def describe(error: BaseException, *, named: bool = True) -> str:
 def _load(function: str) -> Callable[[Prompt, str], Any]:
     file, (where, _, attribute) = find_file(function), function.rpartition(":")
     try:
-        module = importlib.import_module(where) if file is None else _load_file(file, function)
+        module = importlib.import_module(where) if file is None else _load_file(file)
     except BaseException as error:  # the user's module runs here and may raise anything
         raise ConfigError(
             f"reward.function={function!r}: importing {file or where} raised {describe(error)}; the reward workers must be "
@@ -80,12 +81,15 @@ def find_file(function: str) -> Path | None:
     return file
 
 
-def _load_file(file: Path, function: str) -> ModuleType:
+def _load_file(file: Path) -> ModuleType:
     name = f"pacs_custom_reward_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"reward.function={function!r}: {file} is not a Python file")
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses look their module up there
     spec.loader.exec_module(module)
     return module
+
+
+def build(options: CustomReward) -> Custom:
+    return Custom(options.function)

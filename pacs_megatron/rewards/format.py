@@ -2,14 +2,11 @@
 
 import re
 
-from pacs_megatron.contracts import Prompt
+from pacs_megatron.config.reward_options import FormatReward
+from pacs_megatron.contracts import RewardFn
 
 
-class Format:
+def build(options: FormatReward) -> RewardFn:
     """1.0 if the whole response matches `pattern` (re.DOTALL), else 0.0. Ignores the gold answer."""
-
-    def __init__(self, pattern: str) -> None:
-        self._pattern = re.compile(pattern, re.DOTALL)
-
-    def __call__(self, prompt: Prompt, response: str) -> float:
-        return float(self._pattern.fullmatch(response) is not None)
+    pattern = re.compile(options.pattern, re.DOTALL)
+    return lambda prompt, response: float(pattern.fullmatch(response) is not None)

@@ -98,3 +98,6 @@ class Http:
             return [as_reward(reward) for reward in rewards], labels
         except RewardError as error:
             raise RewardError(f"{self._where}: {error}") from error
+
+
+build = Http

@@ -1,9 +1,11 @@
-"""Calls rewards, one or several: a verifier that fails loses its own samples only."""
+"""Builds rewards, one or several, and calls them: a verifier that fails loses its own samples only."""
 
+import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from pacs_megatron.config.reward_options import AnyReward, WeightedReward
 from pacs_megatron.contracts import Judgement, Prompt, RewardFn
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.custom import describe
@@ -18,11 +20,9 @@ _MAX_DETAILS = 1 << 20
 
 @runtime_checkable
 class BatchRewardFn(Protocol):
-    """A reward that judges several samples with one call."""
+    """A reward that judges several samples with one call: the results of `judge_all`. A RewardError fails all of them."""
 
-    def judge_batch(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """One result, as of `judge_all`, for each job. A RewardError fails all of them."""
-        ...
+    def judge_batch(self, jobs: Sequence[Job]) -> list[dict[str, Any]]: ...
 
 
 def judge_all(reward: RewardFn | BatchRewardFn, jobs: Sequence[Job]) -> list[dict[str, Any]]:
@@ -38,19 +38,15 @@ def judge_all(reward: RewardFn | BatchRewardFn, jobs: Sequence[Job]) -> list[dic
 def _judge(reward: RewardFn, prompt: Prompt, response: str) -> dict[str, Any]:
     try:
         found = reward(prompt, response)
-        if isinstance(found, Judgement):
-            return {"reward": as_reward(found.reward), "details": _plain(found.details)}
-        return {"reward": as_reward(found)}
+        if not isinstance(found, Judgement):
+            return {"reward": as_reward(found)}
+        text = json.dumps(dict(found.details))  # as the pool receives them
+        if len(text) > _MAX_DETAILS:
+            return _failure(RewardError(f"details of {len(text)} characters, expected at most {_MAX_DETAILS}"))
+        details = parse_json(text, "details", error=RewardError, any_text=True)
+        return {"reward": as_reward(found.reward), "details": details}
     except Exception as error:  # noqa: BLE001  # only this sample fails
         return _failure(error)
-
-
-def _plain(details: Mapping[str, Any]) -> Any:
-    """The details after JSON, as the pool receives them."""
-    text = json.dumps(dict(details))
-    if len(text) > _MAX_DETAILS:
-        raise RewardError(f"details of {len(text)} characters, expected at most {_MAX_DETAILS}")
-    return parse_json(text, "details", error=RewardError, any_text=True)
 
 
 def _failure(error: Exception) -> dict[str, Any]:
@@ -58,6 +54,18 @@ def _failure(error: Exception) -> dict[str, Any]:
         return {"failure": "the verifier ran out of memory (reward.memory_limit_gib)"}
     text = describe(error, named=False) if isinstance(error, RewardError) else f"the verifier raised {describe(error)}"
     return {"failure": text[:_MAX_FAILURE_CHARS]}
+
+
+def build_reward(options: AnyReward) -> RewardFn | BatchRewardFn:
+    """`build(options)` of the module with the reward's name, in this process and without time limit.
+
+    Raises ConfigError (pattern, function, sandbox, key of a server).
+    """
+    if isinstance(options, WeightedReward):
+        return Weighted([(part.reward.name, part.weight, build_reward(part.reward)) for part in options.components])
+    # Imported here: only `math` needs sympy (0.4 s).
+    reward: RewardFn | BatchRewardFn = importlib.import_module(f"pacs_megatron.rewards.{options.name}").build(options)
+    return reward
 
 
 class Weighted:
@@ -68,7 +76,6 @@ class Weighted:
         self._parts = parts
 
     def judge_batch(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """As `judge_all`."""
         columns = [judge_all(reward, jobs) for _, _, reward in self._parts]
         return [self._sum(row) for row in zip(*columns, strict=True)]
 

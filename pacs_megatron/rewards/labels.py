@@ -25,10 +25,7 @@ def as_reward(value: Any) -> float:
 
 
 def label_of(reward: float, threshold: float | None) -> int:
-    """1 if `reward >= threshold`, else 0; without a threshold the reward itself.
-
-    Raises RewardError for NaN and infinities, and without a threshold for any value other than 0 and 1.
-    """
+    """1 if `reward >= threshold`, else 0; without a threshold the reward itself, which must be 0 or 1 (RewardError)."""
     if not math.isfinite(reward):
         raise RewardError(f"reward is {reward}, expected a finite number; correct the reward function")
     if threshold is not None:
@@ -39,10 +36,7 @@ def label_of(reward: float, threshold: float | None) -> int:
 
 
 def check_failures(failures: Collection[str], num_samples: int, max_failure_frac: float) -> None:
-    """Raises RewardError if more than `max_failure_frac` of a step's samples are unjudged.
-
-    `failures` has one reason for each unjudged sample; `num_samples` counts judged and unjudged samples together.
-    """
+    """Raises RewardError if more than `max_failure_frac` of a step's `num_samples` are unjudged; `failures`: their reasons."""
     if len(failures) > max_failure_frac * num_samples:
         raise RewardError(
             f"{len(failures)} of {num_samples} samples of this step could not be judged "

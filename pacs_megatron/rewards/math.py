@@ -12,72 +12,64 @@ from typing import Any
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from math_verify.metric import math_metric
 
-from pacs_megatron.contracts import Prompt
+from pacs_megatron.config.reward_options import MathReward
+from pacs_megatron.contracts import Prompt, RewardFn
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.boxed import last_boxed
 
 _LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limit is off
+_METRIC = math_metric((LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig()))
 _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 # "1,234,567" is one number; "1,2" and "3, 500" are lists.
 _THOUSANDS = re.compile(r"(?<![\d.,])(-?[1-9]\d{0,2})((?:,\d{3})+)(?![\d,])")
 _BASED = re.compile(r"(?P<digits>-?[0-9A-Za-z]+)_\{?(?:\\text\{)?(?P<base>\d+)\}{0,2}")
 
 
-class Math:
-    r"""1.0 if the last `\boxed{}` equals the gold answer mathematically, else 0.0 (also without a box)."""
+def last_box(prompt: Prompt, response: str) -> float:
+    r"""1.0 if the last `\boxed{}` equals the gold answer mathematically, else 0.0 (also without a box).
 
-    def __init__(self) -> None:
-        # Both functions warn once per process that their time limit is off.
-        logging.getLogger("math_verify").setLevel(logging.ERROR)
-
-    def __call__(self, prompt: Prompt, response: str) -> float:
-        """Raises RewardError if the gold answer cannot be parsed or the comparison fails.
-
-        The gold answer is parsed first: otherwise a malformed one would fail only the responses that have a box.
-        """
-        gold = _parse_gold(prompt.answer)
-        if not gold:
-            raise RewardError(
-                f"reward.name=math: gold answer {prompt.answer!r} of prompt {prompt.id} is not LaTeX that "
-                "math-verify can parse; correct or remove the row"
-            )
-        boxed = last_boxed(response)
-        if not boxed:
-            return 0.0
-        if _other_base(prompt.answer, boxed):
-            return 0.0
-        answer = _parse(boxed)
-        try:
-            return float(bool(answer) and verify(gold, answer, timeout_seconds=None, raise_on_error=True))
-        except Exception as error:  # sympy raises many types; each of them means "not judged"
-            raise RewardError(
-                f"reward.name=math: comparing {boxed[:200]!r} with gold {prompt.answer!r} of prompt {prompt.id} "
-                f"raised {type(error).__name__}"
-            ) from error
+    Raises RewardError if the gold answer cannot be parsed or the comparison fails. The gold answer is parsed first:
+    otherwise a malformed one would fail only the responses that have a box.
+    """
+    gold = _parse_gold(prompt.answer)
+    if not gold:
+        raise RewardError(
+            f"reward.name=math: gold answer {prompt.answer!r} of prompt {prompt.id} is not LaTeX that math-verify can "
+            "parse; correct or remove the row"
+        )
+    boxed = last_boxed(response)
+    if not boxed or _other_base(prompt.answer, boxed):
+        return 0.0
+    answer = _parse(boxed)
+    try:
+        return float(bool(answer) and verify(gold, answer, timeout_seconds=None, raise_on_error=True))
+    except Exception as error:  # sympy raises many types; each of them means "not judged"
+        raise RewardError(
+            f"reward.name=math: comparing {boxed[:200]!r} with gold {prompt.answer!r} of prompt {prompt.id} raised "
+            f"{type(error).__name__}"
+        ) from error
 
 
-class AuthorsMath:
+def authors_rule(prompt: Prompt, response: str) -> float:
     r"""The label rule of the PACS authors' code: math-verify's metric on the whole response.
 
     The final expression counts wherever it stands, in a `\boxed{}` or not: LaTeX or plain numbers, with math-verify's own
     priorities and time limits. Source: ritzz-ai/PACS, src/reward_function.py (bbe1dc6). One difference: an error, such as a
-    gold answer without LaTeX, is a 0 there and raises here. math-verify evaluates plain expressions as Python; its
+    gold answer without LaTeX, is a 0 there and a RewardError here. math-verify evaluates plain expressions as Python; its
     grammar lets only digits, operators and parentheses through.
     """
+    try:
+        return float(_METRIC([f"\\boxed{{{prompt.answer}}}"], [response])[0])
+    except Exception as error:  # math-verify and sympy raise many types
+        raise RewardError(
+            f"reward.name=math: judging with gold answer {prompt.answer!r} of prompt {prompt.id} raised "
+            f"{type(error).__name__}; correct or remove the row if it is not LaTeX"
+        ) from error
 
-    def __init__(self) -> None:
-        logging.getLogger("math_verify").setLevel(logging.ERROR)
-        self._metric = math_metric((LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig()))
 
-    def __call__(self, prompt: Prompt, response: str) -> float:
-        """Raises RewardError if the gold answer cannot be parsed or the comparison fails."""
-        try:
-            return float(self._metric([f"\\boxed{{{prompt.answer}}}"], [response])[0])
-        except Exception as error:  # math-verify and sympy raise many types
-            raise RewardError(
-                f"reward.name=math: judging with gold answer {prompt.answer!r} of prompt {prompt.id} raised "
-                f"{type(error).__name__}; correct or remove the row if it is not LaTeX"
-            ) from error
+def build(options: MathReward) -> RewardFn:
+    return authors_rule if options.label_rule == "authors" else last_box
 
 
 def _parse(latex: str) -> list[Any]:

@@ -1,8 +1,7 @@
 """Worker processes that judge responses under a time limit.
 
-Concurrency: `submit` may be called from any thread. One thread per worker takes a job, sends it over a socket, waits for the
-verdict and calls the job's `done`. If that exceeds the time limit or the worker dies, the thread kills the worker with
-everything that it started, and starts another one. When the pool ends, every job without a verdict receives the reason.
+One thread per worker takes a job, sends it over a socket, waits for the verdict and calls the job's `done`. If that exceeds
+the time limit or the worker dies, the thread kills the worker with everything that it started, and starts another one.
 """
 
 import contextlib
@@ -19,13 +18,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import psutil
 
+from pacs_megatron.config.reward_options import AnyReward
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import ConfigError, DataError, RewardError
-from pacs_megatron.rewards.registry import AnyReward
 from pacs_megatron.rewards.worker import encode_jobs
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.json_reader import as_object, parse_json
@@ -39,50 +38,40 @@ _START_LIMIT_S = 120.0
 _POLL_S = 0.1
 """Interval at which a waiting thread checks that its worker is alive: a grandchild may keep the socket of a dead one."""
 _KILL_S = 10.0
-_MEMORY_INTERVAL_S = 1.0
-_LOGGED_CHARS = 200
-_OUTPUT_S = 1.0
-"""Wait for the last output of a killed process."""
+_MEMORY_INTERVAL_S = _OUTPUT_S = 1.0
+"""Between measurements of a worker's memory; and the wait for the last output of a killed process."""
 _OUTPUT_BYTES = 64 << 10
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}  # one thread each: the workers are the parallelism
 _MARK = "PACS_REWARD_WORKER"
 """Environment variable of a worker: a daemon that the reward function starts leaves the worker's session and its tree."""
 
 
 class Verdict(NamedTuple):
-    """Exactly one of `reward` and `failure` is None."""
+    """Exactly one of `reward` and `failure` is None. `details`: the verifier's record, see `Judgement`."""
 
     key: str
     reward: float | None
     failure: str | None
     details: dict[str, Any] | None = None
-    """the verifier's record, see `Judgement`"""
-
-
-Done = Callable[[Verdict | RewardError], None]
-"""Called once for each job, in a thread of the pool."""
 
 
 class _Job(NamedTuple):
     key: str
     prompt: Prompt
     response: str
-    done: Done
+    done: Callable[[Verdict | RewardError], None]
 
 
 class RewardPool(Closing):
     """`options.workers` processes that judge submitted responses. A context manager; it must be closed."""
 
     def __init__(self, options: AnyReward) -> None:
-        """Starts the workers and returns once they are ready (about a second).
-
-        Raises ConfigError if the reward cannot be built (its pattern or function), RewardError if a worker does not
-        start.
-        """
+        """Returns once the workers are ready (about a second). Raises ConfigError if the reward cannot be built, RewardError
+        if a worker does not start."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         """None: the pool has ended"""
         self._lock = threading.Lock()
         self._error: RewardError | None = None
-        """why the pool has ended"""
         self._options = options
         self._workers = [_Worker(options) for _ in range(options.workers)]
         ready: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
@@ -99,20 +88,16 @@ class RewardPool(Closing):
                     self.close()
                     raise error
 
-    def submit(self, key: str, prompt: Prompt, response: str, done: Done) -> None:
-        """Queues one response and returns at once. A thread of the pool calls `done` with its verdict, which has the same
-        `key` (the sample id), or with the RewardError that ended the pool.
-
-        Raises RewardError if the pool has ended.
-        """
+    def submit(self, key: str, prompt: Prompt, response: str, done: Callable[[Verdict | RewardError], None]) -> None:
+        """Queues one response, from any thread. A thread of the pool calls `done` with its verdict, which has the same `key`
+        (the sample id), or with the RewardError that ended the pool. Raises RewardError if the pool has ended."""
         with self._lock:
             if self._error is not None:
                 raise self._error
             self._jobs.put(_Job(key, prompt, response, done))
 
     def close(self) -> None:
-        """Kills every worker and the processes that it started. Every `done` was called when this returns. Safe to call
-        twice."""
+        """Kills every worker with the processes that it started. Every `done` was called when this returns."""
         self._end(RewardError("reward pool: it is closed"))
         for thread in self._threads:
             thread.join()
@@ -125,7 +110,6 @@ class RewardPool(Closing):
         for worker in self._workers:
             worker.end()
 
-    # ------------------------------------------------------------------------------------- in the thread of one worker
     def _serve(self, worker: "_Worker", ready: "queue.SimpleQueue[Exception | None]") -> None:
         try:
             worker.start()
@@ -135,7 +119,9 @@ class RewardPool(Closing):
             ready.put(error)
         while jobs := self._take():
             for job, answer in zip(jobs, self._judge(worker, jobs), strict=True):
-                _log_failure(job, answer)
+                if isinstance(answer, Verdict) and answer.failure is not None:
+                    text = "reward failed: prompt %s, sample %s: %s; response starts %r"
+                    logger.warning(text, job.prompt.id, job.key, answer.failure, job.response[:200])
                 job.done(answer)
         worker.kill()
 
@@ -145,8 +131,6 @@ class RewardPool(Closing):
                 with report_wait(self._options.waits_for):
                     verdicts = worker.judge(jobs)
                 if self._error is None:  # else `end` killed this worker: the failure is not the verifier's
-                    if not worker.alive:
-                        worker.start()
                     return verdicts
         except Exception as error:  # noqa: BLE001  # carried to the callers
             self._end(error)
@@ -155,16 +139,14 @@ class RewardPool(Closing):
 
     def _take(self) -> list[_Job]:
         """At least one job, and further waiting ones up to the reward's batch; empty: the pool has ended."""
-        jobs, job = [], self._jobs.get()
-        while job is not None:
-            jobs.append(job)
-            if len(jobs) == self._options.num_per_call:
-                return jobs
-            try:
-                job = self._jobs.get_nowait()
-            except queue.Empty:
-                return jobs
-        self._jobs.put(None)  # for the other threads
+        jobs: list[_Job] = []
+        with contextlib.suppress(queue.Empty):
+            while len(jobs) < self._options.num_per_call:
+                job = self._jobs.get(block=not jobs)
+                if job is None:
+                    self._jobs.put(None)  # for the other threads
+                    break
+                jobs.append(job)
         return jobs
 
 
@@ -180,17 +162,6 @@ def received(answers: "queue.SimpleQueue[T | RewardError]", count: int) -> list[
     return found
 
 
-def _log_failure(job: _Job, verdict: Verdict | RewardError) -> None:
-    if isinstance(verdict, Verdict) and verdict.failure is not None:
-        logger.warning(
-            "reward failed: prompt %s, sample %s: %s; response starts %r",
-            job.prompt.id,
-            job.key,
-            verdict.failure,
-            job.response[:_LOGGED_CHARS],
-        )
-
-
 class _Worker:
     """One process in a session of its own, and the socket to it. One thread owns it; `end` may be called by others."""
 
@@ -203,11 +174,6 @@ class _Worker:
         self._lock = threading.Lock()
         self._has_ended = False
 
-    @property
-    def alive(self) -> bool:
-        """False after a timeout or the death of the process, until `start`."""
-        return self._process is not None
-
     def start(self) -> None:
         """Starts the process and waits for its `ready`. Raises ConfigError or RewardError."""
         ours, theirs = socket.socketpair()
@@ -216,22 +182,22 @@ class _Worker:
                 ours.close()
                 raise RewardError("reward pool: it is closed")
             self._socket = ours
-            source, output = os.pipe()
             # -P: the working directory must not hide installed modules before sys.path is set.
+            program = [sys.executable, "-P", "-c", "from pacs_megatron.rewards.worker import main; main()"]
+            inherited = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+            path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *inherited])
             self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-c", "from pacs_megatron.rewards.worker import main; main()"),
-                    *(str(os.getpid()), str(theirs.fileno())),
-                ],
+                [*program, str(os.getpid()), str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=_worker_env() | {_MARK: self._mark},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                env={**os.environ, "PYTHONPATH": path, **_ENVIRONMENT, _MARK: self._mark},
                 start_new_session=True,
             )
-            os.close(output)
-        self._copier = threading.Thread(target=self._copy_output, args=(source,), name="reward output", daemon=True)
+        output = (self._process.stdout,)
+        self._copier = threading.Thread(target=self._copy_output, args=output, name="reward output", daemon=True)
         self._copier.start()
         setup = {
             "options": self._options.model_dump_json(),
@@ -244,10 +210,10 @@ class _Worker:
         if "failure" in reply:
             raise RewardError(f"reward worker did not start: {reply['failure']}; its stderr has the reason")
 
-    def _copy_output(self, source: int) -> None:
+    def _copy_output(self, source: IO[bytes]) -> None:
         """Copies the process's output to stderr, a limited part per response: a flood would fill the disk."""
-        with os.fdopen(source, "rb", buffering=0) as pipe:
-            while data := pipe.read(1 << 16):
+        with source:
+            while data := source.read(1 << 16):
                 allowed = self._output_left
                 self._output_left -= len(data)
                 if allowed > 0:
@@ -256,6 +222,8 @@ class _Worker:
                         os.write(2, data[:allowed] + cut)
 
     def judge(self, jobs: Sequence[_Job]) -> list[Verdict]:
+        if self._process is None:  # killed in the call before
+            self.start()
         self._output_left = _OUTPUT_BYTES
         line = encode_jobs([(job.prompt, job.response) for job in jobs])
         reply = self._exchange(line, self._options.call_limit_s)
@@ -278,7 +246,8 @@ class _Worker:
             reply = b""
         if not reply.endswith(b"\n"):
             code = self.kill()
-            return {"failure": f"the worker died ({_describe_exit(code)})", "killed": code == -signal.SIGKILL}
+            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+            return {"failure": f"the worker died ({how})", "killed": code == -signal.SIGKILL}
         try:
             return as_object(parse_json(reply, "verdict", any_text=True), "verdict")
         except DataError as error:
@@ -288,8 +257,7 @@ class _Worker:
     def _reply_to(self, line: bytes, limit_s: float) -> bytes:
         """One line; an incomplete one if the process has ended. Raises TimeoutError, MemoryError."""
         assert self._process is not None and self._socket is not None
-        deadline = time.monotonic() + limit_s
-        check = time.monotonic() + _MEMORY_INTERVAL_S
+        deadline, check = time.monotonic() + limit_s, time.monotonic() + _MEMORY_INTERVAL_S
         self._socket.settimeout(limit_s)
         self._socket.sendall(line)
         reply = bytearray()
@@ -368,17 +336,3 @@ def _memory_bytes(pid: int, mark: str) -> int:
         with contextlib.suppress(psutil.Error, OSError):
             total += process.memory_full_info().pss
     return total
-
-
-def _worker_env() -> dict[str, str]:
-    package_parent = str(Path(__file__).resolve().parents[2])
-    inherited = os.environ.get("PYTHONPATH")
-    path = package_parent if inherited is None else os.pathsep.join([package_parent, inherited])
-    # One thread each: the workers are the parallelism.
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-
-
-def _describe_exit(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"signal {-code}"
-    return f"exit code {code}"

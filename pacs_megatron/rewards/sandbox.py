@@ -1,9 +1,6 @@
-"""A sandbox of bubblewrap for programs of the policy.
-
-Namespaces of their own for processes, network, IPC and host name; a root of nothing but Python, its libraries and numpy,
-read-only; a /tmp in memory; a user of its own; a filter of system calls; limits of CPU, memory, processes, files, output
-and wall clock. The kernel kills everything in it when the sandbox or this process ends.
-"""
+"""A sandbox of bubblewrap for programs of the policy: namespaces of their own for processes, network, IPC and host name; a
+read-only root of nothing but Python, its libraries and numpy; a /tmp in memory; a user of its own; a filter of system calls;
+limits of CPU, memory, processes, files, output and wall clock. The kernel kills everything in it when this process ends."""
 
 import contextlib
 import importlib.util
@@ -18,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,10 +36,8 @@ _FRAME_BYTES = 50 << 20
 _TMP_BYTES = 64 << 20
 _LOAD, _EQUAL, _GIVE = 0x20, 0x15, 0x06
 """Classic BPF: load a word of the call, jump if equal, return"""
-_NO_ACCESS = 0x00050000 | 1
-"""SECCOMP_RET_ERRNO with EPERM"""
-_NOT_THERE = 0x00050000 | 38
-"""With ENOSYS: the C library then calls clone, whose flags a filter can read."""
+_NO_ACCESS, _NOT_THERE = 0x00050000 | 1, 0x00050000 | 38
+"""SECCOMP_RET_ERRNO with EPERM, and with ENOSYS: the C library then calls clone, whose flags a filter can read."""
 _NAMESPACES = 0x7E020080
 """The clone flags CLONE_NEW*"""
 # Architecture, clone3, clone, and system calls that no program of a test needs: memory outside the limits (memfd_create,
@@ -99,8 +94,7 @@ class Program(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """`deadline`: monotonic time at which the program ends. `test_s`: wall-clock and CPU time of one test. `memory_gib`:
-    of all processes of the program."""
+    """`test_s` is wall-clock and CPU time of one test; `memory_gib` counts all processes of the program."""
 
     deadline: float
     test_s: float
@@ -108,10 +102,8 @@ class Limits(NamedTuple):
 
 
 def run_tests(program: Program, limits: Limits, sandbox: str) -> Iterator[dict[str, Any]]:
-    """One result for each input, `{"output": text}` or `{"error": reason}`; ends with the first error.
-
-    Raises RewardError if the sandbox does not start.
-    """
+    """One result for each input, `{"output": text}` or `{"error": reason}`, until the first error. Raises RewardError if the
+    sandbox does not start."""
     isolated = sandbox != "none"
     # A user of its own for every worker: the kernel counts processes by user. Root only; others have a user namespace.
     uid = 60_000 + os.getpid() % 5_000 if isolated and os.geteuid() == 0 else None
@@ -138,15 +130,14 @@ def run_tests(program: Program, limits: Limits, sandbox: str) -> Iterator[dict[s
             start_new_session=True,
         )  # fmt: skip
         try:
-            frames = _frames(process, memory_bytes)
-            next(frames)
-            first = frames.send(min(limits.deadline, time.monotonic() + _START_LIMIT_S))
+            read = _reader(process, memory_bytes)
+            first = read(min(limits.deadline, time.monotonic() + _START_LIMIT_S))
             if first != {"ready": True}:
                 errors.seek(0)
                 reason = " ".join(errors.read(2000).decode("utf-8", "replace").split()) or first.get("error")
                 raise RewardError(f"the sandbox ({sandbox}) does not start: {reason}")
             for _ in program.inputs:
-                result = frames.send(min(limits.deadline, time.monotonic() + limits.test_s + _GRACE_S))
+                result = read(min(limits.deadline, time.monotonic() + limits.test_s + _GRACE_S))
                 yield result
                 if "output" not in result:
                     return
@@ -154,47 +145,41 @@ def run_tests(program: Program, limits: Limits, sandbox: str) -> Iterator[dict[s
             _end(process)
 
 
-def _frames(process: "subprocess.Popen[bytes]", memory_bytes: int) -> Any:
-    """A generator: receives a deadline, yields the next line of the runner as a dict, or `{"error": reason}`."""
+def _reader(process: "subprocess.Popen[bytes]", memory_bytes: int) -> Callable[[float], dict[str, Any]]:
+    """A function of a deadline: the next line of the runner as a dict, or `{"error": reason}`."""
     assert process.stdout is not None
     source = process.stdout.fileno()
     os.set_blocking(source, False)
     buffer = bytearray()
-    deadline: float = yield {}
-    while True:
-        line, found, rest = buffer.partition(b"\n")
-        if found:
-            buffer = rest
-            deadline = yield _parse(bytes(line))
-            continue
-        left = deadline - time.monotonic()
-        reason = None
-        if left <= 0:
-            reason = "time limit"
-        elif not select.select([source], [], [], min(left, _MEMORY_POLL_S))[0]:
-            reason = "memory limit" if _memory(process.pid) > memory_bytes else None
-        else:
+
+    def read(deadline: float) -> dict[str, Any]:
+        while b"\n" not in buffer:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return {"error": "time limit"}
+            if not select.select([source], [], [], min(left, _MEMORY_POLL_S))[0]:
+                if _memory(process.pid) > memory_bytes:
+                    return {"error": "memory limit"}
+                continue
             piece = os.read(source, 1 << 20)
-            buffer += piece
-            reason = "the program ended the sandbox" if not piece else None
-            reason = "output limit" if len(buffer) > _FRAME_BYTES else reason
-        if reason is not None:
-            deadline = yield {"error": reason}
+            if not piece:
+                return {"error": "the program ended the sandbox"}
+            buffer.extend(piece)
+            if len(buffer) > _FRAME_BYTES:
+                return {"error": "output limit"}
+        line, _, buffer[:] = buffer.partition(b"\n")
+        try:
+            return {**json.loads(line)}
+        except (ValueError, RecursionError, TypeError):
+            return {"error": "no valid response of the sandbox"}
 
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        return {**json.loads(line)}
-    except (ValueError, RecursionError, TypeError):
-        return {"error": "no valid response of the sandbox"}
+    return read
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
-    try:
-        found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
-    except psutil.Error:
-        return []
-    return found
+    with contextlib.suppress(psutil.Error):
+        return list(psutil.Process(pid).children(recursive=True))
+    return []
 
 
 def _memory(pid: int) -> int:
@@ -226,9 +211,8 @@ def _bubblewrap(rules: int) -> list[str]:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-    python = _interpreter()
     folder = str(Path(sys.base_prefix).resolve())
-    source = python if folder == "/usr" else folder
+    source = _interpreter() if folder == "/usr" else folder
     for parent in ["/usr", "/packages", "/dev", *map(str, reversed(Path(source).parents[:-1]))]:
         command += ["--perms", "0755", "--dir", parent]  # bubblewrap's default is readable by root only
     for name in ("/usr/lib", "/usr/lib64", "/lib", "/lib64"):
@@ -253,7 +237,6 @@ def _bubblewrap(rules: int) -> list[str]:
 def _filter() -> bytes:
     """The seccomp program (classic BPF): EPERM for the denied calls and for namespaces, other architectures are killed."""
     arch, clone3, clone, denied = _SYSTEM_CALLS[platform.machine()]
-
     code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, arch), (_GIVE, 0, 0, 0x80000000), (_LOAD, 0, 0, 0)]
     code += [(0x35, 0, 1, 0x40000000), (_GIVE, 0, 0, _NO_ACCESS)]  # the x32 numbers
     for number in map(int, denied.split()):

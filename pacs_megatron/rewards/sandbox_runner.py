@@ -21,28 +21,15 @@ FILE_BYTES = 16 << 20
 NUM_PROCESSES = 32
 NUM_FILES = 64
 # LiveCodeBench and APPS import these before a program (lcb_runner/evaluation/testing_util.py, eval/testing_util.py).
-STAR = (
-    *(
-        "string",
-        "re",
-        "datetime",
-        "collections",
-        "heapq",
-        "bisect",
-        "copy",
-        "math",
-        "random",
-        "statistics",
-        "itertools",
-    ),
-    *("functools", "operator", "io", "sys", "json", "typing", "builtins"),
+BOTH = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
 )
-PLAIN = [name for name in STAR if name not in ("typing", "builtins")] + ["time", "fractions"]
+STAR, PLAIN = [*BOTH.split(), "typing", "builtins"], [*BOTH.split(), "time", "fractions"]
 
 
 def main() -> None:
     """Answers every test of the job; a fork that has run a program does not return."""
-    job = json.loads(_read_all(0))
+    job = json.loads(sys.stdin.buffer.read())
     frames = os.dup(1)
     if job["uid"] is not None:
         os.setgroups([])
@@ -58,13 +45,6 @@ def main() -> None:
     _send(frames, {"ready": True})
     for test in job["inputs"]:
         _send(frames, _run(job, names, test, frames))
-
-
-def _read_all(descriptor: int) -> bytes:
-    pieces = []
-    while piece := os.read(descriptor, 1 << 20):
-        pieces.append(piece)
-    return b"".join(pieces)
 
 
 def _send(frames: int, message: dict[str, Any]) -> None:
@@ -98,27 +78,21 @@ def _run(job: dict[str, Any], names: dict[str, Any], test: Any, frames: int) -> 
 
 
 def _collect(pid: int, source: int, deadline: float) -> dict[str, Any]:
-    output = bytearray()
-    end = os.pidfd_open(pid)
+    output, end = bytearray(), os.pidfd_open(pid)
     try:
         os.set_blocking(source, False)
         while True:
             ready, _, _ = select.select([source, end], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 return {"error": "time limit"}
-            has_ended = end in ready
-            closed = False
             with contextlib.suppress(BlockingIOError):
-                while not closed:
-                    piece = os.read(source, 1 << 16)
+                while piece := os.read(source, 1 << 16):
                     output += piece
-                    closed = not piece
                     if len(output) > OUTPUT_BYTES:
                         return {"error": "output limit"}
-            if has_ended:
+                select.select([end], [], [], max(0.0, deadline - time.monotonic()))  # it has closed its output
+            if end in ready:
                 break
-            if closed:
-                select.select([end], [], [], max(0.0, deadline - time.monotonic()))
     finally:
         os.close(end)
     state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -154,13 +128,12 @@ def _child(job: dict[str, Any], names: dict[str, Any], test: Any, target: int) -
     program = sys.modules["__main__"] = types.ModuleType("__main__")
     own = program.__dict__
     own.update(names, __name__="__main__" if job["function"] is None else "program")
+    with contextlib.suppress(SystemExit) if job["function"] is None else contextlib.nullcontext():
+        exec(compile(job["code"], "program", "exec"), own)  # noqa: S102  (it is what the sandbox is for)
     if job["function"] is None:
-        with contextlib.suppress(SystemExit):
-            exec(compile(job["code"], "program", "exec"), own)  # noqa: S102  (it is what the sandbox is for)
         atexit._run_exitfuncs()
         sys.stdout.flush()
         return 0
-    exec(compile(job["code"], "program", "exec"), own)  # noqa: S102  (it is what the sandbox is for)
     called = own["Solution"]() if "Solution" in own else None
     function = getattr(called, job["function"]) if called is not None else own[job["function"]]
     report = json.dumps(function(*test)).encode()

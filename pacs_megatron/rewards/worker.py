@@ -1,8 +1,7 @@
 """One reward worker process: `main()` with the pool's process id and a socket's descriptor as arguments.
 
-JSON lines in both directions; nothing is unpickled. The pool first sends `{"options", "sys_path", ...}`, and the worker
-replies `{"ready": true}` or `{"error"}`. Then the pool sends lists of jobs, and the worker replies to each with
-`{"verdicts": [...]}` of `judge_all`. The process ends when the socket closes.
+JSON lines in both directions; nothing is unpickled. First the options, which the worker answers with `{"ready": true}` or
+`{"error"}`; then lists of jobs, answered with `{"verdicts": [...]}` of `judge_all`. It ends when the socket closes.
 """
 
 import json
@@ -11,6 +10,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, TextIO
 
 import numpy as np
@@ -19,29 +19,23 @@ from pydantic import TypeAdapter
 from pacs_megatron.config.reward_options import RewardOptions
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.rewards.judging import Job, judge_all
-from pacs_megatron.rewards.registry import build_reward
+from pacs_megatron.rewards.judging import Job, build_reward, judge_all
 from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals, limit_memory
 
 
 def encode_jobs(jobs: Sequence[Job]) -> bytes:
     """The jobs of one call as a JSON line."""
-    rows = []
-    for prompt, response in jobs:
-        fields: dict[str, Any] = {name: getattr(prompt, name) for name in ("id", "text", "answer", "problem")}
-        fields |= {"solution": prompt.solution, "source": prompt.source, "token_ids": prompt.token_ids.tolist()}
-        rows.append({"prompt": fields, "response": response})
+    rows = [(asdict(prompt) | {"token_ids": prompt.token_ids.tolist()}, response) for prompt, response in jobs]
     return json.dumps(rows).encode() + b"\n"
 
 
 def decode_jobs(line: str) -> list[Job]:
     """The inverse of `encode_jobs`."""
-    jobs = []
-    for row in json.loads(line):
-        fields = row["prompt"]
-        fields["token_ids"] = np.asarray(fields["token_ids"], dtype=np.int32)
-        jobs.append((Prompt(**fields), row["response"]))
-    return jobs
+    rows = json.loads(line)
+    return [
+        (Prompt(**fields | {"token_ids": np.asarray(fields["token_ids"], dtype=np.int32)}), response)
+        for fields, response in rows
+    ]
 
 
 def main() -> None:

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from pacs_megatron.config.reward_options import AnyReward
 from pacs_megatron.config.schema import Truncated
 from pacs_megatron.contracts import Prompt, Sample
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.labels import check_failures, label_of
 from pacs_megatron.rewards.pool import RewardPool, Verdict
-from pacs_megatron.rewards.registry import AnyReward
 from pacs_megatron.rollout.admission import label_sample
 from pacs_megatron.runtime.closing import Closing
 

@@ -3,10 +3,10 @@
 import queue
 from collections.abc import Iterator
 
+from pacs_megatron.config.reward_options import AnyReward
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.pool import RewardPool, Verdict, received
-from pacs_megatron.rewards.registry import AnyReward
 
 
 class CollectingPool(RewardPool):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pacs_megatron.errors import RewardError
-from pacs_megatron.rewards.arithmetic import Arithmetic, parse_number
+from pacs_megatron.rewards.arithmetic import judge, parse_number
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,6 @@ def test_decimals_are_exact(value):
 
 
 def test_reward(make_prompt):
-    judge = Arithmetic()
     assert judge(make_prompt("0.5"), r"first \boxed{3}, so \boxed{\frac{1}{2}}") == 1.0
     assert judge(make_prompt("0.5"), r"so \boxed{0.50000001}") == 0.0
     assert judge(make_prompt("0.5"), r"so \boxed{a half}") == 0.0
@@ -56,4 +55,4 @@ def test_reward(make_prompt):
 
 def test_unreadable_gold_is_an_error_even_for_an_equal_answer(make_prompt):
     with pytest.raises(RewardError, match=r"'x\+1' of prompt train/7"):
-        Arithmetic()(make_prompt("x+1"), r"\boxed{x+1}")
+        judge(make_prompt("x+1"), r"\boxed{x+1}")

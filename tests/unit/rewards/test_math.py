@@ -1,7 +1,7 @@
 import pytest
 
 from pacs_megatron.errors import RewardError
-from pacs_megatron.rewards.math import AuthorsMath, Math
+from pacs_megatron.rewards.math import authors_rule, last_box
 
 EQUAL = [
     ("142", "142.0"),
@@ -49,31 +49,31 @@ DIFFERENT = [
 
 @pytest.mark.parametrize(("gold", "answer"), EQUAL)
 def test_equal(make_prompt, gold, answer):
-    assert Math()(make_prompt(gold), f"Therefore \\boxed{{{answer}}}.") == 1.0
+    assert last_box(make_prompt(gold), f"Therefore \\boxed{{{answer}}}.") == 1.0
 
 
 @pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
 def test_different(make_prompt, gold, answer):
-    assert Math()(make_prompt(gold), f"Therefore \\boxed{{{answer}}}.") == 0.0
+    assert last_box(make_prompt(gold), f"Therefore \\boxed{{{answer}}}.") == 0.0
 
 
 def test_only_the_last_box_counts(make_prompt):
-    assert Math()(make_prompt("5"), r"\boxed{5}, no: \boxed{6}") == 0.0
-    assert Math()(make_prompt("5"), r"\boxed{6}, no: \boxed{5}") == 1.0
-    assert Math()(make_prompt("5"), "The answer is 5.") == 0.0
+    assert last_box(make_prompt("5"), r"\boxed{5}, no: \boxed{6}") == 0.0
+    assert last_box(make_prompt("5"), r"\boxed{6}, no: \boxed{5}") == 1.0
+    assert last_box(make_prompt("5"), "The answer is 5.") == 0.0
 
 
 @pytest.mark.parametrize("gold", ["", "???", "   "])
 @pytest.mark.parametrize("response", [r"\boxed{5}", "no box", r"\boxed{???}"])
 def test_unreadable_gold_is_an_error_for_every_response(make_prompt, gold, response):
     with pytest.raises(RewardError, match="prompt train/7"):
-        Math()(make_prompt(gold), response)
+        last_box(make_prompt(gold), response)
 
 
 def test_model_text_is_never_evaluated_as_python(make_prompt, tmp_path):
     victim = tmp_path / "victim"
     code = f"__import__('pathlib').Path('{victim}').touch()"
-    assert Math()(make_prompt("5"), f"\\boxed{{{code}}}") == 0.0
+    assert last_box(make_prompt("5"), f"\\boxed{{{code}}}") == 0.0
     assert not victim.exists()
 
 
@@ -96,5 +96,5 @@ def test_model_text_is_never_evaluated_as_python(make_prompt, tmp_path):
 )
 def test_label_rules_differ_where_the_authors_do(make_prompt, gold, response, authors, ours) -> None:
     """The authors' column is what their own compute_score returned (ritzz-ai/PACS, bbe1dc6, math-verify 0.9.0)."""
-    assert AuthorsMath()(make_prompt(gold), response) == authors
-    assert Math()(make_prompt(gold), response) == ours
+    assert authors_rule(make_prompt(gold), response) == authors
+    assert last_box(make_prompt(gold), response) == ours
