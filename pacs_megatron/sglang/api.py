@@ -1,7 +1,5 @@
-"""SGLang's control endpoints (version 0.5.23; sessions are probed for older ones), one blocking call each.
-
-Generation is in `sglang/client.py`. Every call opens its own connection, so threads may share an instance.
-"""
+"""SGLang's control endpoints (version 0.5.23; sessions are probed for older ones), one blocking call each, from any thread.
+Generation is in `sglang/client.py`."""
 
 from __future__ import annotations
 
@@ -10,18 +8,14 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.runtime.http import CONNECTION_ERRORS, exchange, open_session
 
-PauseMode = Literal["abort", "in_place", "retract"]
-"""`abort`: running requests return their partial output. `retract`: they pause, and their KV cache is recomputed with
-the new weights. `in_place`: they pause and continue with the old KV cache."""
-MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 T = TypeVar("T")
 _MAX_BYTES = 64 << 20
-"""Of a response; a length that a server only announces takes no memory."""
+"""Of a response"""
 FRESH_VERSION = "default"
 """The `weight_version` of a newly started server."""
 
@@ -44,13 +38,12 @@ class ServerRefusedError(RolloutError):
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """Weights as a server reports them: `version` counts from 0, `digest` is that export's `WeightDigest`."""
+    """A server's `weight_version`: `version` counts from 0, `digest` is that export's `WeightDigest`."""
 
     version: int
     digest: str
 
     def __str__(self) -> str:
-        """The server's `weight_version`, which every token span of a response has too."""
         return f"{self.version}:{self.digest}"
 
     @classmethod
@@ -81,11 +74,7 @@ def hint(status: int) -> str:
 
 def excerpt(data: bytes) -> str:
     """The first 300 bytes of a response as one line."""
-    return one_line(data[:300].decode(errors="replace"))
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())
+    return " ".join(data[:300].decode(errors="replace").split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +96,7 @@ class SglangApi:
             status, data = asyncio.run(self._exchange(path, payload, limit))
         except CONNECTION_ERRORS as error:
             problem = f"no response within {limit:g} s" if isinstance(error, TimeoutError) else "no response"
-            reason = one_line(f"{type(error).__name__}: {error}").rstrip(": ")
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
             raise ServerUnreachableError(f"{self.url}{path}: {problem} ({reason})") from error
         if status != 200:
             message = f"{self.url}{path}: HTTP {status}, expected 200: {excerpt(data)}{hint(status)}"
@@ -158,16 +147,6 @@ class SglangApi:
     def set_weight_version(self, text: str) -> None:
         self.post("/update_weight_version", {"new_version": text, "abort_all_requests": False})
 
-    def pause(self, mode: PauseMode, timeout_s: float | None = None) -> None:
-        self.post("/pause_generation", {"mode": mode}, timeout_s)
-
-    def resume(self) -> None:
-        self.post("/continue_generation", {})
-
-    def flush_cache(self) -> None:
-        """Drops the KV cache. The server rejects this (400) while requests run."""
-        self.post("/flush_cache", {})
-
     def begin_weight_update(self) -> bool:
         """Opens a session and closes one left open. False if the server has no sessions (<= 0.5.20)."""
         try:
@@ -185,21 +164,9 @@ class SglangApi:
         self.post("/end_weight_update", {}, timeout_s)
 
     def checksums(self, skip: Sequence[str] = (), timeout_s: float | None = None) -> list[dict[str, str]]:
-        """Hashes by parameter name of SGLang's own (fused) module tree, one mapping per tensor-parallel rank.
+        """Hashes by name of SGLang's own (fused) parameters except `skip`, one mapping per tensor-parallel rank."""
 
-        The server does not hash the parameters in `skip`, which keeps `verify: sample` cheap.
-        """
-        body = {"action": "checksum", "skip_tensor_list": list(skip)}
-        return self.query(
-            "/weights_checker",
-            lambda response: [{str(k): str(v) for k, v in rank["checksums"].items()} for rank in response["ranks"]],
-            body,
-            timeout_s,
-        )
+        def read(response: Any) -> list[dict[str, str]]:
+            return [{str(k): str(v) for k, v in rank["checksums"].items()} for rank in response["ranks"]]
 
-    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Frees the server's GPU memory for the trainer (colocated). The server must be idle or paused."""
-        self.post("/release_memory_occupation", {"tags": list(tags)})
-
-    def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        self.post("/resume_memory_occupation", {"tags": list(tags)})
+        return self.query("/weights_checker", read, {"action": "checksum", "skip_tensor_list": list(skip)}, timeout_s)

@@ -1,20 +1,12 @@
-"""Tensors packed back to back into one flat byte buffer of bounded size, which is sent as a unit."""
+"""The form in which weights are sent: packed back to back into one flat byte buffer, linear ones optionally as blockwise FP8
+(the format of Hugging Face checkpoints with `quant_method: fp8`, `weight_block_size: [128, 128]`)."""
 
-from dataclasses import dataclass
+import re
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One tensor's place in a bucket."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    """bytes"""
-    num_bytes: int
+BLOCK, E4M3_MAX = 128, 448.0
+_LINEAR = re.compile(r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)\.weight")
 
 
 class Bucket:
@@ -23,40 +15,33 @@ class Bucket:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self.items: list[Item] = []
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        """names and views of `data`"""
         self.num_bytes = 0
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether `add` may be called. A view in the tensor's dtype must start at a multiple of its item size."""
-        if not self.items:
+        if not self.tensors:
             return True
         aligned = self.num_bytes % tensor.element_size() == 0
         return aligned and tensor.device == self._buffer.device and self.num_bytes + tensor.nbytes <= self._capacity
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Copies the tensor's bytes into the buffer."""
-        if not self.items:
+        if not self.tensors:
             self._reserve(tensor)
-        end = self.num_bytes + tensor.nbytes
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        self._buffer[self.num_bytes : end].copy_(flat)
-        self.items.append(Item(name, tensor.dtype, tuple(tensor.shape), self.num_bytes, tensor.nbytes))
-        self.num_bytes = end
+        place = self._buffer[self.num_bytes : self.num_bytes + tensor.nbytes]
+        place.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        self.tensors.append((name, place.view(tensor.dtype).reshape(tensor.shape)))
+        self.num_bytes += tensor.nbytes
 
     @property
     def data(self) -> torch.Tensor:
         """uint8 [num_bytes], a view"""
         return self._buffer[: self.num_bytes]
 
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Views of `data` in their dtypes and shapes."""
-        return [
-            (item.name, self._buffer[item.offset : item.offset + item.num_bytes].view(item.dtype).reshape(item.shape))
-            for item in self.items
-        ]
-
     def clear(self) -> None:
-        self.items = []
+        self.tensors = []
         self.num_bytes = 0
 
     def free(self) -> None:
@@ -73,3 +58,30 @@ class Bucket:
         if self._buffer.device != tensor.device or self._buffer.numel() < tensor.nbytes or self._buffer.numel() > size:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new one is allocated
             self._buffer = torch.empty(size, dtype=torch.uint8, device=tensor.device)
+
+
+def quantize_blockwise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(values, scale_inv)`: float8_e4m3fn [n, k] and float32 [ceil(n/128), ceil(k/128)], weight ~ values * scale_inv, where
+    scale_inv = (largest magnitude of the block) / 448, or 1 for zeros. Blocks at the edges are smaller."""
+    rows, columns = weight.shape
+    pad_rows, pad_columns = -rows % BLOCK, -columns % BLOCK
+    padded = weight.detach().to(torch.float32, copy=True)  # the only fp32 copy; later operations are in place
+    if pad_rows or pad_columns:
+        padded = torch.nn.functional.pad(padded, (0, pad_columns, 0, pad_rows))
+    blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    largest = torch.maximum(blocks.amax(dim=3).amax(dim=1), blocks.amin(dim=3).amin(dim=1).neg())
+    scale_inv = largest / E4M3_MAX
+    scale_inv = torch.where(scale_inv > 0, scale_inv, torch.ones_like(scale_inv))  # 0 also below fp32's range
+    blocks.div_(scale_inv[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
+    values = padded[:rows, :columns].to(torch.float8_e4m3fn)
+    return values.contiguous(), scale_inv
+
+
+def is_quantized(name: str) -> bool:
+    """True for linear layers of attention and MLP; embeddings, norms, router and lm_head are not quantized."""
+    return _LINEAR.fullmatch(name) is not None
+
+
+def scale_name(name: str) -> str:
+    """Name of the scales that belong to the weight `name`."""
+    return f"{name}_scale_inv"

@@ -1,9 +1,7 @@
-"""Expected checksums of a server's parameters, computed from the exported tensors.
+"""Expected checksums of a server's parameters, computed from the exported tensors by an independent implementation.
 
 SGLang hashes its parameters in their server-side form: fused (q, k, v; gate, up; the experts of a layer), sharded over
-tensor-parallel ranks, vocabulary padded. This module computes the expected hashes from the exported Hugging Face tensors
-with an independent implementation of the same rules, so a tensor that was lost, swapped, cast or sliced wrongly in the
-transfer or by the server's loader is detected. Hashes as in SGLang 0.5.23: SHA-256 on CPU, a 64-bit word hash on CUDA.
+tensor-parallel ranks, vocabulary padded. Hashes as in SGLang 0.5.23: SHA-256 on CPU, a 64-bit word hash on CUDA.
 """
 
 import hashlib
@@ -28,8 +26,6 @@ _MODULE = re.compile(r"(?P<prefix>.*\.)(?P<module>\w+)\.(?P<what>weight|bias)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDims:
-    """Model sizes that the rules need."""
-
     num_kv_heads: int
     num_experts: int = 0
 
@@ -110,11 +106,8 @@ class ExpectedChecksums:
 
 
 def compare(url: str, expected: Mapping[str, list[str]], got: list[dict[str, str]], complete: bool) -> int:
-    """Number of compared hashes. Raises SyncError with the first parameters that differ.
-
-    `expected`: parameter -> hash by tensor-parallel rank. `got`: by rank, parameter -> hash. With `complete` the server
-    must have no parameter beyond the expected ones.
-    """
+    """Number of compared hashes, by parameter and tensor-parallel rank. Raises SyncError with the first that differ. With
+    `complete` the server must have no parameter beyond the expected ones."""
     wrong: list[str] = []
     num_ranks = {len(hashes) for hashes in expected.values()}
     if num_ranks != {len(got)}:
@@ -162,11 +155,8 @@ _CHUNK_TILES = 2048
 
 
 def word_hash(tensor: torch.Tensor) -> str:
-    """The hash that SGLang's CUDA servers report, 16 hexadecimal digits; runs on the tensor's device.
-
-    Each 32-bit word is mixed with its position, summed within tiles of 8192 words, mixed again; the tiles' 64-bit
-    values are added and mixed a last time. Arithmetic is in int64, reduced to 32 bits.
-    """
+    """The hash that SGLang's CUDA servers report, 16 hexadecimal digits: each 32-bit word is mixed with its position, summed
+    within tiles of 8192 words, mixed again; the tiles' 64-bit values are added and mixed. In int64, reduced to 32 bits."""
     words = as_words(tensor)
     num_words = words.numel()
     if num_words == 0:

@@ -1,6 +1,4 @@
-"""Weight updates of SGLang servers: one `WeightReceiver` for all servers.
-
-The order on each server, which rules out samples of mixed or unverified weights:
+"""Weight updates of SGLang servers, in an order that rules out samples of mixed or unverified weights:
 
     pause        no token is sampled from here on
     mark         `weight_version` becomes a text that no client accepts
@@ -9,37 +7,28 @@ The order on each server, which rules out samples of mixed or unverified weights
     version      only now the server reports the new version, and the fleet's probes find it current
     resume
 
-A server that fails in any step stays paused and marked, so the fleet sets it to STALE. The next update repeats all steps
-for it; a restart (managed servers) also recovers it. The update continues with the other servers and raises SyncError if
-none is left.
+A server that fails in any step stays paused and marked, so the fleet sets it to STALE, until the next update or a restart.
+The update continues with the other servers and raises SyncError if none is left.
 """
 
 import hashlib
 import logging
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from pacs_megatron.config.rollout_options import SglangRollout
 from pacs_megatron.errors import PacsError, RolloutError, SyncError
 from pacs_megatron.models import ModelSpec
-from pacs_megatron.sglang.api import (
-    FRESH_VERSION,
-    MemoryTag,
-    ServerRefusedError,
-    SglangApi,
-    WeightVersion,
-    updating_version,
-)
-from pacs_megatron.sglang.weights.bucket import Bucket
+from pacs_megatron.sglang.api import FRESH_VERSION, ServerRefusedError, SglangApi, WeightVersion, updating_version
+from pacs_megatron.sglang.weights.bucket import Bucket, is_quantized, quantize_blockwise, scale_name
 from pacs_megatron.sglang.weights.checksums import ExpectedChecksums, ModelDims, compare, hash_for
-from pacs_megatron.sglang.weights.fp8 import is_quantized, quantize_blockwise, scale_name
 from pacs_megatron.sglang.weights.transports import BroadcastTransport, DiskTransport, IpcTransport, Transport
 
 logger = logging.getLogger(__name__)
@@ -52,26 +41,23 @@ FLUSH_WAIT_S = 0.25
 
 @dataclass(slots=True, kw_only=True)
 class SyncReport:
-    """Result of one update."""
+    """Result of one update: bytes sent to each server, wall-clock seconds, checksums compared over all servers, urls of servers
+    with the new weights, and the reasons of the others by url."""
 
     version: int
     digest: str = ""
     num_bytes: int = 0
-    """sent to each server"""
     seconds: float = 0.0
-    """wall-clock, from begin_update to end_update"""
     verified: int = 0
-    """checksums compared, over all servers"""
     updated: tuple[str, ...] = ()
-    """urls of servers with the new weights"""
     failed: dict[str, str] = field(default_factory=dict)
-    """url -> reason"""
 
 
 @dataclass(slots=True)
 class _Target:
     api: SglangApi
     expected: ExpectedChecksums | None = None
+    num_equal: int = 0
     is_verified: bool = False
     """all of its parameters were compared once since its start"""
 
@@ -83,7 +69,7 @@ class ServerSync:
         """Floating-point tensors are cast to `options.dtype` before they are sent; FP8 blocks are not verified."""
         self._sync = options.sync
         self._probe_timeout_s = min(options.dead_after_s, options.sync.timeout_s)
-        """An update skips a server whose scheduler does not respond within this time: it would cost `timeout_s`"""
+        """An update skips a server whose scheduler does not respond within this time."""
         self._dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype]
         self._quantizes = options.sync.quantize == "fp8_blockwise"
         self._dims = dims
@@ -96,8 +82,7 @@ class ServerSync:
         self._sample: frozenset[str] | None = None
         self._expected: dict[tuple[int, str], ExpectedChecksums] = {}
         """by (tensor-parallel size, device): servers of one kind share the hashing"""
-        self._lock = threading.Lock()
-        self._released: dict[str, set[MemoryTag]] = {}
+        self._released: dict[str, set[str]] = {}
         """url -> memory that the server has released to the trainer"""
         self._began = 0.0
         self.report = SyncReport(version=-1)
@@ -106,7 +91,6 @@ class ServerSync:
         """Sets the servers of the next update: all that are not DEAD, or only those that missed an update."""
         self._targets = {api.url: self._targets.get(api.url, _Target(api)) for api in apis}
 
-    # ------------------------------------------------------------------------------------------------- WeightReceiver
     def begin_update(self, version: int) -> None:
         """Pauses and marks all targets. Raises SyncError if no server is left."""
         self._began = time.monotonic()
@@ -116,7 +100,10 @@ class ServerSync:
         self._expected = {}
         self._transport.start(version)
         self._each(lambda target: self._open(target, version))
-        self._sample = self._choose_sample(version)
+        self._sample = None
+        if self._sync.verify == "sample" and self._names and all(one.is_verified for one in self._live.values()):
+            chosen = random.Random(version).sample(self._names, min(SAMPLE_SIZE, len(self._names)))  # noqa: S311
+            self._sample = frozenset(chosen)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Adds one weight under its Hugging Face name; sends the bucket when full. Raises SyncError if no server is left."""
@@ -145,45 +132,35 @@ class ServerSync:
         self._each(lambda target: self._close(target, digest))
         if self._sample is None and self._sync.verify != "off":
             self._names = tuple(next(iter(self._expected.values())).by_name)
-        self.report.digest = digest
-        self.report.updated = tuple(self._live)
-        self.report.seconds = time.monotonic() - self._began
-        logger.info(
-            "weights %d: %d bytes to %d servers in %.2f s, %d checksums equal",
-            self.report.version,
-            self.report.num_bytes,
-            len(self._live),
-            self.report.seconds,
-            self.report.verified,
-        )
+        report = self.report
+        report.verified = sum(target.num_equal for target in self._live.values() if target.expected is not None)
+        report.digest, report.updated, report.seconds = digest, tuple(self._live), time.monotonic() - self._began
+        text = "weights %d: %d bytes to %d servers in %.2f s, %d checksums equal"
+        logger.info(text, report.version, report.num_bytes, len(self._live), report.seconds, report.verified)
 
     def close(self) -> None:
         self._transport.close()
 
-    # -------------------------------------------------------------------------------------------------- colocated memory
     def release_memory(self) -> None:
-        """Before a training step (colocated): servers release weights and KV cache; the next update restores both.
-
-        Marks the servers as during an update: a server without weights is not current.
-        """
+        """Before a training step (colocated): servers release weights and KV cache, and are marked as during an update, which
+        restores both."""
         self._live = dict(self._targets)
         self._each(self._release)
 
     def _release(self, target: _Target) -> None:
         api = target.api
-        api.pause("abort", self._sync.timeout_s)
+        api.post("/pause_generation", {"mode": "abort"}, self._sync.timeout_s)
         api.set_weight_version(updating_version(self.report.version))
         # The server rejects this while a cancelled request still runs; releasing memory then would crash it.
         _flush_cache(api, required=True)
-        api.release_memory(("kv_cache", "weights"))
+        api.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
         self._released[api.url] = {"kv_cache", "weights"}
 
-    def _take_back(self, api: SglangApi, tag: MemoryTag) -> None:
+    def _take_back(self, api: SglangApi, tag: Literal["kv_cache", "weights"]) -> None:
         if tag in self._released.get(api.url, ()):
-            api.resume_memory((tag,))
+            api.post("/resume_memory_occupation", {"tags": [tag]})
             self._released[api.url].discard(tag)
 
-    # -------------------------------------------------------------------------------------------------------- one server
     def _open(self, target: _Target, version: int) -> None:
         api, sync = target.api, self._sync
         kind = api.placement(self._probe_timeout_s)
@@ -192,10 +169,13 @@ class ServerSync:
             self._released.pop(api.url, None)
             self._transport.forget(api)
             target.is_verified = False
-        api.pause(sync.pause, sync.timeout_s)
+        api.post("/pause_generation", {"mode": sync.pause}, sync.timeout_s)
         api.set_weight_version(updating_version(version))
         self._take_back(api, "weights")
-        target.expected = self._new_expected(kind) if sync.verify != "off" else None
+        target.expected = None
+        if sync.verify != "off":
+            made = ExpectedChecksums(self._dims, kind[0], hash_for(kind[1]))
+            target.expected = self._expected.setdefault(kind, made)
         self._transport.join(api)
 
     def _close(self, target: _Target, digest: str) -> None:
@@ -206,9 +186,7 @@ class ServerSync:
             skip = () if self._sample is None else [name for name in self._names if name not in self._sample]
             got = api.checksums(skip, self._sync.timeout_s)
             is_complete = self._sample is None and not self._quantizes
-            num_equal = compare(api.url, target.expected.by_name, got, is_complete)
-            with self._lock:
-                self.report.verified += num_equal
+            target.num_equal = compare(api.url, target.expected.by_name, got, is_complete)
             target.is_verified = target.is_verified or self._sample is None
         self._take_back(api, "kv_cache")
         _flush_cache(api, required=self._sync.pause != "in_place")
@@ -221,26 +199,15 @@ class ServerSync:
             )
         api.set_weight_version(str(WeightVersion(version, digest)))
         try:
-            api.resume()
+            api.post("/continue_generation", {})
         except RolloutError:
             api.set_weight_version(mark)  # otherwise the fleet treats it as current, although it is paused
             raise
 
-    def _new_expected(self, kind: tuple[int, str]) -> ExpectedChecksums:
-        with self._lock:
-            if kind not in self._expected:
-                self._expected[kind] = ExpectedChecksums(self._dims, kind[0], hash_for(kind[1]))
-            return self._expected[kind]
-
-    # ------------------------------------------------------------------------------------------------------- all servers
-    def _choose_sample(self, version: int) -> frozenset[str] | None:
-        are_verified = all(target.is_verified for target in self._live.values())
-        if self._sync.verify != "sample" or not self._names or not are_verified:
-            return None
-        return frozenset(random.Random(version).sample(self._names, min(SAMPLE_SIZE, len(self._names))))  # noqa: S311
-
     def _flush(self) -> None:
-        if self._bucket.items:
+        if self._bucket.tensors:
+            if self._bucket.data.is_cuda:
+                torch.cuda.current_stream().synchronize()  # completes the bucket before other threads read it
             self._transport.prepare(self._bucket)
             self._each(lambda target: self._transport.send(target.api, self._bucket))
             self._bucket.clear()
@@ -263,11 +230,8 @@ class ServerSync:
 
 
 def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> ServerSync:
-    """A `WeightReceiver` for the run's servers; call `set_targets` before each push.
-
-    `transport: disk` writes to `folder`, which belongs to this run, or to a subfolder of `sync.folder`. The subfolder's
-    name contains a hash of the run's path, so that two runs never read each other's versions.
-    """
+    """A `WeightReceiver` for the run's servers. `transport: disk` writes to `folder`, which belongs to this run, or to a
+    subfolder of `sync.folder` with a hash of the run's path, so that two runs never read each other's versions."""
     sync = options.sync
     if sync.folder is not None:
         run = folder.absolute().parent
@@ -285,13 +249,11 @@ def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> Server
 
 
 def _flush_cache(api: SglangApi, required: bool) -> None:
-    """Drops KV cache of the old weights; a request that is about to end may delay it.
-
-    Not `required`: the server rejects it while requests that are paused in place need the cache, and then keeps all of it.
-    """
+    """Drops KV cache of the old weights; a request that is about to end may delay it. Not `required`: the server keeps all of
+    it while requests that are paused in place need the cache."""
     for attempt in range(FLUSH_TRIES):
         try:
-            api.flush_cache()
+            api.post("/flush_cache", {})
             return
         except ServerRefusedError as error:
             if not required:

@@ -1,7 +1,7 @@
 """Transports of weights to SGLang servers: disk, broadcast, IPC. `server_sync.ServerSync` decides the order of calls.
 
-Methods that take `api` may run concurrently for several servers, in threads; `prepare` and `close` do not.
-Every wait has a timeout. An exception of `join`, `send` or `finish` concerns that one server only.
+Methods that take `api` run concurrently for several servers, in threads; their exceptions concern that one server only.
+Every wait has a timeout.
 """
 
 import base64
@@ -36,11 +36,12 @@ from pacs_megatron.sglang.weights.bucket import Bucket
 
 T = TypeVar("T")
 Kind = Literal["nccl", "gloo"]
+KEEP = {"flush_cache": False, "abort_all_requests": False}
 CUDA_ARG_DEVICE = 6
 """Position of the device in the arguments of torch's `rebuild_cuda_tensor`; SGLang expects a GPU's UUID there."""
 GROUP_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""torch reads these in the constructor of an NCCL group. 2 is CleanUpOnly (ProcessGroupNCCL.hpp:167-170): if a server dies
-inside a broadcast, the group's watchdog aborts the group. With the default it ends the whole process, rank 0."""
+"""Read by the constructor of an NCCL group. 2 is CleanUpOnly (ProcessGroupNCCL.hpp:167-170): if a server dies inside a
+broadcast, the group's watchdog aborts the group. With the default it ends the whole process, rank 0."""
 _environment_lock = threading.Lock()
 
 
@@ -82,7 +83,7 @@ class Transport:
         """Called once, after the last bucket."""
 
     def finish(self, api: SglangApi) -> None:
-        """The server's last step; afterwards it has all weights."""
+        """Afterwards the server has all weights."""
         if self._sessions[api.url]:
             api.end_weight_update(self._timeout_s)
 
@@ -94,30 +95,28 @@ class Transport:
 
 
 class DiskTransport(Transport):
-    """A safetensors folder `v<version>` that every server can read; the previous version stays until it is complete.
-
-    The folder gets its name only when it is complete, so a server never reads a partial one. Only this transport writes
-    to `folder`; it removes leftovers of an earlier attempt.
-    """
+    """A safetensors folder `v<version>` that every server can read. It gets its name when it is complete, then the previous
+    version is removed. Only this transport writes to `folder`; it removes leftovers of an earlier attempt."""
 
     def __init__(self, folder: Path, timeout_s: float) -> None:
         super().__init__(timeout_s)
         self._folder = folder.absolute()
-        self._version = -1
+        self.path = self._partial = self._folder / "v-1"
+        """the folder of the current version, also while it is partial"""
         self._shards: dict[str, str] = {}
         """tensor -> file"""
 
     def start(self, version: int) -> None:
-        self._remove_others({f"v{self._version}", f"v{version}"})
-        self._version, self._shards = version, {}
+        self._remove_others({self.path.name, f"v{version}"})
+        self.path, self._partial, self._shards = self._folder / f"v{version}", self._folder / f"v{version}.partial", {}
         with _disk_errors(self._partial):
             self._partial.mkdir(parents=True)
 
     def prepare(self, bucket: Bucket) -> None:
         name = f"model-{len(set(self._shards.values())) + 1:05d}.safetensors"
         with _disk_errors(self._partial):
-            save_file({name: tensor.cpu() for name, tensor in bucket.tensors()}, self._partial / name)
-        self._shards |= {item.name: name for item in bucket.items}
+            save_file({key: tensor.cpu() for key, tensor in bucket.tensors}, self._partial / name)
+        self._shards |= {key: name for key, _ in bucket.tensors}
 
     def commit(self) -> None:
         with _disk_errors(self._partial):
@@ -134,29 +133,15 @@ class DiskTransport(Transport):
                 shutil.rmtree(old, ignore_errors=True)
 
     def join(self, api: SglangApi) -> None:
-        """The server loads by itself."""
+        """No session: the server loads by itself."""
 
     def finish(self, api: SglangApi) -> None:
-        body = {
-            "model_path": str(self.path),
-            "load_format": "auto",  # the server's start may have set `dummy`
-            "flush_cache": False,
-            "abort_all_requests": False,
-        }
+        body = {"model_path": str(self.path), "load_format": "auto", **KEEP}  # the server's start may have set `dummy`
         api.post("/update_weights_from_disk", body, self._timeout_s)
 
     def close(self) -> None:
         """Removes all versions: servers have loaded them, and a restarted one loads its model path."""
         self._remove_others(set())
-
-    @property
-    def path(self) -> Path:
-        """The folder of the current version."""
-        return self._folder / f"v{self._version}"
-
-    @property
-    def _partial(self) -> Path:
-        return self._folder / f"v{self._version}.partial"
 
 
 @contextmanager
@@ -185,20 +170,17 @@ def _in_thread(action: Callable[[], T]) -> Future[T]:
 
 @dataclass(slots=True)
 class _Group:
-    """A process group of this process (rank 0 of the group) and the tensor-parallel ranks of one server."""
+    """A process group (gloo or NCCL) of this process, its rank 0, and the tensor-parallel ranks of one server."""
 
     name: str
     kind: Kind
     backend: Any
-    """ProcessGroupGloo or ProcessGroupNCCL"""
     store: TCPStore | None
 
     def end(self) -> None:
         """Aborts the group in a thread: a gloo group's destructor blocks until its broken broadcast times out."""
-        backend, store = self.backend, self.store
+        held = [self.backend, self.store]
         self.backend = self.store = None
-        held = [backend, store]
-        del backend, store
 
         def give_up() -> None:
             held[0].abort()
@@ -210,10 +192,8 @@ class _Group:
 class BroadcastTransport(Transport):
     """One broadcast per bucket in a separate process group for each server: NCCL, or gloo on CPU.
 
-    With one group per server, a server that dies does not interrupt the others' update, and the next update needs no
-    new groups for them. Buckets are sent to all servers concurrently.
-    The trainer's default process group is not involved: the backends use a store that listens on `host` only (torch's
-    own store listens on all interfaces).
+    A server that dies does not interrupt the others' update, and they keep their groups. The trainer's default process
+    group is not involved: the backends use a store that listens on `host` only (torch's own listens on all interfaces).
     """
 
     def __init__(self, host: str, timeout_s: float) -> None:
@@ -226,20 +206,15 @@ class BroadcastTransport(Transport):
             self._groups[api.url] = self._connect(api)
         super().join(api)
 
-    def prepare(self, bucket: Bucket) -> None:
-        if bucket.data.is_cuda:
-            torch.cuda.current_stream().synchronize()  # completes the bucket before other threads read it
-
     def send(self, api: SglangApi, bucket: Bucket) -> None:
         group = self._groups[api.url]
         body = {
-            "names": [item.name for item in bucket.items],
-            "dtypes": [str(item.dtype).removeprefix("torch.") for item in bucket.items],
-            "shapes": [list(item.shape) for item in bucket.items],
+            "names": [name for name, _ in bucket.tensors],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket.tensors],
+            "shapes": [list(tensor.shape) for _, tensor in bucket.tensors],
             "group_name": group.name,
             "load_format": "flattened_bucket",
-            "flush_cache": False,
-            "abort_all_requests": False,
+            **KEEP,
         }
         call = _in_thread(lambda: api.post("/update_weights_from_distributed", body, self._timeout_s))
         sent = _in_thread(lambda: self._broadcast(group.backend, bucket.data))
@@ -296,14 +271,8 @@ class BroadcastTransport(Transport):
                 f"rollout.sync.host={self._host}: not an address of this host that can listen ({error}); set one that "
                 "servers can reach"
             ) from error
-        body = {
-            "master_address": self._host,
-            "master_port": port,
-            "rank_offset": 1,
-            "world_size": num_ranks,
-            "group_name": name,
-            "backend": kind,
-        }
+        body = {"master_address": self._host, "master_port": port, "rank_offset": 1, "world_size": num_ranks}
+        body |= {"group_name": name, "backend": kind}
         call = _in_thread(lambda: api.post("/init_weights_update_group", body, self._timeout_s))
         backend = _in_thread(lambda: self._new_backend(kind, name, num_ranks, store))
         call.result()  # first: a server that rejects the request never joins the rendezvous
@@ -314,8 +283,7 @@ class BroadcastTransport(Transport):
 
     def _new_backend(self, kind: Kind, name: str, num_ranks: int, store: TCPStore) -> Any:
         """Rank 0 of the group; key prefixes as `torch.distributed` forms them on the server's side."""
-        limit = timedelta(seconds=self._timeout_s)
-        device = "cuda" if kind == "nccl" else "cpu"
+        limit, device = timedelta(seconds=self._timeout_s), "cuda" if kind == "nccl" else "cpu"
         prefixed = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
         if kind == "nccl":
             nccl = dist.ProcessGroupNCCL.Options()
@@ -329,10 +297,8 @@ class BroadcastTransport(Transport):
 
 
 class IpcTransport(Transport):
-    """Shared memory of this host: CUDA IPC handles of GPU tensors, shared-memory files of CPU tensors.
-
-    Servers copy from the bucket, which is kept until every server has responded.
-    """
+    """Shared memory of this host: CUDA IPC handles of GPU tensors, shared-memory files of CPU tensors. Servers copy from the
+    bucket, which is kept until every server has responded."""
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(timeout_s)
@@ -341,18 +307,15 @@ class IpcTransport(Transport):
         """url -> payload of each tensor-parallel rank"""
 
     def join(self, api: SglangApi) -> None:
-        if api.url not in self._tp:
-            self._tp[api.url] = api.placement()[0]
+        self._tp[api.url] = api.placement()[0]
         super().join(api)
 
     def prepare(self, bucket: Bucket) -> None:
-        tensors = bucket.tensors()
-        if bucket.data.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        # Every rank opens the full tensors and copies its part. A CUDA handle counts its readers, so each rank needs its own
-        # (SGLang 0.5.23, managers/tp_worker.py:194, deserialize_own_rank).
+        # A CUDA handle counts its readers, so each rank needs its own (SGLang 0.5.23, managers/tp_worker.py:194).
         try:
-            self._payloads = {url: [shared_memory_payload(tensors) for _ in range(tp)] for url, tp in self._tp.items()}
+            self._payloads = {
+                url: [shared_memory_payload(bucket.tensors) for _ in range(tp)] for url, tp in self._tp.items()
+            }
         except RuntimeError as error:
             raise SyncError(
                 f"rollout.sync.transport=ipc: cannot share a bucket of {bucket.num_bytes} bytes: {error}; "
@@ -361,18 +324,15 @@ class IpcTransport(Transport):
 
     def send(self, api: SglangApi, bucket: Bucket) -> None:
         payloads = self._payloads[api.url]
-        body = {"serialized_named_tensors": payloads, "flush_cache": False, "abort_all_requests": False}
-        api.post("/update_weights_from_tensor", body, self._timeout_s)
+        api.post("/update_weights_from_tensor", {"serialized_named_tensors": payloads, **KEEP}, self._timeout_s)
 
     def forget(self, api: SglangApi) -> None:
         self._tp.pop(api.url, None)
 
 
 def shared_memory_payload(tensors: list[tuple[str, torch.Tensor]]) -> str:
-    """Base64 payload of `/update_weights_from_tensor`: handles of the memory, not the data.
-
-    The format is a pickle for the server's restricted unpickler; the trainer never unpickles anything.
-    """
+    """Base64 payload of `/update_weights_from_tensor`: handles of the memory, pickled for the server's restricted unpickler;
+    the trainer never unpickles anything."""
     buffer = io.BytesIO()
     with _shared_files():
         _HandlePickler(buffer).dump(tensors)

@@ -72,8 +72,7 @@ class Corrupting:
         if self._what == "byte":
             bucket.data[-3] ^= 1
         elif self._what == "tensor":
-            dropped = bucket.items.pop()
-            bucket.num_bytes = dropped.offset
+            bucket.num_bytes -= bucket.tensors.pop()[1].nbytes
         self._inner.prepare(bucket)
 
 

@@ -131,7 +131,7 @@ class InMemory(Transport):
 
     def send(self, api: SglangApi, bucket: Bucket) -> None:
         api.call("/in_memory", {})
-        for name, tensor in bucket.tensors():
+        for name, tensor in bucket.tensors:
             self._servers[api.url].load(name, tensor)
 
     def finish(self, api: SglangApi) -> None:

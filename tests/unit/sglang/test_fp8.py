@@ -7,7 +7,7 @@ import bisect
 import pytest
 import torch
 
-from pacs_megatron.sglang.weights.fp8 import is_quantized, quantize_blockwise, scale_name
+from pacs_megatron.sglang.weights.bucket import is_quantized, quantize_blockwise, scale_name
 
 
 def e4m3_values() -> list[float]:

@@ -178,14 +178,14 @@ def test_a_bucket_gives_back_what_was_put_in() -> None:
     for name, tensor in (("a", a.T), ("b", b)):
         assert bucket.fits(tensor)
         bucket.add(name, tensor)
-    got = dict(bucket.tensors())
+    got = dict(bucket.tensors)
     assert torch.equal(got["a"], a.T)
     assert torch.equal(got["b"], b)
     assert bucket.data.numel() == bucket.num_bytes == 32
     assert not bucket.fits(torch.zeros(9))  # 36 bytes more than 64
     assert bucket.fits(torch.zeros(8))
     bucket.clear()
-    assert bucket.tensors() == []
+    assert bucket.tensors == []
 
 
 def test_a_tensor_larger_than_the_bucket_goes_alone_and_views_stay_aligned() -> None:
@@ -194,7 +194,7 @@ def test_a_tensor_larger_than_the_bucket_goes_alone_and_views_stay_aligned() -> 
     assert bucket.fits(large)
     bucket.add("large", large)
     assert not bucket.fits(torch.zeros(1))
-    assert torch.equal(bucket.tensors()[0][1], large)
+    assert torch.equal(bucket.tensors[0][1], large)
     bucket.clear()
     bucket.add("odd", torch.zeros(3, dtype=torch.uint8))
     assert not bucket.fits(torch.zeros(1))  # would begin at byte 3
