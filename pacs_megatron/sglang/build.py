@@ -20,8 +20,7 @@ POLL_S = 0.25
 
 
 def api_key(options: SglangRollout) -> str | None:
-    """The servers' key from the environment. Raises ConfigError if the variable is not set, or contains a character
-    that is not allowed in an HTTP header (such as a file's trailing newline)."""
+    """The servers' key from the environment. Raises ConfigError if it is not set or no HTTP header can contain it."""
     if options.api_key_env is None:
         return None
     key = os.environ.get(options.api_key_env)
@@ -47,9 +46,15 @@ def server_specs(
     """One per managed server; logs and pid files go to `folder`. Raises ConfigError if the interpreter does not exist."""
     servers = options.servers
     assert servers is not None
+    program, *words = servers.python
+    if "/" in program and not Path(program).exists():
+        raise ConfigError(
+            f"rollout.servers.python: {program} does not exist; `make install-gpu` (on CPU: `make install-sglang`) "
+            "sets it up, or name the interpreter that has sglang"
+        )
+    python = (str(Path(program).absolute()) if "/" in program else program, *words)
     routed = () if routing == "own" else ("--enable-return-routed-experts",)
-    changes = {"python": _command(servers.python), "extra_args": (*routed, *servers.extra_args)}
-    servers = servers.model_copy(update=changes)
+    servers = servers.model_copy(update={"python": python, "extra_args": (*routed, *servers.extra_args)})
     return [
         ServerSpec(
             name=f"server{i}",
@@ -64,10 +69,8 @@ def server_specs(
 
 
 def devices_of(servers: SglangServers, index: int, visible: Sequence[str]) -> str:
-    """CUDA_VISIBLE_DEVICES of server `index`: configured, or `tp` GPUs in order from those that the trainer sees.
-
-    Raises ConfigError if the trainer sees fewer.
-    """
+    """CUDA_VISIBLE_DEVICES of server `index`: configured, or `tp` GPUs in order of those that the trainer sees (ConfigError
+    if it sees fewer)."""
     if servers.visible_devices:
         return servers.visible_devices[index]
     numbers = range(index * servers.tp, (index + 1) * servers.tp)
@@ -80,10 +83,8 @@ def devices_of(servers: SglangServers, index: int, visible: Sequence[str]) -> st
 
 
 def trainer_rank_of(devices: str | None, visible: Sequence[str]) -> int:
-    """Trainer rank on the first of a server's GPUs: only that rank can pass it CUDA IPC handles.
-
-    0 for servers without GPUs. Raises ConfigError for a GPU that no rank uses.
-    """
+    """Trainer rank on the first of a server's GPUs, which alone can pass it CUDA IPC handles; 0 for servers without GPUs.
+    Raises ConfigError for a GPU that no rank uses."""
     if devices is None:
         return 0
     first = devices.split(",")[0].strip()
@@ -101,10 +102,7 @@ def start_servers(
     specs: list[ServerSpec], timeout_s: float, is_over: Callable[[], bool] = lambda: False
 ) -> list[ManagedServer]:
     """Starts all servers in parallel and returns when all are ready. If one fails, or `is_over` becomes true, ends all
-    and raises RolloutError.
-
-    First ends leftover servers of an earlier, killed run in the same folder.
-    """
+    and raises RolloutError. First ends servers that an earlier, killed run left in the same folder."""
     for folder in {spec.folder for spec in specs}:
         reap(folder)
     servers = [ManagedServer(spec) for spec in specs]
@@ -135,20 +133,16 @@ def _await(waiting: set[Future[None]], is_over: Callable[[], bool]) -> None:
 def open_engine(
     options: SglangRollout, model: ModelOptions, folder: Path, routing: RoutingKind = "own"
 ) -> SglangEngine:
-    """The engine, with all servers running and STALE: push weights, then call `set_current`.
-
-    Raises RolloutError if a managed server does not start, ConfigError for a bad url or key, ConversionError for an
-    unreadable model folder.
-    """
+    """The engine, with all servers running and STALE: push weights, then call `set_current`. Raises RolloutError if a server
+    does not start, ConfigError for a bad key, ConversionError for a bad model folder."""
     spec = load_spec(model.path)
     routes = None
     if routing != "own":
         assert spec.moe is not None, "the configuration was checked"
         routes = RoutesShape(spec.num_layers, spec.moe.top_k, spec.moe.num_experts)
     if options.servers is None:
-        servers = [
-            Server(api, trainer_rank=_feeder(options, i)) for i, api in enumerate(server_apis(options, options.urls))
-        ]
+        apis = server_apis(options, options.urls)
+        servers = [Server(api, trainer_rank=_feeder(options, i)) for i, api in enumerate(apis)]
     else:
         specs = server_specs(options, model, folder, routing)
         owned = start_servers(specs, options.servers.start_timeout_s)
@@ -170,14 +164,3 @@ def _feeder(options: SglangRollout, index: int, own: ManagedServer | None = None
     if options.sync.transport == "disk" or own is None:
         return 0
     return trainer_rank_of(own.spec.visible_devices, visible_gpus(os.environ))
-
-
-def _command(python: tuple[str, ...]) -> tuple[str, ...]:
-    """The interpreter's command. Raises ConfigError if it is a path to a missing file."""
-    program = Path(python[0])
-    if "/" in python[0] and not program.exists():
-        raise ConfigError(
-            f"rollout.servers.python: {program} does not exist; `make install-gpu` (on CPU: `make install-sglang`) "
-            "sets it up, or name the interpreter that has sglang"
-        )
-    return (str(program.absolute()) if "/" in python[0] else python[0], *python[1:])

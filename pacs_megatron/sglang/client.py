@@ -1,15 +1,12 @@
 """Samples from SGLang servers: thousands of requests in flight, every response checked, no sample lost or duplicated.
 
-Threads:
-    caller   `stream` submits requests to the loop and yields samples as they finish; `cancel`; concurrent streams work
-    loop     one thread with an asyncio event loop: HTTP, routing, retries, fleet health
-    decoder  one thread that decodes and checks responses (`sglang/decode.py`), 3 ms for 8k tokens
-
-Each request is one job with one result. A retry starts only after the previous attempt ended and its connection was
-closed. The first valid response ends the job, so no sample is counted twice.
+Callers, in any threads, submit requests to one thread with an event loop: HTTP, routing, retries, fleet health. Another
+thread decodes and checks responses (3 ms for 8k tokens). Each request is one job with one result. A retry starts only after
+the previous attempt ended and its connection was closed; the first valid response ends the job.
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import queue
@@ -18,7 +15,7 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -100,13 +97,10 @@ class SglangEngine(Closing):
         self._thread.start()
         self._run(self._open(servers, options))
 
-    # ----------------------------------------------------------------------------------------- called by other threads
     def stream(self, requests: Sequence[SampleRequest], *, urgent: bool = False) -> Generator[Sample, None, None]:
         """Yields samples as they finish, one per request that is not cancelled. Closing the generator cancels the rest.
-        `urgent` requests are dispatched before all pending ones.
-
-        Raises RolloutError if a request is invalid (`check_request`; none is sent then), if a request failed
-        permanently, or if no server was usable for `all_down_after_s`.
+        `urgent` requests are dispatched before all pending ones. Raises RolloutError if a request is invalid (none is sent
+        then) or failed permanently, or if no server was usable for `all_down_after_s`.
         """
         for request in requests:
             check_request(request, self._vocab_size)
@@ -135,7 +129,7 @@ class SglangEngine(Closing):
 
     def begin_update(self, *, is_release: bool = False) -> None:
         """Call before new weights are pushed, or memory is released: no request is dispatched until `set_current`."""
-        self._run(self._call(lambda: self._fleet.begin_update(is_release=is_release)))
+        self._call(lambda: self._fleet.begin_update(is_release=is_release))
 
     def set_current(self, version: int, digest: str) -> None:
         """Sets the weights that servers must report. Call after every push, also if it failed for some servers."""
@@ -143,11 +137,10 @@ class SglangEngine(Closing):
 
     def needs_weights(self) -> bool:
         """Whether no server is usable until the current weights are pushed again (`Fleet.needs_weights`)."""
-        return bool(self._run(self._call(lambda: self._fleet.needs_weights())))
+        return self._call(lambda: self._fleet.needs_weights())
 
     def status(self) -> tuple[Server, ...]:
-        status: tuple[Server, ...] = self._run(self._call(lambda: self._fleet.status()))
-        return status
+        return self._call(lambda: self._fleet.status())
 
     def close(self) -> None:
         """Ends everything; open streams raise RolloutError."""
@@ -165,14 +158,10 @@ class SglangEngine(Closing):
             work.close()
             raise RolloutError("the rollout engine was closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        while True:
-            try:
-                return future.result(ALIVE_S)
-            except TimeoutError:
-                if not self._thread.is_alive() and not future.done():
-                    raise RolloutError("the rollout engine was closed") from None
-                if future.done():
-                    raise
+        while not wait([future], ALIVE_S).done:
+            if not self._thread.is_alive() and not future.done():
+                raise RolloutError("the rollout engine was closed")
+        return future.result()
 
     def _next(self, stream: _Stream) -> Sample | BaseException | None:
         while True:
@@ -182,15 +171,19 @@ class SglangEngine(Closing):
                 if not self._thread.is_alive():
                     return RolloutError("the rollout engine was closed")
 
-    # ------------------------------------------------------------------------------------------------ on the loop: life
-    async def _call(self, function: Callable[[], Any]) -> Any:
-        return function()
+    def _call(self, function: Callable[[], T]) -> T:
+        """`function()`, on the loop."""
 
+        async def call() -> T:
+            return function()
+
+        return self._run(call())
+
+    # ------------------------------------------------------------------------------------------------------- on the loop
     async def _open(self, servers: Sequence[Server], options: SglangRollout) -> None:
         allow_connections(options.max_in_flight * len(servers))
         self._http = open_session(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S))
         self._fleet = Fleet(servers, options, self._query_version, self._dispatch, self._on_lost)
-        self._fleet.start()
         self._monitor_task = asyncio.create_task(self._monitor())
 
     async def _shut(self) -> None:
@@ -211,17 +204,15 @@ class SglangEngine(Closing):
         while True:
             await asyncio.sleep(MONITOR_S)
             self._dispatch()
-            if self._fleet.broken is not None:
-                self._fail_all(self._fleet.broken)
+            if (error := self._fleet.broken()) is not None:
+                self._fail_all(error)
             down_s = self._fleet.down_s()
             if self._jobs and down_s > self._options.all_down_after_s:
                 states = "; ".join(f"{s.url} {s.health}: {s.reason}" for s in self._fleet.servers)
                 self._fail_all(RolloutError(f"no rollout server was usable for {down_s:.0f} s: {states}"))
 
-    # --------------------------------------------------------------------------------------------- on the loop: requests
     async def _submit(self, stream: _Stream, requests: tuple[SampleRequest, ...], urgent: bool) -> None:
-        taken = [request.id for request in requests if request.id in self._jobs]
-        if taken:
+        if taken := [request.id for request in requests if request.id in self._jobs]:
             raise RolloutError(f"request {taken[0]} is already in flight")
         jobs = [_Job(request, stream) for request in requests]
         self._jobs.update({job.request.id: job for job in jobs})
@@ -254,29 +245,39 @@ class SglangEngine(Closing):
             self._home.clear()
 
     def _rid(self, job: _Job) -> str:
-        """The id of a job's latest attempt. A server rejects an id that is in progress, also one of a client that was just
-        killed and whose run was resumed: the tag makes ids of two clients differ."""
+        """The id of a job's latest attempt. A server rejects one that is in progress, also of a client that was just killed."""
         return f"{job.request.id}/{job.sent}-{self._tag}"
 
     async def _try(self, job: _Job, server: Server, rid: str) -> None:
         failure: RolloutError
         try:
             sample = await self._generate(job, server, rid)
-        except RequestRefusedError as error:
+        except (RequestRefusedError, _ServerFaultError, BadResponseError) as error:
             failure = error
-        except (_ServerFaultError, BadResponseError) as error:
-            failure = error
-            job.task = job.server = None  # `failed` may end the server; `_on_lost` must not retry this job as well
-            if job.epoch == self._fleet.epoch:  # an update may abort requests; that is no fault of the server
-                self._fleet.failed(server, str(error))
         else:
             server.failures = 0
-            self._finish(job, sample)
+            if self._jobs.get(job.request.id) is job:
+                del self._jobs[job.request.id]
+                job.stream.put(sample)
             return
         finally:
             server.in_flight -= 1
             self._loop.call_soon(self._dispatch)
-        self._retry(job, server, failure)
+        job.task = job.server = None  # `failed` may end the server; `_on_lost` must not retry this job as well
+        job.errors.append(f"{server.url}: {failure}")
+        is_refused = isinstance(failure, RequestRefusedError)
+        if job.epoch == self._fleet.epoch:  # an update may abort requests; that is no fault of the server
+            if not is_refused:
+                self._fleet.failed(server, str(failure))
+            job.tries += 1
+            job.avoid |= {server.url}
+        if is_refused or job.tries > self._options.retries:
+            # The first error is often the cause of the later ones.
+            reasons = "; ".join([*job.errors[:1], *job.errors[1:][-2:]])
+            text = f"request {job.request.id} failed {len(job.errors)} times: {reasons}"
+            self._fail_stream(job.stream, RolloutError(text))
+        else:
+            self._pending.appendleft(job)
 
     def _check(self, job: _Job, task: asyncio.Task[None]) -> None:
         """Passes an unexpected error to the caller, so that a job is never lost with its task."""
@@ -284,26 +285,12 @@ class SglangEngine(Closing):
         if error is not None:
             self._fail_stream(job.stream, error)
 
-    def _retry(self, job: _Job, server: Server, failure: RolloutError) -> None:
-        job.errors.append(f"{server.url}: {failure}")
-        if job.epoch == self._fleet.epoch:
-            job.tries += 1
-            job.avoid |= {server.url}
-        if isinstance(failure, RequestRefusedError) or job.tries > self._options.retries:
-            # The first error is often the cause of the later ones.
-            reasons = "; ".join(job.errors if len(job.errors) <= 3 else [job.errors[0], *job.errors[-2:]])
-            self._fail_stream(
-                job.stream, RolloutError(f"request {job.request.id} failed {len(job.errors)} times: {reasons}")
-            )
-        else:
-            job.task = job.server = None
-            self._pending.appendleft(job)
-
     async def _generate(self, job: _Job, server: Server, rid: str) -> Sample:
         routes, max_tokens = None, job.request.params.max_response_tokens
+        limit = RESPONSE_BYTES + TOKEN_BYTES * max_tokens
         if self._routes is not None and job.request.is_for_training:
             routes = self._routes._replace(prompt_len=len(job.request.token_ids))
-        limit = RESPONSE_BYTES + TOKEN_BYTES * max_tokens + (0 if routes is None else routes.num_bytes(max_tokens))
+            limit += routes.num_bytes(max_tokens)
         body = request_body(job.request, rid, with_routes=routes is not None)
         timeout_s = self._options.request_timeout_s
         try:
@@ -326,9 +313,8 @@ class SglangEngine(Closing):
     async def _exchange(
         self, server: Server, path: str, timeout_s: float, body: bytes | None, limit: int = RESPONSE_BYTES
     ) -> tuple[int, bytes]:
-        return await exchange(
-            self._http, server.url + path, body, server.api.headers(), timeout_s=timeout_s, limit=limit
-        )
+        url, headers = server.url + path, server.api.headers()
+        return await exchange(self._http, url, body, headers, timeout_s=timeout_s, limit=limit)
 
     def _sample(self, job: _Job, response: Response) -> Sample:
         if response.stop is Stop.ABORTED:
@@ -353,16 +339,9 @@ class SglangEngine(Closing):
         if weights is None or version not in self._fleet.known:
             raise BadResponseError(f"tokens {start} to {end} come from unknown weights {version!r}")
         if weights.version < job.min_version:
-            raise BadResponseError(
-                f"tokens {start} to {end} come from weights {version!r}, older than those at the request's dispatch"
-            )
+            problem = f"weights {version!r}, older than those at the request's dispatch"
+            raise BadResponseError(f"tokens {start} to {end} come from {problem}")
         return Span(version=weights.version, digest=weights.digest, start=start, end=end)
-
-    # ------------------------------------------------------------------------------------------------ on the loop: ends
-    def _finish(self, job: _Job, sample: Sample | None) -> None:
-        if self._jobs.get(job.request.id) is job:
-            del self._jobs[job.request.id]
-            job.stream.put(sample)
 
     def _drop(self, job: _Job) -> None:
         """Ends a job without a result and aborts it on the server."""
@@ -406,11 +385,8 @@ class SglangEngine(Closing):
         task.add_done_callback(self._background.discard)
 
     async def _abort(self, server: Server, rid: str) -> None:
-        """Best effort: the server also aborts when the connection closes."""
-        try:
+        with contextlib.suppress(*CONNECTION_ERRORS):  # the server also aborts when the connection closes
             await self._exchange(server, "/abort_request", 5.0, orjson.dumps({"rid": rid}))
-        except (*CONNECTION_ERRORS, TimeoutError) as error:
-            logger.debug("abort of %s at %s: %s", rid, server.url, error)
 
     async def _query_version(self, server: Server, timeout_s: float) -> str:
         """A server's current weight version. `/server_info` needs a working scheduler; `/model_info` returns the
@@ -438,9 +414,5 @@ def allow_connections(num: int) -> None:
     if soft < highest:
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
     if num + OTHER_FILES > max(soft, highest):
-        logger.warning(
-            "%d requests in flight need more files than the %d that this host allows a process (ulimit -n); lower "
-            "rollout.max_in_flight",
-            num,
-            highest,
-        )
+        text = "%d requests in flight need more files than the %d that this host allows a process (ulimit -n); %s"
+        logger.warning(text, num, highest, "lower rollout.max_in_flight")

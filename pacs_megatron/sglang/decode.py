@@ -2,7 +2,7 @@
 
 import base64
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,18 +11,19 @@ import orjson
 from pacs_megatron.contracts.samples import SampleRequest, Stop
 from pacs_megatron.errors import RolloutError
 
+_STOPS = {"stop": Stop.EOS, "abort": Stop.ABORTED, "length": Stop.LENGTH}
+
 
 class BadResponseError(RolloutError):
     """A response of status 200 with invalid content."""
 
 
 class RoutesShape(NamedTuple):
-    """Of the experts of one sample."""
+    """Of the experts of one sample; `experts` is their number in a layer."""
 
     layers: int
     top_k: int
     experts: int
-    """of a layer"""
     prompt_len: int = 0
 
     def num_bytes(self, max_tokens: int) -> int:
@@ -32,17 +33,14 @@ class RoutesShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One checked response."""
+    """One checked response. `token_ids`: int32 [response]. `logprobs`: float32 [response], nats, finite, <= 0 up to rounding.
+    `spans`: (weight_version, start, end), contiguous. `routes`: int16 [prompt + response - 1, layers, top k]."""
 
     token_ids: np.ndarray
-    """int32 [response]"""
     logprobs: np.ndarray
-    """float32 [response], nats, finite, <= 0 up to rounding"""
     stop: Stop
     spans: tuple[tuple[str, int, int], ...]
-    """(weight_version, start, end), contiguous, from 0 to the end of the response"""
     routes: np.ndarray | None = None
-    """int16 [prompt + response - 1, layers, top k]"""
 
 
 def request_body(request: SampleRequest, rid: str, *, with_routes: bool = False) -> bytes:
@@ -83,13 +81,23 @@ def decode(body: bytes, rid: str, max_tokens: int, routes: RoutesShape | None = 
             raise BadResponseError("output_ids or output_token_logprobs contain values that are not numbers")
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:  # orjson's is a ValueError
         text = " ".join(body[:80].decode(errors="replace").split())
+        reason = f"malformed response of {len(body)} bytes ({type(error).__name__}: {error}): {text}"
+        raise BadResponseError(reason) from error
+    stop = _STOPS.get(str(kind))
+    if stop is None:
+        raise BadResponseError(f"finish reason {finish!r}, expected stop, length or abort")
+    if len(ids) > max_tokens:
+        raise BadResponseError(f"{len(ids)} tokens, expected at most {max_tokens}")
+    if stop is Stop.LENGTH and len(ids) != max_tokens:
         raise BadResponseError(
-            f"malformed response of {len(body)} bytes ({type(error).__name__}: {error}): {text}"
-        ) from error
-    response = _checked(ids, entry_ids, logprobs, _stop(kind, finish, len(ids), max_tokens), spans)
-    if routes is None or response.stop is Stop.ABORTED:
-        return response
-    return replace(response, routes=_routes(meta.get("routed_experts"), routes, len(ids)))
+            f"{len(ids)} tokens with finish reason length, expected {max_tokens}: the server's context or KV cache is too "
+            "small for prompt and response; see rollout.servers.context_length and max_total_tokens"
+        )
+    _check(ids, entry_ids, logprobs, stop, spans)
+    experts = None
+    if routes is not None and stop is not Stop.ABORTED:
+        experts = _routes(meta.get("routed_experts"), routes, len(ids))
+    return Response(np.array(ids, dtype=np.int32), logprobs, stop, tuple(spans), experts)
 
 
 def _routes(text: object, shape: RoutesShape, num_tokens: int) -> np.ndarray:
@@ -104,44 +112,25 @@ def _routes(text: object, shape: RoutesShape, num_tokens: int) -> np.ndarray:
         found = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
     except ValueError as error:
         raise BadResponseError(f"routed_experts is no base64 of int32 ({error})") from error
-    if found.size != math.prod(expected):
-        raise BadResponseError(
-            f"routed_experts has {found.size} numbers, expected {math.prod(expected)} ({expected[0]} tokens, "
-            f"{shape.layers} layers, top {shape.top_k}): the server has another model"
-        )
-    if found.min() < 0 or found.max() >= shape.experts:
-        raise BadResponseError(
-            f"routed_experts has {found.min()} to {found.max()}, expected 0 to {shape.experts - 1}: the server has another model"
-        )
+    problem, total = "", math.prod(expected)
+    if found.size != total:
+        layout = f"({expected[0]} tokens, {shape.layers} layers, top {shape.top_k})"
+        problem = f"{found.size} numbers, expected {total} {layout}"
+    elif found.min() < 0 or found.max() >= shape.experts:
+        problem = f"{found.min()} to {found.max()}, expected 0 to {shape.experts - 1}"
+    if problem:
+        raise BadResponseError(f"routed_experts has {problem}: the server has another model")
     ordered = np.sort(found.reshape(expected), axis=-1)
     twice = (ordered[..., 1:] == ordered[..., :-1]).any((1, 2))
     if twice.any():  # the server's buffer starts as zeros
-        raise BadResponseError(
-            f"routed_experts has an expert twice at token {twice.argmax()}: the server did not record it"
-        )
+        token = twice.argmax()
+        raise BadResponseError(f"routed_experts has an expert twice at token {token}: the server did not record it")
     return found.reshape(expected).astype(np.int16)
 
 
-def _stop(kind: str, finish: dict[str, object], num_tokens: int, max_tokens: int) -> Stop:
-    if num_tokens > max_tokens:
-        raise BadResponseError(f"{num_tokens} tokens, expected at most {max_tokens}")
-    if kind == "stop":
-        return Stop.EOS
-    if kind == "abort":
-        return Stop.ABORTED
-    if kind != "length":
-        raise BadResponseError(f"finish reason {finish!r}, expected stop, length or abort")
-    if num_tokens != max_tokens:
-        raise BadResponseError(
-            f"{num_tokens} tokens with finish reason length, expected {max_tokens}: the server's context or KV cache is too "
-            "small for prompt and response; see rollout.servers.context_length and max_total_tokens"
-        )
-    return Stop.LENGTH
-
-
-def _checked(
+def _check(
     ids: list[int], entry_ids: list[int], logprobs: np.ndarray, stop: Stop, spans: list[tuple[str, int, int]]
-) -> Response:
+) -> None:
     if ids != entry_ids:
         raise BadResponseError(f"{len(ids)} tokens but log-probs of {len(entry_ids)}, or of other tokens")
     if not ids and stop is not Stop.ABORTED:
@@ -160,4 +149,3 @@ def _checked(
         raise BadResponseError(f"weight version spans end at {at} of {len(ids)} tokens")
     if ids and (min(ids) < 0 or max(ids) > np.iinfo(np.int32).max):
         raise BadResponseError(f"token id out of range: {min(ids)} to {max(ids)}")
-    return Response(np.array(ids, dtype=np.int32), logprobs, stop, tuple(spans))

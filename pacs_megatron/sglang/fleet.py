@@ -1,6 +1,4 @@
-"""Health states of the servers, routing, and restarts.
-
-Runs on the client's event loop; no other thread calls it. One task per server probes it:
+"""Health states of the servers, routing, and restarts, on the client's event loop only. One task per server probes it:
 
     STALE    responds, but with other weights than the current ones; gets no requests until a probe shows the current ones
     HEALTHY  responded to its last probe with the current weights; only HEALTHY servers get requests
@@ -8,8 +6,7 @@ Runs on the client's event loop; no other thread calls it. One task per server p
     DEAD     no response for `dead_after_s`, exited, or failed repeatedly; its requests are retried on other servers.
              Managed servers are restarted (and become STALE); external servers are probed until they respond.
 
-The `weight_version` that a server reports decides. It is set to a version only after all weights arrived and were
-verified, so a server that missed an update, was restarted or received part of it is never treated as current.
+A server reports a `weight_version` only after all of its weights arrived and were verified.
 """
 
 import asyncio
@@ -26,8 +23,6 @@ from pacs_megatron.sglang.api import SglangApi, WeightVersion
 from pacs_megatron.sglang.server import ManagedServer
 
 logger = logging.getLogger(__name__)
-
-
 STALE_PROBES = 2
 """Probe intervals without a usable server after which `needs_weights` becomes true."""
 
@@ -65,19 +60,16 @@ class Server:
         return self.api.url
 
 
-QueryVersion = Callable[[Server, float], Awaitable[str]]
-"""(server, timeout in seconds) -> `weight_version` of a server whose scheduler responds; raises RolloutError."""
-
-
 class Fleet:
     """States of the servers. Calls `on_change` when a server becomes usable, and `on_lost` when a server's running
-    requests are lost: it died, or it missed an update and has no complete weights."""
+    requests are lost: it died, or it missed an update and has no complete weights. `query_version` (server, timeout in
+    seconds) returns the `weight_version` of a server whose scheduler responds, or raises RolloutError."""
 
     def __init__(
         self,
         servers: Iterable[Server],
         options: SglangRollout,
-        query_version: QueryVersion,
+        query_version: Callable[[Server, float], Awaitable[str]],
         on_change: Callable[[], None],
         on_lost: Callable[[Server], None],
     ) -> None:
@@ -88,37 +80,26 @@ class Fleet:
         """every `weight_version` that was current at some time"""
         self.epoch = 0
         """increases with every update: separates requests sent before it from later ones"""
-        self.broken: BaseException | None = None
-        """the error that ended a watch task, if any"""
         self._has_current = asyncio.Event()
-        """set while there are current weights"""
         self._settling = self._holds_restarts = False
         self._query_version = query_version
         self._on_change = on_change
         self._on_lost = on_lost
         self._wake = {server: asyncio.Event() for server in self.servers}
-        self._tasks: list[asyncio.Task[None]] = []
         self._last_usable = time.monotonic()
         self._unprobed_since: float | None = time.monotonic()
         """start of the period without current weights, in which only DEAD servers are probed"""
-
-    # ------------------------------------------------------------------------------------------------------- lifetime
-    def start(self) -> None:
         self._tasks = [asyncio.create_task(self._watch(server)) for server in self.servers]
-        for task in self._tasks:
-            task.add_done_callback(self._watch_ended)
 
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _watch_ended(self, task: asyncio.Task[None]) -> None:
-        """Records an internal error: without its watch task a server would keep its state."""
-        if not task.cancelled() and task.exception() is not None:
-            self.broken = task.exception()
+    def broken(self) -> BaseException | None:
+        """The error that ended a watch task, if any: its server would keep its state."""
+        return next((task.exception() for task in self._tasks if task.done() and not task.cancelled()), None)
 
-    # -------------------------------------------------------------------------------------------------------- weights
     def begin_update(self, *, is_release: bool = False) -> None:
         """Stops the dispatch of requests until `set_current`. With `is_release` no server is restarted until the next call:
         the GPU memory of colocated servers belongs to the training step."""
@@ -136,10 +117,8 @@ class Fleet:
                 self._set(server, Health.STALE, "weight update in progress")
 
     async def set_current(self, version: WeightVersion) -> None:
-        """Sets the weights that servers must report. Returns when all were probed, or after `probe_timeout_s`.
-
-        No request is dispatched earlier: the server with the fastest probe would get all pending requests.
-        """
+        """Sets the weights that servers must report. Returns when all were probed, or after `probe_timeout_s`. No request is
+        dispatched earlier: the server with the fastest probe would get all pending ones."""
         self.epoch += 1
         self.current = version
         self.known.add(str(version))
@@ -160,12 +139,10 @@ class Fleet:
 
     async def wait_for_versions(self, versions: Iterable[str], timeout_s: float) -> None:
         """Blocks responses with an unknown weight version until `set_current` is called: servers resume before it.
-
-        Returns at once for known versions, and when no update is in progress. Raises TimeoutError."""
+        Returns at once when no update is in progress. Raises TimeoutError."""
         if not self.known.issuperset(versions):
             await asyncio.wait_for(self._has_current.wait(), timeout_s)
 
-    # -------------------------------------------------------------------------------------------------------- routing
     def pick(self, prefer: Server | None, avoid: frozenset[str]) -> Server | None:
         """A HEALTHY server with capacity: `prefer`, else the least loaded. Uses a server in `avoid` only if no other is
         HEALTHY: waiting for capacity costs less than one of the few retries."""
@@ -188,7 +165,6 @@ class Fleet:
         else:
             self._set(server, Health.SUSPECT, reason)
 
-    # --------------------------------------------------------------------------------------------------------- status
     def down_s(self) -> float:
         """Seconds since a server was last usable; 0.0 while one is, and during an update."""
         if self.current is None or any(s.health is Health.HEALTHY for s in self.servers):
@@ -197,24 +173,21 @@ class Fleet:
 
     def status(self) -> tuple[Server, ...]:
         """Copies for the driver, logs and metrics."""
-        return tuple(replace(server, returning=self._is_returning(server)) for server in self.servers)
+        managed = self._options.servers
+        copies = [replace(server) for server in self.servers]
+        for server in copies:
+            # The owner of an external server may restart it: `all_down_after_s` bounds that wait.
+            may_return = managed is None or server.restarting or server.restarts < managed.max_restarts
+            server.returning = server.health is Health.DEAD and may_return
+        return tuple(copies)
 
     def needs_weights(self) -> bool:
-        """Whether only a new push makes a server usable: no server is HEALTHY or SUSPECT, and some are STALE, for
-        example because they were restarted while the trainer waits for samples."""
+        """Whether only a new push makes a server usable: none is HEALTHY or SUSPECT, and some are STALE (restarted)."""
         if self.current is None or self._settling or self.down_s() < STALE_PROBES * self._options.probe_interval_s:
             return False
         states = {server.health for server in self.servers}
         return Health.STALE in states and states <= {Health.STALE, Health.DEAD}
 
-    def _is_returning(self, server: Server) -> bool:
-        if server.health is not Health.DEAD:
-            return False
-        # The owner of an external server may restart it: `all_down_after_s` bounds that wait.
-        managed = self._options.servers
-        return managed is None or server.restarting or server.restarts < managed.max_restarts
-
-    # --------------------------------------------------------------------------------------------------------- probes
     async def _watch(self, server: Server) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
@@ -223,10 +196,9 @@ class Fleet:
             self._notice_exit(server)
             if server.health is Health.DEAD and server.own is not None and not self._holds_restarts:
                 await self._restart(server, server.own)
-            if self.current is not None:
+            # An update leaves out DEAD servers; an external one that responds again takes part in the next.
+            if self.current is not None or (server.health is Health.DEAD and server.own is None):
                 await self._probe(server)
-            elif server.health is Health.DEAD and server.own is None:
-                await self._probe_dead(server)
 
     def _notice_exit(self, server: Server) -> None:
         if server.own is not None and server.own.exit_code() is not None and server.health is not Health.DEAD:
@@ -237,39 +209,26 @@ class Fleet:
         try:
             reported = await self._query_version(server, self._options.probe_timeout_s)
         except RolloutError as error:
-            self._probe_failed(server, str(error))
+            silent_s = time.monotonic() - server.last_ok
+            if server.health is not Health.DEAD and silent_s > self._options.dead_after_s:
+                self._die(server, f"no response for {silent_s:.0f} s: {error}")
+            elif server.health is not Health.DEAD:
+                self._set(server, Health.SUSPECT, str(error))
             return
         if epoch != self.epoch:
             return  # an update began or ended meanwhile: the response may be outdated
         server.last_ok = time.monotonic()
+        if server.health is Health.DEAD:
+            server.failures = 0
         if reported != str(self.current):
-            self._set(server, Health.STALE, f"has weights {reported!r}, current are {str(self.current)!r}")
+            behind = f"has weights {reported!r}, current are {str(self.current)!r}"
+            self._set(server, Health.STALE, "responds again" if self.current is None else behind)
             if server.in_flight and WeightVersion.parse(reported) is None:
                 # An update left it paused, or it was restarted: its running requests are lost.
                 self._on_lost(server)
         elif server.health is not Health.HEALTHY:
-            if server.health is Health.DEAD:
-                server.failures = 0
             self._set(server, Health.HEALTHY, "")
             self._on_change()
-
-    async def _probe_dead(self, server: Server) -> None:
-        """During an update, which leaves out DEAD servers: marks the server STALE if it responds again."""
-        with contextlib.suppress(RolloutError):
-            await self._query_version(server, self._options.probe_timeout_s)
-            server.failures = 0
-            server.last_ok = time.monotonic()
-            if self.current is None:  # otherwise the next probe also compares the version
-                self._set(server, Health.STALE, "responds again")
-
-    def _probe_failed(self, server: Server, reason: str) -> None:
-        silent_s = time.monotonic() - server.last_ok
-        if server.health is Health.DEAD:
-            return
-        if silent_s > self._options.dead_after_s:
-            self._die(server, f"no response for {silent_s:.0f} s: {reason}")
-        else:
-            self._set(server, Health.SUSPECT, reason)
 
     def _die(self, server: Server, reason: str) -> None:
         self._set(server, Health.DEAD, reason)
@@ -279,8 +238,7 @@ class Fleet:
     async def _restart(self, server: Server, own: ManagedServer) -> None:
         options = self._options.servers
         if options is None or server.restarts >= options.max_restarts:
-            if own.exit_code() is None:
-                await asyncio.to_thread(own.stop)
+            await asyncio.to_thread(own.stop)
             return
         server.restarts += 1
         server.restarting = True

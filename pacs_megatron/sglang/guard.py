@@ -1,14 +1,10 @@
-"""Parent process of one SGLang server: ends the server and all its children when the launcher ends for any reason.
+"""Parent process of one SGLang server: ends it and all its children when the launcher ends for any reason. SGLang orphans
+its scheduler when it is killed. If the guard is killed too, the next start cleans up by the pid file (`server.reap`).
 
-Run as a script by its path:
-`python -I guard.py <pid file> <grace seconds> <store file> <command> ...`, with a pipe from the launcher as standard
-input. When the pipe closes, the launcher ends, SIGTERM arrives or the server exits, the guard ends the process group
-and all descendants. It removes the pid file, the store file (rendezvous of the server's ranks) and leftover shared
-memory, and exits with the server's exit status (128 + signal).
-
-A separate process is needed because SGLang's launcher orphans its scheduler and detokenizer when it is killed, and a
-launcher that gets SIGKILL cannot clean up. If the guard itself is killed, the next start cleans up by the pid file
-(`server.reap`).
+`python -I guard.py <pid file> <grace seconds> <store file> <command> ...`, with a pipe from the launcher as standard input.
+When the pipe closes, the launcher ends, SIGTERM arrives or the server exits, the guard ends the process group and all
+descendants, removes the pid file, the store file (rendezvous of the server's ranks) and leftover shared memory, and exits
+with the server's exit status (128 + signal).
 """
 
 import contextlib
@@ -36,11 +32,10 @@ SCAN_S = 10.0
 def members(group: int, ancestor: int | None = None) -> list[int]:
     """Live processes of the process group, and all descendants of `ancestor`."""
     table: dict[int, tuple[int, int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal():
-            fields = stat_fields(int(entry))
-            if fields is not None:
-                table[int(entry)] = int(fields[2]), int(fields[1])
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        fields = stat_fields(int(entry))
+        if fields is not None:
+            table[int(entry)] = int(fields[2]), int(fields[1])
     ours = {pid for pid, (pgrp, _) in table.items() if pgrp == group}
     frontier = {ancestor} if ancestor is not None else set()
     while frontier:
@@ -51,8 +46,7 @@ def members(group: int, ancestor: int | None = None) -> list[int]:
 
 
 def shared_inodes(pids: list[int]) -> set[int]:
-    """Inodes of the shared-memory files that these processes have mapped. Names are not enough: glibc maps a semaphore
-    before it names it."""
+    """Of the shared-memory files that these processes have mapped; glibc maps a semaphore before it names it."""
     found: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError):

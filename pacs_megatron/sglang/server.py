@@ -12,11 +12,11 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
 from pacs_megatron.config.schema import ModelOptions
-from pacs_megatron.errors import ConfigError, RolloutError
+from pacs_megatron.errors import RolloutError
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.ports import free_port
 from pacs_megatron.runtime.processes import start_ticks
@@ -27,9 +27,8 @@ from pacs_megatron.sglang.api import SglangApi
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 1.5
-"""Between SIGTERM and SIGKILL. A server has no state to save."""
-POLL_S = 0.25
+GRACE_S, POLL_S = 1.5, 0.25
+"""Between SIGTERM and SIGKILL (a server has no state to save); between two looks at a starting server."""
 START_ATTEMPTS = 3
 """Another process may take the chosen port before the server binds it."""
 API_KEY, MEM_FRACTION = "PACS_SGLANG_API_KEY", "PACS_SGLANG_MEM_FRACTION"
@@ -39,17 +38,14 @@ FP8_BLOCKWISE_ARGS = (
     "--json-model-override-args",
     '{"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}}',
 )
-_TAIL_BYTES = 2**16
-_BAD_RECORD = (RolloutError, OSError, ValueError, TypeError, KeyError)
 PORT_TAKEN = ("address already in use", "Address already in use", "EADDRINUSE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSpec:
-    """Start parameters of one managed server."""
+    """Start parameters of one managed server; `folder` has its `<name>.log` and `<name>.pid`."""
 
     name: str
-    """Name of its log and pid file: `<name>.log`, `<name>.pid`."""
     folder: Path
     host: str = "127.0.0.1"
     options: SglangRollout
@@ -76,12 +72,10 @@ class ServerSpec:
             args += ["--max-total-tokens", str(servers.max_total_tokens)]
         if servers.context_length is not None:
             args += ["--context-length", str(servers.context_length)]
-        flags = {
-            # Weights and KV cache can be released during a training step.
-            "--enable-memory-saver": servers.colocated and servers.device == "cuda",
-            "--trust-remote-code": self.model.trust_remote_code,
-        }
-        args += [flag for flag, wanted in flags.items() if wanted]
+        if servers.colocated and servers.device == "cuda":
+            args += ["--enable-memory-saver"]  # weights and KV cache can be released during a training step
+        if self.model.trust_remote_code:
+            args += ["--trust-remote-code"]
         if servers.device == "cpu":
             args += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
             # Otherwise an idle scheduler spins on a core that the trainer shares.
@@ -91,11 +85,8 @@ class ServerSpec:
         return [*args, *servers.extra_args]
 
     def environment(self, inherited: Mapping[str, str], store: Path, nccl_port: int) -> dict[str, str]:
-        """The trainer's environment without the variables of its own process group.
-
-        The server's ranks use the file `store` for rendezvous: torch's TCP store, the default, listens on all
-        interfaces.
-        """
+        """The trainer's environment without its process group. The server's ranks use the file `store` for rendezvous:
+        torch's TCP store, the default, listens on all interfaces."""
         servers = self.servers
         drop = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
         env = {k: v for k, v in inherited.items() if k not in drop and not k.startswith("TORCHELASTIC_")}
@@ -117,22 +108,20 @@ class ServerSpec:
         return env
 
 
-def tail(path: Path, num_lines: int = 8) -> str:
+def tail(path: Path) -> str:
     """The last lines of a log as one line."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            file.seek(max(0, path.stat().st_size - 2**16))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return "no log"
-    return " | ".join(line.strip() for line in lines[-num_lines:] if line.strip()) or "empty log"
+    return " | ".join(line.strip() for line in lines[-8:] if line.strip()) or "empty log"
 
 
 def reap(folder: Path) -> list[int]:
-    """Ends leftover processes of an earlier, killed launcher, named by `folder`'s pid files; returns their pids.
-
-    Call it only before the first start in a folder: one launcher owns a folder.
-    """
+    """Ends leftover processes of an earlier, killed launcher, named by `folder`'s pid files; returns their pids. Call it
+    before the first start in a folder only."""
     ended = [pid for path in sorted(folder.glob("*.pid")) for pid in _reap_file(path)]
     if ended:
         logger.warning("ended %d leftover server processes of an earlier run: %s", len(ended), ended)
@@ -140,9 +129,8 @@ def reap(folder: Path) -> list[int]:
 
 
 def _reap_file(path: Path) -> list[int]:
-    """`reap` for one pid file."""
     ended: list[int] = []
-    with contextlib.suppress(*_BAD_RECORD):
+    with contextlib.suppress(RolloutError, OSError, ValueError, TypeError, KeyError):  # a damaged record
         ended = _reap_one(read_object(path, error=RolloutError))
     path.unlink(missing_ok=True)
     return ended
@@ -161,12 +149,10 @@ def _reap_one(record: Mapping[str, Any]) -> list[int]:
     leader_started = start_ticks(group)
     # The kernel does not reuse the number of a live group for a new process. If the leader no longer exists, the members are
     # ours unless the number was reused by a group that also left orphans: the start times separate the two.
-    shared = set(record["shared"])
-    if leader_started is not None and leader_started != started:
-        sglang_guard.remove_shared(shared)
-        return ended
-    left = [pid for pid in sglang_guard.members(group) if (start_ticks(pid) or 0) >= started]
-    shared |= sglang_guard.shared_inodes(left)
+    left: list[int] = []
+    if leader_started is None or leader_started == started:
+        left = [pid for pid in sglang_guard.members(group) if (start_ticks(pid) or 0) >= started]
+    shared = sglang_guard.shared_inodes(left) | set(record["shared"])
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -182,7 +168,6 @@ class ManagedServer:
         self.log_path = spec.folder / f"{spec.name}.log"
         self.pid_file = spec.folder / f"{spec.name}.pid"
         self._guard: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
         self._port = 0
         self._lock = threading.RLock()
         self._closed = False
@@ -200,15 +185,15 @@ class ManagedServer:
         with self._lock:
             if self._closed:
                 raise RolloutError(f"rollout server {self.spec.name} was closed")
-            self._stop()
-            self._spawn()
+            self.stop()
+            try:
+                self._spawn()
+            except OSError as error:
+                problem = f"cannot write {self.log_path}, or cannot start ({error})"
+                raise RolloutError(f"rollout server {self.spec.name}: {problem}") from error
 
     def _spawn(self) -> None:
-        try:
-            self.spec.folder.mkdir(parents=True, exist_ok=True)
-            self._log = self.log_path.open("ab")
-        except OSError as error:
-            raise RolloutError(f"rollout server {self.spec.name}: cannot write {self.log_path} ({error})") from error
+        self.spec.folder.mkdir(parents=True, exist_ok=True)
         self._port = free_port(self.spec.host, self._port)
         nccl_port = free_port(self.spec.host)
         # In memory: file locks do not work on every cluster file system, and containers have this folder as well.
@@ -218,17 +203,15 @@ class ManagedServer:
         if environment.keys() & {API_KEY, MEM_FRACTION}:
             command = _with_values_from_environment(command)
         guard = [sys.executable, "-I", sglang_guard.__file__, str(self.pid_file), str(GRACE_S), str(store)]
-        try:
+        with self.log_path.open("ab") as log:
             self._guard = subprocess.Popen(
                 [*guard, *command],
                 stdin=subprocess.PIPE,
-                stdout=self._log,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches the launcher only, which then ends its servers
             )
-        except OSError as error:
-            raise ConfigError(f"rollout.servers.python: cannot start {command[0]!r} ({error})") from error
         logger.info("starting rollout server %s at %s, log %s", self.spec.name, self.url, self.log_path)
 
     def exit_code(self) -> int | None:
@@ -244,53 +227,43 @@ class ManagedServer:
         while not self.api.ready():
             if self._guard is None:
                 raise RolloutError(f"rollout server {self.spec.name} was stopped while starting")
-            if self.exit_code() is not None:
-                reason = tail(self.log_path)
-                if any(text in reason for text in PORT_TAKEN) and attempts < START_ATTEMPTS:
+            code = self.exit_code()
+            if code is not None or time.monotonic() > deadline:
+                log = tail(self.log_path)
+                if code is not None and any(text in log for text in PORT_TAKEN) and attempts < START_ATTEMPTS:
                     attempts, self._port = attempts + 1, 0
                     self.start()
                     continue
-                code = self.exit_code()
                 self.stop()
-                raise RolloutError(f"rollout server {self.spec.name} exited with {code} while starting: {reason}")
-            if time.monotonic() > deadline:
-                self.stop()
-                raise RolloutError(
-                    f"rollout server {self.spec.name} was not ready within rollout.servers.start_timeout_s="
-                    f"{timeout_s:g}; log {self.log_path}: {tail(self.log_path)}"
-                )
+                late = f"was not ready within rollout.servers.start_timeout_s={timeout_s:g}; log {self.log_path}"
+                problem = late if code is None else f"exited with {code} while starting"
+                raise RolloutError(f"rollout server {self.spec.name} {problem}: {log}")
             time.sleep(POLL_S)
-
-    def stop(self) -> None:
-        """Ends the server and all its children; returns when they have ended."""
-        with self._lock:
-            self._stop()
 
     def close(self) -> None:
         """`stop`; afterwards `start` raises RolloutError."""
         with self._lock:
             self._closed = True
-            self._stop()
+            self.stop()
 
-    def _stop(self) -> None:
-        guard, self._guard = self._guard, None
-        if guard is None:
-            return
-        if guard.stdin is not None:
+    def stop(self) -> None:
+        """Ends the server and all its children; returns when they have ended."""
+        with self._lock:
+            guard, self._guard = self._guard, None
+            if guard is None:
+                return
+            assert guard.stdin is not None
             guard.stdin.close()
-        guard.send_signal(signal.SIGCONT)  # SIGSTOP may hold it
-        try:
-            with report_wait(f"for rollout server {self.spec.name} to end"):
-                guard.wait(GRACE_S + 15.0)
-        except subprocess.TimeoutExpired:
-            logger.warning("guard of rollout server %s does not end; killing its group", self.spec.name)
-            guard.kill()
-            guard.wait()
-        if self.pid_file.exists():  # the guard was killed before it could clean up
-            _reap_file(self.pid_file)
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+            guard.send_signal(signal.SIGCONT)  # SIGSTOP may hold it
+            try:
+                with report_wait(f"for rollout server {self.spec.name} to end"):
+                    guard.wait(GRACE_S + 15.0)
+            except subprocess.TimeoutExpired:
+                logger.warning("guard of rollout server %s does not end; killing its group", self.spec.name)
+                guard.kill()
+                guard.wait()
+            if self.pid_file.exists():  # the guard was killed before it could clean up
+                _reap_file(self.pid_file)
 
 
 def _with_values_from_environment(command: list[str]) -> list[str]:

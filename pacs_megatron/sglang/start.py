@@ -1,10 +1,9 @@
 """Starts `sglang.launch_server` inside the server's interpreter, which has no pacs_megatron: passed to `python -c` as text.
 
-Standard library and NVML (a dependency of SGLang) only. It adds two arguments that the command line cannot contain:
-- the API key, from the environment, because every user of the host can read a command line;
-- `--mem-fraction-static`. SGLang takes it as a share of the memory that is free at its start
-  (mem_cache/kv_cache_configurator.py:3007 in 0.5.23), so the same value gives a restarted server beside a trainer less
-  than it had before. The budget here is a share of the GPU's total memory; the start waits until that much is free.
+It adds the API key from the environment, because every user of the host can read a command line, and
+`--mem-fraction-static`: SGLang takes it as a share of the memory that is free at its start
+(mem_cache/kv_cache_configurator.py:3007 in 0.5.23), so the same value gives a restarted server beside a trainer less than it
+had before. The budget here is a share of the GPU's total memory; the start waits until that much is free.
 """
 
 import os
