@@ -30,7 +30,7 @@ _TIMEOUT_S = 30.0
 
 def report() -> str:
     """The findings as a table, and a summary of what this machine can do; `none`: optional and absent."""
-    own = (_cuda(), transformer_engine(), apex(), _sglang(), _sandbox(), _slurm(), _nemo_run())
+    own = (cuda(), transformer_engine(), apex(), _sglang(), _sandbox(), _slurm(), _nemo_run())
     rows = [*python(), *packages(), *own]
     width = max(len(row.key) for row in rows)
     is_ok = {row.key: row.level == "ok" for row in rows}
@@ -81,7 +81,7 @@ def version_problems(package: str = "pacs-megatron") -> Iterator[Check]:
             yield Check("fail", wanted.name, f"{state}, {wanted.specifier} is required", "make install")
 
 
-def _cuda() -> Check:
+def cuda() -> Check:
     if installed("torch") is None:
         return Check("none", "CUDA", "unknown without torch")
     import torch

@@ -7,6 +7,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +75,15 @@ def check_gpus(loaded: LoadedConfig) -> Iterator[Check]:
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not found:
-        yield _no_gpu(wanted, torch.version.cuda)
+        yield _no_gpu(wanted)
         return
     if found < wanted:
         yield Check("fail", "resources.gpus_per_node", f"{found} GPUs here, {wanted} wanted", f"set it to {found}")
-    free, total = (size / GIB for size in torch.cuda.mem_get_info(0))
+    total = torch.cuda.get_device_properties(0).total_memory / GIB
     planned = constants.GPUS[config.resources.gpu].memory_gib if config.resources.gpu is not None else 0.0
     message = f"{torch.cuda.get_device_name(0)}, {total:.1f} GiB, planned with {planned} GiB"
     fix = "set the installed GPU; otherwise `plan` uses the memory of another one"
     yield judged("resources.gpu", abs(total - planned) < 0.05 * planned, message, fix, "warn")
-    if free < 0.9 * total:
-        message = f"{total - free:.1f} GiB of GPU 0 are already in use"
-        yield Check("warn", "resources.gpu", message, "end the processes that nvidia-smi lists")
     from pacs_megatron.policy import precision
 
     def fits() -> str:
@@ -96,27 +94,23 @@ def check_gpus(loaded: LoadedConfig) -> Iterator[Check]:
     yield attempt("precision", fits)
 
 
-def _no_gpu(wanted: int, built_for: str | None) -> Check:
+def _no_gpu(wanted: int) -> Check:
     """The reason why torch sees no GPU: none installed, a CPU build of torch, hidden GPUs, or a driver that is too old."""
     key = "resources.gpus_per_node"
     if not any(path.exists() for path in DRIVER_FILES):
         if in_a_job():
             return Check("fail", key, f"{wanted} wanted, but this node has none", "request GPUs from Slurm, or set 0")
         return Check("warn", key, "no GPU here (a login node?)", "run preflight inside the job too")
-    if built_for is None:
-        fix = "install torch for your CUDA: README.md, Install"
-        return Check("fail", "torch", "this host has an NVIDIA driver, but torch is a CPU build", fix)
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return Check("fail", key, "CUDA_VISIBLE_DEVICES hides every GPU", "unset CUDA_VISIBLE_DEVICES")
-    message = f"this host has an NVIDIA driver, but torch for CUDA {built_for} finds no GPU"
-    fix = "compare nvidia-smi's CUDA version; update the driver or use an older torch"
-    return Check("fail", "driver", message, fix)
+    return replace(doctor.cuda(), level="fail")
 
 
 # ---------------------------------------------------------------------------------------------- folders and free space
 def check_folders(loaded: LoadedConfig) -> Iterator[Check]:
     """Writes a test file to the run's folder and to the scratch folder."""
-    run_dir, scratch = Path(loaded.config.run.dir), scratch_folder()
+    run_dir = Path(loaded.config.run.dir)
+    scratch = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())  # `tempfile` caches its first result
     named = run_dir / loaded.config.run.name
     for key, folder in (("run.dir", named if named.exists() else run_dir), ("TMPDIR", scratch)):
         existing = existing_parent(folder)
@@ -138,11 +132,6 @@ def _writable(key: str, folder: Path, fix: str, otherwise: Level = "fail") -> Ch
     error = disk_error(folder)
     reason = "is writable" if error is None else f"is not writable: {error.strerror}"
     return judged(key, error is None, f"{folder} {reason}", fix, otherwise)
-
-
-def scratch_folder() -> Path:
-    """The folder of temporary files. Reads TMPDIR on each call, because `tempfile` caches its first result."""
-    return Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
 
 
 def check_free_space(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:

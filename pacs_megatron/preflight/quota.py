@@ -3,6 +3,7 @@
 `statvfs` does not include a user's quota on Lustre and NFS, so this module also runs `lfs quota` and `quota` if installed.
 """
 
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ _KIB = 1024
 _NETWORK_TYPES = ("lustre", "nfs", "nfs4", "gpfs", "beegfs", "ceph", "panfs", "wekafs")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FreeSpace:
     """Bytes and files that may still be written."""
 
@@ -38,16 +39,15 @@ def find_mount(folder: Path) -> Any:
 def free_space(folder: Path) -> tuple[list[FreeSpace], str | None]:
     """(free space and all quotas, reason why a quota is unknown or None), for an existing folder."""
     stats = os.statvfs(folder)
-    files = float(stats.f_favail) if stats.f_files else float("inf")
-    found = [FreeSpace(num_bytes=float(stats.f_bavail) * stats.f_frsize, num_files=files, source="free space")]
+    files = float(stats.f_favail) if stats.f_files else math.inf
+    found = [FreeSpace(float(stats.f_bavail) * stats.f_frsize, files, "free space")]
     mount = find_mount(folder)
     if mount is None:
         return found, None
     if mount.fstype == "lustre" and shutil.which("lfs"):
         for flag, number in (("-u", os.getuid()), ("-g", os.getgid())):
-            command = ["lfs", "quota", "-q", flag, str(number), mount.mountpoint]
-            text = try_program(command, timeout_s=_TIMEOUT_S).stdout
-            found += _parse(text, mount.mountpoint, f"lfs quota {flag}")
+            done = try_program(["lfs", "quota", "-q", flag, str(number), mount.mountpoint], timeout_s=_TIMEOUT_S)
+            found += _parse(done.stdout, mount.mountpoint, f"lfs quota {flag}")
         return found, None
     if shutil.which("quota"):
         text = try_program(["quota", "-w", "-p", "-u"], timeout_s=_TIMEOUT_S).stdout  # status 1: a limit is exceeded
@@ -59,21 +59,13 @@ def free_space(folder: Path) -> tuple[list[FreeSpace], str | None]:
 def _parse(text: str, name: str, source: str) -> list[FreeSpace]:
     """Both tools print: name, KiB used, soft, hard, grace, files used, soft, hard, grace. 0: no limit, `*`: exceeded."""
     found = []
-    for line in text.splitlines():
-        fields = line.split()
-        if len(fields) < 8 or fields[0] != name:
+    for fields in (line.split() for line in text.splitlines()):
+        numbers = [field.rstrip("*") for field in (*fields[1:4], *fields[5:8])]
+        if fields[:1] != [name] or len(numbers) < 6 or not all(number.isdecimal() for number in numbers):
             continue
-        numbers = [field.rstrip("*") for field in fields[1:8]]
-        counts = [*numbers[:3], *numbers[4:7]]
-        if not all(number.isdecimal() for number in counts):
-            continue
-        used, soft, hard, files, soft_files, hard_files = map(float, counts)
-        limit, limit_files = _tighter(soft, hard), _tighter(soft_files, hard_files)
-        if limit < float("inf") or limit_files < float("inf"):
-            num_bytes, num_files = max(0.0, limit - used) * _KIB, max(0.0, limit_files - files)
-            found.append(FreeSpace(num_bytes=num_bytes, num_files=num_files, source=source))
+        used, *limits = map(float, numbers[:3])
+        files, *limits_of_files = map(float, numbers[3:])
+        limit, limit_of_files = (min(filter(None, each), default=math.inf) for each in (limits, limits_of_files))
+        if min(limit, limit_of_files) < math.inf:
+            found.append(FreeSpace(max(0.0, limit - used) * _KIB, max(0.0, limit_of_files - files), source))
     return found
-
-
-def _tighter(soft: float, hard: float) -> float:
-    return min((limit for limit in (soft, hard) if limit), default=float("inf"))

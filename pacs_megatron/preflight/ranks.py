@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.layout import layout_of
 from pacs_megatron.errors import PacsError
+from pacs_megatron.parallel.transfer import broadcast_json, gather_json
 from pacs_megatron.plan import constants
 from pacs_megatron.preflight.check import Check, existing_parent, judged
 from pacs_megatron.preflight.doctor import driver_version
@@ -89,7 +90,7 @@ def _equal(loaded: LoadedConfig, rank: Any) -> list[Check]:
         "GPUs": _gpu(rank),
         "model.path": _model_digest(loaded.config.model.path),
     }
-    everywhere = _gather(rank, values) or []
+    everywhere = gather_json(values, group=rank.control) or []
     checks = []
     for key, value in values.items() if everywhere else ():
         different = [index for index, other in enumerate(everywhere) if other[key] != value]
@@ -131,8 +132,6 @@ def _model_digest(path: str) -> str:
 
 def _shared_folder(loaded: LoadedConfig, rank: Any) -> list[Check]:
     """Checks that run.dir is the same folder on every node: all ranks must see a file that rank 0 writes."""
-    from pacs_megatron.parallel.transfer import broadcast_json
-
     folder = existing_parent(Path(loaded.config.run.dir))
     probe = None
     if rank.rank == 0:
@@ -142,7 +141,7 @@ def _shared_folder(loaded: LoadedConfig, rank: Any) -> list[Check]:
     probe = broadcast_json(probe, src=0, group=rank.control)
     if probe is None:
         return []
-    found = _gather(rank, _appears(folder / Path(probe).name))
+    found = gather_json(_appears(folder / Path(probe).name), group=rank.control)
     if found is None:
         return []
     Path(probe).unlink()
@@ -161,18 +160,11 @@ def _appears(path: Path) -> bool:
     return False
 
 
-def _gather(rank: Any, value: Any) -> list[Any] | None:
-    """On rank 0: the value of every rank."""
-    from pacs_megatron.parallel.transfer import gather_json
-
-    return gather_json(value, group=rank.control)
-
-
 def _skew(rank: Any) -> list[Check]:
     import torch.distributed as dist
 
     dist.barrier(group=rank.control)
-    times = _gather(rank, time.time()) or [0.0]
+    times = gather_json(time.time(), group=rank.control) or [0.0]
     skew = max(times) - min(times)
     fix = "synchronise clocks (chrony): logs and time limits disagree"
     return [judged("clocks", skew < MAX_SKEW_S, f"{skew:.2f} s apart", fix, "warn")]
@@ -195,7 +187,7 @@ def _all_reduce(loaded: LoadedConfig, rank: Any) -> list[Check]:
         start = _now(tensor)
         dist.all_reduce(tensor)
         seconds.append(_now(tensor) - start)
-    slowest = max(_gather(rank, min(seconds)) or [math.inf])
+    slowest = max(gather_json(min(seconds), group=rank.control) or [math.inf])
     rate = 2 * (world - 1) / world * ALL_REDUCE_BYTES / slowest / 1e9
     expected, resources = 0.0, loaded.config.resources
     if tensor.is_cuda and resources.gpu is not None:

@@ -14,12 +14,18 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from pacs_megatron.checkpoint.hf_folder import HfFolder
+from pacs_megatron.checkpoint.manifest import check_files, read_manifest
 from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, whole_checkpoints
 from pacs_megatron.config import LoadedConfig, load_config
-from pacs_megatron.config.schema import DatasetOptions
+from pacs_megatron.config.schema import DatasetOptions, ModelOptions, WandbOptions
 from pacs_megatron.config.text import local_path
 from pacs_megatron.contracts.samples import Prompt
+from pacs_megatron.convert.source import check_names
+from pacs_megatron.data import load_prompts, load_tokenizer, stop_token_ids
 from pacs_megatron.errors import PacsError
+from pacs_megatron.evaluation.preview import check_gold
+from pacs_megatron.models import load_spec, weight_table
 from pacs_megatron.models.hub import model_folder
 from pacs_megatron.observability.writers import check_wandb
 from pacs_megatron.plan import constants
@@ -62,12 +68,15 @@ def run_preflight(
         plan = make_plan(loaded) if spec is not None else None
     except PacsError as error:
         return [*checks, Check("fail", "parallel", str(error))]
-    checks += [*_plan(plan), *check_software(loaded), *check_gpus(loaded), *_wandb(loaded)]
+    checks += [*_plan(plan), *check_software(loaded), *check_gpus(loaded)]
+    if loaded.config.logging.wandb is not None:
+        checks.append(attempt("logging.wandb", partial(_can_log, loaded.config.logging.wandb)))
     with offline():
-        checks.append(_model(loaded))
+        checks.append(attempt("model.path", partial(_read_model, model)))
         readable = checks[-1].level != "fail"
         if readable:
-            checks += [_tokenizer(loaded), *_data(loaded), *_reward(loaded)]
+            checks.append(attempt("model.path (tokenizer)", partial(_read_tokenizer, loaded.config.model)))
+            checks += [*_data(loaded), *_reward(loaded)]
         else:
             checks.append(Check("warn", "data, reward", "not checked: they need the model's tokenizer"))
     checks += [*check_folders(loaded), *check_ports(loaded), *check_network_settings(loaded)]
@@ -133,65 +142,37 @@ def _plan(plan: Plan | None) -> Iterator[Check]:
         yield judged("resources.gpu", share <= 0.95, text, otherwise="warn")
 
 
-def _wandb(loaded: LoadedConfig) -> Iterator[Check]:
-    if (wandb := loaded.config.logging.wandb) is not None:
-
-        def can_log() -> str:
-            check_wandb(wandb)
-            return f"project {wandb.project}"
-
-        yield attempt("logging.wandb", can_log)
+def _can_log(wandb: WandbOptions) -> str:
+    check_wandb(wandb)
+    return f"project {wandb.project}"
 
 
-def _model(loaded: LoadedConfig) -> Check:
-    path = loaded.config.model.path
-
-    def is_whole() -> str:
-        from pacs_megatron.checkpoint.hf_folder import HfFolder
-        from pacs_megatron.convert.source import check_names
-        from pacs_megatron.models import load_spec, weight_table
-
-        folder = HfFolder(local_model(path))
-        table = weight_table(load_spec(folder.path))
-        check_names(folder, table)
-        return f"{folder.path}: {len(folder.names)} tensors, {table.num_parameters:,} parameters"
-
-    def is_whole_checkpoint() -> str:
-        from pacs_megatron.checkpoint.manifest import check_files, read_manifest
-        from pacs_megatron.models import load_spec
-
-        checkpoint = local_path(path)
+def _read_model(path: str) -> str:
+    checkpoint = local_path(path)
+    if (checkpoint / MANIFEST_NAME).is_file():
         check_files(checkpoint, read_manifest(checkpoint), digests=False)
         return f"{path}: a Megatron checkpoint, {load_spec(local_model(path)).family}"
+    folder = HfFolder(local_model(path))
+    table = weight_table(load_spec(folder.path))
+    check_names(folder, table)
+    return f"{folder.path}: {len(folder.names)} tensors, {table.num_parameters:,} parameters"
 
-    is_converted = (local_path(path) / MANIFEST_NAME).is_file()
-    return attempt("model.path", is_whole_checkpoint if is_converted else is_whole)
 
-
-def _tokenizer(loaded: LoadedConfig) -> Check:
-    model = loaded.config.model
-
-    def works() -> str:
-        from pacs_megatron.data import load_tokenizer, stop_token_ids
-        from pacs_megatron.models import load_spec
-
-        folder = local_model(model.path)
-        tokenizer = load_tokenizer(str(folder), model.trust_remote_code)
-        if not tokenizer.chat_template:
-            raise PacsError(f"{folder} has no chat template; use the one of an instruct model")
-        stops = stop_token_ids(tokenizer, str(folder))
-        rows = load_spec(folder).vocab_size
-        # Some models' padding token has no row in the embedding; it is never looked up.
-        ids = {id for id in tokenizer.get_vocab().values() if id != tokenizer.pad_token_id}
-        largest = max(max(ids), max(stops))
-        if largest >= rows:
-            raise PacsError(
-                f"{folder}: the tokenizer or generation_config.json has token id {largest}, but config.json has "
-                f"vocab_size={rows}; use the model's own tokenizer"
-            )
-        return f"chat template, stops at {', '.join(map(str, stops))}"
-
-    return attempt("model.path (tokenizer)", works)
+def _read_tokenizer(model: ModelOptions) -> str:
+    folder = local_model(model.path)
+    tokenizer = load_tokenizer(str(folder), model.trust_remote_code)
+    if not tokenizer.chat_template:
+        raise PacsError(f"{folder} has no chat template; use the one of an instruct model")
+    stops = stop_token_ids(tokenizer, str(folder))
+    rows = load_spec(folder).vocab_size
+    # Some models' padding token has no row in the embedding; it is never looked up.
+    largest = max({id for id in tokenizer.get_vocab().values() if id != tokenizer.pad_token_id} | set(stops))
+    if largest >= rows:
+        raise PacsError(
+            f"{folder}: the tokenizer or generation_config.json has token id {largest}, but config.json has "
+            f"vocab_size={rows}; use the model's own tokenizer"
+        )
+    return f"chat template, stops at {', '.join(map(str, stops))}"
 
 
 def _data(loaded: LoadedConfig) -> Iterator[Check]:
@@ -205,8 +186,6 @@ def _data(loaded: LoadedConfig) -> Iterator[Check]:
 
 
 def _prompts(loaded: LoadedConfig, dataset: DatasetOptions) -> Sequence[Prompt]:
-    from pacs_megatron.data import load_prompts, load_tokenizer
-
     model = loaded.config.model
     tokenizer = load_tokenizer(str(local_model(model.path)), model.trust_remote_code)
     return load_prompts(dataset, loaded.config.data, tokenizer).prompts
@@ -226,8 +205,6 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
     is_rare = False  # whether it accepts less than half of the gold answers
 
     def judges() -> str:
-        from pacs_megatron.evaluation.preview import check_gold
-
         nonlocal is_rare
         train = loaded.config.data.train
         prompts = _prompts(loaded, train.model_copy(update={"limit": NUM_GOLD}))
@@ -259,29 +236,26 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
 
 def _resume(loaded: LoadedConfig) -> Iterator[Check]:
     folder = run_folder(loaded)
-
-    def is_the_same_run() -> str:
-        changed = changed_since(loaded, folder)
-        return f"{folder} resumes" + (f" with changed {', '.join(changed)}" if changed else "")
-
     if folder.exists():
-        yield attempt("run.name", is_the_same_run)
+        yield attempt("run.name", partial(_is_the_same_run, loaded, folder))
     if (folder / CHECKPOINTS_FOLDER).is_file():
         yield Check("fail", "checkpoint", f"{folder / CHECKPOINTS_FOLDER} is a file", "move it away")
-        return
-    whole = whole_checkpoints(folder)
-    if not whole:
+    elif whole := whole_checkpoints(folder):
+        position, newest = whole[-1]
+        fix = f"move {newest} away to resume from the one before"
+        yield attempt("checkpoint", partial(_read_checkpoint, newest, str(position)), fix)
+    else:
         yield Check("ok", "checkpoint", f"{folder} has no complete checkpoint: the run starts from the model")
-        return
-    position, newest = whole[-1]
 
-    def readable() -> str:
-        from pacs_megatron.checkpoint.manifest import check_files, read_manifest
 
-        check_files(newest, read_manifest(newest), digests=False)
-        return f"resumes from {newest.name}: {position}"
+def _is_the_same_run(loaded: LoadedConfig, folder: Path) -> str:
+    changed = changed_since(loaded, folder)
+    return f"{folder} resumes" + (f" with changed {', '.join(changed)}" if changed else "")
 
-    yield attempt("checkpoint", readable, f"move {newest} away to resume from the one before")
+
+def _read_checkpoint(folder: Path, position: str) -> str:
+    check_files(folder, read_manifest(folder), digests=False)
+    return f"resumes from {folder.name}: {position}"
 
 
 def _signal(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:

@@ -13,6 +13,7 @@ from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
 from pacs_megatron.preflight.check import Check, attempt, judged
 from pacs_megatron.preflight.doctor import SGLANG_VERSION_CODE
 from pacs_megatron.runtime.waiting import NO_PROGRAM, try_program
+from pacs_megatron.sglang.build import server_apis, server_specs, start_servers
 
 EXPECTED = {"cpu": "0.5.23", "cuda": "0.5.20"}
 """Version of SGLang by device: of requirements/sglang.lock and requirements/sglang-gpu.txt."""
@@ -104,8 +105,6 @@ def _version(servers: SglangServers) -> Check:
 
 def _request(rollout: SglangRollout, url: str) -> str:
     """Samples one token from a running server. Raises RolloutError or ConfigError."""
-    from pacs_megatron.sglang.build import server_apis
-
     (api,) = server_apis(rollout, (url,))
     begin = time.monotonic()
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
@@ -125,7 +124,6 @@ def _start(loaded: LoadedConfig, rollout: SglangRollout, servers: SglangServers,
 
         if not torch.cuda.is_available():
             return Check("warn", key, "not started: no GPU here", "run preflight inside the job too")
-    from pacs_megatron.sglang.build import server_specs, start_servers
 
     def starts() -> str:
         model = loaded.config.model.model_copy(update={"path": str(model_dir)})

@@ -15,11 +15,11 @@ def test_a_driver_without_a_gpu_that_torch_sees(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     version = tmp_path / "version"
     monkeypatch.setattr(doctor, "DRIVER_FILE", version)
-    assert doctor._cuda().level == "none"
+    assert doctor.cuda().level == "none"
     version.write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: x\n"
     )
-    found = doctor._cuda()
+    found = doctor.cuda()
     assert found.level == "fail" and "driver 580.95.05" in found.message
 
 

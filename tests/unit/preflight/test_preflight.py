@@ -183,29 +183,25 @@ def test_requirements_are_this_packages_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("driver", "built_for", "visible", "key", "fix"),
+    ("driver", "visible", "key", "fix"),
     [
-        (False, None, None, "resources.gpus_per_node", "inside the job"),
-        (True, None, None, "torch", "install torch for your CUDA"),
-        (True, "12.9", "", "resources.gpus_per_node", "unset CUDA_VISIBLE_DEVICES"),
-        (True, "12.9", None, "driver", "update the driver"),
+        (False, None, "resources.gpus_per_node", "inside the job"),
+        (True, "", "resources.gpus_per_node", "unset CUDA_VISIBLE_DEVICES"),
+        (True, None, "CUDA", "install torch for your CUDA"),
     ],
 )
 def test_why_there_is_no_gpu(
-    driver: bool,
-    built_for: str | None,
-    visible: str | None,
-    key: str,
-    fix: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    driver: bool, visible: str | None, key: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05\n")
     monkeypatch.setattr(preflight_host, "DRIVER_FILES", (tmp_path if driver else tmp_path / "none",))
+    monkeypatch.setattr(doctor, "DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = preflight_host._no_gpu(8, built_for)
-    assert found.key == key and fix in found.fix
+    found = preflight_host._no_gpu(8)
+    assert found.key == key and fix in found.fix and found.level == ("fail" if driver else "warn")
 
 
 @pytest.mark.parametrize(
