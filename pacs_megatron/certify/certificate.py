@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -53,20 +53,14 @@ class Certificate:
         cls, loaded: LoadedConfig, case: Case, found: Comparison, folder: Path, *, seconds: float, on_gpu: bool
     ) -> Certificate:
         """The certificate of a comparison."""
-        precision = f"{_precision(case.config)} on {'GPUs' if on_gpu else 'CPU'}"
-        not_certified = [
-            "speed, memory and the behaviour at full size",
-            "rollouts, rewards, admission, evaluation and weight sync: the samples are recorded",
-        ]
-        if not on_gpu:
-            not_certified.append(
-                "Transformer Engine, NCCL and fused kernels: the CPU has Megatron's local layers and gloo"
-            )
-        if _precision(loaded.config) != _precision(case.config):
-            own = _precision(loaded.config)
-            not_certified.insert(
-                0, f"{own}, the run's own precision: {precision} was compared; use slurm/certify.sbatch"
-            )
+        own, compared = _precision(loaded.config), _precision(case.config)
+        precision = f"{compared} on {'GPUs' if on_gpu else 'CPU'}"
+        not_certified = {
+            f"{own}, the run's own precision: {precision} was compared; use slurm/certify.sbatch": own != compared,
+            "speed, memory and the behaviour at full size": True,
+            "rollouts, rewards, admission, evaluation and weight sync: the samples are recorded": True,
+            "Transformer Engine, NCCL and fused kernels: the CPU has Megatron's local layers and gloo": not on_gpu,
+        }
         content = {
             "result": "red" if found.first else "green",
             "first_deviation": found.first,
@@ -77,7 +71,7 @@ class Certificate:
             "precision": precision,
             "versions": _versions(),
             "changes": list(case.changes),
-            "not_certified": not_certified,
+            "not_certified": [text for text, applies in not_certified.items() if applies],
             "metrics_not_compared": sorted(found.not_compared),
             "quantities": [
                 asdict(q) | {"largest": q.largest if q.largest < float("inf") else "not a number, or another shape"}
@@ -111,18 +105,17 @@ class Certificate:
             f"numbers{' (' + q['where'] + ')' if q['where'] else ''}"
             for q in c["quantities"]
         ]
-        title = f"Certificate: {c['result']}"
-        body = "".join(f"<dt>{safe_text(key)}</dt><dd>{safe_text(str(value))}</dd>" for key, value in facts.items())
-        body = (
-            f"<main><h1 class={'right' if self.is_green else 'wrong'}>{title}</h1><div class=card><dl>{body}</dl></div>"
-        )
+        title, colour = f"Certificate: {c['result']}", "right" if self.is_green else "wrong"
+        rows = "".join(f"<dt>{safe_text(key)}</dt><dd>{safe_text(str(value))}</dd>" for key, value in facts.items())
+        body = f"<main><h1 class={colour}>{title}</h1><div class=card><dl>{rows}</dl></div>"
         for heading, lines in (
             ("Compared with the reference", quantities),
             ("Differences between the run and the case", c["changes"]),
             ("Not certified", c["not_certified"]),
             ("Metrics that the reference does not compute", c["metrics_not_compared"]),
         ):
-            body += f"<h2>{heading}</h2><div class=card><ul>{_items(lines)}</ul></div>"
+            items = "".join(f"<li>{safe_text(line)}</li>" for line in lines or ["none"])
+            body += f"<h2>{heading}</h2><div class=card><ul>{items}</ul></div>"
         return page(title, f"{body}</main>")
 
 
@@ -148,10 +141,6 @@ def certificate_line(loaded: LoadedConfig) -> str | None:
 def _precision(config: RunConfig) -> str:
     fp8 = config.precision.fp8
     return config.precision.dtype + (f" with FP8 ({fp8.recipe})" if fp8 else "")
-
-
-def _items(lines: Sequence[str]) -> str:
-    return "".join(f"<li>{safe_text(line)}</li>" for line in lines or ["none"])
 
 
 def _versions() -> Mapping[str, str]:

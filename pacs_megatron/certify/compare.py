@@ -37,19 +37,16 @@ _TOKENS = {
     "update": "log-probs of the update",
     "coefficient": "derivative of the loss by each log-prob",
 }
-_FLOOR = 1e-2
-"""Metrics below it are compared absolutely."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Quantity:
-    """The largest deviation of one quantity over all updates and ranks."""
+    """The largest deviation of one quantity over all updates and ranks, and the count of compared numbers."""
 
     name: str
     tolerance: float
     unit: str
     compared: int = 0
-    """numbers"""
     largest: float = 0.0
     where: str = ""
 
@@ -67,8 +64,7 @@ class Comparison:
     def check(self, name: str, where: str, found: Any, expected: Any, scale: float = 1.0) -> None:
         """Compares two arrays or numbers; the deviation is in units of `scale`."""
         fp32, bf16, unit = TOLERANCES[name]
-        new = Quantity(name=name, tolerance=bf16 if self.is_bf16 else fp32, unit=unit)
-        quantity = self.quantities.setdefault(name, new)
+        quantity = self.quantities.setdefault(name, Quantity(name, bf16 if self.is_bf16 else fp32, unit))
         left, right = np.asarray(found, np.float64), np.asarray(expected, np.float64)
         deviation = np.inf
         if left.shape == right.shape and all(np.isfinite(values).all() for values in (left, right, scale)):
@@ -93,7 +89,7 @@ class Comparison:
             if found.get(key) is None:
                 self.fail(f"{where}: metric {key} is missing")
             else:
-                floor = 1e-12 if key == "optimizer/lr" else _FLOOR
+                floor = 1e-12 if key == "optimizer/lr" else 1e-2  # metrics below it are compared absolutely
                 self.check(name, f"{where}, {key}", found[key], value, max(abs(value), floor))
 
     def fail(self, line: str) -> None:
@@ -119,21 +115,16 @@ def compare(folder: Path, *, updates_before_resume: int, is_bf16: bool) -> Compa
     last = _arrays(product / f"weights_{len(updates)}.npz")
     for kind in ("export", "convert to-hf", "convert to-megatron"):
         found.tensors("exported and converted weights", kind, product / f"{kind}.npz", last, 1.0)
-    model = _without_dtype(folder / "model")
+    model = json.loads((folder / "model" / "config.json").read_text())
     for name in ("hf", "to_hf", "to_megatron/hf"):
-        own = _without_dtype(product / name)
-        keys = sum(own.get(key) != model.get(key) for key in {*own, *model})
+        own = json.loads((product / name / "config.json").read_text())
+        # The type is that of the written weights.
+        keys = sum(own.get(key) != model.get(key) for key in {*own, *model} - {"dtype", "torch_dtype"})
         found.check("config.json of the exported and converted folders", name, keys, 0)
     if (product / "critic to-hf.npz").is_file():
         of_critic = _arrays(product / f"critic_{len(updates)}.npz")
         found.tensors("exported and converted weights", "critic", product / "critic to-hf.npz", of_critic, 1.0)
     return found
-
-
-def _without_dtype(folder: Path) -> dict[str, Any]:
-    """config.json without the type, which is that of the written weights."""
-    content = json.loads((folder / "config.json").read_text())
-    return {key: value for key, value in content.items() if key not in ("dtype", "torch_dtype")}
 
 
 def _compare_update(
@@ -155,9 +146,8 @@ def _compare_update(
                     found.check(name, place, own[key], by_sample[kind][sample], scale)
     found.check("samples of an update", where, len(seen ^ wanted), 0)
     for file in sorted(product.glob(f"update_{number}.*.json")):
-        _compare_report(
-            found, f"{where}, rank {file.name.split('.')[1]}", json.loads(file.read_text()), expected, number
-        )
+        place = f"{where}, rank {file.name.split('.')[1]}"
+        _compare_report(found, place, json.loads(file.read_text()), expected, number)
     digests = {file.read_text() for file in product.glob(f"weights_{number}.*.digest")}
     found.check("weights of the ranks", where, len(digests), 1)
     models = [("weight ", "weights", "weights after an update", expected["largest_lr"])]
@@ -172,16 +162,16 @@ def _compare_report(
     found: Comparison, where: str, report: dict[str, Any], expected: dict[str, Any], number: int
 ) -> None:
     found.check("gradient norm", where, report["grad_norm"], expected["grad_norm"], expected["grad_norm"])
-    found.check("clipped or not, weight version", where, report["is_clipped"], expected["is_clipped"])
-    found.check("clipped or not, weight version", where, report["version"], number)
+    state, own_state = (expected["is_clipped"], number), (report["is_clipped"], report["version"])
+    found.check("clipped or not, weight version", where, own_state, state)
     found.check("learning rate", where, report["lr"], expected["lr"], expected["lr"])
     known = {name: pair for name, pair in expected["metrics"].items() if pair[1]}
     own = report["metrics"]
     values = {name: pair[0] for name, pair in own.items()}
     found.metrics("metrics of an update", where, values, {name: value for name, (value, _) in known.items()})
-    for name in own.keys() & known.keys():
-        if not name.endswith("_max"):
-            found.check("denominators of the metrics", f"{where}, {name}", own[name][1], known[name][1], known[name][1])
+    for name, (_, count) in known.items():
+        if name in own and not name.endswith("_max"):
+            found.check("denominators of the metrics", f"{where}, {name}", own[name][1], count, count)
     for name in own.keys() - expected["metrics"].keys():
         if name.endswith("/score_drift_max"):
             found.check("score drift", where, values[name], 0.0)
@@ -196,13 +186,9 @@ def _compare_rows(found: Comparison, product: Path, updates: list[dict[str, Any]
         own = [update for update in updates if update["step"] == step]
         sums: dict[str, list[tuple[float, float]]] = {}
         for index, update in enumerate(own):
-            optimizer = {"grad_norm": update["grad_norm"], "clipped_frac": update["is_clipped"], "lr": update["lr"]}
-            metrics = (
-                update["metrics"]
-                | update["critic"]
-                | {f"optimizer/{name}": (float(v), 1.0) for name, v in optimizer.items()}
-            )
-            for name, pair in metrics.items():
+            names = {"optimizer/grad_norm": "grad_norm", "optimizer/clipped_frac": "is_clipped", "optimizer/lr": "lr"}
+            optimizer = {name: (float(update[key]), 1.0) for name, key in names.items()}
+            for name, pair in (update["metrics"] | update["critic"] | optimizer).items():
                 if pair[1] and (index == 0 or not name.startswith("mismatch/")):
                     sums.setdefault(name, []).append(pair)
         expected = {

@@ -29,10 +29,9 @@ class Batch:
     rewards: Tensor
     logps: Logps
     starts: Logps
-    """log-probs of the policy at the start of the step"""
     frozen: Logps
-    """log-probs of the frozen reference"""
     sampler: Logps
+    """log-probs of the policy at the start of the step, of the frozen reference, and of the sampler"""
     entropies: list[Tensor]
     """of the whole distributions, float64 [response], with graph"""
     rows: list[int]
@@ -58,15 +57,11 @@ def pacs(batch: Batch) -> tuple[Tensor, Metrics]:
         proxy = torch.stack([o["beta"] * (logp - base).sum() for logp, base in pairs])
     psi, weight = [proxy.new_zeros(())] * n, torch.ones(n, dtype=torch.float64)
     for rows in batch.groups:
-        r, labels = proxy[rows], batch.labels[rows]
-        for row, value in zip(rows, _pacs_scores(r, o), strict=True):
-            psi[row] = value
-        for row in rows:
-            same = int((labels == batch.labels[row]).sum())
+        for row, value in zip(rows, _pacs_scores(proxy[rows], o), strict=True):
+            label, same = float(batch.labels[row]), int((batch.labels[rows] == batch.labels[row]).sum())
             question = 1.0 if same == len(rows) else len(rows) / (2 * same)
-            label = float(batch.labels[row])
             kinds = {"question": question, "only_positive": label, "only_negative": 1 - label, "none": 1.0}
-            weight[row] = kinds[o["weighting"]]
+            psi[row], weight[row] = value, kinds[o["weighting"]]
     score, metrics = torch.stack(psi), Metrics()
     if o["importance_cap"] is not None:
         ratios = [(start - old).mean().exp() for start, old in zip(batch.starts, batch.sampler, strict=True)]
@@ -76,12 +71,10 @@ def pacs(batch: Batch) -> tuple[Tensor, Metrics]:
         metrics["pacs/importance_capped_frac"] = (float((factor >= o["importance_cap"]).double().mean()), n)
     loss = weight * torch.nn.functional.binary_cross_entropy_with_logits(score, batch.labels, reduction="none")
     total = loss.sum() / n
-    if o["actor_term"] > 0:
-        done = loss.detach()
-        for rows in batch.groups:
-            for row in rows:
-                seen = done[rows].sum() if o["actor_scope"] == "group" else done[row]
-                total = total + o["actor_term"] / (n * o["beta"]) * seen * (proxy[row] - proxy[row].detach())
+    for rows in batch.groups if o["actor_term"] > 0 else ():
+        for row in rows:
+            seen = loss[rows if o["actor_scope"] == "group" else row].detach().sum()
+            total = total + o["actor_term"] / (n * o["beta"]) * seen * (proxy[row] - proxy[row].detach())
     found, labels = score.detach(), batch.labels
     for name, chosen in (("pos", found[labels == 1]), ("neg", found[labels == 0])):
         metrics[f"pacs/psi_mean_{name}"] = (float(chosen.mean()) if len(chosen) else 0.0, len(chosen))
@@ -94,15 +87,13 @@ def pacs(batch: Batch) -> tuple[Tensor, Metrics]:
 
 def _pacs_scores(r: Tensor, o: Mapping[str, Any]) -> Sequence[Tensor]:
     """psi of one group from its proxies."""
-    if o["score"] == "naive":
-        return list(r)
     if o["score"] == "rloo":
         return [value - (r.sum() - value) / (len(r) - 1) for value in r]
-    centred = r - r.mean()
-    if o["score"] == "dr_grpo":
-        return list(centred)
-    is_constant = float(r.detach().std()) <= (o["score_std_floor"] or 0.0)
-    return list(centred / ((torch.tensor(o["score_std_floor"] or 0.0) if is_constant else r.std()) + 1e-6))
+    if o["score"] != "grpo":
+        return list(r if o["score"] == "naive" else r - r.mean())
+    floor = o["score_std_floor"] or 0.0
+    scale = torch.tensor(floor) if float(r.detach().std()) <= floor else r.std()
+    return list((r - r.mean()) / (scale + 1e-6))
 
 
 def _kl(estimator: str, logp: Tensor, reference: Tensor) -> Tensor:
@@ -135,11 +126,9 @@ def _scaled_over_the_step(step: Batch) -> Tensor:
 def _advantages(batch: Batch) -> Tensor:
     """[n]"""
     o, name = batch.options, batch.options["name"]
-    if name == "w_reinforce":
-        correct, wrong = {"both": (o["positive_weight"], -1.0), "positive": (1.0, 0.0), "negative": (0.0, -1.0)}[
-            o["classes"]
-        ]
-        return torch.tensor([wrong, correct], dtype=torch.float64)[batch.labels.long()]
+    if name == "w_reinforce":  # of wrong and of correct samples
+        kinds = {"both": (-1.0, o["positive_weight"]), "positive": (0.0, 1.0), "negative": (-1.0, 0.0)}
+        return torch.tensor(kinds[o["classes"]], dtype=torch.float64)[batch.labels.long()]
     if name == "reinforce_pp" and batch.step is not None:
         return _scaled_over_the_step(batch.step)[batch.rows]
     rewards = _rewards(batch)
@@ -168,10 +157,8 @@ def policy_gradient(batch: Batch) -> tuple[Tensor, Metrics]:
         by_token = name in ("gspo", "luspo", "rloo") and o["importance"] != "none"
         own = logp.detach().requires_grad_() if by_token else logp
         log_ratio, ones = own - batch.starts[row], torch.ones_like(own)
-        ratio = (
-            ones
-            * {"gspo": log_ratio.mean(), "luspo": log_ratio.mean(), "rloo": log_ratio.sum()}.get(name, log_ratio).exp()
-        )
+        of_samples = {"gspo": log_ratio.mean(), "luspo": log_ratio.mean(), "rloo": log_ratio.sum()}
+        ratio = ones * of_samples.get(name, log_ratio).exp()
         low, high = 1 - o.get("clip_low", 1.0), 1 + o["clip_high"]
         loss = -torch.minimum(ratio * a, ratio.clamp(low, high) * a)
         if name == "cispo":
@@ -193,17 +180,10 @@ def policy_gradient(batch: Batch) -> tuple[Tensor, Metrics]:
             loss, kl = loss + o["kl_coef"] * estimate * (o["kl_in"] == "loss"), kl + float(estimate.detach().sum())
         if o["entropy_coef"] > 0:
             loss = loss - o["entropy_coef"] * batch.entropies[row]
-        mean = {"gspo": "sequence", "rloo": "sequence", "luspo": "sum", "dr_grpo": "dr_grpo"}.get(
-            name, o.get("loss_mean", "token")
-        )
-        counted = max(float(batch.lens[is_counted].sum()), 1.0)
-        divisor = {
-            "token": counted,
-            "sequence": n * len(logp),
-            "sum": n,
-            "dr_grpo": n * (o.get("constant_length") or 1),
-        }
-        total = total + loss.sum() / divisor[mean]
+        counted, constant = max(float(batch.lens[is_counted].sum()), 1.0), o.get("constant_length") or 1
+        divisor = {"token": counted, "sequence": n * len(logp), "sum": n, "dr_grpo": n * constant}
+        means = {"gspo": "sequence", "rloo": "sequence", "luspo": "sum", "dr_grpo": "dr_grpo"}
+        total = total + loss.sum() / divisor[means.get(name, o.get("loss_mean", "token"))]
     metrics: Metrics = {
         "advantage_abs_mean": (float(advantage.abs().mean()), n),
         "zero_advantage_frac": (float((advantage == 0).double().mean()), n),
@@ -212,8 +192,8 @@ def policy_gradient(batch: Batch) -> tuple[Tensor, Metrics]:
     if o["kl_coef"] > 0:
         metrics["kl"] = (kl / tokens, tokens)
     if o["importance"] != "none":
-        metrics["importance_mean"] = (weights / max(corrected, 1), corrected)
-        metrics["importance_cut_frac"] = (cut / max(corrected, 1), corrected)
+        sums = {"importance_mean": weights, "importance_cut_frac": cut}
+        metrics |= {key: (value / max(corrected, 1), corrected) for key, value in sums.items()}
     return total, {f"{name}/{key}": value for key, value in metrics.items()}
 
 
@@ -243,9 +223,8 @@ def value_loss(
         bound = o["value_clip"] or math.inf
         near = value.clamp(start - bound, start + bound)  # the value itself within the bound, without rounding
         clipped += int(((near - target) ** 2 > (value - target) ** 2).sum())
-        divisor = {"token": tokens, "sequence": len(values) * len(value)}.get(
-            o["loss_mean"], len(values) * (o["constant_length"] or 1)
-        )
+        constant = len(values) * (o["constant_length"] or 1)
+        divisor = {"token": tokens, "sequence": len(values) * len(value)}.get(o["loss_mean"], constant)
         total = total + 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2).sum() / divisor
     found, target = torch.cat(values).detach(), torch.cat(returns)
     spread = target.var(correction=0)
@@ -257,20 +236,18 @@ def value_loss(
 
 def real(batch: Batch) -> tuple[Tensor, Metrics]:
     """docs/objective.md, REAL and its BCE variant."""
-    o, total, counted = batch.options, torch.zeros((), dtype=torch.float64), 0
+    o, groups = batch.options, len(batch.groups)
     mixed = [rows for rows in batch.groups if 0 < float(batch.labels[rows].mean()) < 1]
+    total = 0.0 * torch.cat(batch.logps).sum()  # a graph, where every group has one class
     for rows in mixed:
-        pairs = [(batch.logps[row] - batch.starts[row]).mean() / o["tau"] for row in rows]
-        s, y = torch.stack(pairs), batch.labels[rows]
+        s = torch.stack([(batch.logps[row] - batch.starts[row]).mean() / o["tau"] for row in rows])
+        y = batch.labels[rows]
         if o["name"] == "real_bce":
             total = total + torch.nn.functional.binary_cross_entropy_with_logits(s, y, reduction="sum")
         else:
             total = total + torch.log1p((-s[y == 1]).exp().sum()) + torch.log1p(s[y == 0].exp().sum())
-        counted += len(rows)
-    total = total + 0.0 * torch.cat(batch.logps).sum()  # a graph, where every group has one class
-    groups = len(batch.groups)
     metrics: Metrics = {f"{o['name']}/one_class_group_frac": (1 - len(mixed) / groups, groups)}
-    return total / (groups if o["name"] == "real" else max(counted, 1)), metrics
+    return total / (groups if o["name"] == "real" else max(sum(map(len, mixed)), 1)), metrics
 
 
 def sft(batch: Batch) -> tuple[Tensor, Metrics]:
@@ -280,15 +257,9 @@ def sft(batch: Batch) -> tuple[Tensor, Metrics]:
     return -torch.stack([logp.mean() for logp in batch.logps]).mean(), {}
 
 
-OBJECTIVES: dict[str, Callable[[Batch], tuple[Tensor, Metrics]]] = {
-    "pacs": pacs,
-    "sft": sft,
-    **dict.fromkeys(
-        ("grpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo", "rloo", "w_reinforce", "reinforce_pp", "ppo"),
-        policy_gradient,
-    ),
-    **dict.fromkeys(("real", "real_bce"), real),
-}
+_KIN = ("grpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo", "rloo", "w_reinforce", "reinforce_pp", "ppo")
+OBJECTIVES: dict[str, Callable[[Batch], tuple[Tensor, Metrics]]] = {"pacs": pacs, "sft": sft}
+OBJECTIVES |= dict.fromkeys(_KIN, policy_gradient) | dict.fromkeys(("real", "real_bce"), real)
 
 
 def skips_zero_gradient(o: Mapping[str, Any]) -> bool:

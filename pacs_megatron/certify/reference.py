@@ -132,10 +132,8 @@ class Adam:
         self.reset()
 
     def reset(self) -> None:
-        """Moments and bias correction start again."""
         self.count = 0
-        self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-        self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.first, self.second = ({name: torch.zeros_like(p) for name, p in self.parameters.items()} for _ in "mv")
 
     def norm(self) -> float:
         return math.sqrt(sum(float(p.grad.pow(2).sum()) for p in self.parameters.values() if p.grad is not None))
@@ -315,13 +313,6 @@ class Reference:
             np.savez(self.folder / "reference" / f"{kind}.npz", **self.model.named(values))
         (self.folder / "reference" / "updates.json").write_text(json.dumps(updates))
 
-    def _of_product(self, number: int) -> dict[str, Tensor]:
-        """`update`, `start` and `reference` with a sample's id: log-probs that the ranks recorded in update `number`."""
-        found: dict[str, Tensor] = {}
-        for file in sorted((self.folder / "product").glob(f"update_{number}.*.npz")):
-            found |= {key: torch.from_numpy(value).double() for key, value in np.load(file).items()}
-        return found
-
     def _update(
         self, number: int, step: int, index: int, rows: list[int], starts: Logps, frozen: Logps
     ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -332,12 +323,12 @@ class Reference:
         own, entropies = self.logps(step, rows, replays=counts["passes/step_start"][0] > 0)
         arrays = {"update": own, "start": [starts[row] for row in rows], "reference": [frozen[row] for row in rows]}
         # The objective is evaluated at the product's log-probs, which the comparison bounds; the graph is this model's.
-        ids, found = [case["ids"][str(step)][row] for row in rows], self._of_product(number)
-        logps = [
-            logp + (found.get(f"update {i}", logp.detach()) - logp.detach()) for i, logp in zip(ids, own, strict=True)
-        ]
-        for logp in logps:
-            logp.retain_grad()
+        ids, found, logps = [case["ids"][str(step)][row] for row in rows], dict[str, Tensor](), []
+        for file in sorted((self.folder / "product").glob(f"update_{number}.*.npz")):
+            found |= {key: torch.from_numpy(value).double() for key, value in np.load(file).items()}
+        for i, logp in zip(ids, own, strict=True):
+            logps.append(logp + (found.get(f"update {i}", logp.detach()) - logp.detach()))
+            logps[-1].retain_grad()
         batch = self.batch(step, rows, (logps, entropies), starts, frozen)
         batch.step = self.batch(step, list(range(len(starts))), (starts, []), starts, frozen)
         first = {f"start {i}": logp.detach() for i, logp in zip(ids, logps, strict=True)} if index == 0 else {}
