@@ -1,12 +1,20 @@
-"""Splits a step into mini-batches and mini-batches into micro-batches. Deterministic: every rank computes the same."""
+"""Splits a step into mini-batches and mini-batches into micro-batches. Deterministic: every rank computes the same.
+
+`cut_step` also sends each data-parallel replica its share of rank 0's samples, over gloo.
+"""
 
 from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
-from pacs_megatron.contracts import Layout, MicroBatchPlan, SampleFacts
+from pacs_megatron.batching.tables import select_tokens, tokens_to_arrays
+from pacs_megatron.config.schema import BatchOptions
+from pacs_megatron.contracts import Layout, MicroBatchPlan, MiniBatch, SampleFacts, TokenBuffers
 from pacs_megatron.errors import ConfigError
+from pacs_megatron.objectives.shared.base import Objective
+from pacs_megatron.parallel.groups import Rank
+from pacs_megatron.parallel.transfer import broadcast_arrays, receive_arrays, send_arrays
 
 
 def split_by_group(facts: SampleFacts, num_minibatches: int) -> list[np.ndarray]:
@@ -154,3 +162,49 @@ def _first_fit(items: list[np.ndarray], lens: np.ndarray, budget: int) -> list[n
         batches[place].append(rows)
         free[place] -= need
     return [np.sort(np.concatenate(batch)) for batch in batches]
+
+
+def cut_step(
+    facts: SampleFacts, tokens: TokenBuffers | None, rank: Rank, batch: BatchOptions, objective: Objective
+) -> list[MiniBatch]:
+    """The mini-batches of a step, each with its plan and this rank's share of the tokens. Collective.
+
+    Args:
+        facts: of all admitted samples, on every rank.
+        tokens: of all of them, on rank 0; None elsewhere.
+        batch: updates per step, token budget, and whether groups stay together.
+        objective: its coupling and statistics decide whether groups matter.
+    """
+    minibatches = []
+    for index, rows in enumerate(split_by_group(facts, batch.updates_per_step)):
+        selected = facts.select(rows)
+        depends_on_groups = objective.coupling == "group" and any(map(objective.statistics, batch.updates_of(index)))
+        plan = plan_with_groups(
+            selected,
+            layout=rank.layout,
+            tokens_per_microbatch=batch.tokens_per_microbatch,
+            groups=batch.groups if depends_on_groups else "apart",
+        )
+        mine = _share(tokens, rows, plan.owners(selected.num_samples), rank)
+        routes = None
+        if mine.routes is not None:
+            routes = {int(row): mine.routes_of(position) for position, row in enumerate(mine.index)}
+        minibatches.append(MiniBatch(facts=selected, tokens=mine, plan=plan, index=index, routes=routes))
+    return minibatches
+
+
+def _share(tokens: TokenBuffers | None, rows: np.ndarray, owners: np.ndarray, rank: Rank) -> TokenBuffers:
+    """Rank 0 sends each head its samples; every head broadcasts to its replica."""
+    own = None
+    if rank.rank == 0:
+        assert tokens is not None
+        for replica, head in enumerate(rank.heads):
+            members = np.flatnonzero(owners == replica)
+            share = tokens_to_arrays(select_tokens(tokens, rows[members], members))
+            if head == 0:
+                own = share
+            else:
+                send_arrays(share, dst=head, group=rank.control)
+    elif rank.is_head:
+        own = receive_arrays(src=0, group=rank.control)
+    return TokenBuffers(**broadcast_arrays(own, src=rank.model_parallel_ranks[0], group=rank.model_parallel))

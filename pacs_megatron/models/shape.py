@@ -17,10 +17,11 @@ from pacs_megatron.models.spec import ModelSpec
 
 def shape_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> list[str]:
     """Problems of the layout with the model's heads, layers, experts and length; `model_name` appears in messages."""
-    return list(_shape(config, shape, model_name))
+    checks = (_layout, _fp8_shape, _positions, _server_shape)
+    return [problem for check in checks for problem in check(config, shape, model_name)]
 
 
-def _shape(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
+def _layout(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
     parallel, moe = config.parallel, shape.moe
     # Names as in the checkpoint's config.json.
     ffn = ("intermediate_size", shape.ffn_size) if moe is None else ("moe_intermediate_size", moe.expert_ffn_size)
@@ -28,7 +29,7 @@ def _shape(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str
     common = divisors(math.gcd(*(size for _, size in sizes)))
     for name, size in sizes:
         if size % parallel.tp:
-            yield (f"parallel.tp={parallel.tp} does not divide {name}={size} of {model_name}; {one_of(common)}")
+            yield f"parallel.tp={parallel.tp} does not divide {name}={size} of {model_name}; {one_of(common)}"
             break
     stages = parallel.pp * (parallel.vpp or 1)
     if shape.num_layers % stages:
@@ -48,10 +49,9 @@ def _shape(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str
     for name in changed(parallel.megatron):
         if name.startswith("moe_") and moe is None:
             yield f"parallel.megatron.{name} is for a model with experts, {model_name} has none; remove it"
-    if config.policy.routing != "own" and moe is None:
-        yield f"policy.routing={config.policy.routing}, but {model_name} has no experts; set policy.routing=own"
-    if parallel.ep > 1 and moe is None:
-        yield (f"parallel.ep={parallel.ep}, but {model_name} has no experts; set parallel.ep=1")
+    for key, value, default in (("policy.routing", config.policy.routing, "own"), ("parallel.ep", parallel.ep, 1)):
+        if value != default and moe is None:
+            yield f"{key}={value}, but {model_name} has no experts; set {key}={default}"
     if moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
         yield (
             f"parallel.sequence_parallel=false with parallel.tp={parallel.tp} and {model_name}, a mixture-of-experts "
@@ -63,9 +63,6 @@ def _shape(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str
             f"parallel.ep={parallel.ep} does not divide num_experts={moe.num_experts} of {model_name}; "
             f"{one_of(divisors(moe.num_experts))}"
         )
-    yield from _fp8_shape(config, shape, model_name)
-    yield from _positions(config, shape, model_name)
-    yield from _server_shape(config, shape, model_name)
 
 
 def _fp8_shape(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
@@ -74,14 +71,12 @@ def _fp8_shape(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator
     if fp8 is None:
         return
     heads = shape.num_heads + 2 * shape.num_kv_heads
-    sizes = {
-        "(num_attention_heads + 2 * num_key_value_heads) * head_dim": heads * shape.head_dim,
-        "num_attention_heads * head_dim": shape.num_heads * shape.head_dim,
-        "intermediate_size" if moe is None else "moe_intermediate_size": (
-            shape.ffn_size if moe is None else moe.expert_ffn_size
-        ),
-    }
-    wrong = [f"{name}={size}" for name, size in sizes.items() if size % (16 * tp)]
+    sizes = (
+        ("(num_attention_heads + 2 * num_key_value_heads) * head_dim", heads * shape.head_dim),
+        ("num_attention_heads * head_dim", shape.num_heads * shape.head_dim),
+        ("intermediate_size", shape.ffn_size) if moe is None else ("moe_intermediate_size", moe.expert_ffn_size),
+    )
+    wrong = [f"{name}={size}" for name, size in sizes if size % (16 * tp)]
     if wrong:
         yield (
             f"precision.fp8 needs multiples of 16 on every tensor-parallel rank, but {model_name} has {' and '.join(wrong)} "

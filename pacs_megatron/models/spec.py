@@ -12,8 +12,7 @@ class MoeSpec:
     num_experts: int
     top_k: int
     expert_ffn_size: int
-    norm_topk_prob: bool
-    """Divide the chosen experts' probabilities by their sum."""
+    norm_topk_prob: bool  # Divide the chosen experts' probabilities by their sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,28 +22,22 @@ class ModelSpec:
     family: str
     num_layers: int
     hidden_size: int
-    ffn_size: int
-    """Intermediate size of the dense MLP; unused where `moe` is set."""
+    ffn_size: int  # Intermediate size of the dense MLP; unused where `moe` is set
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    vocab_size: int
-    """Rows of the Hugging Face embedding, without Megatron's padding."""
+    vocab_size: int  # Rows of the Hugging Face embedding, without Megatron's padding
     max_positions: int
-    tied: bool
-    """The output layer is the embedding."""
+    tied: bool  # The output layer is the embedding
     rope_theta: float
     rope_scaling: Mapping[str, Any] | None = field(hash=False)
     """None, or `rope_type` (`linear` or `llama3`) with its numbers."""
     norm_eps: float
-    qk_norm: bool
-    """RMSNorm over head_dim on queries and keys, before the rotation."""
+    qk_norm: bool  # RMSNorm over head_dim on queries and keys, before the rotation
     qkv_bias: bool
     moe: MoeSpec | None
-    head: Literal["tokens", "value"] = "tokens"
-    """Of the last layer: logits of the vocabulary, or a critic's value."""
-    dtype: str
-    """As the config declares it: `float32`, `bfloat16` or `float16`."""
+    head: Literal["tokens", "value"] = "tokens"  # Of the last layer: logits of the vocabulary, or a critic's value
+    dtype: str  # As the config declares it: `float32`, `bfloat16` or `float16`
 
     def critic(self) -> "ModelSpec":
         """The architecture of a critic: a value in the place of the output layer."""

@@ -61,13 +61,10 @@ class Entry:
     """Local spec's name in the full model, e.g. `decoder.layers.7.self_attention.linear_qkv.weight`"""
     hf_names: tuple[str, ...]
     hf_shapes: tuple[Shape, ...]
-    megatron_shape: Shape
-    """Full (not split by tensor parallelism), vocabulary padded"""
+    megatron_shape: Shape  # Full (not split by tensor parallelism), vocabulary padded
     place: Place
-    layer: int | None
-    """Global number, from 0"""
-    expert: int | None
-    """Global number, from 0"""
+    layer: int | None  # Global number, from 0
+    expert: int | None  # Global number, from 0
     transform: Transform = field(repr=False)
     sizes: Sizes = field(repr=False)
 
@@ -106,10 +103,8 @@ class Entry:
         for name, shape, tensor in zip(self.hf_names, self.hf_shapes, tensors, strict=True):
             _check_shape(name, tuple(tensor.shape), shape)
         if len({t.dtype for t in tensors}) > 1:
-            dtypes = ", ".join(str(t.dtype) for t in tensors)
-            raise ConversionError(
-                f"{', '.join(self.hf_names)}: dtypes differ ({dtypes}); they make one Megatron tensor"
-            )
+            names, dtypes = ", ".join(self.hf_names), ", ".join(str(t.dtype) for t in tensors)
+            raise ConversionError(f"{names}: dtypes differ ({dtypes}); they make one Megatron tensor")
 
     def to_hf(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """The Hugging Face tensors in the order of `hf_names`; may share memory with the input."""
@@ -126,9 +121,7 @@ class Entry:
         if dim is None:
             return [full] * tp
         parts = [part.chunk(tp, dim=dim) for part in full.chunk(self.transform.tp_parts, dim=dim)]
-        return [
-            torch.cat([p[rank] for p in parts], dim=dim) if len(parts) > 1 else parts[0][rank] for rank in range(tp)
-        ]
+        return list(parts[0]) if len(parts) == 1 else [torch.cat(own, dim=dim) for own in zip(*parts, strict=True)]
 
     def merge_tp(self, shards: Sequence[Tensor]) -> Tensor:
         """The full Megatron tensor of all ranks' shards, in rank order; inverse of `split_tp`."""
@@ -140,9 +133,8 @@ class Entry:
         dim = self.transform.tp_dim
         if dim is None or len(shards) == 1:
             return shards[0]
-        num_parts = self.transform.tp_parts
-        split = [shard.chunk(num_parts, dim=dim) for shard in shards]
-        return torch.cat([s[part] for part in range(num_parts) for s in split], dim=dim)
+        parts = zip(*(shard.chunk(self.transform.tp_parts, dim=dim) for shard in shards), strict=True)
+        return torch.cat([piece for part in parts for piece in part], dim=dim)
 
     def shard_shape(self, tp: int) -> Shape:
         """Shape of one rank's shard. Raises ConversionError where `tp` does not divide (for qkv: the KV heads)."""

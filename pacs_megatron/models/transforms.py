@@ -46,8 +46,7 @@ class Rows:
     """`tp_parts` tensors of one shape, concatenated along the rows; the vocabulary is padded with zero rows."""
 
     dims: tuple[str, ...]
-    tp_dim: int | None = None
-    """The dimension that tensor parallelism splits; None: every rank has the whole tensor."""
+    tp_dim: int | None = None  # The dimension that tensor parallelism splits; None: every rank has the whole tensor
     tp_parts: int = 1
     """Equal parts along `tp_dim` that are split separately (2 for gate and up: each rank has [gate_r; up_r])."""
 

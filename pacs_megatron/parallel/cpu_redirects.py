@@ -1,12 +1,8 @@
 """Runs Megatron-Core on a host without CUDA; no other module redirects CUDA calls.
 
-Megatron-Core 0.16 uses CUDA directly (`device="cuda"`, `torch.cuda.current_device()`, streams, events). Without CUDA,
-`install` replaces the global name `torch` in every `megatron.core` module, loaded or not yet imported, by a stand-in that
-sends those calls to the CPU and all others to the real torch. The torch module itself does not change, so transformers,
-datasets and user code are not affected. With CUDA, `install` does nothing.
-
-Two of Megatron's checks compare the type name of a tensor with "torch.cuda.FloatTensor". `cuda_type_names` returns such
-names inside its `with` block. No library offers this; Megatron-Core has no CPU mode.
+Megatron-Core uses CUDA directly and has no CPU mode. Without CUDA, `install` replaces the global name `torch` in every
+`megatron.core` module, loaded or not yet imported, by a stand-in that sends those calls to the CPU and all others to the
+real torch. The torch module itself does not change. With CUDA, `install` does nothing.
 """
 
 import contextlib
@@ -23,23 +19,8 @@ PREFIX = "megatron.core"
 _CUDA_ONLY = ("transformer_engine", "apex", "amp_C")
 """May be installed on a host without GPU. Megatron would use their optimizers and norms, which need one."""
 _CPU = torch.device("cpu")
-_FACTORIES = (
-    "arange",
-    "as_tensor",
-    "empty",
-    "empty_like",
-    "eye",
-    "full",
-    "full_like",
-    "ones",
-    "ones_like",
-    "rand",
-    "randint",
-    "randn",
-    "tensor",
-    "zeros",
-    "zeros_like",
-)
+_FACTORIES = ("arange", "as_tensor", "eye", "rand", "randint", "randn", "tensor")
+_FACTORIES_WITH_LIKE = ("empty", "full", "ones", "zeros")
 
 
 class _Event(torch.cpu.Event):
@@ -67,21 +48,13 @@ class _CudaOnCpu(ModuleType):
     set_rng_state = staticmethod(lambda state, *_args: torch.set_rng_state(state))
     manual_seed = staticmethod(torch.manual_seed)
 
+    current_device = staticmethod(lambda: _CPU)
+    empty_cache = staticmethod(lambda: None)
+    current_stream = default_stream = staticmethod(lambda *_args: _Stream())
+    stream = staticmethod(lambda _stream: contextlib.nullcontext())
+
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
-
-    def current_device(self) -> torch.device:
-        return _CPU
-
-    def empty_cache(self) -> None: ...
-
-    def current_stream(self, *_args: object) -> _Stream:
-        return _Stream()
-
-    default_stream = current_stream
-
-    def stream(self, _stream: object) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 class _TorchOnCpu(ModuleType):
@@ -104,26 +77,29 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _STAND_IN = _TorchOnCpu("torch")
-for _name in _FACTORIES:
+for _name in (*_FACTORIES, *_FACTORIES_WITH_LIKE, *(f"{name}_like" for name in _FACTORIES_WITH_LIKE)):
     setattr(_STAND_IN, _name, _on_cpu(getattr(torch, _name)))
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+_REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
+    # They reach into torch.cuda's private generators.
+    f"{PREFIX}.tensor_parallel.random": {
+        "_get_cuda_rng_state": lambda *_a, **_k: torch.get_rng_state(),
+        "_set_cuda_rng_state": lambda state, *_a, **_k: torch.set_rng_state(state),
+    },
+    # It converts the sizes of an all-to-all to numpy only when they come from a GPU. gloo needs numpy too.
+    f"{PREFIX}.transformer.moe.token_dispatcher": {"maybe_move_tensor_to_cpu": _on_host},
+}
 
 
 def _redirect(module: ModuleType) -> None:
     if module.__dict__.get("torch") is torch:
         module.__dict__["torch"] = _STAND_IN
-    if module.__name__ == f"{PREFIX}.tensor_parallel.random":
-        # These two reach into torch.cuda's private generators.
-        module.__dict__["_get_cuda_rng_state"] = lambda *_a, **_k: torch.get_rng_state()
-        module.__dict__["_set_cuda_rng_state"] = lambda state, *_a, **_k: torch.set_rng_state(state)
-
-    if module.__name__ == f"{PREFIX}.transformer.moe.token_dispatcher":
-        module.__dict__["maybe_move_tensor_to_cpu"] = _on_host
-
-
-def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Stands in for `maybe_move_tensor_to_cpu`, which converts the sizes of an all-to-all to numpy only when they come
-    from a GPU. gloo needs numpy too."""
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    module.__dict__.update(_REPLACED.get(module.__name__, {}))
 
 
 @contextlib.contextmanager
@@ -161,16 +137,11 @@ class _RedirectingFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def installed() -> bool:
-    """Whether the redirects are active in this process."""
-    return any(isinstance(finder, _RedirectingFinder) for finder in sys.meta_path)
-
-
 def install() -> bool:
     """Redirects Megatron's CUDA calls to the CPU if there is no CUDA. Returns whether they are redirected."""
     if torch.cuda.is_available():
         return False
-    if not installed():
+    if not any(isinstance(finder, _RedirectingFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RedirectingFinder())
         for name, module in list(sys.modules.items()):
             if name.startswith(PREFIX):
@@ -182,7 +153,7 @@ def install() -> bool:
 def cuda_type_names() -> Iterator[None]:
     """Inside the block the type name of a CPU tensor is `torch.cuda.FloatTensor`, and `.cuda()` returns the tensor itself.
 
-    Only Megatron's constructors (optimizer, tied embeddings) need it; use the block around nothing else.
+    Only Megatron's constructors (optimizer, tied embeddings) check these names.
     """
     if torch.cuda.is_available():
         yield

@@ -30,14 +30,11 @@ class Rank:
     pp: int
     ep: int
     device: torch.device
-    control: dist.ProcessGroup
-    """gloo over all ranks, for decisions and host buffers; has its own long timeout"""
-    model_parallel: dist.ProcessGroup
-    """gloo over the tp x pp x cp ranks of this data-parallel replica"""
+    control: dist.ProcessGroup  # gloo over all ranks, for decisions and host buffers; has its own long timeout
+    model_parallel: dist.ProcessGroup  # gloo over the tp x pp x cp ranks of this data-parallel replica
     model_parallel_ranks: tuple[int, ...]
     """global ranks of `model_parallel`; the first is the head, which receives the tokens of the replica"""
-    heads: tuple[int, ...]
-    """global rank of every replica's head, by data-parallel rank"""
+    heads: tuple[int, ...]  # global rank of every replica's head, by data-parallel rank
 
     @property
     def is_head(self) -> bool:
@@ -65,21 +62,16 @@ def _rendezvous(place: RankPlace, backend: str) -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def check_layout(layout: Layout) -> None:
-    """Raises ConfigError unless the axes multiply to the world size."""
-    if layout.world_size % layout.model_parallel_size:
-        raise ConfigError(
-            f"world size {layout.world_size} is not a multiple of parallel.tp*pp*cp = {layout.tp}*{layout.pp}*"
-            f"{layout.cp} = {layout.model_parallel_size}; start a multiple of {layout.model_parallel_size} ranks"
-        )
-
-
 def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
     """Builds every process group of `layout` and seeds Megatron's generators. Collective; once per process.
 
     Raises ConfigError if the number of started ranks does not fit the layout, ConnectError if the ranks cannot connect.
     """
-    check_layout(layout)
+    if layout.world_size % layout.model_parallel_size:
+        raise ConfigError(
+            f"world size {layout.world_size} is not a multiple of parallel.tp*pp*cp = {layout.tp}*{layout.pp}*"
+            f"{layout.cp} = {layout.model_parallel_size}; start a multiple of {layout.model_parallel_size} ranks"
+        )
     on_cpu = cpu_redirects.install()
     from megatron.core import parallel_state, tensor_parallel
 
@@ -90,6 +82,9 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
     if not on_cpu:
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
+    # Megatron numbers the ranks by tp, cp, dp, pp, the first fastest.
+    dp_of_rank = [rank // (layout.tp * layout.cp) % layout.dp for rank in range(layout.world_size)]
+    replicas = [[rank for rank, dp in enumerate(dp_of_rank) if dp == replica] for replica in range(layout.dp)]
     with _connecting(place):
         if not dist.is_initialized():
             _rendezvous(place, "gloo" if on_cpu else "nccl")
@@ -102,10 +97,12 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
             expert_tensor_parallel_size=layout.expert_tp,
             create_gloo_process_groups=False,
         )
-        dp_rank = parallel_state.get_data_parallel_rank()
-        control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=control_timeout_s))
-        replicas = _replicas(dp_rank, control)
-        model_parallel = _model_parallel_group(replicas, dp_rank, control_timeout_s)
+        timeout = datetime.timedelta(seconds=control_timeout_s)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        model_parallel, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            replicas, timeout=timeout, backend="gloo"
+        )
+    dp_rank = parallel_state.get_data_parallel_rank()
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=on_cpu)
     return Rank(
         rank=place.rank,
@@ -117,7 +114,7 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
         device=device,
         control=control,
         model_parallel=model_parallel,
-        model_parallel_ranks=replicas[dp_rank],
+        model_parallel_ranks=tuple(replicas[dp_rank]),
         heads=tuple(ranks[0] for ranks in replicas),
     )
 
@@ -140,21 +137,6 @@ def _connecting(place: RankPlace) -> Iterator[None]:
 def with_own_control(rank: Rank, timeout_s: float) -> Rank:
     """`rank` with another control group, for a thread: collectives of two threads need two groups. Collective."""
     return replace(rank, control=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)))
-
-
-def _replicas(dp_rank: int, control: dist.ProcessGroup) -> list[tuple[int, ...]]:
-    """Global ranks of each replica, by data-parallel rank."""
-    dp_of_rank = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(dp_of_rank, torch.tensor([dp_rank]), group=control)
-    numbers = [int(dp) for dp in dp_of_rank]
-    return [tuple(rank for rank, dp in enumerate(numbers) if dp == replica) for replica in range(max(numbers) + 1)]
-
-
-def _model_parallel_group(replicas: list[tuple[int, ...]], dp_rank: int, timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group over this rank's replica. Every rank creates the groups of all replicas, in the same order."""
-    timeout = datetime.timedelta(seconds=timeout_s)
-    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in replicas]
-    return groups[dp_rank]
 
 
 def shutdown(*, keep_world: bool = False) -> None:

@@ -40,7 +40,7 @@ def broadcast_json(value: Any, *, src: int, group: dist.ProcessGroup) -> Any:
 
 
 def broadcast_arrays(arrays: Arrays | None, *, src: int, group: dist.ProcessGroup) -> dict[str, np.ndarray]:
-    """`arrays` of global rank `src`, on every rank of `group`. Other ranks pass anything."""
+    """As `broadcast_json`."""
     data = pack_arrays(arrays or {}) if dist.get_rank() == src else b""
     return unpack_arrays(broadcast_bytes(data, src=src, group=group))
 
@@ -82,24 +82,18 @@ def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def all_gather_by_index(
-    index: np.ndarray, values: np.ndarray, size: int, *, group: dist.ProcessGroup, device: torch.device
-) -> torch.Tensor:
-    """float64 [size] with `values` of each rank at its `index`: gathered, not summed, so every bit is kept.
+def all_gather_by_index(values: Mapping[int, float], size: int, *, group: dist.ProcessGroup) -> torch.Tensor:
+    """float64 [size] with each rank's `values` at their index, NaN where no rank has one: gathered, so every bit is kept.
 
-    At least one rank must set each position; ranks of one replica may set the same ones.
+    Ranks of one replica may set the same positions.
     """
-    local = torch.full((size,), float("nan"), dtype=torch.float64)
-    local[torch.from_numpy(index)] = torch.from_numpy(np.asarray(values, dtype=np.float64))
-    have = torch.zeros(size, dtype=torch.uint8)
-    have[torch.from_numpy(index)] = 1
-    world = dist.get_world_size(group)
-    all_values = [torch.empty_like(local).to(device) for _ in range(world)]
-    all_have = [torch.empty_like(have).to(device) for _ in range(world)]
-    dist.all_gather(all_values, local.to(device), group=group)
-    dist.all_gather(all_have, have.to(device), group=group)
+    own = torch.zeros(2, size, dtype=torch.float64)
+    index = torch.tensor(list(values), dtype=torch.int64)
+    own[0, index] = torch.tensor(list(values.values()), dtype=torch.float64)
+    own[1, index] = 1
+    shares = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shares, own, group=group)
     result = torch.full((size,), float("nan"), dtype=torch.float64)
-    for other_values, other_have in zip(all_values, all_have, strict=True):
-        mask = other_have.to("cpu").bool()
-        result[mask] = other_values.to("cpu")[mask]
+    for numbers, is_set in shares:
+        result = torch.where(is_set.bool(), numbers, result)
     return result

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
@@ -34,12 +33,9 @@ from pacs_megatron.policy.offload import Offload
 from pacs_megatron.policy.optimizer import Optimizer
 from pacs_megatron.policy.passes import StoppablePass, StopTest
 from pacs_megatron.policy.routing import Routes, Routing
-from pacs_megatron.policy.update_loss import MAX_LOG_RATIO, SampleStatistics, UpdateLoss
+from pacs_megatron.policy.update_loss import MAX_LOG_RATIO, SampleStatistics, UpdateLoss, coupled
 
 logger = logging.getLogger(__name__)
-
-PASS_METRICS = ("passes/step_start", "passes/reference", "passes/score")
-"""forward-only passes per update"""
 
 
 class MegatronPolicy:
@@ -72,8 +68,7 @@ class MegatronPolicy:
         self.version = 0
         self.compare_with_sampler = True
         """report the distance between the sampler's and the trainer's log-probs; off for demonstrations"""
-        self.mismatch_threshold = 0.0
-        """nats, for `mismatch/over_frac`"""
+        self.mismatch_threshold = 0.0  # nats, for `mismatch/over_frac`
         self.num_passes: Counter[str] = Counter()
         """forward-only passes over a mini-batch so far, by kind: `step_start`, `reference`, `score`"""
         self.routes: Routes | None = None
@@ -135,15 +130,14 @@ class MegatronPolicy:
     def _batches(self, minibatch: MiniBatch, *, with_tables: bool = False) -> list[MicroBatch]:
         together = minibatch.plan.together
         return [
-            build_microbatch(
-                minibatch,
-                rows,
-                multiple=self._multiple,
-                device=self.rank.device,
-                with_table=with_tables and bool(together[rows].all()),
-            )
+            self._batch(minibatch, rows, with_table=with_tables and bool(together[rows].all()))
             for rows in minibatch.plan.by_dp_rank[self.rank.dp]
         ]
+
+    def _batch(self, minibatch: MiniBatch, rows: np.ndarray, *, with_table: bool = False) -> MicroBatch:
+        return build_microbatch(
+            minibatch, rows, multiple=self._multiple, device=self.rank.device, with_table=with_table
+        )
 
     def _forward(
         self, minibatch: MiniBatch, should_stop: StopTest | None, routing: Routing | None = None
@@ -152,10 +146,9 @@ class MegatronPolicy:
         batches = self._batches(minibatch)
         if should_stop is None:
             return batches, passes.forward(self.chunks, batches, routing=routing)
-        none = np.empty(0, dtype=np.int64)
         stoppable = StoppablePass(
             batches=batches,
-            padding=build_microbatch(minibatch, none, multiple=self._multiple, device=self.rank.device),
+            padding=self._batch(minibatch, np.empty(0, dtype=np.int64)),
             should_stop=should_stop,
             num_polls=min(len(own) for own in minibatch.plan.by_dp_rank),
             # One more than needed, so that data-parallel replicas need not run in step.
@@ -246,7 +239,7 @@ class MegatronPolicy:
         """
         gathered: dict[Statistic, Tensor] = {}
         for name in sorted(statistics.names):
-            values = self._gather_by_row(statistics.by_row(name), facts.num_samples)
+            values = all_gather_by_index(statistics.by_row(name), facts.num_samples, group=self.rank.control)
             bad = (~torch.isfinite(values[rows])).nonzero()[:, 0].tolist()
             if bad:
                 raise NonFiniteError(
@@ -254,11 +247,6 @@ class MegatronPolicy:
                 )
             gathered[name] = values
         return gathered
-
-    def _gather_by_row(self, values: dict[int, float], size: int) -> Tensor:
-        index = np.fromiter(values.keys(), dtype=np.int64, count=len(values))
-        numbers = np.fromiter(values.values(), dtype=np.float64, count=len(values))
-        return all_gather_by_index(index, numbers, size, group=self.rank.control, device=torch.device("cpu"))
 
     def with_sample_kl(self, facts: SampleFacts, minibatches: Sequence[MiniBatch], objective: Objective) -> SampleFacts:
         """The facts of a step with `Objective.sample_kl` of each sample, the same bits on every rank. Collective."""
@@ -275,7 +263,7 @@ class MegatronPolicy:
         """float64 [n], as `facts`, from this rank's rows of each mini-batch. The same bits on every rank. Collective."""
         found: dict[str, float] = {}
         for minibatch, values in zip(minibatches, own, strict=True):
-            gathered = self._gather_by_row(values, minibatch.facts.num_samples)
+            gathered = all_gather_by_index(values, minibatch.facts.num_samples, group=self.rank.control)
             found |= zip(minibatch.facts.ids, gathered.tolist(), strict=True)
         return np.array([found[sample_id] for sample_id in facts.ids])
 
@@ -302,10 +290,12 @@ class MegatronPolicy:
         else:
             prepared = objective.prepare(None, minibatch.facts, step_inputs)
             minibatch = self._without_zero_gradient(minibatch, prepared)
-        _check_finite(prepared)
+        for name, values in prepared.per_sample.items():
+            if not bool(torch.isfinite(values).all()):
+                raise NonFiniteError(f"the objective's '{name}' is not finite; no weight was changed")
         loss = self.loss_function(
-            prepared=replace(prepared, per_sample=_on_device(prepared.per_sample, self.rank.device)),
-            known=_on_device(known, self.rank.device),
+            prepared=replace(prepared, per_sample={k: v.to(self.rank.device) for k, v in prepared.per_sample.items()}),
+            known={name: values.to(self.rank.device) for name, values in known.items()},
             objective=objective,
             statistics=SampleStatistics(names=names),
             is_step_start=minibatch.index == 0,
@@ -324,8 +314,11 @@ class MegatronPolicy:
             facts = replace(minibatch.facts, log_ratio_to_sampler=ratios)
             prepared = objective.prepare(found.get("score"), facts, step_inputs)
         metrics, denominators = self._metrics(prepared, self._sum_reports(reports))
-        passes_and_plan = _passes(minibatch, has_score_pass=bool(before))
-        passes_and_plan |= plan_metrics(minibatch.plan, minibatch.facts, self.rank.layout)
+        passes_and_plan = plan_metrics(minibatch.plan, minibatch.facts, self.rank.layout) | {
+            "passes/step_start": float(minibatch.step_start_logprobs is not None),
+            "passes/reference": float(minibatch.reference_logprobs is not None),
+            "passes/score": float(bool(before)),
+        }
         norm, lr = self.optimizer.step()
         self.version += 1
         return UpdateReport(
@@ -352,26 +345,15 @@ class MegatronPolicy:
         names = objective.statistics(minibatch.index)
         found = self._gathered(self._score_pass(subset, objective, names, should_stop), facts, split)
         table = build_table(facts, split)
-        ordered = {name: values[table.rows] for name, values in found.items()}
-        of_rows = {name: values[table.rows] for name, values in known.items()}
-        coupled = objective.couple(table, ordered.get("score"), ordered.get("sampler_ratio"), of_rows)
-        per_sample = {
-            name: values.new_zeros(facts.num_samples).index_copy(0, table.rows, values)
-            for name, values in coupled.items()
-        }
-        return Prepared(per_sample=per_sample), found
+        of_rows = {name: values[table.rows] for name, values in found.items()}
+        return Prepared(per_sample=coupled(objective, table, of_rows, known, facts.num_samples)), found
 
     def _forward_backward(self, minibatch: MiniBatch, loss: UpdateLoss) -> list[Mapping[str, Tensor]]:
         """The gradients of the mini-batch, and the reports of `loss`."""
         self.optimizer.zero_grad(self.chunks)
-        for model in self.models:
-            model.want_entropy = True
         batches = self._batches(minibatch, with_tables=bool(loss.statistics.names))
         routing = None if minibatch.routes is None else self._routing(minibatch.routes)
-        reports = passes.forward_backward(self.chunks, batches, loss, routing)
-        for model in self.models:
-            model.want_entropy = False
-        return reports
+        return passes.forward_backward(self.chunks, batches, loss, routing)
 
     def _metrics(self, prepared: Prepared, sums: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
         """Metrics of an update, and the denominators other than the number of samples."""
@@ -410,25 +392,19 @@ class MegatronPolicy:
 
     def _sum_reports(self, reports: list[Mapping[str, Tensor]]) -> dict[str, float]:
         """Sums over micro-batches and data-parallel ranks, the same on every rank. Collective."""
-        counts = len(reports) > 0 and parallel_state.get_tensor_model_parallel_rank() == 0
-        names: list[str] = sorted(reports[0]) if reports else []
-        names = _broadcast_names(names, self.rank)
+        # Only the last pipeline stage has reports.
+        names = sorted(reports[0]) if reports else []
+        names = broadcast_json(names, src=self.rank.model_parallel_ranks[-1], group=self.rank.model_parallel)
+        counted = reports if self.rank.tp == 0 else []
         totals, largest = torch.zeros(2, len(names), dtype=torch.float64)
-        if counts:
-            for report in reports:
-                values = torch.tensor([float(report[name]) for name in names], dtype=torch.float64)
-                totals += values
-                largest = torch.maximum(largest, values)
+        for report in counted:
+            values = torch.tensor([float(report[name]) for name in names], dtype=torch.float64)
+            totals += values
+            largest = torch.maximum(largest, values)
         dist.all_reduce(totals, group=self.rank.control)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.rank.control)
         pairs = zip(names, totals.tolist(), largest.tolist(), strict=True)
         return {name: top if name.startswith("max/") else total for name, total, top in pairs}
-
-
-def _passes(minibatch: MiniBatch, *, has_score_pass: bool) -> dict[str, float]:
-    """Forward-only passes for this update."""
-    counts = (minibatch.step_start_logprobs is not None, minibatch.reference_logprobs is not None, has_score_pass)
-    return dict(zip(PASS_METRICS, map(float, counts), strict=True))
 
 
 def _mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
@@ -442,15 +418,6 @@ def _mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str,
     }
 
 
-def _broadcast_names(names: list[str], rank: Rank) -> list[str]:
-    """Sends the metric names from the last stage to the earlier ones, which have no reports."""
-    if rank.layout.pp == 1:
-        return names
-    source = rank.model_parallel_ranks[-1]
-    received: list[str] = broadcast_json(names, src=source, group=rank.model_parallel)
-    return received
-
-
 def _with_coupled_rows(minibatch: MiniBatch, objective: Objective) -> MiniBatch:
     """The mini-batch whose plan's `together` are the samples with all coupled samples in their micro-batch.
 
@@ -460,14 +427,3 @@ def _with_coupled_rows(minibatch: MiniBatch, objective: Objective) -> MiniBatch:
         return minibatch
     together = np.full(minibatch.facts.num_samples, objective.coupling != "minibatch")
     return replace(minibatch, plan=replace(minibatch.plan, together=together))
-
-
-def _on_device(per_sample: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """`per_sample` on the device: one copy per update, not one per micro-batch."""
-    return {name: values.to(device) for name, values in per_sample.items()}
-
-
-def _check_finite(prepared: Prepared) -> None:
-    for name, values in prepared.per_sample.items():
-        if not bool(torch.isfinite(values).all()):
-            raise NonFiniteError(f"the objective's '{name}' is not finite; no weight was changed")

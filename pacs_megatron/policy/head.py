@@ -6,7 +6,7 @@ backward pass computes the logits again. The vocabulary is split over the tensor
 vocabulary are masked out and have probability 0. Hidden states in fp32 beside weights in bf16 give logits in fp32.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,15 +41,12 @@ class _Head:
         """True tokens among this rank's rows of the vocabulary; padding follows."""
         return max(0, min(self.weight.shape[0], self.vocab_size - self.vocab_start))
 
-    def chunks(self, num_positions: int) -> Iterator[slice]:
-        size = self.chunk_size()
-        return (slice(start, start + size) for start in range(0, num_positions, size))
-
-    def chunk_size(self) -> int:
+    def chunks(self, num_positions: int) -> list[slice]:
         """The same in every pass: by the device's whole memory, because other chunks may give other bits."""
         device = self.weight.device
         total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-        return max(1, logits_per_chunk(total) // self.weight.shape[0])
+        size = max(1, logits_per_chunk(total) // self.weight.shape[0])
+        return [slice(start, start + size) for start in range(0, num_positions, size)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [c, v / tp]"""
@@ -130,13 +127,13 @@ class _Gradients:
         self._weight = head.weight
         self.of_hidden = torch.empty_like(hidden)
         # Several chunks accumulate in fp32: bf16 would lose small contributions.
-        is_one_chunk = hidden.shape[0] <= head.chunk_size()
+        is_one_chunk = len(head.chunks(hidden.shape[0])) <= 1
         self.of_weight = torch.zeros_like(head.weight, dtype=head.weight.dtype if is_one_chunk else torch.float32)
 
     def add(self, positions: slice, hidden: Tensor, of_logits: Tensor) -> None:
         """One chunk: `hidden` [c, h] and the gradient of its logits."""
-        of_hidden = of_logits @ self._weight if hidden.dtype == of_logits.dtype else _product(of_logits, self._weight)
-        self.of_hidden[positions] = of_hidden
+        product = torch.matmul if hidden.dtype == of_logits.dtype else _product
+        self.of_hidden[positions] = product(of_logits, self._weight)
         _add_product(self.of_weight, of_logits.t(), hidden.to(of_logits.dtype))
 
 
@@ -225,16 +222,13 @@ def token_logprobs(  # noqa: PLR0913
 
     Args:
         hidden: [t, hidden], final hidden states of the predicting positions, equal on all tensor-parallel ranks; its
-            gradient is this rank's part (the caller's `copy_to_tensor_model_parallel_region` sums the parts). In fp32
-            beside bf16 weights, the logits are fp32 too.
+            gradient is this rank's part (the caller's `copy_to_tensor_model_parallel_region` sums the parts).
         weight: [v / tp, hidden], this rank's rows of the output embedding, padded rows included.
         targets: int64 [t], token ids.
         vocab_size: true size; columns from it on are padding.
         group: tensor-parallel group.
-        temperature: logits are divided by it.
-        loss_gradient: the derivative of the loss by the log-probs, where a token's derivative depends on no other
-            token's log-prob. Gradients are then computed in the forward pass, and the backward pass ignores its input,
-            which must be this derivative.
+        loss_gradient: the derivative of the loss, where a token's derivative depends on no other token's log-prob.
+            Gradients are then computed in the forward pass; the backward pass ignores its input, this derivative.
 
     Returns:
         float32 [t] log-probs and float32 [t] entropies (empty unless `want_entropy`), both with gradient.

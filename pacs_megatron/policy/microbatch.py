@@ -25,39 +25,23 @@ class MicroBatch:
     needs is on the device before the pass, so nothing is copied between forward and backward.
     """
 
-    rows: np.ndarray
-    """int64 [samples], rows in the mini-batch's SampleFacts"""
-    input_ids: Tensor
-    """int64 [1, t]"""
-    position_ids: Tensor
-    """int64 [1, t]"""
-    labels: Tensor
-    """int64 [1, t], the response token that a position predicts, -1 elsewhere"""
-    place: Tensor
-    """int64 [t], number of the token among the samples' input tokens, -1 for padding"""
-    input_lens: np.ndarray
-    """int64 [samples]"""
+    rows: np.ndarray  # int64 [samples], rows in the mini-batch's SampleFacts
+    input_ids: Tensor  # int64 [1, t]
+    position_ids: Tensor  # int64 [1, t]
+    labels: Tensor  # int64 [1, t], the response token that a position predicts, -1 elsewhere
+    place: Tensor  # int64 [t], number of the token among the samples' input tokens, -1 for padding
+    input_lens: np.ndarray  # int64 [samples]
     packed: PackedSeqParams
-    sample_of_token: Tensor
-    """int64 [k], row in the mini-batch's SampleFacts"""
-    response_lens: np.ndarray
-    """int64 [samples]"""
-    all_response_lens: Tensor
-    """int64 [n], of the whole mini-batch"""
-    slots: Tensor
-    """int64 [k], place of each response token in a flattened [samples, longest response]"""
-    sampler_logprobs: Tensor
-    """float32 [k]"""
-    step_start_logprobs: Tensor | None
-    """float32 [k]"""
-    reference_logprobs: Tensor | None
-    """float32 [k]"""
-    estimates: Mapping[str, Tensor]
-    """float32 [k] each"""
-    row_index: Tensor
-    """int64 [samples], `rows` on the device"""
-    table: SampleTable | None
-    """of `rows`, where their groups are whole and their coefficients depend on this forward"""
+    sample_of_token: Tensor  # int64 [k], row in the mini-batch's SampleFacts
+    response_lens: np.ndarray  # int64 [samples]
+    all_response_lens: Tensor  # int64 [n], of the whole mini-batch
+    slots: Tensor  # int64 [k], place of each response token in a flattened [samples, longest response]
+    sampler_logprobs: Tensor  # float32 [k]
+    step_start_logprobs: Tensor | None  # float32 [k]
+    reference_logprobs: Tensor | None  # float32 [k]
+    estimates: Mapping[str, Tensor]  # float32 [k] each
+    row_index: Tensor  # int64 [samples], `rows` on the device
+    table: SampleTable | None  # of `rows`, where their groups are whole and their coefficients depend on this forward
     local: Tensor | None
     """int64 [k / cp, about], which of the k response tokens this rank predicts, in its order; None: all of them"""
 
@@ -146,29 +130,27 @@ def _pack(
     multiple = math.lcm(multiple * cp, sequence_multiple)
     tokens, offsets = minibatch.tokens.token_ids, minibatch.tokens.offsets
     sequences: list[np.ndarray] = []
-    first = 0
+    bounds, first = [0], 0
     for row, at in zip(rows, positions, strict=True):
-        ids = tokens[offsets[at] : offsets[at + 1]].astype(np.int64)
-        prompt_len = int(minibatch.facts.prompt_lens[row])
-        length = len(ids) - 1
-        sequences.append(_dummy_tokens(length + -length % sequence_multiple))
-        sequences[-1][0, :length] = ids[:-1]
-        sequences[-1][2, prompt_len - 1 : length] = ids[prompt_len:]
-        sequences[-1][3, :length] = np.arange(first, first + length)
+        ids = tokens[offsets[at] : offsets[at + 1]]
+        prompt_len, length = int(minibatch.facts.prompt_lens[row]), len(ids) - 1
+        sequence = _dummy_tokens(length + -length % sequence_multiple)
+        sequence[0, :length] = ids[:-1]
+        sequence[2, prompt_len - 1 : length] = ids[prompt_len:]
+        sequence[3, :length] = np.arange(first, first + length)
+        sequences.append(sequence)
+        bounds.append(bounds[-1] + sequence.shape[1])
         first += length
-    total = sum(sequence.shape[1] for sequence in sequences)
-    padding = -total % multiple if total else multiple
+    padding = -bounds[-1] % multiple if sequences else multiple
     if padding:
         sequences.append(_dummy_tokens(padding))
-    lens = [sequence.shape[1] for sequence in sequences]
-    bounds = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
-    return torch.from_numpy(np.concatenate(sequences, axis=1)), bounds
+        bounds.append(bounds[-1] + padding)
+    return torch.from_numpy(np.concatenate(sequences, axis=1)), torch.tensor(bounds, dtype=torch.int32)
 
 
 def _dummy_tokens(length: int) -> np.ndarray:
     """int64 [4, length]: input ids 0, positions, no labels, no places."""
-    nothing = np.full(length, -1)
-    return np.stack([np.zeros(length, dtype=np.int64), np.arange(length), nothing, nothing])
+    return np.stack([np.zeros(length, dtype=np.int64), np.arange(length), *np.full((2, length), -1)])
 
 
 def packed_params(bounds: Tensor, device: torch.device, *, padded: bool = False) -> PackedSeqParams:
@@ -190,25 +172,22 @@ def packed_params(bounds: Tensor, device: torch.device, *, padded: bool = False)
     )
 
 
-_ALL = slice(None)
-
-
 def build_record(
-    batch: MicroBatch, logprobs: Tensor, entropy: Tensor | None, *, is_step_start: bool, tokens: slice = _ALL
+    batch: MicroBatch, logprobs: Tensor, entropy: Tensor | None, *, is_step_start: bool, tokens: slice | None = None
 ) -> TokenRecord:
     """The objective's view of a micro-batch: `logprobs` of this rank's response tokens, or of a part of them, `tokens`.
 
     `is_step_start`: the policy has the weights of the step's start, so `logprobs` are the step-start log-probs too.
     """
 
-    def pick(values: Tensor) -> Tensor:
-        return values[tokens] if batch.local is None else values[batch.local[tokens]]
+    part = slice(None) if tokens is None else tokens
 
-    step_start = batch.step_start_logprobs
-    if step_start is not None:
-        step_start = pick(step_start)
-    elif is_step_start:
-        step_start = logprobs.detach()
+    def pick(values: Tensor) -> Tensor:
+        return values[part] if batch.local is None else values[batch.local[part]]
+
+    step_start = logprobs.detach() if is_step_start else None
+    if batch.step_start_logprobs is not None:
+        step_start = pick(batch.step_start_logprobs)
     return TokenRecord(
         logprobs=logprobs,
         mask=torch.ones_like(logprobs, requires_grad=False),

@@ -1,14 +1,11 @@
 """The trainer's state in host memory while colocated servers use the GPU.
 
-A storage is copied to host memory and set to size 0, and later grown and filled again, so every view of it stays valid
-(Megatron's buffers, the distributed optimizer's shards). Meanwhile the optimizer's tensors show the host copy, and
-`readable` returns it for a weight: a checkpoint or an export while off-loaded reads host memory. A weight's own data stays
-on the device, because another device would replace its gradient accumulator, which has Megatron's hooks
-(`VariableHooks::set_data` in torch/csrc/autograd/variable.cpp).
+A storage is copied, set to size 0, and later grown and filled again, so every view of it stays valid. Meanwhile the
+optimizer's tensors show the host copy, and `readable` returns it for a weight. A weight's own data stays on the device:
+another device would replace its gradient accumulator, which has Megatron's hooks (`VariableHooks::set_data`).
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -19,14 +16,6 @@ from pacs_megatron.policy.optimizer import Optimizer
 from pacs_megatron.policy.weights import complete, pin
 
 _ALIGNMENT = 256
-
-
-@dataclass(frozen=True, slots=True)
-class _Moved:
-    storage: UntypedStorage
-    num_bytes: int
-    offset: int
-    """of its copy in the host buffer"""
 
 
 class Offload:
@@ -41,10 +30,10 @@ class Offload:
         self._optimizer = optimizer
         self._device = device
         self.host = torch.empty(0, dtype=torch.uint8)
-        self._moved: dict[int, _Moved] = {}
+        self._moved: dict[int, tuple[UntypedStorage, Tensor]] = {}
+        """identity of a storage -> the storage, and the bytes of its copy in `host`"""
         self._freed: list[tuple[UntypedStorage, int]] = []
-        self._shown: list[tuple[Tensor, Tensor]] = []
-        """(optimizer's tensor, its data on the device)"""
+        self._shown: list[tuple[Tensor, Tensor]] = []  # (optimizer's tensor, its data on the device)
 
     @torch.no_grad()
     def to_host(self) -> None:
@@ -59,13 +48,14 @@ class Offload:
         moved = of_weights | _storages(state) if self._kind == "all" else _storages(state)
         if self._kind != "all":
             moved = {key: storage for key, storage in moved.items() if key not in of_weights}
-        offset = 0
-        for key, storage in moved.items():
-            self._moved[key] = _Moved(storage, storage.nbytes(), offset)
-            offset += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-        self._reserve(offset)
-        for item in self._moved.values():
-            self._place(item).copy_(self._bytes(item.storage), non_blocking=True)
+        sizes = [-(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT for storage in moved.values()]
+        if self.host.numel() < sum(sizes):
+            self.host = torch.empty(sum(sizes), dtype=torch.uint8)
+            if self._device.type == "cuda":
+                pin(self.host, f"policy.offload={self._kind}")
+        for (key, storage), place in zip(moved.items(), torch.split(self.host[: sum(sizes)], sizes), strict=True):
+            self._moved[key] = storage, place[: storage.nbytes()]
+            self._moved[key][1].copy_(self._bytes(storage), non_blocking=True)
         self._wait()
         for tensor in state:
             if tensor.untyped_storage()._cdata in self._moved:
@@ -73,7 +63,7 @@ class Offload:
                 tensor.data = self.readable(tensor)
         gradients = [parameter.main_grad for parameter in weights if hasattr(parameter, "main_grad")]
         self._freed = [(storage, storage.nbytes()) for storage in _storages(gradients).values()]
-        for storage in [item.storage for item in self._moved.values()] + [storage for storage, _ in self._freed]:
+        for storage, _ in (*self._moved.values(), *self._freed):
             storage.resize_(0)
 
     @torch.no_grad()
@@ -81,9 +71,9 @@ class Offload:
         """Inverse of `to_host`, bit for bit; gradients are undefined. Does nothing if the state is on the device."""
         for storage, num_bytes in self._freed:
             storage.resize_(num_bytes)
-        for item in self._moved.values():
-            item.storage.resize_(item.num_bytes)
-            self._bytes(item.storage).copy_(self._place(item), non_blocking=True)
+        for storage, copy in self._moved.values():
+            storage.resize_(copy.numel())
+            self._bytes(storage).copy_(copy, non_blocking=True)
         self._wait()
         for tensor, data in self._shown:
             tensor.data = data
@@ -91,22 +81,11 @@ class Offload:
 
     def readable(self, tensor: Tensor) -> Tensor:
         """The tensor's values: itself, or while it is off-loaded a view of the host copy."""
-        item = self._moved.get(tensor.untyped_storage()._cdata)
-        if item is None:
+        found = self._moved.get(tensor.untyped_storage()._cdata)
+        if found is None:
             return tensor
-        start = item.offset // tensor.element_size() + tensor.storage_offset()
-        view = torch.empty(0, dtype=tensor.dtype)
-        return view.set_(self.host.untyped_storage(), start, tensor.size(), tensor.stride())
-
-    def _reserve(self, num_bytes: int) -> None:
-        if self.host.numel() >= num_bytes:
-            return
-        self.host = torch.empty(num_bytes, dtype=torch.uint8)
-        if self._device.type == "cuda":
-            pin(self.host, f"policy.offload={self._kind}")
-
-    def _place(self, item: _Moved) -> Tensor:
-        return self.host[item.offset : item.offset + item.num_bytes]
+        values = found[1].view(tensor.dtype)  # as_strided counts from the start of `host`
+        return values.as_strided(tensor.size(), tensor.stride(), values.storage_offset() + tensor.storage_offset())
 
     def _bytes(self, storage: UntypedStorage) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)

@@ -51,13 +51,12 @@ class Optimizer:
             )
         self._clip_grad = clip_grad
         self._create_state()
-        warmup = min(options.warmup_updates, max(total_updates - 1, 0))
         self.schedule = OptimizerParamScheduler(
             self.megatron,
             init_lr=0.0,
             max_lr=options.lr,
             min_lr=options.lr if options.schedule == "constant" else options.min_lr,
-            lr_warmup_steps=warmup,
+            lr_warmup_steps=min(options.warmup_updates, max(total_updates - 1, 0)),
             # The last update has min_lr. A rate of 0 comes after it, or the last update would change nothing.
             lr_decay_steps=max(total_updates, 1) + (options.min_lr == 0),
             lr_decay_style=options.schedule,
@@ -98,13 +97,8 @@ class Optimizer:
     @property
     def adam_step(self) -> int:
         """Adam's updates since its moments were 0, for the bias correction."""
-        steps = [
-            int(entry["step"])
-            for adam in self.adams()
-            for entry in (*adam.state.values(), *adam.param_groups)
-            if "step" in entry
-        ]
-        return max(steps, default=0)
+        entries = (entry for adam in self.adams() for entry in (*adam.state.values(), *adam.param_groups))
+        return max((int(entry.get("step", 0)) for entry in entries), default=0)
 
     def set_adam_step(self, step: int) -> None:
         """Inverse of `adam_step`. torch's AdamW counts per parameter, a fused Adam per parameter group."""
@@ -127,20 +121,15 @@ class Optimizer:
                     state["exp_avg"] = torch.zeros_like(parameter.data)
                     state["exp_avg_sq"] = torch.zeros_like(parameter.data)
         self.set_adam_step(0)
-        self._share_state()
+        self.share_state(is_loaded=False)
 
-    def _share_state(self) -> None:
-        """The optimizer with a part on the CPU has a second record of the state, which checkpoints read."""
+    def share_state(self, *, is_loaded: bool = True) -> None:
+        """The optimizer with a part on the CPU has a second record of the state, which checkpoints read and fill."""
         for part in self.optimizers():
             if isinstance(part.optimizer, HybridDeviceOptimizer):
+                if is_loaded:
+                    part.optimizer._sync_hdo_state_to_sub_optimizers()
                 part.optimizer._sync_sub_optimizers_state_to_hdo()
-
-    def take_loaded_state(self) -> None:
-        """Call after Megatron filled the state from a checkpoint."""
-        for part in self.optimizers():
-            if isinstance(part.optimizer, HybridDeviceOptimizer):
-                part.optimizer._sync_hdo_state_to_sub_optimizers()
-        self._share_state()
 
     def reload_weights(self) -> None:
         """Sets the master weights to the model's weights."""
@@ -159,7 +148,6 @@ class Optimizer:
         self.set_adam_step(0)
 
     def zero_grad(self, chunks: list[DistributedDataParallel]) -> None:
-        """Call before the backward passes of an update."""
         for chunk in chunks:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()

@@ -1,9 +1,9 @@
 """Forward and backward over a plan of micro-batches, through Megatron's own schedules."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,9 +27,8 @@ StopTest = Callable[[], bool]
 class StoppablePass:
     """The micro-batches of one forward-only pass, shortened on every rank from the same one on after a stop request on any.
 
-    Collective: every rank iterates, then calls `finish`. A rank must not leave Megatron's schedule in the middle: the next
-    stage needs its output, tensor-parallel and expert peers its collectives. So the schedule runs to its end, with
-    micro-batches of padding, which cost almost nothing.
+    Collective: every rank iterates, then calls `finish`. A rank must not leave Megatron's schedule in the middle: its peers
+    wait for its output. So the schedule runs to its end, with micro-batches of padding, which cost almost nothing.
 
     Concurrency: at the start of micro-batch i every rank starts an asynchronous maximum of its flag over all ranks (gloo) and
     reads the result of micro-batch i - lag. The last pipeline stage runs at most pp - 1 micro-batches behind the first, so it
@@ -39,13 +38,11 @@ class StoppablePass:
     batches: Sequence[MicroBatch]
     padding: MicroBatch
     should_stop: StopTest
-    num_polls: int
-    """the smallest number of micro-batches of a rank"""
-    lag: int
-    """at least the pipeline's size"""
+    num_polls: int  # the smallest number of micro-batches of a rank
+    lag: int  # at least the pipeline's size
     group: dist.ProcessGroup
     _polls: list[tuple[Tensor, dist.Work]] = field(default_factory=list, init=False)
-    _first_skipped: int | None = field(default=None, init=False)
+    _first_skipped: float = field(default=math.inf, init=False)
 
     def iterators(self, num_chunks: int) -> list[Iterator[MicroBatch]]:
         """One iterator per model chunk. The first polls; the others run after it and use its decision."""
@@ -54,17 +51,13 @@ class StoppablePass:
     def _iterate(self, *, polls: bool) -> Iterator[MicroBatch]:
         for index, batch in enumerate(self.batches):
             if polls and index < self.num_polls:
-                self._start_poll()
+                flag = torch.tensor([int(self.should_stop())])
+                work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+                self._polls.append((flag, work))
             polled = index - self.lag
-            if polls and self._first_skipped is None and 0 <= polled < self.num_polls and self._is_stop(polled):
+            if polls and index < self._first_skipped and 0 <= polled < self.num_polls and self._is_stop(polled):
                 self._first_skipped = index
-            is_skipped = self._first_skipped is not None and index >= self._first_skipped
-            yield self.padding if is_skipped else batch
-
-    def _start_poll(self) -> None:
-        flag = torch.tensor([int(self.should_stop())])
-        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self._polls.append((flag, work))
+            yield self.padding if index >= self._first_skipped else batch
 
     def _is_stop(self, index: int) -> bool:
         flag, work = self._polls[index]
@@ -78,32 +71,36 @@ class StoppablePass:
             raise Interrupted
 
 
-def _model_step(
-    after: Callable[..., Any],
-    loss: UpdateLoss | None,
-    routing: Routing | None,
-    iterator: Iterator[MicroBatch],
-    model: torch.nn.Module,
-) -> Any:
-    batch = next(iterator)
-    unwrap(model).loss_gradient = None if loss is None else loss.gradient(batch)
-    with contextlib.nullcontext() if routing is None else routing.around(unwrap(model), batch):
-        output = model(batch.input_ids, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed)
-    return output, partial(after, batch)
-
-
 def _run(
     chunks: Sequence[torch.nn.Module],
     iterators: Sequence[Iterator[MicroBatch]],
     num_microbatches: int,
-    after: Callable[..., Any],
+    after: Callable[[MicroBatch, Any], tuple[Tensor, Any]],
     *,
-    loss: UpdateLoss | None,
-    routing: Routing | None,
+    loss: UpdateLoss | None = None,
+    routing: Routing | None = None,
 ) -> list[Any]:
+    """For each micro-batch what `after` (-> loss, result) returns second, on the last pipeline stage; [] elsewhere."""
+
+    def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
+        batch, inner = next(iterator), unwrap(model)
+        inner.want_entropy = loss is not None
+        inner.loss_gradient = None if loss is None else loss.gradient(batch)
+        with contextlib.nullcontext() if routing is None else routing.around(inner, batch):
+            output = model(
+                batch.input_ids, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed
+            )
+
+        def finish(output: Any) -> tuple[Tensor, Tensor, Any]:
+            value, result = after(batch, output)
+            # With a count of 0 tokens, finalize_model_grads does not divide the sum of the losses.
+            return value, torch.zeros((), dtype=torch.int, device=value.device), result
+
+        return output, finish
+
     try:
         results: list[Any] = get_forward_backward_func()(
-            forward_step_func=partial(_model_step, after, loss, routing),
+            forward_step_func=step,
             data_iterator=list(iterators) if len(chunks) > 1 else iterators[0],
             model=list(chunks),
             num_microbatches=num_microbatches,
@@ -115,7 +112,7 @@ def _run(
     finally:
         if routing is not None:
             routing.finish()
-    return results
+    return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else []
 
 
 def forward(
@@ -128,38 +125,24 @@ def forward(
 
     Raises Interrupted on every rank after a stop request during `stoppable`, which has the same micro-batches.
     """
-
-    def keep(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        logprobs = output[0]
-        # Megatron reads the device of the loss when the model has experts; its value is not used.
-        return logprobs.sum(), torch.zeros((), dtype=torch.int, device=logprobs.device), logprobs
-
     iterators = [iter(batches) for _ in chunks] if stoppable is None else stoppable.iterators(len(chunks))
     with torch.no_grad(), _unchanged_fp8_state(chunks):
-        results = _run(chunks, iterators, len(batches), keep, loss=None, routing=routing)
+        # Megatron reads the device of the loss when the model has experts; its value is not used.
+        results = _run(chunks, iterators, len(batches), lambda _, out: (out[0].sum(), out[0]), routing=routing)
     if stoppable is not None:
         stoppable.finish()
-    return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else []
+    return results
 
 
 def forward_backward(
-    chunks: Sequence[torch.nn.Module],
-    batches: Sequence[MicroBatch],
-    loss_function: UpdateLoss,
-    routing: Routing | None = None,
+    chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], loss: UpdateLoss, routing: Routing | None = None
 ) -> list[Mapping[str, Tensor]]:
     """Gradients of the SUM of the losses over micro-batches and data-parallel ranks, into Megatron's buffers.
 
-    Returns the report of `loss_function` for every micro-batch on the last pipeline stage, [] elsewhere.
+    Returns the report of `loss` for every micro-batch on the last pipeline stage, [] elsewhere.
     """
-
-    def after(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        value, report = loss_function(batch, *output)
-        # With a count of 0 tokens, finalize_model_grads does not divide the sum.
-        return value, torch.zeros((), dtype=torch.int, device=value.device), report
-
-    results = _run(chunks, [iter(batches) for _ in chunks], len(batches), after, loss=loss_function, routing=routing)
-    return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else []
+    iterators = [iter(batches) for _ in chunks]
+    return _run(chunks, iterators, len(batches), lambda batch, out: loss(batch, *out), loss=loss, routing=routing)
 
 
 def _newest_amax(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
@@ -175,12 +158,7 @@ def _newest_amax(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
 @contextlib.contextmanager
 def _unchanged_fp8_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Restores the state of FP8 after a pass without gradient: the amax histories of delayed scaling, and the queues of
-    recomputation.
-
-    Transformer Engine records the amax of every cast, also without gradient, and the next update would compute its
-    scales from the maximum over score passes and updates. Its checkpointed forward also queues the scales for the
-    backward pass; a pass without gradient has none, and every later recomputation would use scales of earlier passes.
-    """
+    recomputation. Transformer Engine fills both, and the next update would compute its scales from them."""
     before = {amax.data_ptr(): amax.clone() for amax in _newest_amax(chunks)}
     try:
         yield
@@ -209,15 +187,14 @@ def logits(chunks: Sequence[torch.nn.Module], spec: ModelSpec, sequences: Sequen
     """
     device = next(chunks[0].parameters()).device
     lens = [len(sequence) for sequence in sequences]
-    bounds = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    packed = packed_params(torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
     tokens = torch.tensor([t for sequence in sequences for t in sequence], device=device)[None]
     positions = torch.cat([torch.arange(n, device=device) for n in lens])[None]
-    packed = packed_params(bounds, device)
 
-    def keep(_batch: Any, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def keep(_batch: Any, output: Tensor) -> tuple[Tensor, Tensor]:
         gathered = tensor_parallel.gather_from_tensor_model_parallel_region(output)
-        return output.sum(), torch.zeros((), dtype=torch.int, device=device), gathered[0, :, : spec.vocab_size].float()
+        return output.sum(), gathered[0, :, : spec.vocab_size].float()
 
     batch: Any = SimpleNamespace(input_ids=tokens, position_ids=positions, labels=None, packed=packed)
-    results = _run(chunks, [iter([batch]) for _ in chunks], 1, keep, loss=None, routing=None)
-    return results[0] if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
+    results = _run(chunks, [iter([batch]) for _ in chunks], 1, keep)
+    return results[0] if results else None

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
 _TE_RANGES = {(0, 16): ((2, 9), (2, 12)), (0, 19): ((2, 14), (2, 21))}
 """megatron-core -> Transformer Engine from, below: what each one requires (its pyproject and its imports)."""
-_MIN_TE_FOR_RECIPE = {"delayed": (2, 1), "tensorwise": (2, 2), "blockwise": (2, 3)}
-_MIN_CAPABILITY_FOR_RECIPE = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
-_MIN_CUDA_FOR_BLOCKWISE = (12, 9)
+_NEEDS = {
+    "delayed": ((2, 1), (8, 9), (0, 0)),
+    "tensorwise": ((2, 2), (8, 9), (0, 0)),
+    "blockwise": ((2, 3), (9, 0), (12, 9)),
+}
+"""FP8 recipe -> oldest Transformer Engine, compute capability and CUDA"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,17 +29,12 @@ class Machine:
     """Facts about this process's accelerator software."""
 
     cuda: bool
-    capability: tuple[int, int] | None
-    """compute capability of the current device"""
+    capability: tuple[int, int] | None  # compute capability of the current device
     cuda_version: tuple[int, int] | None
-    transformer_engine: tuple[int, int] | None
-    """(major, minor), None when it is not installed"""
-    apex: bool
-    """NVIDIA Apex's fused kernels are importable"""
-    megatron: tuple[int, int]
-    """(major, minor) of megatron-core"""
-    foreign_apex: bool
-    """a package named apex is installed that is not NVIDIA's (PyPI's is a web toolkit)"""
+    transformer_engine: tuple[int, int] | None  # (major, minor), None when it is not installed
+    apex: bool  # NVIDIA Apex's fused kernels are importable
+    megatron: tuple[int, int]  # (major, minor) of megatron-core
+    foreign_apex: bool  # a package named apex is installed that is not NVIDIA's (PyPI's is a web toolkit)
 
 
 def _pair(version: str | None) -> tuple[int, int] | None:
@@ -79,11 +77,10 @@ def check(options: PrecisionOptions, machine: Machine) -> None:
             )
     if options.fp8 is None:
         return
-    recipe = options.fp8.recipe
-    where = f"precision.fp8.recipe={recipe}"
-    if recipe == "delayed" and options.fp8.first_last_layers_bf16:
+    where, edges = f"precision.fp8.recipe={options.fp8.recipe}", options.fp8.first_last_layers_bf16
+    if options.fp8.recipe == "delayed" and edges:
         raise ConfigError(
-            f"precision.fp8.first_last_layers_bf16={options.fp8.first_last_layers_bf16} cannot be combined with {where}: "
+            f"precision.fp8.first_last_layers_bf16={edges} cannot be combined with {where}: "
             "all layers share its scales; set it to 0 or use recipe tensorwise or blockwise"
         )
     if not machine.cuda:
@@ -92,19 +89,17 @@ def check(options: PrecisionOptions, machine: Machine) -> None:
         )
     if machine.transformer_engine is None:
         raise ConfigError(f"{where} needs Transformer Engine, which is not installed; install transformer-engine 2.11")
-    if machine.transformer_engine < _MIN_TE_FOR_RECIPE[recipe]:
-        raise ConfigError(
-            f"{where} needs Transformer Engine >= {_text(_MIN_TE_FOR_RECIPE[recipe])}, this is "
-            f"{_text(machine.transformer_engine)}"
-        )
-    if machine.capability is None or machine.capability < _MIN_CAPABILITY_FOR_RECIPE[recipe]:
-        have = "unknown" if machine.capability is None else _text(machine.capability)
-        raise ConfigError(
-            f"{where} needs compute capability >= {_text(_MIN_CAPABILITY_FOR_RECIPE[recipe])}, this GPU has {have}; "
-            "remove precision.fp8 or use an H100 or H200"
-        )
-    if recipe == "blockwise" and (machine.cuda_version is None or machine.cuda_version < _MIN_CUDA_FOR_BLOCKWISE):
-        raise ConfigError(f"{where} needs CUDA >= {_text(_MIN_CUDA_FOR_BLOCKWISE)}, torch was built with another one")
+    engine, capability, cuda = _NEEDS[options.fp8.recipe]
+    for name, needed, found, owner in (
+        ("Transformer Engine", engine, machine.transformer_engine, "this is"),
+        ("compute capability", capability, machine.capability, "this GPU has"),
+        ("CUDA", cuda, machine.cuda_version, "torch was built with"),
+    ):
+        if found is None or found < needed:
+            have = "unknown" if found is None else _text(found)
+            raise ConfigError(
+                f"{where} needs {name} >= {_text(needed)}, {owner} {have}; change it or remove precision.fp8"
+            )
 
 
 def _text(version: tuple[int, int]) -> str:
@@ -114,20 +109,17 @@ def _text(version: tuple[int, int]) -> str:
 def describe(options: PrecisionOptions, machine: Machine) -> str:
     """One line for the log: the layers and optimizer in use, and missing packages."""
     fp8 = "off" if options.fp8 is None else f"{options.fp8.recipe}/{options.fp8.format}"
+    engine = machine.transformer_engine
     if not machine.cuda:
-        used = "local layers, torch AdamW"
-        missing = "no CUDA"
+        used, missing = "local layers, torch AdamW", "no CUDA"
     else:
-        has_te = machine.transformer_engine is not None
-        used = "local layers"
-        if machine.transformer_engine is not None and options.dtype == "bf16":
-            used = f"Transformer Engine {_text(machine.transformer_engine)}"
-        elif machine.transformer_engine is not None:
-            used += " (Transformer Engine's attention has no fp32)"
-        used += ", FusedAdam of " + ("Transformer Engine" if has_te else "Apex" if machine.apex else "torch (AdamW)")
-        missing = ", ".join(
-            name for name, present in (("Transformer Engine", has_te), ("NVIDIA Apex", machine.apex)) if not present
-        )
+        has = {"Transformer Engine": engine is not None, "NVIDIA Apex": machine.apex}
+        missing = ", ".join(name for name, is_present in has.items() if not is_present)
+        used = "local layers" if engine is None else "local layers (Transformer Engine's attention has no fp32)"
+        if engine is not None and options.dtype == "bf16":
+            used = f"Transformer Engine {_text(engine)}"
+        optimizer = "Transformer Engine" if engine is not None else "Apex" if machine.apex else "torch (AdamW)"
+        used += f", FusedAdam of {optimizer}"
     line = f"precision {options.dtype}, fp8 {fp8}; using {used}" + (f"; missing: {missing}" if missing else "")
     if machine.foreign_apex:
         line += "; the installed package 'apex' is PyPI's web toolkit, not NVIDIA Apex: uninstall it"

@@ -1,8 +1,7 @@
 """Routing of experts, recorded in one pass over a mini-batch and replayed in the later ones, so that all use the same experts.
 
-Megatron's RouterReplay has one recording and one list for recomputation in each router. Here a pass over several
-micro-batches sets them before each forward: the recording belongs to a sample, a layer and a token, so another packing,
-stage or layout can replay it. A recomputed forward takes the micro-batches of its router in the order of their forwards.
+Megatron's RouterReplay has one recording in each router. Here the recording belongs to a sample, a layer and a token, so
+another packing, stage or layout can replay it. A recomputed forward takes the micro-batches in the order of their forwards.
 """
 
 import contextlib
@@ -23,8 +22,7 @@ Routes = dict[int, np.ndarray]
 
 
 class Routing:
-    """The routing of one pass: replays `given` in micro-batches whose samples all have it, and records it in the others.
-    Call `finish` after the pass."""
+    """One pass: replays `given` in micro-batches whose samples all have it, and records the others. Then call `finish`."""
 
     def __init__(self, spec: ModelSpec, models: Sequence[PolicyModel], given: Routes | None) -> None:
         assert spec.moe is not None
@@ -58,9 +56,9 @@ class Routing:
 
     def _at(self, batch: MicroBatch, place: Tensor, given: Routes) -> Tensor:
         """int64 [t, layers, top k]. Padding takes the first experts."""
-        padding = np.broadcast_to(np.arange(self._shape[1], dtype=np.int16), (1, *self._shape))
-        pieces = [given[int(row)].reshape(-1, *self._shape).astype(np.int16) for row in batch.rows]
-        experts = torch.from_numpy(np.concatenate([*pieces, padding])).to(place.device)
+        padding = np.broadcast_to(np.arange(self._shape[1]), (1, *self._shape))
+        pieces = [given[int(row)].reshape(-1, *self._shape) for row in batch.rows]
+        experts = torch.from_numpy(np.concatenate([*pieces, padding]).astype(np.int16)).to(place.device)
         return experts[place].long()  # a place of -1 is the last entry
 
     def finish(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_sharded_tensors_and_factories
@@ -30,7 +30,7 @@ OPTIMIZER_FORMAT = 2
 
 
 def sharding_metadata() -> dict[str, Any]:
-    """Metadata for Megatron's modules and optimizers that selects the format of a checkpoint."""
+    """Selects the format of a checkpoint in Megatron's modules."""
     return {
         # One key per layer, numbered over the whole model, so a stage can be read without the others.
         "non_homogeneous_layers": True,
@@ -51,30 +51,22 @@ def _model_state(policy: MegatronPolicy, prefix: str) -> dict[str, Any]:
 def sharded_state(policy: MegatronPolicy, *, is_loading: bool, with_reference: bool) -> dict[str, Any]:
     """The state dict that dist_checkpointing saves, or fills when loading. Collective."""
     weights.complete(policy.chunks)
-    state = _model_state(policy, MODEL)
-    model_only = (
-        state[f"{MODEL}0"]
-        if len(policy.models) == 1
-        else {f"model{k}": state[f"{MODEL}{k}"] for k in range(len(policy.models))}
-    )
     readable = policy.offload.readable
-    state[OPTIMIZER] = {"step": policy.optimizer.adam_step} | {
-        f"part{number}": tensors
-        for number, part in enumerate(policy.optimizer.optimizers())
-        if part.optimizer is not None
-        and (tensors := _optimizer_tensors(part, model_only, readable, is_loading=is_loading))
-    }
-    for number in range(len(policy.models)):  # now: the optimizer finds parameters by identity
-        _with_data(state[f"{MODEL}{number}"], readable)
+    state = _model_state(policy, MODEL)
+    optimizer: dict[str, Any] = {"step": policy.optimizer.adam_step}
+    for number, part in enumerate(policy.optimizer.optimizers()):
+        if part.optimizer is not None:
+            tensors = _optimizer_tensors(part, state, readable, is_loading=is_loading)
+            optimizer |= {f"part{number}": tensors} if tensors else {}
+    _set_data(state, readable)  # now: the optimizer finds parameters by identity
+    state[OPTIMIZER] = optimizer
     if with_reference:
         assert policy.reference is not None
         with policy.reference.swapped_in():
             # The sharded tensors alias the parameters, so their values are copied while the snapshot is in the model.
             reference = _model_state(policy, REFERENCE)
-            state |= {
-                name: _with_data(chunk, lambda data: readable(data).detach().to("cpu", copy=True))
-                for name, chunk in reference.items()
-            }
+            _set_data(reference, lambda data: readable(data).detach().to("cpu", copy=True))
+        state |= reference
     return state
 
 
@@ -83,8 +75,7 @@ def _optimizer_tensors(
 ) -> dict[int, dict[str, Any]]:
     """Number -> master weight and moments of one parameter, each with the key and the shards of its weight.
 
-    Every optimizer writes the keys of Megatron's distributed optimizer, also for fp32 weights, so each reads the files
-    of every other. The distributed optimizer has ranges of weights: see `_boxes`.
+    Every optimizer writes the keys of Megatron's distributed optimizer, so each reads the files of every other.
     """
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     if isinstance(part, DistributedOptimizer):
@@ -194,7 +185,7 @@ def _rows(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple
 
 
 def _tensors_of(part: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"param": master, **{name: part.optimizer.state[master][name] for name in _STATE[1:]}}
+    return {"param": master} | {name: part.optimizer.state[master][name] for name in _STATE[1:]}
 
 
 def own_copy(*policies: MegatronPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -211,14 +202,10 @@ def own_copy(*policies: MegatronPolicy) -> Callable[[torch.Tensor], torch.Tensor
     return copied
 
 
-def _with_data(chunk: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    def replace(value: Any) -> Any:
+def _set_data(state: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for value in nested_values(state):
         if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.data is not None:
             value.data = change(value.data)
-        return value
-
-    dict_list_map_inplace(replace, chunk)
-    return chunk
 
 
 def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
@@ -238,7 +225,7 @@ def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
                 for index, master in enumerate(part.get_parameters()):
                     for name, tensor in _tensors_of(part, master).items():
                         tensor.copy_(tensors[index][name])
-    policy.optimizer.take_loaded_state()
+    policy.optimizer.share_state()
     policy.optimizer.set_adam_step(state[OPTIMIZER]["step"])
     if f"{REFERENCE}0" in state:
         policy.take_reference(reset_optimizer=False)
@@ -250,13 +237,12 @@ def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
 
 def rng_state() -> dict[str, torch.Tensor]:
     """Every generator of this rank, as uint8 tensors."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    for name, value in get_cuda_rng_tracker().get_states().items():
-        if torch.is_tensor(value):
-            state[f"tracker.{name}"] = value
-    return state
+    tracked = get_cuda_rng_tracker().get_states()
+    return {
+        "cpu": torch.get_rng_state(),
+        **({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}),
+        **{f"tracker.{name}": value for name, value in tracked.items() if torch.is_tensor(value)},
+    }
 
 
 def load_rng_state(state: dict[str, torch.Tensor], where: Path) -> None:

@@ -45,19 +45,29 @@ class SampleStatistics:
         }
 
 
+def coupled(
+    objective: Objective,
+    table: SampleTable,
+    statistics: Mapping[Statistic, Tensor],
+    known: Mapping[str, Tensor],
+    num_samples: int,
+) -> dict[str, Tensor]:
+    """Coefficients of the table's rows, scattered to [n], from their statistics and from `Objective.known` [n]."""
+    of_rows = {name: values[table.rows] for name, values in known.items()}
+    found = objective.couple(table, statistics.get("score"), statistics.get("sampler_ratio"), of_rows)
+    return {name: values.new_zeros(num_samples).index_copy(0, table.rows, values) for name, values in found.items()}
+
+
 @dataclass(slots=True, kw_only=True)
 class UpdateLoss:
     """The loss function of one update's forward_backward. It neither raises for a value nor waits for the device."""
 
-    prepared: Prepared
-    """coefficients that are known before the pass, on the device"""
+    prepared: Prepared  # coefficients that are known before the pass, on the device
     objective: Objective
     statistics: SampleStatistics
     is_step_start: bool
-    mismatch_threshold: float
-    """nats; counts tokens whose log-prob differs by more from the sampler's"""
-    known: Mapping[str, Tensor] = field(default_factory=dict)
-    """float64 [n], `Objective.known` on the device"""
+    mismatch_threshold: float  # nats; counts tokens whose log-prob differs by more from the sampler's
+    known: Mapping[str, Tensor] = field(default_factory=dict)  # float64 [n], `Objective.known` on the device
 
     def __call__(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss to back-propagate, sums over this rank's tokens to report)"""
@@ -99,20 +109,15 @@ class UpdateLoss:
         return by_tokens
 
     def _coupled(self, batch: MicroBatch, table: SampleTable, found: Mapping[Statistic, Tensor]) -> Prepared:
-        """Coefficients of the micro-batch's groups from this forward, scattered to [n].
+        """Coefficients of the micro-batch's groups from this forward.
 
         A value that is not finite gives coefficients of 0 here; all ranks raise together after the backward pass.
         """
         in_order = torch.searchsorted(batch.row_index, table.rows)  # rows ascend in a micro-batch
-        ordered = {name: values[in_order] for name, values in found.items()}
-        known = {name: values[table.rows] for name, values in self.known.items()}
-        coupled = self.objective.couple(table, ordered.get("score"), ordered.get("sampler_ratio"), known)
-        size = len(batch.all_response_lens)
-        per_sample = {
-            name: values.new_zeros(size).index_copy(0, table.rows, values.nan_to_num(0.0, 0.0, 0.0))
-            for name, values in coupled.items()
-        }
-        return replace(self.prepared, per_sample=per_sample)
+        of_rows = {name: values[in_order] for name, values in found.items()}
+        per_sample = coupled(self.objective, table, of_rows, self.known, len(batch.all_response_lens))
+        finite = {name: values.nan_to_num(0.0, 0.0, 0.0) for name, values in per_sample.items()}
+        return replace(self.prepared, per_sample=finite)
 
     def _mismatch(self, log_ratio: Tensor) -> dict[str, Tensor]:
         """`log_ratio` [k], log pi_trainer - log pi_sampler of the sampled tokens, nats. KL by the k3 estimator."""

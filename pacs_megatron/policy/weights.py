@@ -20,10 +20,9 @@ TIED_OUTPUT = "output_layer.weight"
 def named_parameters(model: PolicyModel, table: WeightTable) -> dict[str, torch.nn.Parameter]:
     """This chunk's parameters under the table's names, with global layer and expert numbers.
 
-    The copy of a tied embedding on the last pipeline stage is left out: see `tied_copy`.
+    The copy of a tied embedding on the last pipeline stage is left out.
     """
     global_layer = {index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)}
-    ep_size = parallel_state.get_expert_model_parallel_world_size()
     ep_rank = parallel_state.get_expert_model_parallel_rank()
     found: dict[str, torch.nn.Parameter] = {}
     for name, parameter in model.named_parameters():
@@ -31,10 +30,9 @@ def named_parameters(model: PolicyModel, table: WeightTable) -> dict[str, torch.
         if pieces[:2] == ["decoder", "layers"]:
             pieces[2] = str(global_layer[int(pieces[2])])
         canonical = canonical_name(".".join(pieces)).split(".")
-        if "local_experts" in canonical and ep_size > 1:
+        if "local_experts" in canonical:
             at = canonical.index("local_experts") + 1
-            num_local = _num_experts(table) // ep_size
-            canonical[at] = str(int(canonical[at]) + ep_rank * num_local)
+            canonical[at] = str(int(canonical[at]) + ep_rank * _num_local_experts(table))
         full_name = ".".join(canonical)
         if full_name == TIED_OUTPUT and table.spec.tied:
             continue
@@ -46,17 +44,9 @@ def named_parameters(model: PolicyModel, table: WeightTable) -> dict[str, torch.
     return found
 
 
-def tied_copy(model: PolicyModel, table: WeightTable) -> torch.nn.Parameter | None:
-    """The last stage's own copy of a tied embedding, when embedding and output layer sit on different stages."""
-    if not table.spec.tied or not model.post_process or model.pre_process:
-        return None
-    weight: torch.nn.Parameter = model.output_layer.weight
-    return weight
-
-
-def _num_experts(table: WeightTable) -> int:
+def _num_local_experts(table: WeightTable) -> int:
     assert table.spec.moe is not None
-    return table.spec.moe.num_experts
+    return table.spec.moe.num_experts // int(parallel_state.get_expert_model_parallel_world_size())
 
 
 def _tp_group(entry: Entry) -> dist.ProcessGroup:
@@ -76,10 +66,9 @@ def load(models: Sequence[PolicyModel], table: WeightTable, read: Callable[[str]
     Raises ConversionError for a wrong shape, and the error of `read` for a missing name.
     """
     for model in models:
-        targets: list[tuple[str, torch.nn.Parameter]] = list(named_parameters(model, table).items())
-        copy = tied_copy(model, table)
-        if copy is not None:
-            targets.append((EMBEDDING, copy))
+        targets = list(named_parameters(model, table).items())
+        if table.spec.tied and model.post_process and not model.pre_process:
+            targets.append((EMBEDDING, model.output_layer.weight))  # this stage's own copy
         for name, parameter in targets:
             entry = table.by_megatron[name]
             full = entry.to_megatron([read(hf_name) for hf_name in entry.hf_names])
@@ -99,7 +88,7 @@ def complete(chunks: Sequence[DistributedDataParallel]) -> None:
 
 @torch.no_grad()
 def export(
-    models: Sequence[PolicyModel], table: WeightTable, readable: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    models: Sequence[PolicyModel], table: WeightTable, readable: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) for every weight, in the table's order, on every rank. Collective.
 
@@ -118,10 +107,8 @@ def export(
         full: Tensor | None = None
         if entry.megatron_name in mine:
             full = _merge(entry, readable(mine[entry.megatron_name].detach()).to(device))
-        if entry.expert is not None and ep_group.size() > 1:
-            num_local = _num_experts(table) // ep_group.size()
-            if owner == pp_group.rank():
-                full = _broadcast(entry, full, entry.expert // num_local, ep_group, device, dtype)
+        if entry.expert is not None and ep_group.size() > 1 and owner == pp_group.rank():
+            full = _broadcast(entry, full, entry.expert // _num_local_experts(table), ep_group, device, dtype)
         if pp_group.size() > 1:
             full = _broadcast(entry, full, owner, pp_group, device, dtype)
         assert full is not None
@@ -177,13 +164,10 @@ def pin(buffer: Tensor, purpose: str) -> None:
 class Snapshot:
     """Frozen copy of all of this rank's chunks, one host tensor a parameter, in the parameters' own order."""
 
-    def __init__(
-        self, chunks: Sequence[torch.nn.Module], readable: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    ) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], readable: Callable[[Tensor], Tensor]) -> None:
         """`readable` returns the values of an off-loaded parameter, as a view."""
-        self._chunks = chunks
         self._readable = readable
-        parameters = list(self._parameters())
+        self._parameters = parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         width = max((p.element_size() for p in parameters), default=1)
         buffer = torch.empty(sum(p.numel() for p in parameters) * width, dtype=torch.uint8)
         if parameters and parameters[0].is_cuda:
@@ -194,14 +178,10 @@ class Snapshot:
         ]
         self.take()
 
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        for chunk in self._chunks:
-            yield from chunk.parameters()
-
     @torch.no_grad()
     def take(self) -> None:
         """Hard reset: the snapshot becomes the current policy."""
-        for tensor, parameter in zip(self.tensors, self._parameters(), strict=True):
+        for tensor, parameter in zip(self.tensors, self._parameters, strict=True):
             tensor.copy_(self._readable(parameter.detach()))
 
     @contextlib.contextmanager
@@ -215,7 +195,7 @@ class Snapshot:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for tensor, parameter in zip(self.tensors, self._parameters(), strict=True):
+        for tensor, parameter in zip(self.tensors, self._parameters, strict=True):
             place = self._readable(parameter.detach())
             current = place.clone()
             # In stream order: the copy to the host follows the copy from it.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pacs_megatron.batching.distribute import cut_step
+from pacs_megatron.batching.split import cut_step
 from pacs_megatron.contracts import Interrupted, MiniBatch, UpdateReport
 from pacs_megatron.objectives.pacs import Pacs
 from pacs_megatron.objectives.registry import passes_of

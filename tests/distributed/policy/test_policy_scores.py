@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_megatron.batching.distribute import cut_step
-from pacs_megatron.batching.split import split_by_group
+from pacs_megatron.batching.split import cut_step, split_by_group
 from pacs_megatron.batching.tables import select_tokens
 from pacs_megatron.config.schema import BatchOptions
 from pacs_megatron.contracts import MiniBatch, SampleFacts, TokenBuffers

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_megatron.batching.distribute import cut_step
+from pacs_megatron.batching.split import cut_step
 from pacs_megatron.certify.reference import Adam, Model
 from pacs_megatron.config.schema import BatchOptions
 from pacs_megatron.objectives.pacs import PacsOptions

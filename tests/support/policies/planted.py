@@ -263,10 +263,10 @@ PLANTED: dict[str, Planted] = {
     ),
     # --------------------------------------------------------------------------------------------------- batch plan
     "the last sample of a step is lost": Planted(
-        target=f"{BATCHING}.distribute.split_by_group", change=_without_last_sample
+        target=f"{BATCHING}.split.split_by_group", change=_without_last_sample
     ),
     "mini-batches in the other order": Planted(
-        target=f"{BATCHING}.distribute.split_by_group", change=lambda original, *args: original(*args)[::-1]
+        target=f"{BATCHING}.split.split_by_group", change=lambda original, *args: original(*args)[::-1]
     ),
     "a micro-batch is trained twice": Planted(target=f"{BATCHING}.split.plan_microbatches", change=_twice),
     "labels one token late": Planted(target=f"{POLICY}.engine.build_microbatch", change=_late_labels),

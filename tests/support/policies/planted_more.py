@@ -134,7 +134,7 @@ THIRD: dict[str, Planted] = {
         target=f"{POLICY}.engine.build_microbatch", change=_bounds_one_late
     ),
     "samples of the smallest group are left out of N": Planted(
-        target=f"{BATCHING}.distribute.split_by_group",
+        target=f"{BATCHING}.split.split_by_group",
         change=lambda original, facts, count: [
             rows if len(rows) < 5 else rows[: -1 if len(rows) % 2 else None] for rows in original(facts, count)
         ],
