@@ -19,9 +19,7 @@ from pacs_megatron.parallel.transfer import broadcast_arrays, receive_arrays, se
 
 def split_by_group(facts: SampleFacts, num_minibatches: int) -> list[np.ndarray]:
     """Rows (int64, ascending) of each mini-batch; whole groups, and sizes differ by at most one group.
-
-    With fewer groups than mini-batches the last mini-batches are left out, so none is empty.
-    """
+    With fewer groups than mini-batches the last mini-batches are left out, so none is empty."""
     num_groups = facts.num_groups
     if num_groups == 0:
         return []
@@ -89,10 +87,8 @@ def plan_with_groups(
     facts: SampleFacts, *, layout: Layout, tokens_per_microbatch: int, groups: Literal["together", "apart", "auto"]
 ) -> MicroBatchPlan:
     """The plan for an objective whose coefficients depend on the group's log-probs (`batch.groups`).
-
     `auto` keeps groups together unless that costs more than the score pass that it saves: a third of an update. Raises
-    ConfigError with `together` when a group exceeds the budget.
-    """
+    ConfigError with `together` when a group exceeds the budget."""
     apart = plan_microbatches(facts, layout=layout, tokens_per_microbatch=tokens_per_microbatch)
     if groups == "apart":
         return apart

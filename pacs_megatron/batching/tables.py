@@ -12,9 +12,7 @@ from pacs_megatron.errors import RolloutError
 
 def tabulate(groups: Sequence[Group], routing: RoutingKind = "own") -> tuple[SampleFacts, TokenBuffers]:
     """Admitted groups (labels set) in the given order; samples of a group in the group's order.
-
-    Raises RolloutError if `routing` replays the sampler's experts and a sample has none.
-    """
+    Raises RolloutError if `routing` replays the sampler's experts and a sample has none."""
     samples = [(number, sample) for number, group in enumerate(groups) for sample in group.samples]
     facts = SampleFacts(
         ids=tuple(s.id for _, s in samples),
@@ -25,7 +23,9 @@ def tabulate(groups: Sequence[Group], routing: RoutingKind = "own") -> tuple[Sam
         response_lens=np.array([s.response_len for _, s in samples], dtype=np.int64),
         truncated=np.array([s.stop is Stop.LENGTH for _, s in samples], dtype=bool),
     )
-    routes = None if routing == "own" or not samples else _recorded_routes([s for _, s in samples])
+    routes = None
+    if routing != "own" and samples:
+        routes = np.concatenate([_routes_of(sample) for _, sample in samples])
     token_ids, logprobs = [s.token_ids for _, s in samples], [s.sampler_logprobs for _, s in samples]
     return facts, _buffers(np.arange(len(samples)), token_ids, logprobs, routes)
 
@@ -45,16 +45,13 @@ def _buffers(
     )
 
 
-def _recorded_routes(samples: Sequence[Sample]) -> np.ndarray:
-    found = []
-    for sample in samples:
-        if sample.routes is None:
-            raise RolloutError(
-                f"sample {sample.id} has no experts: it was sampled without policy.routing=replay_sampler; resume with "
-                "policy.routing=own until its step is trained"
-            )
-        found.append(sample.routes)
-    return np.concatenate(found)
+def _routes_of(sample: Sample) -> np.ndarray:
+    if sample.routes is None:
+        raise RolloutError(
+            f"sample {sample.id} has no experts: it was sampled without policy.routing=replay_sampler; resume with "
+            "policy.routing=own until its step is trained"
+        )
+    return sample.routes
 
 
 def select_tokens(tokens: TokenBuffers, positions: np.ndarray, new_index: np.ndarray) -> TokenBuffers:

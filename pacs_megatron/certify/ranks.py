@@ -24,9 +24,8 @@ from pacs_megatron.observability.spans import Timer
 from pacs_megatron.parallel import groups
 from pacs_megatron.policy.critic import Critic
 from pacs_megatron.policy.engine import MegatronPolicy
-from pacs_megatron.policy.microbatch import MicroBatch
+from pacs_megatron.policy.microbatch import MicroBatch, UpdateLoss
 from pacs_megatron.policy.passes import StopTest
-from pacs_megatron.policy.update_loss import UpdateLoss
 from pacs_megatron.rollout.collect import DriverState, StepSamples
 from pacs_megatron.training import loop
 from pacs_megatron.training.context import RunContext, build_critic, build_policy, join

@@ -34,7 +34,6 @@ class ConfigReader:
         self.family = family
 
     def integer(self, key: str, limit: int = MAX_SIZE) -> int:
-        """A positive integer up to `limit`."""
         return _integer(key, self._required(key), limit)
 
     def optional_integer(self, key: str) -> int | None:
@@ -42,7 +41,6 @@ class ConfigReader:
         return None if self.config.get(key) is None else self.integer(key)
 
     def number(self, key: str) -> float:
-        """A number within the key's range."""
         return _number(key, self._required(key))
 
     def boolean(self, key: str) -> bool:
@@ -56,10 +54,8 @@ class ConfigReader:
         """A missing or null key passes; any value outside `unless` is rejected."""
         value = self.config.get(key)
         if value is not None and value not in unless:
-            allowed = " or ".join(repr(v) for v in unless)
-            raise ConversionError(
-                f"config.json: {key}={shown(value)} is not supported for {self.family} ({reason}); supported: {allowed}"
-            )
+            where, allowed = f"config.json: {key}={shown(value)}", " or ".join(repr(v) for v in unless)
+            raise ConversionError(f"{where} is not supported for {self.family} ({reason}); supported: {allowed}")
 
     def refuse_sliding_window(self, window_in_use: bool) -> None:
         """The policy has full attention only. `layer_types`, where present, takes precedence over `window_in_use`."""
@@ -79,25 +75,21 @@ class ConfigReader:
         """(theta, scaling); scaling is None or has `rope_type` and that type's numbers."""
         # transformers 5 writes `rope_parameters`; 4 writes `rope_theta` and an optional `rope_scaling`.
         found = [value for key in ("rope_parameters", "rope_scaling") if (value := self.config.get(key)) is not None]
-        if len(found) == 2 and found[0] != found[1]:  # transformers reads the second
-            raise wrong_value(
-                "rope_scaling", found[1], f"what rope_parameters has ({shown(found[0])}); remove one of them"
-            )
         parameters: Any = found[0] if found else {}
+        if found[1:] and found[1] != parameters:  # transformers reads the second
+            expected = f"what rope_parameters has ({shown(parameters)}); remove one of them"
+            raise wrong_value("rope_scaling", found[1], expected)
         if not isinstance(parameters, Mapping):
             raise ConversionError(f"config.json: rope parameters are {shown(parameters)}, expected an object")
         given = [source["rope_theta"] for source in (parameters, self.config) if source.get("rope_theta") is not None]
         thetas = [_number("rope_theta", value) for value in given] or [_DEFAULT_THETA]
         if thetas[0] != thetas[-1]:  # transformers reads the first, other programs the second
             raise wrong_value("rope_theta", thetas[-1], f"{shown(thetas[0])} as in rope_parameters; remove one of them")
-        theta = thetas[0]
         kind = parameters.get("rope_type", parameters.get("type"))
         if kind is None or kind == "default":
-            return theta, None
+            return thetas[0], None
         if not isinstance(kind, str) or kind not in _SCALINGS:
-            raise ConversionError(
-                f"config.json: rope_type={shown(kind)} is not supported; supported: default, {', '.join(_SCALINGS)}"
-            )
+            raise _unsupported("rope_type", kind, ("default", *_SCALINGS))
         missing = [key for key in _SCALINGS[kind] if key not in parameters]
         if missing:
             raise ConversionError(f"config.json: rope_type={kind!r} lacks {', '.join(missing)}")
@@ -106,16 +98,14 @@ class ConfigReader:
             _number(key, value) if key in _RANGES else _integer(key, value, MAX_SIZE)
         if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
             raise wrong_value("high_freq_factor", scaling["high_freq_factor"], "more than low_freq_factor")
-        return theta, {"rope_type": kind} | scaling
+        return thetas[0], {"rope_type": kind} | scaling
 
     def dtype(self) -> str:
         """transformers 5 writes `dtype`, 4 `torch_dtype`; with neither key transformers loads float32."""
         value = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
         name = str(value).removeprefix("torch.")
         if name not in _DTYPES:
-            raise ConversionError(
-                f"config.json: dtype={shown(value)} is not supported; supported: {', '.join(_DTYPES)}"
-            )
+            raise _unsupported("dtype", value, _DTYPES)
         return name
 
     def _required(self, key: str) -> Any:
@@ -127,6 +117,10 @@ class ConfigReader:
 def wrong_value(key: str, value: Any, expected: str) -> ConversionError:
     """The error of a key's value."""
     return ConversionError(f"config.json: {key}={shown(value)}, expected {expected}")
+
+
+def _unsupported(key: str, value: Any, supported: tuple[str, ...]) -> ConversionError:
+    return ConversionError(f"config.json: {key}={shown(value)} is not supported; supported: {', '.join(supported)}")
 
 
 def _integer(key: str, value: Any, limit: int) -> int:

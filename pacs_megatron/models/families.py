@@ -28,27 +28,20 @@ QK_NORM = (
     Row("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), Rows(("head_dim",))),
 )
 MLP_NORM = (Row("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Rows(("hidden",))),)
-DENSE_MLP = (
-    Row(
-        "mlp.linear_fc1.weight",
-        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        Rows(("ffn", "hidden"), tp_dim=0, tp_parts=2),
-    ),
-    Row("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Rows(("hidden", "ffn"), tp_dim=1)),
-)
-_EXPERT = "mlp.experts.local_experts.{e}"
+
+
+def _mlp(megatron: str, hf: str, ffn: str) -> tuple[Row, Row]:
+    gate_up = f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"
+    return (
+        Row(f"{megatron}.linear_fc1.weight", gate_up, Rows((ffn, "hidden"), tp_dim=0, tp_parts=2)),
+        Row(f"{megatron}.linear_fc2.weight", (f"{hf}.down_proj.weight",), Rows(("hidden", ffn), tp_dim=1)),
+    )
+
+
+DENSE_MLP = _mlp("mlp", "mlp", "ffn")
 EXPERTS = (
     Row("mlp.router.weight", ("mlp.gate.weight",), Rows(("experts", "hidden"))),
-    Row(
-        f"{_EXPERT}.linear_fc1.weight",
-        ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
-        Rows(("expert_ffn", "hidden"), tp_dim=0, tp_parts=2),
-    ),
-    Row(
-        f"{_EXPERT}.linear_fc2.weight",
-        ("mlp.experts.{e}.down_proj.weight",),
-        Rows(("hidden", "expert_ffn"), tp_dim=1),
-    ),
+    *_mlp("mlp.experts.local_experts.{e}", "mlp.experts.{e}", "expert_ffn"),
 )
 
 
@@ -157,9 +150,7 @@ def _read(family: Family, config: ConfigReader) -> ModelSpec:
 
 def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
     """The architecture that a config.json of transformers 4 or 5 declares.
-
-    Raises ConversionError for an unsupported family or feature, a missing key or a wrong type.
-    """
+    Raises ConversionError for an unsupported family or feature, a missing key or a wrong type."""
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConversionError(

@@ -15,9 +15,7 @@ HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktok
 
 def snapshot(name: str, *, local_files_only: bool = False) -> Path:
     """Folder of the repository's model files, downloaded unless the local cache has them; no code, no pickled weights.
-
-    Raises the hub client's errors (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) and OSError.
-    """
+    Raises the hub client's errors (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) and OSError."""
     with hub_wait(name):
         return Path(download(name, local_files_only=local_files_only))
 
@@ -43,9 +41,7 @@ def config_folder(folder: Path) -> Path:
 
 def model_folder(path: str, key: str = "model.path", *, local_files_only: bool = False) -> Path:
     """The `config_folder` of the model that `key` names: of a local folder, or the local copy of a hub id.
-
-    Raises CheckpointError for anything else.
-    """
+    Raises CheckpointError for anything else."""
     folder = local_path(path)
     if folder.is_dir():
         return config_folder(folder)

@@ -75,10 +75,8 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class Qkv:
     """q, k, v of [heads, ...], [kv_heads, ...] twice, interleaved by query group.
-
     Megatron's rows are, for each of the `num_kv_heads` groups: its query heads, its key head, its value head. `rest`
-    names the remaining dimensions: ("hidden",) for the weight, () for the bias.
-    """
+    names the remaining dimensions: ("hidden",) for the weight, () for the bias."""
 
     rest: tuple[str, ...]
     tp_dim: ClassVar = 0

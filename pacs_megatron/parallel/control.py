@@ -54,10 +54,8 @@ class ControlChannel:
 
     def run_together(self, action: Callable[[], T], *, only: int | None = None) -> T:
         """Runs `action` on every rank, or on rank `only`, and returns its result (None on ranks that do not run it).
-
         If ranks fail, the PacsError of the lowest one is raised on all ranks: none waits in a collective for a failed rank,
-        and all handle the same error. Collective.
-        """
+        and all handle the same error. Collective."""
         result, error = None, None
         if only is None or only == self.rank.rank:
             try:

@@ -121,9 +121,8 @@ class _RedirectingFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not fullname.startswith(PREFIX):
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        is_ours = fullname.startswith(PREFIX)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if is_ours else None
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -152,9 +151,7 @@ def install() -> bool:
 @contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
     """Inside the block the type name of a CPU tensor is `torch.cuda.FloatTensor`, and `.cuda()` returns the tensor itself.
-
-    Only Megatron's constructors (optimizer, tied embeddings) check these names.
-    """
+    Only Megatron's constructors (optimizer, tied embeddings) check these names."""
     if torch.cuda.is_available():
         yield
         return

@@ -48,11 +48,10 @@ def started_place() -> RankPlace:
 
 
 def _rendezvous(place: RankPlace, backend: str) -> None:
-    if backend == "gloo":
-        nodes = int(os.environ.get("GROUP_WORLD_SIZE", os.environ.get("SLURM_JOB_NUM_NODES", "1")))
-        if nodes == 1:
-            # One host: all connections use loopback. The host name may resolve to another interface.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    num_nodes = os.environ.get("GROUP_WORLD_SIZE", os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    if backend == "gloo" and int(num_nodes) == 1:
+        # One host: all connections use loopback. The host name may resolve to another interface.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=_STARTUP_TIMEOUT_S)
     if place.master_addr:
         os.environ.update(place.variables())
@@ -141,9 +140,7 @@ def with_own_control(rank: Rank, timeout_s: float) -> Rank:
 
 def shutdown(*, keep_world: bool = False) -> None:
     """Destroys all groups after a normal end; `keep_world`: but the one of all ranks, for `initialize` with another layout.
-
-    Must not be called after an exception in a rank.
-    """
+    Must not be called after an exception in a rank."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

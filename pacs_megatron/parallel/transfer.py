@@ -84,9 +84,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 def all_gather_by_index(values: Mapping[int, float], size: int, *, group: dist.ProcessGroup) -> torch.Tensor:
     """float64 [size] with each rank's `values` at their index, NaN where no rank has one: gathered, so every bit is kept.
-
-    Ranks of one replica may set the same positions.
-    """
+    Ranks of one replica may set the same positions."""
     own = torch.zeros(2, size, dtype=torch.float64)
     index = torch.tensor(list(values), dtype=torch.int64)
     own[0, index] = torch.tensor(list(values.values()), dtype=torch.float64)

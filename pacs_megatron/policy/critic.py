@@ -37,10 +37,8 @@ class Critic(MegatronPolicy):
         self, facts: SampleFacts, minibatches: Sequence[MiniBatch], objective: Objective
     ) -> tuple[SampleFacts, list[MiniBatch]]:
         """The mini-batches of a step with advantages, whitened over all its tokens, and returns; the facts with |A|.
-
         The same bits on every rank and for every layout that gives the same values. Collective. Raises NonFiniteError on
-        all ranks.
-        """
+        all ranks."""
         advantages: list[dict[int, np.ndarray]] = []
         returns: list[dict[int, np.ndarray]] = []
         for minibatch in minibatches:
@@ -48,9 +46,9 @@ class Critic(MegatronPolicy):
             sources = (minibatch.step_start_logprobs, minibatch.reference_logprobs)
             logprobs = [[source[row] for row in values] if source else [] for source in sources]
             rewards = [float(minibatch.facts.rewards[row]) for row in values]
-            pair = objective.estimate(rewards, list(values.values()), *logprobs)
-            for found, own in zip((advantages, returns), pair, strict=True):
-                found.append(dict(zip(values, own, strict=True)))
+            own, later = objective.estimate(rewards, list(values.values()), *logprobs)
+            advantages.append(dict(zip(values, own, strict=True)))
+            returns.append(dict(zip(values, later, strict=True)))
         count = int(facts.response_lens.sum())
         sums = [{row: float(a.sum()) for row, a in own.items()} for own in advantages]
         mean = self._by_sample(facts, minibatches, sums).sum() / count
@@ -60,12 +58,9 @@ class Critic(MegatronPolicy):
             raise NonFiniteError("a value of the critic is not finite; no weight was changed")
         white = [{row: (a - mean) / math.sqrt(variance + _FLOOR) for row, a in own.items()} for own in advantages]
         sizes = [{row: float(np.abs(a).mean()) for row, a in own.items()} for own in white]
-        estimates = [
-            {"advantage": _float32(a), "return": _float32(g), **minibatch.estimates}
-            for a, g, minibatch in zip(white, returns, minibatches, strict=True)
-        ]
         return replace(facts, advantage_abs=self._by_sample(facts, minibatches, sizes)), [
-            replace(minibatch, estimates=own) for minibatch, own in zip(minibatches, estimates, strict=True)
+            replace(minibatch, estimates={"advantage": _float32(a), "return": _float32(g), **minibatch.estimates})
+            for a, g, minibatch in zip(white, returns, minibatches, strict=True)
         ]
 
 
@@ -80,12 +75,9 @@ def critic_optimizer(options: OptimizerOptions, lr: float) -> OptimizerOptions:
 
 def critic_report(policy: UpdateReport | None, critic: UpdateReport) -> UpdateReport:
     """One update of both models; without a policy's report one of the critic's warm-up."""
-    own = {name: value for name, value in critic.metrics.items() if name.startswith("critic/")}
-    own |= {
-        "critic/grad_norm": critic.grad_norm,
-        "critic/lr": critic.lr,
-        "critic/clipped_frac": float(critic.is_clipped),
-    }
     report = policy or UpdateReport(grad_norm=0.0, is_clipped=False, lr=0.0, metrics={})
+    own = {name: value for name, value in critic.metrics.items() if name.startswith("critic/")}
+    own |= {"critic/grad_norm": critic.grad_norm, "critic/lr": critic.lr}
+    own["critic/clipped_frac"] = float(critic.is_clipped)
     denominators = {**report.denominators, **critic.denominators}
     return replace(report, metrics={**report.metrics, **own}, denominators=denominators)

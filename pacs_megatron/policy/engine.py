@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pacs_megatron.batching.split import one_by_one, plan_metrics, plan_microbatches, split_groups_only
 from pacs_megatron.config.schema import OffloadKind, OptimizerOptions, ParallelOptions, PrecisionOptions
-from pacs_megatron.contracts import MiniBatch, Prepared, SampleFacts, UpdateReport
+from pacs_megatron.contracts import MicroBatchPlan, MiniBatch, Prepared, SampleFacts, UpdateReport
 from pacs_megatron.contracts.protocols import LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.models import ModelSpec, weight_table
@@ -27,13 +27,19 @@ from pacs_megatron.objectives.shared.groups import build_table
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import all_gather_by_index, broadcast_json
 from pacs_megatron.policy import passes, precision, weights
-from pacs_megatron.policy.microbatch import MicroBatch, build_microbatch, build_record
+from pacs_megatron.policy.microbatch import (
+    MAX_LOG_RATIO,
+    MicroBatch,
+    SampleStatistics,
+    UpdateLoss,
+    build_microbatch,
+    build_record,
+    coupled,
+)
 from pacs_megatron.policy.model import PolicyModel, build_chunks, transformer_config, unwrap, wrap_for_training
 from pacs_megatron.policy.offload import Offload
 from pacs_megatron.policy.optimizer import Optimizer
-from pacs_megatron.policy.passes import StoppablePass, StopTest
-from pacs_megatron.policy.routing import Routes, Routing
-from pacs_megatron.policy.update_loss import MAX_LOG_RATIO, SampleStatistics, UpdateLoss, coupled
+from pacs_megatron.policy.passes import Routes, Routing, StoppablePass, StopTest
 
 logger = logging.getLogger(__name__)
 
@@ -75,27 +81,25 @@ class MegatronPolicy:
         """experts of the last `step_start` or score pass, of this rank's samples; None for a model without experts"""
         self._tokens_per_microbatch = tokens_per_microbatch
         sequence_multiple = parallel.tp if parallel.sequence_parallel else 1
-        self._multiple = math.lcm(sequence_multiple, precision.token_multiple(precision_options) * sequence_multiple)
+        self._multiple = precision.token_multiple(precision_options) * sequence_multiple
         if parallel.megatron.tp_comm_overlap:
             self._multiple = -(-tokens_per_microbatch // (parallel.cp * self._multiple)) * self._multiple
             precision.start_userbuffers(self.config, self._multiple)
-        fp32_head = precision_options.head == "fp32"
+        fp32_head, dtype = precision_options.head == "fp32", self.config.params_dtype
         chunks = build_chunks(spec, self.table.padded_vocab, self.config, machine, rank, fp32_head=fp32_head)
         self.chunks = wrap_for_training(chunks, self.config, parallel, machine)
+        megatron_options = precision.megatron_options(OptimizerConfig, parallel.megatron, machine, dtype)
+        megatron_options["use_distributed_optimizer"] = parallel.distributed_optimizer
         self.optimizer = Optimizer(
             optimizer,
             self.chunks,
             self.config,
             clip_grad=clip_grad,
             total_updates=total_updates,
-            megatron_options=precision.megatron_options(
-                OptimizerConfig, parallel.megatron, machine, self.config.params_dtype
-            )
-            | {"use_distributed_optimizer": parallel.distributed_optimizer},
+            megatron_options=megatron_options,
         )
         self.offload = Offload(offload, self.chunks, self.optimizer, rank.device)
         self.config.finalize_model_grads_func = finalize_model_grads
-        self.config.grad_scale_func = None
         self.reference: weights.Snapshot | None = None
         for model in self.models:
             model.temperature = temperature
@@ -105,7 +109,6 @@ class MegatronPolicy:
         """The Megatron models inside the wrappers."""
         return [unwrap(chunk) for chunk in self.chunks]
 
-    # ------------------------------------------------------------------------------------------------------- weights
     def load_weights(self, read: Callable[[str], Tensor]) -> None:
         """Fills the model from Hugging Face tensors (`read(name)`), and the optimizer's master weights from the model."""
         weights.load(self.models, self.table, read)
@@ -126,7 +129,6 @@ class MegatronPolicy:
         if reset_optimizer:
             self.optimizer.reset_moments()
 
-    # -------------------------------------------------------------------------------------------------------- passes
     def _batches(self, minibatch: MiniBatch, *, with_tables: bool = False) -> list[MicroBatch]:
         together = minibatch.plan.together
         return [
@@ -183,9 +185,7 @@ class MegatronPolicy:
 
     def scores(self, minibatch: MiniBatch, objective: Objective, should_stop: StopTest | None = None) -> Tensor:
         """r_j of the whole mini-batch, float64 [n] on the CPU, the same bits on every rank: a forward-only pass.
-
-        Raises Interrupted as `logprobs`, and NonFiniteError.
-        """
+        Raises Interrupted as `logprobs`, and NonFiniteError."""
         statistics = self._score_pass(minibatch, objective, {"score"}, should_stop)
         return self._gathered(statistics, minibatch.facts, np.arange(minibatch.facts.num_samples))["score"]
 
@@ -209,17 +209,8 @@ class MegatronPolicy:
         self, minibatch: MiniBatch, objective: Pacs, rows: np.ndarray, should_stop: StopTest | None = None
     ) -> dict[str, float]:
         """Metrics of the difference of the scores of `rows` (whole groups) between two packings, with equal weights.
-
-        Forward passes only. Empty if every sample fills a micro-batch, so both packings are the same.
-        """
-        facts, layout = minibatch.facts, self.rank.layout
-        plan = plan_microbatches(
-            facts,
-            layout=layout,
-            tokens_per_microbatch=self._tokens_per_microbatch,
-            rows=rows,
-            owner_of_row=minibatch.plan.owners(facts.num_samples),
-        )
+        Forward passes only. Empty if every sample fills a micro-batch, so both packings are the same."""
+        facts, plan = minibatch.facts, self._plan_of(minibatch, rows)
         if all(len(own) < 2 for batches in plan.by_dp_rank for own in batches):
             return {}
         # Experts that an earlier pass recorded are, with sequence parallelism, those of this rank's tokens in its packing.
@@ -228,15 +219,13 @@ class MegatronPolicy:
         packed = replace(packed, step_start_logprobs=self.logprobs(packed, "step_start", should_stop))
         before, after = (
             self._gathered(self._score_pass(part, objective, {"score"}, should_stop), facts, rows)["score"]
-            for part in (packed, replace(packed, plan=one_by_one(plan, layout)))
+            for part in (packed, replace(packed, plan=one_by_one(plan, self.rank.layout)))
         )
         return objective.score_noise(before, after, facts, rows)
 
     def _gathered(self, statistics: SampleStatistics, facts: SampleFacts, rows: np.ndarray) -> dict[Statistic, Tensor]:
         """float64 [n] each, the same bits on every rank; NaN at other rows than `rows`, which all must be in the pass.
-
-        Raises NonFiniteError on all ranks.
-        """
+        Raises NonFiniteError on all ranks."""
         gathered: dict[Statistic, Tensor] = {}
         for name in sorted(statistics.names):
             values = all_gather_by_index(statistics.by_row(name), facts.num_samples, group=self.rank.control)
@@ -267,7 +256,6 @@ class MegatronPolicy:
             found |= zip(minibatch.facts.ids, gathered.tolist(), strict=True)
         return np.array([found[sample_id] for sample_id in facts.ids])
 
-    # -------------------------------------------------------------------------------------------------------- update
     def update(
         self, minibatch: MiniBatch, objective: Objective, step_inputs: Any, should_stop: StopTest | None = None
     ) -> UpdateReport:
@@ -275,8 +263,8 @@ class MegatronPolicy:
 
         Where coefficients depend on this update's log-probs, they are computed between forward and backward of the
         micro-batch that contains the whole group, or from a score pass over the groups that are not together.
-        Raises NonFiniteError on every rank, before any weight changes, if a statistic, coefficient or gradient is not
-        finite; Interrupted, before any weight changes, as `logprobs`.
+        Raises, before any weight changes, NonFiniteError on every rank if a statistic, coefficient or gradient is not
+        finite, and Interrupted as `logprobs`.
         """
         names = objective.statistics(minibatch.index)
         before: dict[Statistic, Tensor] = {}
@@ -285,8 +273,15 @@ class MegatronPolicy:
             minibatch = _with_coupled_rows(minibatch, objective)
             split = np.flatnonzero(~minibatch.plan.together)
             known = objective.known(minibatch.facts, step_inputs)
-            prepared, before = self._prepare_split_groups(minibatch, objective, known, split, should_stop)
-            minibatch = replace(minibatch, routes=self.routes if before else minibatch.routes)
+            prepared = Prepared(per_sample={})
+            if len(split):
+                subset = replace(minibatch, plan=split_groups_only(minibatch.plan, self.rank.layout))
+                statistics = self._score_pass(subset, objective, names, should_stop)
+                before = self._gathered(statistics, minibatch.facts, split)
+                table = build_table(minibatch.facts, split)
+                of_rows = {name: values[table.rows] for name, values in before.items()}
+                per_sample = coupled(objective, table, of_rows, known, minibatch.facts.num_samples)
+                prepared, minibatch = Prepared(per_sample=per_sample), replace(minibatch, routes=self.routes)
         else:
             prepared = objective.prepare(None, minibatch.facts, step_inputs)
             minibatch = self._without_zero_gradient(minibatch, prepared)
@@ -329,25 +324,6 @@ class MegatronPolicy:
             denominators=denominators | dict.fromkeys(passes_and_plan, 1.0),
         )
 
-    def _prepare_split_groups(
-        self,
-        minibatch: MiniBatch,
-        objective: Objective,
-        known: dict[str, Tensor],
-        split: np.ndarray,
-        should_stop: StopTest | None,
-    ) -> tuple[Prepared, dict[Statistic, Tensor]]:
-        """Coefficients of the samples `split`, whose groups are not together, from a score pass, and its statistics."""
-        if not len(split):
-            return Prepared(per_sample={}), {}
-        facts = minibatch.facts
-        subset = replace(minibatch, plan=split_groups_only(minibatch.plan, self.rank.layout))
-        names = objective.statistics(minibatch.index)
-        found = self._gathered(self._score_pass(subset, objective, names, should_stop), facts, split)
-        table = build_table(facts, split)
-        of_rows = {name: values[table.rows] for name, values in found.items()}
-        return Prepared(per_sample=coupled(objective, table, of_rows, known, facts.num_samples)), found
-
     def _forward_backward(self, minibatch: MiniBatch, loss: UpdateLoss) -> list[Mapping[str, Tensor]]:
         """The gradients of the mini-batch, and the reports of `loss`."""
         self.optimizer.zero_grad(self.chunks)
@@ -375,20 +351,21 @@ class MegatronPolicy:
 
     def _without_zero_gradient(self, minibatch: MiniBatch, prepared: Prepared) -> MiniBatch:
         """Leaves samples out whose gradient is exactly zero, if no earlier pass has used the plan.
-
         N is in the coefficients already. After a log-prob pass the plan stays, so the update computes with the same
-        shapes.
-        """
+        shapes."""
         if prepared.zero_gradient is None or minibatch.step_start_logprobs is not None:
             return minibatch
-        plan = plan_microbatches(
+        return replace(minibatch, plan=self._plan_of(minibatch, np.flatnonzero(~prepared.zero_gradient.numpy())))
+
+    def _plan_of(self, minibatch: MiniBatch, rows: np.ndarray) -> MicroBatchPlan:
+        """A plan of `rows` alone; each sample stays on the rank that has its tokens."""
+        return plan_microbatches(
             minibatch.facts,
             layout=self.rank.layout,
             tokens_per_microbatch=self._tokens_per_microbatch,
-            rows=np.flatnonzero(~prepared.zero_gradient.numpy()),
+            rows=rows,
             owner_of_row=minibatch.plan.owners(minibatch.facts.num_samples),
         )
-        return replace(minibatch, plan=plan)
 
     def _sum_reports(self, reports: list[Mapping[str, Tensor]]) -> dict[str, float]:
         """Sums over micro-batches and data-parallel ranks, the same on every rank. Collective."""
@@ -420,9 +397,7 @@ def _mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str,
 
 def _with_coupled_rows(minibatch: MiniBatch, objective: Objective) -> MiniBatch:
     """The mini-batch whose plan's `together` are the samples with all coupled samples in their micro-batch.
-
-    All tokens of a sample are in one micro-batch, so with coupling `sample` that is every sample.
-    """
+    All tokens of a sample are in one micro-batch, so with coupling `sample` that is every sample."""
     if objective.coupling == "group":
         return minibatch
     together = np.full(minibatch.facts.num_samples, objective.coupling != "minibatch")

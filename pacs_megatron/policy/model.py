@@ -1,9 +1,16 @@
-"""Builds Megatron model chunks, wrapped in DistributedDataParallel, from a ModelSpec and a layout."""
+"""Megatron model chunks, wrapped in DistributedDataParallel, from a ModelSpec and a layout, and the layers of their local spec.
+
+Megatron's torch norm does not support sequence parallelism, and its local attention no packed (THD) input. With
+Transformer Engine neither of the layers here is used.
+"""
 
 import copy
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -15,8 +22,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import layers
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -31,15 +40,149 @@ from pacs_megatron.parallel import cpu_redirects
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.policy import precision
 from pacs_megatron.policy.head import LossGradient, token_logprobs
-from pacs_megatron.policy.modules import PackedAttention, RMSNorm, with_fp32_output
+
+_MAX_PADDING_FACTOR = 2.0
+"""Sequences are padded to one batch if that costs at most this factor in tokens; otherwise one call each."""
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm over the last dimension; its gradient is summed over a sequence-parallel group."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron sums the gradients of parameters with this attribute over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def with_fp32_output(norm: type) -> type:
+    """The final norm of `precision.head: fp32`: Megatron's `norm` with its parameters and state; the output is fp32."""
+
+    class Fp32Output:
+        def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
+            module = norm(config=config, hidden_size=hidden_size, eps=eps)
+            module.forward = lambda x: F.rms_norm(x.float(), (hidden_size,), module.weight.float(), eps)
+            return module
+
+    return Fp32Output
+
+
+# Context parallelism splits every packed sequence over the ranks in Transformer Engine's order. A sequence of length L (a
+# multiple of 2 cp) is split into 2 cp chunks; rank r has chunks r and 2 cp - 1 - r, so causal attention costs every rank the
+# same.
+def zigzag_index(bounds: Sequence[int], cp: int) -> Tensor:
+    """int64 [cp, t / cp]: positions of each rank, in its local order, of sequences with bounds [n + 1]."""
+    shares: list[list[Tensor]] = [[] for _ in range(cp)]
+    for start, stop in itertools.pairwise(bounds):
+        chunks = torch.arange(start, stop).chunk(2 * cp)
+        assert (stop - start) % (2 * cp) == 0, "sequences are padded to a multiple of 2 cp"
+        if stop == start:
+            continue
+        for rank in range(cp):
+            shares[rank] += [chunks[rank], chunks[2 * cp - 1 - rank]]
+    return torch.stack([torch.cat(share) for share in shares])
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
+        shares = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(shares, local.contiguous(), group=group)
+        full = local.new_empty(index.numel(), *local.shape[1:])
+        for rank, share in enumerate(shares):
+            full[index[rank]] = share
+        ctx.save_for_backward(index)
+        ctx.group = group
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        total = grads[0].contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total[index[ctx.group.rank()]], None, None
+
+
+def gather_sequence(local: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[t / cp, ...] of every rank -> [t, ...] in packed order; `index` of `zigzag_index`. Collective; differentiable:
+    backward sums over the ranks and takes the local part."""
+    full: Tensor = _GatherSequence.apply(local, index, group)  # type: ignore[no-untyped-call]
+    return full
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention over packed sequences with torch's scaled_dot_product_attention.
+    With context parallelism every rank gathers and computes the whole sequence, which is exact but not economical: this
+    is the CPU path. On a GPU, Transformer Engine passes keys and values around the ring."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        self.cp_group = parallel_state.get_context_parallel_group()
+
+    def forward(  # noqa: PLR0913  (Megatron's signature)
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """query [t, heads, d], key and value [t, kv heads, d] -> [t, heads * d]; sequences by `cu_seqlens_q`."""
+        assert packed_seq_params is not None, "the policy always packs"
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        cp = self.cp_group.size()
+        if cp > 1:
+            index = zigzag_index(bounds, cp).to(query.device)
+            query, key, value = (gather_sequence(x, index, self.cp_group) for x in (query, key, value))
+        lens = [stop - start for start, stop in itertools.pairwise(bounds)]
+        if len(lens) * max(lens) <= _MAX_PADDING_FACTOR * bounds[-1]:
+            out = self._padded(query, key, value, lens)
+        else:
+            split = (torch.split(x.transpose(0, 1).unsqueeze(0), lens, dim=2) for x in (query, key, value))
+            parts = [self._attend(*own) for own in zip(*split, strict=True) if own[0].numel()]
+            out = torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)
+        if cp > 1:
+            out = out.index_select(0, index[self.cp_group.rank()])
+        return out.reshape(out.shape[0], -1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
+        )
+
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor, lens: list[int]) -> Tensor:
+        """One call for all sequences. Padding follows each sequence, where the causal mask hides it."""
+        num, longest = len(lens), max(lens)
+        slot = torch.cat([torch.arange(n) + k * longest for k, n in enumerate(lens)]).to(query.device)
+
+        def pad(x: Tensor) -> Tensor:
+            padded = x.new_zeros(num * longest, *x.shape[1:]).index_copy(0, slot, x)
+            return padded.view(num, longest, *x.shape[1:]).transpose(1, 2)
+
+        out = self._attend(pad(query), pad(key), pad(value)).transpose(1, 2)
+        return out.reshape(num * longest, *query.shape[1:]).index_select(0, slot)
 
 
 class PolicyModel(GPTModel):
     """Megatron's GPTModel whose last stage returns log-probs of given tokens instead of all logits.
-
     `labels` [1, t] has the token id that each position predicts, or -1 for none. Returns (log-probs [k], entropies [k])
-    of the k positions with a label, in order; a critic's are (values, zeros). Without labels it behaves as GPTModel.
-    """
+    of the k positions with a label, in order; a critic's are (values, zeros). Without labels it behaves as GPTModel."""
 
     spec: ModelSpec
     temperature: float = 1.0
@@ -53,11 +196,8 @@ class PolicyModel(GPTModel):
             return super()._postprocess(hidden_states, *args, **kwargs)
         if self.spec.head == "value":
             return self._values(hidden_states, labels[0])
-        weight = (
-            self.shared_embedding_or_output_weight()
-            if self.share_embeddings_and_output_weights
-            else self.output_layer.weight
-        )
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
         else:
@@ -134,18 +274,19 @@ def transformer_config(
         # The batched exchange of the interleaved schedule mismatches sends and receives where both neighbours are the
         # same rank (pp = 2); one direction at a time works at any size.
         arguments |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    if parallel.recompute.granularity != "none":
-        arguments["recompute_granularity"] = parallel.recompute.granularity
-        if parallel.recompute.granularity == "full":
-            arguments |= {"recompute_method": "uniform", "recompute_num_layers": parallel.recompute.num_layers}
-        else:
-            arguments["recompute_modules"] = list(parallel.recompute.modules)
-            without_te = set(parallel.recompute.modules) & RECOMPUTED_WITH_TRANSFORMER_ENGINE
-            if machine.transformer_engine is None and without_te:
-                raise ConfigError(
-                    f"parallel.recompute.modules: {', '.join(sorted(without_te))} needs Transformer Engine, which is not "
-                    "installed; remove it, or install transformer-engine 2.11"
-                )
+    recompute = parallel.recompute
+    if recompute.granularity != "none":
+        arguments["recompute_granularity"] = recompute.granularity
+    if recompute.granularity == "full":
+        arguments |= {"recompute_method": "uniform", "recompute_num_layers": recompute.num_layers}
+    elif recompute.granularity == "selective":
+        arguments["recompute_modules"] = list(recompute.modules)
+        without_te = set(recompute.modules) & RECOMPUTED_WITH_TRANSFORMER_ENGINE
+        if machine.transformer_engine is None and without_te:
+            raise ConfigError(
+                f"parallel.recompute.modules: {', '.join(sorted(without_te))} needs Transformer Engine, which is not "
+                "installed; remove it, or install transformer-engine 2.11"
+            )
     arguments |= precision.megatron_arguments(options, machine)
     arguments |= precision.megatron_options(TransformerConfig, parallel.megatron, machine, dtype)
     try:
@@ -165,11 +306,9 @@ def _layer_spec(spec: ModelSpec, *, transformer_engine: bool) -> ModuleSpec:
     )
     attention = local.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    local.submodules.input_layernorm = RMSNorm
-    local.submodules.pre_mlp_layernorm = RMSNorm
+    local.submodules.input_layernorm = local.submodules.pre_mlp_layernorm = RMSNorm
     if spec.qk_norm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     if spec.moe is not None:
         # With experts Transformer Engine does not fuse this norm, so its checkpoints use the norm's own name.
         del local.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
@@ -218,9 +357,7 @@ def build_chunks(
     fp32_head: bool = False,
 ) -> list[torch.nn.Module]:
     """This rank's model chunks (one, or `vpp`), on its device, in bf16 wrapped in Float16Module. Weights are arbitrary.
-
-    `fp32_head`: final norm, output layer and log-softmax in fp32, in a model of bf16 weights.
-    """
+    `fp32_head`: final norm, output layer and log-softmax in fp32, in a model of bf16 weights."""
     # Defect of megatron-core 0.16: the router tests `te_general_gemm is not None`, a name that is unbound without
     # Transformer Engine (NameError).
     if not hasattr(moe_utils, "te_general_gemm"):

@@ -18,7 +18,7 @@ from pacs_megatron.parallel import cpu_redirects
 
 
 class Optimizer:
-    """Takes one optimizer update per call of `step`."""
+    """One optimizer update per call of `step`."""
 
     def __init__(
         self,
@@ -31,13 +31,8 @@ class Optimizer:
         megatron_options: Mapping[str, Any],
     ) -> None:
         optimizer_config = OptimizerConfig(
+            **options.model_dump(exclude={"warmup_updates", "schedule"}),
             optimizer="adam",
-            lr=options.lr,
-            min_lr=options.min_lr,
-            weight_decay=options.weight_decay,
-            adam_beta1=options.adam_beta1,
-            adam_beta2=options.adam_beta2,
-            adam_eps=options.adam_eps,
             clip_grad=clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
@@ -155,9 +150,7 @@ class Optimizer:
     @torch.no_grad()
     def step(self) -> tuple[float, float]:
         """Clip by the global norm and update. Returns (norm before clipping, learning rate used). Collective.
-
-        Raises NonFiniteError on every rank, before any weight changes, when the norm is not finite.
-        """
+        Raises NonFiniteError on every rank, before any weight changes, when the norm is not finite."""
         found_inf = self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
         if found_inf or not math.isfinite(norm):

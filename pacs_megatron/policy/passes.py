@@ -1,4 +1,9 @@
-"""Forward and backward over a plan of micro-batches, through Megatron's own schedules."""
+"""Forward and backward over a plan of micro-batches, through Megatron's own schedules, and the routing of experts in them.
+
+Routing is recorded in one pass over a mini-batch and replayed in the later ones, so that all use the same experts.
+Megatron's RouterReplay has one recording in each router. Here the recording belongs to a sample, a layer and a token, so
+another packing, stage or layout can replay it. A recomputed forward takes the micro-batches in the order of their forwards.
+"""
 
 import contextlib
 import math
@@ -7,18 +12,90 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
 from pacs_megatron.contracts import Interrupted
 from pacs_megatron.models import ModelSpec
-from pacs_megatron.policy.microbatch import MicroBatch, packed_params
-from pacs_megatron.policy.model import unwrap
-from pacs_megatron.policy.routing import Routing
-from pacs_megatron.policy.update_loss import UpdateLoss
+from pacs_megatron.policy.microbatch import MicroBatch, UpdateLoss, packed_params
+from pacs_megatron.policy.model import PolicyModel, unwrap
+
+Routes = dict[int, np.ndarray]
+"""row -> int16 [input tokens, layers, top k], the experts of each token; -1 where another rank has them. May be flat."""
+
+
+class Routing:
+    """One pass: replays `given` in micro-batches whose samples all have it, and records the others. Then call `finish`."""
+
+    def __init__(self, spec: ModelSpec, models: Sequence[PolicyModel], given: Routes | None) -> None:
+        assert spec.moe is not None
+        self._shape = (spec.num_layers, spec.moe.top_k)
+        self._models = models
+        self._given = given
+        self._recorded: list[tuple[MicroBatch, Tensor, dict[int, Tensor]]] = []
+
+    @contextlib.contextmanager
+    def around(self, model: PolicyModel, batch: MicroBatch) -> Iterator[None]:
+        """The forward pass of a micro-batch through a chunk."""
+        routers, place = dict(_routers(model)), batch.place
+        if model.config.sequence_parallel:
+            tp = parallel_state.get_tensor_model_parallel_world_size()
+            place = place.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
+        given = self._given or {}
+        experts = self._at(batch, place, given) if given and all(int(row) in given for row in batch.rows) else None
+        for layer, router in routers.items():
+            if experts is None:
+                router.set_router_replay_action(RouterReplayAction.RECORD)
+            else:
+                router.set_target_indices(experts[:, layer])  # also for a recomputed forward
+                router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        yield
+        if experts is None:
+            self._recorded.append((batch, place, {k: r.recorded_topk_idx for k, r in routers.items()}))
+        for router in routers.values():
+            if experts is None:  # a recomputed forward replays this one
+                router.replay_backward_list.append(router.recorded_topk_idx)
+            router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+
+    def _at(self, batch: MicroBatch, place: Tensor, given: Routes) -> Tensor:
+        """int64 [t, layers, top k]. Padding takes the first experts."""
+        padding = np.broadcast_to(np.arange(self._shape[1]), (1, *self._shape))
+        pieces = [given[int(row)].reshape(-1, *self._shape) for row in batch.rows]
+        experts = torch.from_numpy(np.concatenate([*pieces, padding]).astype(np.int16)).to(place.device)
+        return experts[place].long()  # a place of -1 is the last entry
+
+    def finish(self) -> None:
+        """The routers choose by themselves again."""
+        for model in self._models:
+            for _, router in _routers(model):
+                router.clear_indices()
+                router.clear_router_replay_action()
+
+    def recorded(self) -> Routes:
+        """The choice of this rank's routers: of its own layers, and with sequence or context parallelism of its own tokens."""
+        found: Routes = {}
+        for batch, place, by_layer in self._recorded:
+            ends, known = np.cumsum(batch.input_lens), (place >= 0).cpu()
+            experts = np.full((int(batch.input_lens.sum()), *self._shape), -1, np.int16)
+            for layer, chosen in by_layer.items():
+                experts[place.cpu()[known].numpy(), layer] = chosen.cpu()[known].numpy()
+            pieces = np.split(experts, ends[:-1]) if len(ends) else []
+            for row, piece in zip(batch.rows, pieces, strict=True):
+                at = int(row)
+                found[at] = np.maximum(found[at], piece) if at in found else piece  # chunks have other layers
+        return found
+
+
+def _routers(model: PolicyModel) -> Iterator[tuple[int, RouterReplay]]:
+    """(0-based layer of the whole model, its replay)"""
+    for layer in model.decoder.layers:
+        yield layer.layer_number - 1, layer.mlp.router.router_replay
+
 
 StopTest = Callable[[], bool]
 
@@ -122,9 +199,7 @@ def forward(
     routing: Routing | None = None,
 ) -> list[Tensor]:
     """Log-probs float32 [local] of every micro-batch, on the last pipeline stage; an empty list elsewhere. No grad.
-
-    Raises Interrupted on every rank after a stop request during `stoppable`, which has the same micro-batches.
-    """
+    Raises Interrupted on every rank after a stop request during `stoppable`, which has the same micro-batches."""
     iterators = [iter(batches) for _ in chunks] if stoppable is None else stoppable.iterators(len(chunks))
     with torch.no_grad(), _unchanged_fp8_state(chunks):
         # Megatron reads the device of the loss when the model has experts; its value is not used.
@@ -138,9 +213,7 @@ def forward_backward(
     chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], loss: UpdateLoss, routing: Routing | None = None
 ) -> list[Mapping[str, Tensor]]:
     """Gradients of the SUM of the losses over micro-batches and data-parallel ranks, into Megatron's buffers.
-
-    Returns the report of `loss` for every micro-batch on the last pipeline stage, [] elsewhere.
-    """
+    Returns the report of `loss` for every micro-batch on the last pipeline stage, [] elsewhere."""
     iterators = [iter(batches) for _ in chunks]
     return _run(chunks, iterators, len(batches), lambda batch, out: loss(batch, *out), loss=loss, routing=routing)
 

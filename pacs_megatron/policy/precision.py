@@ -40,15 +40,14 @@ class Machine:
 def _pair(version: str | None) -> tuple[int, int] | None:
     if version is None:
         return None
-    major, minor = version.split(".")[:2]
+    major, minor, *_ = version.split(".")
     return int(major), int(minor)
 
 
 def inspect_machine() -> Machine:
     """Inspects this machine without importing the packages."""
     cuda = torch.cuda.is_available()
-    has_apex_name = importlib.util.find_spec("apex") is not None
-    has_apex_kernels = importlib.util.find_spec("amp_C") is not None
+    has_apex_name, has_apex_kernels = (importlib.util.find_spec(name) is not None for name in ("apex", "amp_C"))
     return Machine(
         cuda=cuda,
         capability=torch.cuda.get_device_capability() if cuda else None,
@@ -145,12 +144,9 @@ def megatron_arguments(options: PrecisionOptions, machine: Machine) -> dict[str,
         arguments |= {"fp8": options.fp8.format, "fp8_recipe": options.fp8.recipe}
         if options.fp8.recipe == "delayed":
             arguments |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
-        if options.fp8.first_last_layers_bf16:
-            arguments |= {
-                "first_last_layers_bf16": True,
-                "num_layers_at_start_in_bf16": options.fp8.first_last_layers_bf16,
-                "num_layers_at_end_in_bf16": options.fp8.first_last_layers_bf16,
-            }
+        if edges := options.fp8.first_last_layers_bf16:
+            arguments |= {"num_layers_at_start_in_bf16": edges, "num_layers_at_end_in_bf16": edges}
+            arguments["first_last_layers_bf16"] = True
     return arguments
 
 

@@ -74,9 +74,7 @@ def _optimizer_tensors(
     part: Any, model_state: dict[str, Any], readable: Callable[[torch.Tensor], torch.Tensor], *, is_loading: bool
 ) -> dict[int, dict[str, Any]]:
     """Number -> master weight and moments of one parameter, each with the key and the shards of its weight.
-
-    Every optimizer writes the keys of Megatron's distributed optimizer, so each reads the files of every other.
-    """
+    Every optimizer writes the keys of Megatron's distributed optimizer, so each reads the files of every other."""
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     if isinstance(part, DistributedOptimizer):
         by_weight = {id(weight.data): weight for weight in nested_values(sharded)}
@@ -126,10 +124,8 @@ def _boxes(
     weight: ShardedTensor | ShardedTensorFactory, name: str, start: int, data: torch.Tensor
 ) -> list[ShardedTensor]:
     """`data`, flat elements from `start` on of the local shard `weight`, as views with a place in the whole tensor.
-
     Megatron's own fully reshardable form gathers whole weights on one data-parallel rank, or on every GPU
-    (distrib_optimizer.py:977-1124). Here each rank writes its own elements, and torch's planner reads any boxes.
-    """
+    (distrib_optimizer.py:977-1124). Here each rank writes its own elements, and torch's planner reads any boxes."""
     whole = torch.empty(weight.data.shape, device="meta")
     if isinstance(weight, ShardedTensorFactory):  # gate over up
         shards = weight.build_fn(weight.key, whole, weight.replica_id, None)

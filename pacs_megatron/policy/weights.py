@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,7 @@ TIED_OUTPUT = "output_layer.weight"
 
 def named_parameters(model: PolicyModel, table: WeightTable) -> dict[str, torch.nn.Parameter]:
     """This chunk's parameters under the table's names, with global layer and expert numbers.
-
-    The copy of a tied embedding on the last pipeline stage is left out.
-    """
+    The copy of a tied embedding on the last pipeline stage is left out."""
     global_layer = {index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)}
     ep_rank = parallel_state.get_expert_model_parallel_rank()
     found: dict[str, torch.nn.Parameter] = {}
@@ -37,9 +36,7 @@ def named_parameters(model: PolicyModel, table: WeightTable) -> dict[str, torch.
         if full_name == TIED_OUTPUT and table.spec.tied:
             continue
         if full_name not in table.by_megatron:
-            raise ConversionError(
-                f"Megatron parameter {full_name} has no row in the table of family {table.spec.family}"
-            )
+            raise ConversionError(f"Megatron parameter {full_name} has no row in the table of {table.spec.family}")
         found[full_name] = parameter
     return found
 
@@ -49,22 +46,17 @@ def _num_local_experts(table: WeightTable) -> int:
     return table.spec.moe.num_experts // int(parallel_state.get_expert_model_parallel_world_size())
 
 
-def _tp_group(entry: Entry) -> dist.ProcessGroup:
+def _tp_group(entry: Entry) -> Any:
     """The tensor-parallel group of the entry: experts have their own."""
-    group: dist.ProcessGroup = (
-        parallel_state.get_tensor_model_parallel_group()
-        if entry.expert is None
-        else parallel_state.get_expert_tensor_parallel_group()
-    )
-    return group
+    if entry.expert is None:
+        return parallel_state.get_tensor_model_parallel_group()
+    return parallel_state.get_expert_tensor_parallel_group()
 
 
 @torch.no_grad()
 def load(models: Sequence[PolicyModel], table: WeightTable, read: Callable[[str], Tensor]) -> None:
     """Fills this rank's parameters; `read` returns one Hugging Face tensor by name. Reads only tensors that this rank needs.
-
-    Raises ConversionError for a wrong shape, and the error of `read` for a missing name.
-    """
+    Raises ConversionError for a wrong shape, and the error of `read` for a missing name."""
     for model in models:
         targets = list(named_parameters(model, table).items())
         if table.spec.tied and model.post_process and not model.pre_process:
@@ -91,10 +83,8 @@ def export(
     models: Sequence[PolicyModel], table: WeightTable, readable: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) for every weight, in the table's order, on every rank. Collective.
-
-    One entry is in flight at a time: the owner stage gathers its tensor-parallel shards, then the other stages (and the
-    other expert ranks) receive the merged tensor. `readable` returns the values of an off-loaded parameter.
-    """
+    One entry is in flight at a time: its stage gathers the tensor-parallel shards, then the other expert ranks and stages
+    receive the merged tensor. `readable` returns the values of an off-loaded parameter."""
     mine: dict[str, torch.nn.Parameter] = {}
     for model in models:
         mine |= named_parameters(model, table)
@@ -102,11 +92,14 @@ def export(
     dtype = models[0].config.params_dtype
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     ep_group = parallel_state.get_expert_model_parallel_group()
-    owners = _owner_stages(table, mine, pp_group, device)
-    for entry, owner in zip(table.entries, owners, strict=True):
-        full: Tensor | None = None
+    for entry in table.entries:
+        owner, full = _stage(entry, table.spec.num_layers), None
         if entry.megatron_name in mine:
-            full = _merge(entry, readable(mine[entry.megatron_name].detach()).to(device))
+            full, group = readable(mine[entry.megatron_name].detach()).to(device), _tp_group(entry)
+            if group.size() > 1 and entry.shard_shape(group.size()) != entry.megatron_shape:
+                shards = [torch.empty_like(full) for _ in range(group.size())]
+                dist.all_gather(shards, full.contiguous(), group=group)
+                full = entry.merge_tp(shards)
         if entry.expert is not None and ep_group.size() > 1 and owner == pp_group.rank():
             full = _broadcast(entry, full, entry.expert // _num_local_experts(table), ep_group, device, dtype)
         if pp_group.size() > 1:
@@ -115,29 +108,13 @@ def export(
         yield from zip(entry.hf_names, entry.to_hf(full), strict=True)
 
 
-def _owner_stages(
-    table: WeightTable, mine: dict[str, torch.nn.Parameter], pp_group: dist.ProcessGroup, device: torch.device
-) -> list[int]:
-    """Pipeline stage of every entry. With expert parallelism a stage owns all its experts. Collective."""
-    have = torch.tensor([int(entry.megatron_name in mine) for entry in table.entries], device=device)
-    if parallel_state.get_expert_model_parallel_world_size() > 1:
-        dist.all_reduce(have, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group())
-    stages = [torch.empty_like(have) for _ in range(pp_group.size())]
-    dist.all_gather(stages, have, group=pp_group)
-    owned = torch.stack(stages)
-    if not bool((owned.sum(0) == 1).all()):
-        missing = [e.megatron_name for e, count in zip(table.entries, owned.sum(0).tolist(), strict=True) if count != 1]
-        raise ConversionError(f"these weights are not on exactly one pipeline stage: {', '.join(missing[:5])}")
-    return [int(stage) for stage in owned.argmax(0)]
-
-
-def _merge(entry: Entry, shard: Tensor) -> Tensor:
-    group = _tp_group(entry)
-    if group.size() == 1 or entry.shard_shape(group.size()) == entry.megatron_shape:
-        return shard
-    shards = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(shards, shard.contiguous(), group=group)
-    return entry.merge_tp(shards)
+def _stage(entry: Entry, num_layers: int) -> int:
+    """The pipeline stage of an entry. With interleaving a stage has every pp-th chunk of layers."""
+    pp = int(parallel_state.get_pipeline_model_parallel_world_size())
+    if entry.layer is None:
+        return 0 if entry.place == "embedding" else pp - 1
+    num_chunks = pp * (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1)
+    return entry.layer * num_chunks // num_layers % pp
 
 
 def _broadcast(

@@ -53,10 +53,10 @@ def test_gradients_of_the_forward_pass_are_those_of_the_backward_pass(model: Pat
     world, parallel = LAYOUTS[layout]
 
     def on_rank(_rank: int, world: int) -> Any:
-        from pacs_megatron.policy import head, update_loss
+        from pacs_megatron.policy import head, microbatch
 
         head.logits_per_chunk = lambda _bytes: 7 * 256
-        original = update_loss.UpdateLoss.gradient
+        original = microbatch.UpdateLoss.gradient
         policy = make_policy(model, world, tokens_per_microbatch=52, **parallel)
         start = {key: tensor.clone() for key, tensor in policy.export_weights()}
         found = []
@@ -68,7 +68,7 @@ def test_gradients_of_the_forward_pass_are_those_of_the_backward_pass(model: Pat
                 calls.append(known is not None)
                 return known if on else None
 
-            update_loss.UpdateLoss.gradient = gradient  # type: ignore[method-assign]
+            microbatch.UpdateLoss.gradient = gradient  # type: ignore[method-assign]
             policy.load_weights(lambda key: start[key])
             policy.take_reference(reset_optimizer=True)
             objective = build_objective(OBJECTIVES[name], updates_per_step=3)
@@ -109,7 +109,7 @@ def _full(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
 
 def _head_of(policy: Any, tp: int) -> dict[str, float]:
     """Relative errors of log-probs and gradients of one micro-batch against float64 from the final norm's input."""
-    from pacs_megatron.policy.update_loss import SampleStatistics, UpdateLoss
+    from pacs_megatron.policy.microbatch import SampleStatistics, UpdateLoss
 
     capture = _Capture(policy)
     objective = build_objective(SftOptions(name="sft"), updates_per_step=1)

@@ -194,7 +194,7 @@ def test_three_sft_updates_at_another_temperature_equal_the_plain_loop(tiny_qwen
 
 def test_packed_and_padded_and_single_sequences_have_the_same_logprobs(tiny_qwen3: Path) -> None:
     """Attention takes one padded call where lengths are alike and goes one by one where they are not."""
-    from pacs_megatron.policy import modules
+    from pacs_megatron.policy import model
 
     facts, tokens = STEPS[0]
     expected = PlainTrainer(tiny_qwen3).logprobs(facts, tokens)
@@ -203,7 +203,7 @@ def test_packed_and_padded_and_single_sequences_have_the_same_logprobs(tiny_qwen
         policy = make_policy(tiny_qwen3, world)
         found = []
         for factor in (0.0, 1e9):
-            modules._MAX_PADDING_FACTOR = factor
+            model._MAX_PADDING_FACTOR = factor
             for budget in (23, 64, 10_000):
                 found.append(policy.logprobs(make_part(facts, tokens, policy, budget), "step_start"))
         return found

@@ -290,7 +290,7 @@ PLANTED: dict[str, Planted] = {
         target="pacs_megatron.training.step.with_logprobs", change=_off_by_a_thousandth
     ),
     "coefficients of a micro-batch in the other order": Planted(
-        target=f"{POLICY}.update_loss.UpdateLoss._coupled", change=_reversed_coefficients
+        target=f"{POLICY}.microbatch.UpdateLoss._coupled", change=_reversed_coefficients
     ),
     # ---------------------------------------------------------------------------------------------------- optimizer
     "norms decay": Planted(
@@ -361,7 +361,7 @@ PLANTED: dict[str, Planted] = {
     # ------------------------------------------------------------------------------------------------- second round
     "beta of the scores 1 % low": Planted(target=f"{OBJECTIVES}.pacs.Pacs.token_scores", change=_low_scores),
     "the last token of a response has no loss": Planted(
-        target=f"{POLICY}.update_loss.build_record",
+        target=f"{POLICY}.microbatch.build_record",
         change=lambda original, batch, *args, **kwargs: _masked(batch, original(batch, *args, **kwargs)),
     ),
     "the reference is never reset": Planted(
@@ -382,7 +382,7 @@ PLANTED: dict[str, Planted] = {
         target=f"{BATCHING}.split.plan_microbatches", change=_without_last_microbatch
     ),
     "N of one data-parallel rank": Planted(
-        target=f"{POLICY}.update_loss.UpdateLoss._coupled",
+        target=f"{POLICY}.microbatch.UpdateLoss._coupled",
         change=lambda original, *args: (
             lambda prepared: replace(prepared, per_sample={k: 2 * v for k, v in prepared.per_sample.items()})
         )(original(*args)),
@@ -457,7 +457,7 @@ PLANTED: dict[str, Planted] = {
         target=f"{POLICY}.engine.MegatronPolicy._metrics", change=_wrong_denominator
     ),
     "later updates choose their own experts": Planted(
-        target=f"{POLICY}.routing.Routing.__init__",
+        target=f"{POLICY}.passes.Routing.__init__",
         change=lambda original, self, spec, models, given: original(self, spec, models, None),
         changes={"batch": {"updates_per_step": 4}},
         family="qwen3_moe",

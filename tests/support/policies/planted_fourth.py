@@ -128,7 +128,7 @@ FOURTH: dict[str, Planted] = {
         target="pacs_megatron.training.step.with_logprobs", change=_of_neighbour, changes=ROUTED, family="qwen3_moe"
     ),
     "the sampler's experts are not replayed": Planted(
-        target=f"{POLICY}.routing.Routing.__init__",
+        target=f"{POLICY}.passes.Routing.__init__",
         change=lambda original, self, spec, models, given: original(self, spec, models, None),
         changes=ROUTED,
         family="qwen3_moe",
@@ -137,7 +137,7 @@ FOURTH: dict[str, Planted] = {
         target=f"{OBJECTIVES}.shared.policy_gradient.PolicyGradient._kl", change=_without_kl_gradient, changes=GRPO
     ),
     "the entropy has no gradient": Planted(
-        target=f"{POLICY}.update_loss.build_record", change=_without_entropy_gradient, changes=ENTROPY
+        target=f"{POLICY}.microbatch.build_record", change=_without_entropy_gradient, changes=ENTROPY
     ),
     "the ratio to the sampler divides by one token less": Planted(
         target=f"{POLICY}.microbatch.MicroBatch.means",

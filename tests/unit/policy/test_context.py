@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from pacs_megatron.policy.modules import gather_sequence, zigzag_index
+from pacs_megatron.policy.model import gather_sequence, zigzag_index
 from tests.support.ranks import run_ranks
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pacs_megatron.policy.engine import _mismatch_metrics
-from pacs_megatron.policy.update_loss import SampleStatistics, UpdateLoss
+from pacs_megatron.policy.microbatch import SampleStatistics, UpdateLoss
 
 
 @pytest.mark.parametrize("scale", [1e-3, 0.1, 2.0])
