@@ -18,7 +18,6 @@ from pacs_megatron.runtime.shipped import cluster_file, run_file
 from pacs_megatron.runtime.waiting import report_wait
 
 _LOADING = "for the modules of this command to load"
-"""torch and transformers take long on a busy host."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Files of others are printed: none may control the terminal. Tabs and line ends stay."""
 Verb = Callable[..., "str | Iterable[str] | int | tuple[str, int]"]
@@ -89,11 +88,9 @@ def _add_verb(verbs: _SubParsers, name: str, text: str, run_verb: Verb | str) ->
 
 def _add_config_verb(verbs: _SubParsers, name: str, text: str, run_verb: Verb | str) -> argparse.ArgumentParser:
     parser = _add_verb(verbs, name, text, run_verb)
+    parser.add_argument("config_path", metavar="config", type=run_file, help="a YAML file, or a name in configs/runs/")
     parser.add_argument(
-        "config_path", metavar="config", type=run_file, help="a run's YAML file, or the name of one in configs/runs/"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="an override, such as optimizer.lr=1e-6; the last one wins"
+        "overrides", nargs="*", metavar="key=value", help="such as optimizer.lr=1e-6; the last one wins"
     )
     return parser
 
@@ -110,19 +107,15 @@ def _add_group(verbs: _SubParsers, name: str, text: str) -> _SubParsers:
 
 
 def _add_no_verify(parser: argparse.ArgumentParser, dest: str) -> None:
-    text = "do not check the digests of the checkpoint's files; the certificate records it"
-    parser.add_argument("--no-verify", dest=dest, action="store_false", help=text)
+    parser.add_argument("--no-verify", dest=dest, action="store_false", help="do not check digests; the output says so")
 
 
 def _add_evaluation(verbs: _SubParsers) -> None:
     parser = _add_config_verb(verbs, "eval", "pass@k of a model on the configured benchmarks", _eval)
-    parser.add_argument(
-        "--model", nargs="+", default=[], help="Hugging Face folders, runs or checkpoints, instead of model.path"
-    )
+    parser.add_argument("--model", nargs="+", default=[], help="model folders, runs or checkpoints, not model.path")
     parser.add_argument("--out", type=path_from, help="folder for the results; default: <run folder>/eval")
     parser.add_argument("--rejudge", action="store_true", help="judge the existing samples again, without sampling")
-    text = "do not compare the weights with their certificate"
-    parser.add_argument("--no-verify", dest="verify", action="store_false", help=text)
+    _add_no_verify(parser, "verify")
     parser = _add_verb(verbs, "compare", "compare runs that differ in configuration and seed", _compare)
     parser.add_argument("runs", type=path_from, nargs="+", metavar="RUN", help="run folders")
     parser.add_argument("--out", type=path_from, default=Path("compare.html"), help="the page (default: compare.html)")
@@ -130,14 +123,11 @@ def _add_evaluation(verbs: _SubParsers) -> None:
         parser.add_argument(f"--{form}", type=path_from, metavar="FILE", help=f"also write the figures as {form}")
     parser = _add_verb(verbs, "diversity", "diversity of the correct responses of evaluations", _diversity)
     parser.add_argument("paths", type=path_from, nargs="+", metavar="RUN|RESULTS", help="runs, or folders of `eval`")
-    parser.add_argument(
-        "--embedder", default="Qwen/Qwen3-Embedding-0.6B", help="an embedding model, or `hashed` (for tests)"
-    )
+    parser.add_argument("--embedder", default="Qwen/Qwen3-Embedding-0.6B", help="a model, or `hashed` (for tests)")
     parser.add_argument("--out", type=path_from, default=Path("diversity.html"), help="page (default: diversity.html)")
     parser.add_argument("--benchmark", nargs="+", default=[], help="names of benchmarks; default: all")
     parser.add_argument("--save", type=path_from, metavar="FILE", help="also write the embeddings, as .npz")
-    text = "write the weights of a run as a Hugging Face checkpoint"
-    parser = _add_run_verb(verbs, "export", text, "launch.runs:export")
+    parser = _add_run_verb(verbs, "export", "write a run's weights for Hugging Face", "launch.runs:export")
     parser.add_argument("--step", type=integer_from(0), help="the checkpoint to export; default: the newest")
     parser.add_argument("--out", type=path_from, help="target folder; default: <run>/hf_exports/step_<n>")
     _add_no_verify(parser, "verify")
@@ -145,26 +135,20 @@ def _add_evaluation(verbs: _SubParsers) -> None:
 
 def _add_groups(verbs: _SubParsers) -> None:
     config = _add_group(verbs, "config", "show or explain a configuration")
-    text = "the resolved configuration with the origin of each key"
-    _add_config_verb(config, "show", text, "config.explain:show")
-    text = "values derived from the configuration"
-    parser = _add_config_verb(config, "explain", text, "config.explain:explain")
+    _add_config_verb(config, "show", "the resolved configuration with each key's origin", "config.explain:show")
+    parser = _add_config_verb(config, "explain", "values derived from the configuration", "config.explain:explain")
     parser.add_argument("--ranks", type=integer_from(1), help="number of ranks; default: as `train` starts here")
     _add_verb(config, "schema", "the JSON schema of a run file, for editors", "config.explain:schema_json")
     data = _add_group(verbs, "data", "inspect the data")
-    text = "rendered prompts, counts and verified gold answers"
-    parser = _add_config_verb(data, "preview", text, "evaluation.preview:preview_text")
+    parser = _add_config_verb(data, "preview", "prompts, counts, verified answers", "evaluation.preview:preview_text")
     parser.add_argument("--rows", type=integer_from(0), default=3, help="prompts to print (default: 3)")
 
 
 def _add_convert(verbs: _SubParsers) -> None:
     group = _add_group(verbs, "convert", "between Hugging Face and Megatron checkpoints")
-    text = "Hugging Face folder -> Megatron checkpoint that loads at any TP x PP x EP"
-    to_megatron = _add_verb(group, "to-megatron", text, "convert.commands:to_megatron")
-    text = "converted or training checkpoint -> Hugging Face folder"
-    to_hf = _add_verb(group, "to-hf", text, "convert.commands:to_hf")
-    text = "compare both sides tensor by tensor, write a certificate"
-    verify = _add_verb(group, "verify", text, "convert.commands:verify")
+    to_megatron = _add_verb(group, "to-megatron", "Hugging Face -> Megatron", "convert.commands:to_megatron")
+    to_hf = _add_verb(group, "to-hf", "Megatron (converted or of a run) -> Hugging Face", "convert.commands:to_hf")
+    verify = _add_verb(group, "verify", "compare both tensor by tensor", "convert.commands:verify")
     for parser in (to_megatron, verify):
         parser.add_argument("--hf", required=True, metavar="DIR_OR_HUB_ID", help="folder or hub id")
     for parser in (to_hf, verify):
@@ -172,19 +156,15 @@ def _add_convert(verbs: _SubParsers) -> None:
         parser.add_argument("--step", type=integer_from(0), help="step of the run's checkpoint (default: the newest)")
     for parser in (to_megatron, to_hf):
         parser.add_argument("--out", required=True, type=path_from, metavar="DIR", help="target; must not exist")
-        text = "cast the weights (default: keep their dtype)"
-        parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help=text)
+        parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="cast the weights (default: as they are)")
         parser.add_argument("--verify", action="store_true", help="read the result back and compare every bit")
     _add_no_verify(to_hf, "verify_source")
     verify.add_argument("--certificate", required=True, type=path_from, metavar="FILE", help="JSON file to write")
     verify.add_argument("--logits", action="store_true", help="also compare logits with transformers")
     for axis in ("tp", "pp", "ep"):
-        text = f"{axis} for the logits comparison (default: 1)"
-        verify.add_argument(f"--{axis}", type=integer_from(1), default=1, help=text)
-    text = "dtype of both models (default: fp32)"
-    verify.add_argument("--logits-dtype", dest="dtype", choices=("fp32", "bf16"), default="fp32", help=text)
-    text = "with --logits: allow transformers to run code from the checkpoint"
-    verify.add_argument("--trust-remote-code", action="store_true", help=text)
+        verify.add_argument(f"--{axis}", type=integer_from(1), default=1, help=f"{axis} with --logits (default: 1)")
+    verify.add_argument("--logits-dtype", dest="dtype", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
+    verify.add_argument("--trust-remote-code", action="store_true", help="with --logits: run code of the checkpoint")
 
 
 def _add_planning(verbs: _SubParsers) -> None:
@@ -194,15 +174,11 @@ def _add_planning(verbs: _SubParsers) -> None:
     parser.add_argument("--response-tokens", type=float, help="mean response length; default: a fraction of the limit")
     parser = _add_config_verb(verbs, "preflight", "check a run before submission, or inside its job", _preflight)
     parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--cluster", type=cluster_file, help="also check this cluster file, or a name in configs/clusters/"
-    )
-    text = "do not start or probe SGLang servers"
-    parser.add_argument("--skip-servers", dest="start_servers", action="store_false", help=text)
+    parser.add_argument("--cluster", type=cluster_file, help="also check this file, or a name in configs/clusters/")
+    parser.add_argument("--skip-servers", dest="start_servers", action="store_false", help="start no SGLang server")
     parser = _add_config_verb(verbs, "certify", "compare a tiny run of this configuration with a reference", _certify)
     parser.add_argument("--out", type=path_from, help="folder of the certificate; default: <run folder>/certificate")
-    text = "download model, tokenizer and data for jobs without a network"
-    _add_config_verb(verbs, "fetch", text, "launch.fetch:fetch")
+    _add_config_verb(verbs, "fetch", "download model, tokenizer and data for jobs", "launch.fetch:fetch")
     _add_jobs(verbs)
     parser = _add_verb(verbs, "paper", "run and print tables and figures of the PACS paper", _paper)
     parser.add_argument("overrides", nargs="+", metavar="TABLE|FIGURE", help="or all; and key=value for all runs")
@@ -216,24 +192,16 @@ def _add_planning(verbs: _SubParsers) -> None:
 
 def _add_jobs(verbs: _SubParsers) -> None:
     parser = _add_config_verb(verbs, "submit", "submit a run or a sweep to Slurm", _submit)
-    parser.add_argument(
-        "--cluster", type=cluster_file, required=True, help="a cluster file, or the name of one in configs/clusters/"
-    )
+    parser.add_argument("--cluster", type=cluster_file, required=True, help="a file, or a name in configs/clusters/")
     parser.add_argument("--dry-run", action="store_true", help="only print batch scripts and resolved configurations")
     parser.add_argument("--sweep", action="append", default=[], metavar="key=a,b,c", help="one run per value")
-    parser.add_argument(
-        "--seeds", type=integer_from(1), default=1, help="number of runs, with seeds run.seed, run.seed + 1, ..."
-    )
-    parser.add_argument(
-        "--convert", action="store_true", help="first convert the model to a Megatron checkpoint, in a job of its own"
-    )
-    parser.add_argument("--evaluate", action="store_true", help="then evaluate the exported model, in a job of its own")
-    text = "show attempts, jobs, checkpoint and last metrics of a run"
-    _add_run_verb(verbs, "status", text, "launch.runs:status")
+    parser.add_argument("--seeds", type=integer_from(1), default=1, help="number of runs: run.seed, run.seed + 1, ...")
+    parser.add_argument("--convert", action="store_true", help="first convert the model to Megatron, in another job")
+    parser.add_argument("--evaluate", action="store_true", help="then evaluate the exported model, in another job")
+    _add_run_verb(verbs, "status", "attempts, jobs, checkpoint and last metrics of a run", "launch.runs:status")
     parser = _add_run_verb(verbs, "logs", "print the end of a run's log", "launch.runs:log_lines")
     parser.add_argument("--attempt", type=integer_from(1), help="number of the attempt; default: the latest")
-    text = "number of lines (default: 40)"
-    parser.add_argument("--lines", dest="num_lines", type=integer_from(1), default=40, help=text)
+    parser.add_argument("--lines", dest="num_lines", type=integer_from(1), default=40, help="number (default: 40)")
     parser.add_argument("--follow", action="store_true", help="print new lines as they are written")
     parser = _add_run_verb(verbs, "cancel", "cancel a run's jobs", "launch.runs:cancel")
     parser.add_argument("--save", action="store_true", help="request a save and stop instead")

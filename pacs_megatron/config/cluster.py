@@ -63,8 +63,8 @@ class ClusterConfig(Options):
     setup: tuple[Line, ...] = Field(default=(), strict=False)
     """Shell lines that the batch script runs before the first task, on the first node."""
     python: tuple[Line, ...] = Field(default=("python",), strict=False, min_length=1)
-    """Interpreter with pacs_megatron, as a list of words: an absolute path, or a name on PATH after `modules` and `setup`.
-    With `container`, the interpreter in the image; the batch script then uses the interpreter that runs `submit`."""
+    """Interpreter with pacs_megatron, as a list of words: an absolute path, or a name on PATH after `modules` and `setup`;
+    with `container`, in the image."""
     container: ContainerOptions | None = None
     """Container image for all tasks; null runs them on the host."""
     launcher: Literal["srun", "torchrun"] = "srun"
@@ -84,13 +84,12 @@ class ClusterConfig(Options):
     def _check_binding(self) -> ClusterConfig:
         if self.scratch is not None and not self.scratch.startswith("/"):
             raise ValueError(f"scratch={self.scratch}: expected an absolute path, which exists on every node")
-        if self.cpu_bind is not None and self.cpus_per_task is None:
-            kind = next((word for word in self.cpu_bind.split(",") if re.fullmatch("cores?|threads?|rank", word)), None)
-            if kind is not None:
-                raise ValueError(
-                    f"cpu_bind={self.cpu_bind} without cpus_per_task binds a rank with its driver and workers to one "
-                    "core; set cpus_per_task to the cores of a node divided by its ranks"
-                )
+        words = (self.cpu_bind or "").split(",")
+        if self.cpus_per_task is None and any(re.fullmatch("cores?|threads?|rank", word) for word in words):
+            raise ValueError(
+                f"cpu_bind={self.cpu_bind} without cpus_per_task binds a rank with its driver and workers to one core; "
+                "set cpus_per_task to the cores of a node divided by its ranks"
+            )
         return self
 
     def task_environment(self) -> dict[str, str]:

@@ -11,10 +11,7 @@ from pacs_megatron.config.schema import RunConfig
 
 
 def derived_values(config: RunConfig, world_size: int) -> list[tuple[str, str, str]]:
-    """(name, value, formula) of batch sizes, totals and limits of a run on `world_size` ranks.
-
-    Raises ConfigError if the layout does not divide `world_size`.
-    """
+    """(name, value, formula) of batch sizes, totals and limits of a run on `world_size` ranks."""
     batch, run = config.batch, config.run
     layout = layout_of(config, world_size)
     samples = batch.prompts_per_step * batch.samples_per_prompt
@@ -22,26 +19,23 @@ def derived_values(config: RunConfig, world_size: int) -> list[tuple[str, str, s
     low, rest = divmod(batch.prompts_per_step, batch.updates_per_step)
     shares = [low, low + 1] if rest else [low]
     per_update = " or ".join(str(groups * batch.samples_per_prompt) for groups in shares)
-    response = max_response_tokens(config)
-    is_demo = not config.rollout.is_sampled
-    values = [
+    longest = max_sequence_tokens(config)
+    num_longest = batch.tokens_per_microbatch // longest
+    return [
         ("ranks", str(world_size), "run.nproc, or tp * pp * cp, or what torchrun / srun starts"),
         ("data-parallel replicas", str(layout.dp), "ranks / (tp * pp * cp)"),
         ("samples a step", f"{samples:,}", "batch.prompts_per_step * batch.samples_per_prompt"),
         ("samples an update", per_update, "whole groups of a step, shared over batch.updates_per_step"),
         ("updates in the run", f"{updates:,}", "run.steps * batch.updates_per_step * batch.epochs"),
         ("samples in the run", f"{samples * run.steps:,}", "samples a step * run.steps"),
-        ("longest sample", f"{max_sequence_tokens(config):,} tokens", "prompt limit + response limit"),
+        ("longest sample", f"{longest:,} tokens", "prompt limit + response limit"),
+        ("longest samples in a micro-batch", str(num_longest), "batch.tokens_per_microbatch / longest sample"),
         (
-            "longest samples in a micro-batch",
-            str(batch.tokens_per_microbatch // max_sequence_tokens(config)),
-            "batch.tokens_per_microbatch / longest sample",
+            "response tokens a step, at most",
+            f"{samples * max_response_tokens(config):,}",
+            "samples a step * response limit",
         ),
-        ("response tokens a step, at most", f"{samples * response:,}", "samples a step * response limit"),
     ]
-    if not is_demo:
-        values.append(("reward calls a step", f"{samples:,}", "one for each sample"))
-    return values
 
 
 def show(config_path: Path, overrides: Sequence[str] = ()) -> str:
@@ -54,8 +48,7 @@ def show(config_path: Path, overrides: Sequence[str] = ()) -> str:
 
 
 def explain(config_path: Path, overrides: Sequence[str] = (), ranks: int | None = None) -> str:
-    """The derived values as a table, for `ranks` or as many as `train` starts. Raises ConfigError if the layout does not
-    divide them."""
+    """The derived values as a table, for `ranks` or as many as `train` starts."""
     loaded = load_config(config_path, overrides)
     world_size = ranks or ranks_to_start(loaded.config)
     problems = layout_problems(loaded.config, world_size)

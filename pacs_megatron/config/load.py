@@ -23,7 +23,7 @@ from pacs_megatron.config.yaml_tree import MAX_BYTES, MAX_DEPTH, Node, parse_yam
 from pacs_megatron.errors import ConfigError, shown
 
 MAX_FILES = 100
-"""Maximum number of files of one configuration, counted with repetition. Together they have at most MAX_BYTES."""
+"""Of one configuration, counted with repetition. Together they have at most MAX_BYTES."""
 _INDEX = re.compile(r"[0-9]{1,9}")
 
 
@@ -56,11 +56,7 @@ class LoadedConfig:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Read, merge, override and validate a run's configuration.
-
-    Raises ConfigError for an unreadable or malformed file, an unknown or duplicate key, a wrong type, or an invalid
-    combination.
-    """
+    """Reads, merges and validates a run's configuration. Raises ConfigError."""
     tree = _read(Path(path), (), [])
     if overrides:
         first, *rest = map(_parse_override, overrides)
@@ -72,8 +68,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     except ValidationError as error:
         raise ConfigError(explain_validation(error.errors(), tree)) from None
     loaded = LoadedConfig(config, Path(path), tree)
-    problems = find_problems(config)
-    if problems:
+    if problems := find_problems(config):
         raise loaded.fail(problems[0])
     return loaded
 
@@ -114,7 +109,7 @@ def merge(base: Node, over: Node, section: str = "") -> Node:
 
 
 def _read(path: Path, chain: tuple[Path, ...], sizes: list[int]) -> Node:
-    """A file with its includes. `sizes` has the bytes of each file that was read: includes of includes can multiply."""
+    """A file with its includes. `sizes`: of all files that were read, since includes of includes can multiply."""
     display = _display(path)
     try:
         resolved = path.resolve()
@@ -128,36 +123,28 @@ def _read(path: Path, chain: tuple[Path, ...], sizes: list[int]) -> Node:
     if len(sizes) > MAX_FILES or sum(sizes) > MAX_BYTES:
         limit = f"{MAX_FILES} files" if len(sizes) > MAX_FILES else f"{MAX_BYTES} bytes"
         raise ConfigError(f"more than {limit} by `include:`, the last is {display}; include fewer files")
-    entries = dict(_mapping(own))
+    assert isinstance(own.value, dict)
+    entries = dict(own.value)
     include = entries.pop("include", None)
     tree = Node({}, own.origin)
-    for name, origin in _include_names(include):
-        target = path.parent / name
-        if not os.path.isfile(target):
-            raise ConfigError(
-                f"include={name!r}: no such file {_display(target)}; paths are relative to the including file ({origin})"
-            )
+    for target in _included(include, path.parent):
         tree = merge(tree, _read(target, (*chain, resolved), sizes))
-    return Node(_mapping(merge(tree, Node(entries, own.origin))), own.origin)
+    return Node(merge(tree, Node(entries, own.origin)).value, own.origin)
 
 
-def _mapping(node: Node) -> dict[str, Node]:
-    assert isinstance(node.value, dict)
-    return node.value
-
-
-def _include_names(include: Node | None) -> list[tuple[str, str]]:
-    if include is None:
-        return []
-    nodes = include.value if isinstance(include.value, list) else [include]
-    names = []
+def _included(include: Node | None, folder: Path) -> Iterator[Path]:
+    """The files of an `include:` value in `folder`."""
+    nodes = [] if include is None else include.value if isinstance(include.value, list) else [include]
     for node in nodes:
         if not isinstance(node.value, str):
+            text = "expected a file name or a list of file names; fix it"
+            raise ConfigError(f"include={node.plain()!r}: {text} ({node.origin})")
+        if not os.path.isfile(folder / node.value):
             raise ConfigError(
-                f"include={node.plain()!r}: expected a file name or a list of file names; fix it ({node.origin})"
+                f"include={node.value!r}: no such file {_display(folder / node.value)}; paths are relative to the including "
+                f"file ({node.origin})"
             )
-        names.append((node.value, node.origin))
-    return names
+        yield folder / node.value
 
 
 def _parse_override(text: str) -> Node:

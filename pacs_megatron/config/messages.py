@@ -27,10 +27,9 @@ RENAMED_KEYS = {
 def explain_validation(details: Sequence[Detail], root: Node, schema: type[Options] = RunConfig) -> str:
     """The first error as one line, with the number of others. Unknown keys come first, as they cause other errors."""
     causes = [detail for detail in details if detail["type"] != "default_factory_not_called"]
-    ordered = sorted(causes, key=lambda detail: detail["type"] != "extra_forbidden")
-    line = _explain(ordered[0], root, schema)
-    others = len(ordered) - 1
-    return f"{line} (and {others} more)" if others else line
+    first = min(causes, key=lambda detail: detail["type"] != "extra_forbidden")
+    others = f" (and {len(causes) - 1} more)" if len(causes) > 1 else ""
+    return f"{_explain(first, root, schema)}{others}"
 
 
 def _explain(detail: Detail, root: Node, schema: type[Options]) -> str:
@@ -74,11 +73,8 @@ def named_key(text: str) -> str:
 
 def where(path: Sequence[str | int], root: Node) -> str:
     """`file:line` of the value at `path`, or of the nearest enclosing mapping."""
-    for end in range(len(path), -1, -1):
-        node = root.at(path[:end])
-        if node is not None:
-            return node.origin
-    return root.origin
+    nodes = (root.at(path[:end]) for end in range(len(path), -1, -1))
+    return next(node.origin for node in nodes if node is not None)
 
 
 def _unknown_key_advice(path: Sequence[str | int], root: Node, schema: type[Options]) -> str:
@@ -114,23 +110,12 @@ def _choice_line(path: Sequence[str | int], got: object, choices: Sequence[str],
 
 
 def _expected(message: str) -> str:
-    for prefix in ("Input should be ", "Input should ", "Tuple should have "):
-        if message.startswith(prefix):
-            message = message.removeprefix(prefix)
-            break
-    return (
-        message.partition(" after validation")[0]
-        .replace("a valid dictionary or instance of", "a mapping of")
-        .replace("a valid integer", "an integer")
-        .replace("a valid ", "a ")
-    )
+    text = re.sub("^(Input should (be )?|Tuple should have )", "", message).partition(" after validation")[0]
+    text = text.replace("a valid dictionary or instance of", "a mapping of")
+    return text.replace("a valid integer", "an integer").replace("a valid ", "a ")
 
 
 def _type_advice(detail: Detail) -> str:
     if detail["type"] in ("int_type", "float_type", "bool_type") and isinstance(detail["input"], str):
         return ", not text; remove the quotes or write a plain value"
-    if detail["type"] == "string_type":
-        return "; put it in quotes"
-    if detail["type"] == "tuple_type":
-        return "; write a list: [a, b]"
-    return ""
+    return {"string_type": "; put it in quotes", "tuple_type": "; write a list: [a, b]"}.get(detail["type"], "")

@@ -82,8 +82,7 @@ class CodeReward(_OwnLimit):
     timeout_s: float = Field(default=60.0, gt=0)
     """Time limit of a program on all its tests, in seconds. A program that needs more has reward 0."""
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
-    """`bubblewrap`: no network, no files but Python's own, limits (docs/rewards.md#sandbox). `none`: limits only; a program
-    reads your files, uses the network and may end your processes."""
+    """`bubblewrap`: no network, no files but Python's own, limits (docs/rewards.md#sandbox). `none`: limits only."""
     test_timeout_s: float = Field(default=6.0, gt=0)
     """Limit of wall-clock and CPU time of one test, in seconds. The default is LiveCodeBench's."""
     test_memory_gib: float = Field(default=1.0, gt=0, le=2**20)
@@ -109,7 +108,7 @@ class HttpReward(_OwnLimit):
     timeout_s: float = Field(default=120.0, gt=0)
     """Time limit of a request with all its attempts, in seconds. One attempt takes at most its equal share."""
     attempts: PositiveInt = 3
-    """Attempts of a request, with increasing pauses, on errors of the connection, timeouts, and status 429 and 5xx."""
+    """Attempts of a request, with increasing pauses."""
     batch_size: PositiveInt = 16
     """Maximum number of samples in a request."""
     api_key_env: EnvironmentName | None = None
@@ -162,10 +161,8 @@ class WeightedReward(RewardWorkerOptions):
     @property
     def call_limit_s(self) -> float:
         own = [part.reward for part in self.components if isinstance(part.reward, _OwnLimit)]
-        # Only `http` judges the samples of a call together.
-        return self.timeout_s + sum(
-            reward.call_limit_s * (self.num_per_call if reward.name == "code" else 1) for reward in own
-        )
+        calls = {"code": self.num_per_call}  # only `http` judges the samples of a call together
+        return self.timeout_s + sum(reward.call_limit_s * calls.get(reward.name, 1) for reward in own)
 
     @property
     def waits_for(self) -> str:
@@ -177,17 +174,12 @@ class WeightedReward(RewardWorkerOptions):
             where = f"reward.components.{number}"
             if part.weight == 0:
                 raise ValueError(f"{where}.weight=0 has no effect; remove the component")
-            fields = type(part.reward).model_fields
-            shared = RewardWorkerOptions.model_fields.keys() - (
-                {"timeout_s"} if isinstance(part.reward, _OwnLimit) else ()
-            )
-            own = [name for name in sorted(shared) if getattr(part.reward, name) != fields[name].default]
-            if own:
-                raise ValueError(f"{where}.reward.{own[0]} is not used by a component; set reward.{own[0]}")
+            for name in sorted(RewardWorkerOptions.model_fields):
+                is_own = name == "timeout_s" and isinstance(part.reward, _OwnLimit)
+                if not is_own and getattr(part.reward, name) != type(part.reward).model_fields[name].default:
+                    raise ValueError(f"{where}.reward.{name} is not used by a component; set reward.{name}")
         if self.label_threshold is None:
-            raise ValueError(
-                "reward.name=weighted needs reward.label_threshold: the sum of a sample with label 1; set it"
-            )
+            raise ValueError("reward.name=weighted needs reward.label_threshold: the least sum with label 1; set it")
         if all(part.reward.name in UNIT_REWARDS for part in self.components):
             weights = [part.weight for part in self.components]
             low, high = sum(w for w in weights if w < 0), sum(w for w in weights if w > 0)

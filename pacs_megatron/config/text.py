@@ -44,14 +44,10 @@ def _check_line(text: str) -> str:
 
 def _check_path(text: str) -> str:
     _check_line(text)
-    if encodable_bytes(text) > MAX_PATH_BYTES:
-        raise ValueError(f"expected a path of at most {MAX_PATH_BYTES} bytes, got {encodable_bytes(text)}; shorten it")
     longest = max(text.split("/"), key=encodable_bytes)
-    if encodable_bytes(longest) > MAX_NAME_BYTES:
-        raise ValueError(
-            f"expected file names of at most {MAX_NAME_BYTES} bytes, got one of {encodable_bytes(longest)}; correct the "
-            "path"
-        )
+    for what, part, limit in (("a path", text, MAX_PATH_BYTES), ("file names", longest, MAX_NAME_BYTES)):
+        if encodable_bytes(part) > limit:
+            raise ValueError(f"expected {what} of at most {limit} bytes, got {encodable_bytes(part)}; correct the path")
     return text
 
 
@@ -80,8 +76,7 @@ def _check_url(text: str) -> str:
         port = parts.port
     except ValueError as error:
         raise ValueError(f"{expected}, got {text!r} ({error}); correct it") from None
-    host = parts.hostname or ""
-    if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host) or port == 0:
+    if parts.scheme not in ("http", "https") or not _HOST.fullmatch(parts.hostname or "") or port == 0:
         raise ValueError(f"{expected}, got {text!r}; correct it")
     if "@" in parts.netloc:  # not printed: it contains a secret
         raise ValueError(f"{expected} without user or password; name the key by an environment variable")
@@ -115,32 +110,19 @@ ServerUrl = Annotated[str, AfterValidator(_check_server)]
 """http://<host>:<port>, in one spelling."""
 Identifier = Annotated[str, _matching(r"[A-Za-z0-9_][\w.:@+-]*", "letters, digits and . : @ + - _")]
 """A name of Slurm: account, partition, qos."""
-RunName = Annotated[
-    str,
-    _matching(
-        r"[^\W][\w.+=,@:-]*", "letters, digits and . _ - + = , @ :, starting with a letter or digit", MAX_RUN_NAME_BYTES
-    ),
-]
+_RUN_NAME = "letters, digits and . _ - + = , @ :, starting with a letter or digit"
+RunName = Annotated[str, _matching(r"[^\W][\w.+=,@:-]*", _RUN_NAME, MAX_RUN_NAME_BYTES)]
 """Name of a folder and of a Slurm job."""
 EnvironmentName = Annotated[str, _matching(r"[A-Za-z_]\w*", "the name of an environment variable")]
 HostName = Annotated[str, _matching(r"[A-Za-z0-9:][A-Za-z0-9.:_-]*", "a host name or an address")]
-Interface = Annotated[
-    str, _matching(r"[\^=]?[A-Za-z0-9][\w.:@-]*(,[A-Za-z0-9][\w.:@-]*)*", "a network interface, such as ib0")
-]
+_INTERFACES = r"[\^=]?[A-Za-z0-9][\w.:@-]*(,[A-Za-z0-9][\w.:@-]*)*"
+Interface = Annotated[str, _matching(_INTERFACES, "a network interface, such as ib0")]
 Constraint = Annotated[str, _matching(r"[\w.:@+,&|()\[\]*!-]+", "node features, such as a100&nvlink")]
 MemorySize = Annotated[str, _matching(r"\d{1,12}[KMGT]?", "a size as Slurm writes it, such as 0 or 200G")]
 CpuBind = Annotated[str, _matching(r"[\w:,.*x+-]+", "a value of srun's --cpu-bind, such as cores")]
 Devices = Annotated[str, _matching(r"[\w,:./-]*", "a value of CUDA_VISIBLE_DEVICES, such as 0,1")]
 ModuleName = Annotated[str, _matching(r"[\w.+@][\w./:+@-]*", "the name of a module, such as cuda/12.9")]
-Mount = Annotated[
-    str,
-    _matching(
-        r"/[^:,\x00-\x1f\x7f]*(:/[^:,\x00-\x1f\x7f]*)?(:[a-z+]+)?",
-        "/path or /host/path:/container/path",
-        MAX_PATH_BYTES,
-    ),
-]
-TimeLimit = Annotated[
-    str,
-    _matching(r"(\d{1,3}-([01]?\d|2[0-3])|\d{1,3}):[0-5]\d:[0-5]\d", "[days-]hours:minutes:seconds, such as 04:00:00"),
-]
+_MOUNT = r"/[^:,\x00-\x1f\x7f]*(:/[^:,\x00-\x1f\x7f]*)?(:[a-z+]+)?"
+Mount = Annotated[str, _matching(_MOUNT, "/path or /host/path:/container/path", MAX_PATH_BYTES)]
+_TIME = r"(\d{1,3}-([01]?\d|2[0-3])|\d{1,3}):[0-5]\d:[0-5]\d"
+TimeLimit = Annotated[str, _matching(_TIME, "[days-]hours:minutes:seconds, such as 04:00:00")]

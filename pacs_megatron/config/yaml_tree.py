@@ -1,9 +1,7 @@
-"""Parses YAML into a tree with the file and line of each value.
+"""The only reader of YAML: a tree with the file and line of each value, in limits of size, depth and numbers.
 
 Plain scalars follow the core schema of YAML 1.2: `1e-6` is a number, `no` and `12:30` are strings (unlike YAML 1.1,
-PyYAML's default). Tags, anchors and merge keys are rejected; `include:` composes files.
-
-This is the only reader of YAML. It limits the size, depth and numbers of a file, and every fault is a ConfigError.
+PyYAML's default). Tags, anchors and merge keys are rejected. Every fault is a ConfigError.
 """
 
 from __future__ import annotations
@@ -53,18 +51,14 @@ class Node:
 
     def at(self, path: Sequence[str | int]) -> Node | None:
         """The node at `path`, or None if it is not set."""
-        node: Node | None = self
-        for key in path:
-            if node is None:
-                return None
-            inner = node.value
-            if isinstance(inner, dict):
-                node = inner.get(str(key))
-            elif isinstance(inner, list) and isinstance(key, int) and key < len(inner):
-                node = inner[key]
-            else:
-                return None
-        return node
+        if not path:
+            return self
+        key, inner = path[0], self.value
+        if isinstance(inner, dict) and str(key) in inner:
+            return inner[str(key)].at(path[1:])
+        if isinstance(inner, list) and isinstance(key, int) and key < len(inner):
+            return inner[key].at(path[1:])
+        return None
 
 
 def parse_yaml(text: str, source: str, *, fixed_origin: str | None = None) -> Node:
@@ -92,9 +86,8 @@ def read_yaml(path: Path, display: str) -> Node:
     node = parse_yaml(_read_text(path, display), display)
     if not isinstance(node.value, dict):
         kind = "nothing" if node.value is None else f"a {type(node.value).__name__}"
-        raise ConfigError(
-            f"{display}: expected a mapping (`key: value` lines) at the top, got {kind}; see configs/runs/"
-        )
+        text = "expected a mapping (`key: value` lines) at the top"
+        raise ConfigError(f"{display}: {text}, got {kind}; see configs/runs/")
     return node
 
 
@@ -111,17 +104,14 @@ def _read_text(path: Path, display: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise ConfigError(
-            f"cannot read the configuration {display}: it is not UTF-8 text; re-save it as such"
-        ) from None
+        raise ConfigError(f"cannot read the configuration {display}: not UTF-8 text; re-save it as such") from None
 
 
 class _Converter:
     """Turns PyYAML's nodes into ours."""
 
     def __init__(self, source: str, fixed_origin: str | None) -> None:
-        self._source = source
-        self._fixed_origin = fixed_origin
+        self._source, self._fixed_origin = source, fixed_origin
         self._seen: set[int] = set()
 
     def _origin(self, node: yaml.Node) -> str:

@@ -44,10 +44,8 @@ def livecodebench(row: Row) -> dict[str, str]:
             "fn_name": json.loads(_text(row, "metadata")).get("func_name"),
         }
     except Exception as error:  # a damaged pickle can raise anything
-        raise DataError(
-            f"{row.where}: the test cases are not in LiveCodeBench's schema ({type(error).__name__}: {error}); correct or "
-            "remove the row"
-        ) from error
+        text = f"the test cases are not in LiveCodeBench's schema ({type(error).__name__}: {error})"
+        raise DataError(f"{row.where}: {text}; correct or remove the row") from error
     starter = row.values.get("starter_code") or ""
     return {"problem": _task(_text(row, "question_content"), str(starter)), "answer": json.dumps(answer)}
 
@@ -77,5 +75,5 @@ def _task(question: str, starter: str) -> str:
 def _text(row: Row, name: str) -> str:
     value = row.values.get(name)
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{row.where}: column {name!r} is {value!a:.60}, expected text; correct or remove the row")
+        raise row.wrong(name, "text")
     return value.strip()

@@ -39,15 +39,13 @@ class PromptOrder:
                 "batch.prompts_per_step (or admission.oversample) or use more data"
             )
         skipped, self._skipped = self._skipped, []
-        taken: list[int] = []
-        in_take: set[int] = set()
+        taken: dict[int, None] = {}  # in their order
 
         def offer(prompt: int) -> None:
-            if prompt in in_take or len(taken) == n:
+            if prompt in taken or len(taken) == n:
                 self._skipped.append(prompt)
             else:
-                taken.append(prompt)
-                in_take.add(prompt)
+                taken[prompt] = None
 
         for prompt in skipped:
             offer(prompt)
@@ -57,7 +55,7 @@ class PromptOrder:
                 self._order = self._permutation(self._epoch)
             offer(self._order[self._position])
             self._position += 1
-        return taken
+        return list(taken)
 
     def put_back(self, prompts: Sequence[int]) -> None:
         """Returns unused prompts; they come first in the next take."""
@@ -67,8 +65,7 @@ class PromptOrder:
         if not self._shuffle:
             return list(range(self._num_prompts))
         generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-        order: list[int] = generator.permutation(self._num_prompts).tolist()
-        return order
+        return [int(prompt) for prompt in generator.permutation(self._num_prompts)]
 
     def state_dict(self) -> dict[str, Any]:
         """The position in plain JSON values, without the permutation itself."""
@@ -76,11 +73,10 @@ class PromptOrder:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at `state`. Raises CheckpointError if it belongs to other data or another seed."""
-        saved = {"digest": self._fixed["digest"], **state}  # checkpoints of earlier releases have no digest
         for name, value in self._fixed.items():
-            if saved[name] != value:
+            if state[name] != value:
                 raise CheckpointError(
-                    f"data position: the checkpoint has {name}={shown(saved[name])}, this run {name}={shown(value)}; use the "
+                    f"data position: the checkpoint has {name}={shown(state[name])}, this run {name}={shown(value)}; use the "
                     "same data set, chat template, tokenizer and run.seed, or start a new run"
                 )
         epoch, position, skipped = (state[name] for name in ("epoch", "position", "skipped"))

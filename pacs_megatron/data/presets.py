@@ -4,12 +4,11 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.data.benchmarks import BENCHMARKS
 from pacs_megatron.data.sources import Row
-from pacs_megatron.errors import DataError, shown
+from pacs_megatron.errors import DataError
 
 _GSM8K_ANSWER = re.compile(r"####\s*(.+?)\s*$")
 _GSM8K_CALCULATION = re.compile(r"<<[^<>]*>>")
@@ -26,7 +25,7 @@ class Problem:
     solution: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Columns:
     """Names of each column, in order of preference, and functions that read answer and solution from their text.
 
@@ -64,19 +63,13 @@ _PROBLEM = ("problem", "question", "Problem", "Question")
 _ANSWER = ("answer", "Answer")
 _SOLUTION = ("solution", "Solution")
 PRESETS: dict[str, Columns] = {
-    "deepscaler": Columns(problem=_PROBLEM, answer=_ANSWER, solution=_SOLUTION),
-    "gsm8k": Columns(
-        problem=("question",),
-        answer=("answer",),
-        solution=("answer",),
-        extract=_gsm8k_answer,
-        demonstrate=_gsm8k_solution,
-    ),
-    "math500": Columns(problem=_PROBLEM, answer=_ANSWER, solution=_SOLUTION),
-    "aime": Columns(problem=_PROBLEM, answer=_ANSWER, solution=_SOLUTION, extract=_aime_answer),
-    "amc23": Columns(problem=_PROBLEM, answer=_ANSWER),
-    "beyondaime": Columns(problem=_PROBLEM, answer=_ANSWER),
-    **{name: Columns(problem=("problem",), answer=("answer",), read=read) for name, read in BENCHMARKS.items()},
+    "deepscaler": Columns(_PROBLEM, _ANSWER, _SOLUTION),
+    "gsm8k": Columns(("question",), ("answer",), ("answer",), extract=_gsm8k_answer, demonstrate=_gsm8k_solution),
+    "math500": Columns(_PROBLEM, _ANSWER, _SOLUTION),
+    "aime": Columns(_PROBLEM, _ANSWER, _SOLUTION, extract=_aime_answer),
+    "amc23": Columns(_PROBLEM, _ANSWER),
+    "beyondaime": Columns(_PROBLEM, _ANSWER),
+    **{name: Columns(("problem",), ("answer",), read=read) for name, read in BENCHMARKS.items()},
 }
 
 
@@ -86,9 +79,7 @@ def columns_of(options: DatasetOptions) -> Columns:
         return PRESETS[options.preset]
     named = options.columns
     assert named is not None
-    return Columns(
-        problem=(named.problem,), answer=(named.answer,), solution=() if named.solution is None else (named.solution,)
-    )
+    return Columns((named.problem,), (named.answer,), () if named.solution is None else (named.solution,))
 
 
 def problem_of(row: Row, columns: Columns) -> Problem:
@@ -97,22 +88,12 @@ def problem_of(row: Row, columns: Columns) -> Problem:
         row = replace(row, values=columns.read(row))
     problem = _column(row, columns.problem)
     text = row.values[problem]
-    if not isinstance(text, str) or not text.strip():
-        raise DataError(
-            f"{row.where}: column {problem!r} is {_shown(text)}, expected the problem's text; correct or remove the row"
-        )
-    if len(text) > _MAX_PROBLEM_CHARS:
-        raise DataError(
-            f"{row.where}: column {problem!r} has {len(text)} characters, expected at most {_MAX_PROBLEM_CHARS}; correct "
-            "or remove the row"
-        )
+    if not isinstance(text, str) or not text.strip() or len(text) > _MAX_PROBLEM_CHARS:
+        raise row.wrong(problem, f"the problem's text, at most {_MAX_PROBLEM_CHARS} characters")
     name = _column(row, columns.answer)
     answer = columns.extract(_answer_text(row, name))
     if answer is None:
-        raise DataError(
-            f"{row.where}: column {name!r} ends without an answer ({_shown(row.values[name])}); expected '#### <number>' "
-            "last; correct or remove the row"
-        )
+        raise row.wrong(name, "'#### <number>' last")
     return Problem(problem=text, answer=answer, solution=_solution(row, columns))
 
 
@@ -120,10 +101,8 @@ def _column(row: Row, names: tuple[str, ...]) -> str:
     for name in names:
         if name in row.values:
             return name
-    raise DataError(
-        f"{row.where}: no column {' or '.join(repr(name) for name in names)}, it has "
-        f"{', '.join(repr(name) for name in row.values) or 'none'}; choose another preset or name the columns"
-    )
+    wanted, found = " or ".join(map(repr, names)), ", ".join(map(repr, row.values)) or "none"
+    raise DataError(f"{row.where}: no column {wanted}, it has {found}; choose another preset or name the columns")
 
 
 def _answer_text(row: Row, name: str) -> str:
@@ -136,9 +115,7 @@ def _answer_text(row: Row, name: str) -> str:
             return str(value)
         case float() if math.isfinite(value):
             return str(int(value)) if value.is_integer() else repr(value)
-    raise DataError(
-        f"{row.where}: column {name!r} is {_shown(value)}, expected text or a number; correct or remove the row"
-    )
+    raise row.wrong(name, "text or a number")
 
 
 def _solution(row: Row, columns: Columns) -> str | None:
@@ -148,12 +125,6 @@ def _solution(row: Row, columns: Columns) -> str | None:
         if value is None:
             continue
         if not isinstance(value, str):
-            raise DataError(
-                f"{row.where}: column {name!r} is {_shown(value)}, expected text; correct or remove the row"
-            )
+            raise row.wrong(name, "text")
         return columns.demonstrate(value) if value.strip() else None
     return None
-
-
-def _shown(value: Any) -> str:
-    return "empty" if isinstance(value, str) and not value.strip() else f"{shown(value)} ({type(value).__name__})"

@@ -7,7 +7,7 @@ problem (`<|im_end|>`) is encoded letter by letter, so data cannot close the use
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,8 @@ from pacs_megatron.runtime.waiting import report_wait
 _BATCH = 1024
 _BREAK = "\ue000"
 """Private-use character that marks where the text of a problem is cut before it is encoded."""
-_TEMPLATE_LIMIT_S = 5.0
-"""CPU time for one batch of prompts, which usually takes 0.02 s."""
-_TOKENIZER_LIMIT_S = 120.0
-"""CPU time for one batch of prompts, which usually takes 0.1 s."""
+_TEMPLATE_LIMIT_S, _TOKENIZER_LIMIT_S = 5.0, 120.0
+"""CPU time for one batch of prompts, which usually takes 0.02 s and 0.1 s."""
 _MEMORY_BYTES = 2 * 2**30
 """For the texts of one batch"""
 _MAX_TEMPLATE_CHARS = 1_000_000
@@ -51,10 +49,13 @@ class PromptSet:
 def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> PromptSet:
     """Reads, renders and tokenizes a data set. A prompt's id is `<name>/<row>` for any length limit.
 
-    Raises DataError for malformed rows, for a tokenizer without chat template or with one that fails, and if no prompt
-    is short enough.
+    Raises DataError for malformed rows, a missing or failing chat template, and if no prompt is short enough.
     """
-    _check_template(tokenizer)
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"tokenizer {tokenizer.name_or_path}: has no chat template; add chat_template.jinja to the model folder (an "
+            "instruction-tuned model of the family has one) or use such a model"
+        )
     columns = columns_of(dataset)
     name = dataset_name(dataset)
     prompts: list[Prompt] = []
@@ -68,8 +69,9 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
             encoded = _apart(work, _TOKENIZER_LIMIT_S, where, "correct tokenizer.json, or the data")
             for (index, problem), text, found in zip(batch, texts, encoded, strict=True):
                 if len(found) <= data.max_prompt_tokens:
+                    texts_of = {"text": text.replace(_BREAK, ""), "source": name, **asdict(problem)}
                     ids = np.array(found, dtype=np.int32)
-                    prompts.append(_prompt(f"{name}/{index}", name, problem, text, ids))
+                    prompts.append(Prompt(id=f"{name}/{index}", token_ids=ids, **texts_of))
     if not prompts:
         raise DataError(
             f"{dataset.path}: all {len(rows)} prompts have more than data.max_prompt_tokens={data.max_prompt_tokens} "
@@ -169,23 +171,3 @@ def _apart(work: Callable[[], Any], seconds: float, where: str, fix: str) -> Any
     except (TimeoutError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300] or f"not finished after {seconds:g} s of CPU time"
         raise DataError(f"{where}: {reason}; {fix}") from error
-
-
-def _check_template(tokenizer: Any) -> None:
-    if tokenizer.chat_template is None:
-        raise DataError(
-            f"tokenizer {tokenizer.name_or_path}: has no chat template; add chat_template.jinja to the model folder (an "
-            "instruction-tuned model of the family has one) or use such a model"
-        )
-
-
-def _prompt(prompt_id: str, source: str, problem: Problem, text: str, ids: np.ndarray) -> Prompt:
-    return Prompt(
-        id=prompt_id,
-        text=text.replace(_BREAK, ""),
-        token_ids=ids,
-        answer=problem.answer,
-        problem=problem.problem,
-        solution=problem.solution,
-        source=source,
-    )

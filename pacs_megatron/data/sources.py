@@ -24,30 +24,40 @@ _MAX_JSON_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row: its 0-based index in the data set, its place (file with line or index), and its columns."""
+    """One row: its 0-based index in the data set, its place for messages, and its columns."""
 
     index: int
     where: str
     values: Mapping[str, Any]
 
+    def wrong(self, column: str, expected: str) -> DataError:
+        """The error for a column with another value than `expected`."""
+        value = self.values.get(column)
+        got = "empty" if isinstance(value, str) and not value.strip() else f"{shown(value)} ({type(value).__name__})"
+        return DataError(f"{self.where}: column {column!r} is {got}, expected {expected}; correct or remove the row")
+
 
 def read_rows(options: DatasetOptions) -> list[Row]:
     """All rows of the data set, or the first `options.limit` of them; at least one.
 
-    Raises DataError if the file is missing, empty, malformed (with its line) or in another format, or if the hub does
-    not provide the data set. Raises ConfigError for an option that this kind of source does not use.
+    Raises DataError if the data set is missing, empty, malformed (with its line) or in another format. Raises ConfigError
+    for an option that this kind of source does not use.
     """
     path = find_source(options)
+    kind = "a hub id" if path is None else "a folder" if path.is_dir() else "a file"
+    for name in {"a folder": ("revision",), "a file": ("split", "subset", "revision")}.get(kind, ()):
+        if (value := getattr(options, name)) != DatasetOptions.model_fields[name].default:
+            raise ConfigError(f"{options.path}: {name}={value} is not used by {kind}; remove it")
     if path is None:
-        rows = _read_with_datasets(options, options.path, None)
+        found = _read_with_datasets(options, options.path, None)
     elif path.is_dir():
-        _refuse_hub_options(options, ("revision",), "a folder")
         with tempfile.TemporaryDirectory(prefix="pacs-data-") as cache:
-            return _checked(_read_with_datasets(options, str(path), cache), options)
+            found = _read_with_datasets(options, str(path), cache)
     else:
-        _refuse_hub_options(options, ("split", "subset", "revision"), "a file")
-        rows = _READERS[path.suffix](path)
-    return _checked(rows, options)
+        found = list(islice(_READERS[path.suffix](path), options.limit))
+    if not found:
+        raise DataError(f"{options.path}: is empty or has no rows; expected at least one problem")
+    return found
 
 
 def find_source(options: DatasetOptions) -> Path | None:
@@ -62,20 +72,6 @@ def find_source(options: DatasetOptions) -> Path | None:
     if not path.is_dir() and path.suffix not in _READERS:
         raise DataError(f"{path}: {path.suffix or 'no suffix'} is no supported data file; expected {_FORMATS}")
     return path
-
-
-def _checked(rows: Iterator[Row], options: DatasetOptions) -> list[Row]:
-    found = list(islice(rows, options.limit))
-    if not found:
-        raise DataError(f"{options.path}: is empty or has no rows; expected at least one problem")
-    return found
-
-
-def _refuse_hub_options(options: DatasetOptions, names: tuple[str, ...], kind: str) -> None:
-    for name in names:
-        value = getattr(options, name)
-        if value != DatasetOptions.model_fields[name].default:
-            raise ConfigError(f"{options.path}: {name}={value} is not used by {kind}; remove it")
 
 
 # ------------------------------------------------------------------------------------------------------------ local files
@@ -117,7 +113,7 @@ _READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".parquet": _read_parque
 
 
 # ----------------------------------------------------------------------------------------------------------- the library
-def _read_with_datasets(options: DatasetOptions, path: str, cache: str | None) -> Iterator[Row]:
+def _read_with_datasets(options: DatasetOptions, path: str, cache: str | None) -> list[Row]:
     import datasets
 
     try:
@@ -130,8 +126,9 @@ def _read_with_datasets(options: DatasetOptions, path: str, cache: str | None) -
             f"{options.path}: `datasets` could not load subset {options.subset or '(default)'}, split {options.split}: "
             f"{_one_line(error)}; check id, subset and split, or download it and use the file's path"
         ) from error
-    for index, values in enumerate(table):
-        yield Row(index=index, where=f"{options.path} {options.split} (row {index})", values=values)
+    where = f"{options.path} {options.split}"
+    rows = enumerate(islice(table, options.limit))
+    return [Row(index=index, where=f"{where} (row {index})", values=values) for index, values in rows]
 
 
 def _one_line(error: Exception) -> str:

@@ -96,21 +96,25 @@ def run_command(command: Callable[[], int]) -> int:
 
 def report_error(error: Exception) -> int:
     """Prints `error` as one line, with a crash report if it is not of a path or of the disk; returns the exit code."""
+    kind, text = type(error).__name__, _message(error)[:300]
     if isinstance(error, PacsError):
-        return _fail(type(error).__name__, str(error), error.exit_code)
+        _print_line(f"{kind}: {error}")
+        return int(error.exit_code)
     # Libraries read variables while they load, such as HF_HUB_DOWNLOAD_TIMEOUT.
     modules = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
     is_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if is_memory or isinstance(error, ImportError) or (modules and "pacs_megatron" not in modules[-1]):
         fix = "check the installation (`make install`), the environment's variables and `ulimit -v`"
-        return _fail("EnvironmentError", f"{type(error).__name__}: {_message(error)[:300]}; {fix}", ExitCode.FAILED)
+        _print_line(f"EnvironmentError: {kind}: {text}; {fix}")
+        return int(ExitCode.FAILED)
     is_temporary = isinstance(error, OSError) and "temporary directory" in str(error.strerror)  # it lists the places
     if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL or is_temporary):
         place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         fix = "free some space" if error.errno in _FULL else "correct the path or its permissions"
-        return _fail(type(error).__name__, f"{place}{error.strerror}; {fix}", ExitCode.FAILED)
-    what = f"{type(error).__name__}: {_message(error)}"
-    return _fail("InternalError", f"{what[:300]}; {write_report(error)}", ExitCode.FAILED)
+        _print_line(f"{kind}: {place}{error.strerror}; {fix}")
+    else:
+        _print_line(f"InternalError: {kind}: {text}; {write_report(error)}")
+    return int(ExitCode.FAILED)
 
 
 def write_report(error: BaseException) -> str:
@@ -131,18 +135,13 @@ def write_report(error: BaseException) -> str:
             file.write("\n".join(lines))
     except OSError as failure:
         return f"no report was written ({failure.strerror})"
-    return f"a bug: please report it with {Path(path)} (traceback, versions, arguments)"
-
-
-def _fail(kind: str, text: str, code: ExitCode) -> int:
-    _print_line(f"{kind}: {one_line(text)}")
-    return int(code)
+    return f"a bug: please report it with {path} (traceback, versions, arguments)"
 
 
 def _print_line(text: str) -> None:
     """To standard error; a full disk and a closed pipe do not change the exit code."""
     try:
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(one_line(text) + "\n")
         sys.stderr.flush()
     except OSError:
         _discard(2)

@@ -48,7 +48,7 @@ def refusal(path: Path, override: str) -> str:
         ('resources.time_limit="04:00:00\\n"', "resources.time_limit: expected"),
         ("model.path=", "model.path: expected text, got an empty string"),
         ('model.path="a\\nb"', "model.path: expected one line, got the control character '\\n'"),
-        (f"model.path={'a' * 300}", "model.path: expected file names of at most 255 bytes, got one of 300"),
+        (f"model.path={'a' * 300}", "model.path: expected file names of at most 255 bytes, got 300"),
         (f"model.path={'a/' * 3000}", "model.path: expected a path of at most 4095 bytes"),
         (f"run.name={'a' * 300}", "run.name: expected at most 200 bytes, got 300; shorten it"),
         ("run.name=$(touch x)", "run.name: expected letters, digits"),

@@ -110,14 +110,6 @@ def test_state_of_other_content_is_rejected(saved, now):
         PromptOrder(5, 0, True, now).load_state_dict(PromptOrder(5, 0, True, saved).state_dict())
 
 
-def test_state_of_an_earlier_release_has_no_digest():
-    state = PromptOrder(5, 0, True).state_dict() | {"position": 2}
-    del state["digest"]
-    order = PromptOrder(5, 0, True, "a")
-    order.load_state_dict(state)
-    assert order.state_dict()["position"] == 2 and order.state_dict()["digest"] == "a"
-
-
 @pytest.mark.parametrize(
     "change", [{"epoch": -1}, {"epoch": 2**70}, {"position": -5}, {"position": 6}, {"position": 1.5}, {"skipped": [5]}]
 )
