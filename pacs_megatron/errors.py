@@ -3,7 +3,6 @@
 A message names the problem, its place, the value, the expected value and the fix.
 """
 
-from collections.abc import Iterator
 from enum import IntEnum
 
 
@@ -19,7 +18,7 @@ class ExitCode(IntEnum):
 
 
 def one_line(text: str) -> str:
-    """`text` on one line for a terminal: line ends become spaces, other unprintable characters escapes."""
+    """`text` on one line: line ends become spaces, other unprintable characters escapes."""
     joined = " ".join(line for line in text.splitlines() if line)
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in joined)
 
@@ -84,12 +83,9 @@ def named_error(name: str, message: str) -> PacsError:
 
     A class that another module derives becomes its base in this module, which every process imports.
     """
-    found = next((kind for kind in _kinds(PacsError) if kind.__name__ == name), PacsError)
+    known = [PacsError]
+    for kind in known:  # grows: the derived classes of derived classes
+        known += kind.__subclasses__()
+    found = next((kind for kind in known if kind.__name__ == name), PacsError)
     public: type[PacsError] = next(kind for kind in found.__mro__ if kind.__module__ == __name__)
     return public(message)
-
-
-def _kinds(kind: type[PacsError]) -> Iterator[type[PacsError]]:
-    yield kind
-    for derived in kind.__subclasses__():
-        yield from _kinds(derived)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from pacs_megatron.config.checks import layout_problems, max_response_tokens, max_sequence_tokens
+from pacs_megatron.config.checks import layout_problems, max_sequence_tokens
 from pacs_megatron.config.layout import layout_of, ranks_to_start
 from pacs_megatron.config.load import leaves, load_config
 from pacs_megatron.config.schema import RunConfig
@@ -30,11 +30,6 @@ def derived_values(config: RunConfig, world_size: int) -> list[tuple[str, str, s
         ("samples in the run", f"{samples * run.steps:,}", "samples a step * run.steps"),
         ("longest sample", f"{longest:,} tokens", "prompt limit + response limit"),
         ("longest samples in a micro-batch", str(num_longest), "batch.tokens_per_microbatch / longest sample"),
-        (
-            "response tokens a step, at most",
-            f"{samples * max_response_tokens(config):,}",
-            "samples a step * response limit",
-        ),
     ]
 
 

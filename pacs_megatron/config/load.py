@@ -16,8 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from pacs_megatron.config.checks import find_problems
-from pacs_megatron.config.fields import TAGS
-from pacs_megatron.config.messages import explain_validation, named_key, where
+from pacs_megatron.config.messages import TAGS, explain_validation, named_key, where
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.config.yaml_tree import MAX_BYTES, MAX_DEPTH, Node, parse_yaml, read_yaml
 from pacs_megatron.errors import ConfigError, shown

@@ -58,10 +58,7 @@ class RankPlace:
 
 
 def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
-    """Rank and rendezvous if torchrun or srun started this process as a rank, else None.
-
-    Raises ConfigError for an incomplete environment.
-    """
+    """The place if torchrun or srun started this process as a rank, else None. Raises ConfigError if it is incomplete."""
     # A batch script also has SLURM_PROCID; only tasks of srun have a step id.
     if "RANK" in environ and "WORLD_SIZE" in environ:
         launcher, read = "torchrun", _from_torchrun
@@ -72,10 +69,8 @@ def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
     try:
         place = read(environ)
     except KeyError as error:
-        raise ConfigError(
-            f"the environment is that of {launcher}, but {error.args[0]} is not set; start ranks by torchrun or srun, or "
-            "unset RANK"
-        ) from None
+        text = f"the environment is that of {launcher}, but {error.args[0]} is not set"
+        raise ConfigError(f"{text}; start ranks by torchrun or srun, or unset RANK") from None
     except ValueError as error:
         raise ConfigError(f"a variable of {launcher} is no integer: {error}; correct the launcher") from None
     inside = 0 <= place.local_rank < place.local_world_size <= place.world_size and 0 <= place.rank < place.world_size
@@ -110,8 +105,7 @@ def first_host(node_list: str) -> str:
 
 
 def job_port(job_id: str) -> int:
-    """A port that all tasks of a job compute alike, below Linux's ephemeral ports (32768). Jobs on one node rarely
-    collide."""
+    """A port that all tasks of a job compute alike, below Linux's ephemeral ports (32768)."""
     if not job_id.isdecimal() or len(job_id) > 18:
         raise ConfigError(f"SLURM_JOB_ID={job_id!r}: expected a number; unset it outside a job")
     return 20000 + int(job_id) % 12000
@@ -119,16 +113,14 @@ def job_port(job_id: str) -> int:
 
 def rank_environment(local_world_size: int, *, single_host: bool) -> dict[str, str]:
     """The environment of a rank: this process's variables, and defaults for those that are not set."""
-    environ = dict(os.environ)
-    cores = len(os.sched_getaffinity(0))
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // local_world_size)))
-    # Megatron overlaps tensor-parallel communication by the order of kernels in a single queue.
-    environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    environ.setdefault("PYTHONUNBUFFERED", "1")
-    # Seconds that torchrun (2.11 and later) waits for the other ranks after one has ended; they may be saving.
-    environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
-    # Megatron repeats these on every rank; the policy logs once what is missing.
-    environ.setdefault("PYTHONWARNINGS", ",".join(f"ignore:{start}" for start in _KNOWN_WARNINGS))
-    if single_host:
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return environ
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // local_world_size)),
+        # Megatron overlaps tensor-parallel communication by the order of kernels in a single queue.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONUNBUFFERED": "1",
+        # Seconds that torchrun (2.11 and later) waits for the other ranks after one has ended; they may be saving.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+        # Megatron repeats these on every rank; the policy logs once what is missing.
+        "PYTHONWARNINGS": ",".join(f"ignore:{start}" for start in _KNOWN_WARNINGS),
+    }
+    return defaults | ({"GLOO_SOCKET_IFNAME": "lo"} if single_host else {}) | os.environ

@@ -57,7 +57,7 @@ def remove(path: Path) -> None:
 
 
 def disk_error(folder: Path) -> OSError | None:
-    """The reason for which a file in `folder` cannot be written, found by a try."""
+    """The reason for which a file in `folder` cannot be written."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".pacs-try-") as file:
             file.write(bytes(1 << 16))
@@ -83,10 +83,7 @@ def check_distinct(paths: Iterable[Path]) -> None:
 
 
 def check_output(path: Path, content: bytes) -> None:
-    """Raises ConfigError for a folder, a device, and a file that does not start as `content` does.
-
-    It is another kind of file, and its content would be lost.
-    """
+    """Raises ConfigError for a folder, a device, and another kind of file: it does not start as `content` does."""
     kind = _KIND.match(content)[0]  # type: ignore[index]
     if (path.exists() and not path.is_file()) or os.path.islink(os.path.realpath(path)):  # a loop of links
         raise ConfigError(f"{path} is not a regular file; name another file for the output")
@@ -98,10 +95,7 @@ def check_output(path: Path, content: bytes) -> None:
 
 
 def write_outputs(files: Sequence[tuple[Path, bytes]]) -> None:
-    """Files that the user named: new, or written by an earlier call of the same command.
-
-    Raises ConfigError as `check_output` does, before anything is written.
-    """
+    """Files that the user named. Raises ConfigError as `check_output` does, before anything is written."""
     check_distinct([path for path, _ in files])
     for path, content in files:
         check_output(path, content)
@@ -121,10 +115,8 @@ def sync_path(path: Path) -> None:
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """One JSON object and a newline; equal records give equal bytes (floats by repr, keys in the record's order).
-
-    A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape. NaN and Inf raise ValueError.
-    """
+    """One JSON object and a newline; equal records give equal bytes. A lone surrogate becomes its JSON escape. NaN and Inf
+    raise ValueError."""
     text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace") + b"\n"
 

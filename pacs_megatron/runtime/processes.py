@@ -53,10 +53,10 @@ def run_limited(work: Callable[[], Any], *, seconds: float, memory_bytes: int) -
         if os.WTERMSIG(status) == signal.SIGPROF:
             raise TimeoutError
         raise RuntimeError(f"ended by signal {os.WTERMSIG(status)}")
-    report = json.loads(data) if data else {"error": "no memory for the report"}
-    if "error" in report:
-        raise RuntimeError(report["error"])
-    return report["value"]
+    error, value = json.loads(data) if data else ("no memory for the report", None)
+    if error:
+        raise RuntimeError(error)
+    return value
 
 
 def _report_and_exit(work: Callable[[], Any], writer: int, seconds: float, memory_bytes: int) -> None:
@@ -69,11 +69,11 @@ def _report_and_exit(work: Callable[[], Any], writer: int, seconds: float, memor
         fields = Path("/proc/self/statm").read_text().split() if sys.platform == "linux" else ["0"] * 6
         limit_memory(int(fields[5]) * os.sysconf("SC_PAGE_SIZE") + memory_bytes)
         try:
-            report = {"value": work()}
+            report = ("", work())
         except MemoryError:
-            report = {"error": f"more than {memory_bytes >> 20} MiB of memory"}
+            report = (f"more than {memory_bytes >> 20} MiB of memory", None)
         except BaseException as error:  # noqa: BLE001  the code is not ours; a panic of Rust is no Exception
-            report = {"error": f"{type(error).__name__}: {error}"}
+            report = (f"{type(error).__name__}: {error}", None)
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(json.dumps(report).encode())
     finally:

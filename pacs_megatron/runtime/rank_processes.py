@@ -35,9 +35,10 @@ class Processes:
 
         self._work, self._name, self._start, self._limit_s = work, name, time.monotonic(), limit_s
         (work / f"{name}.rendezvous").unlink(missing_ok=True)
-        options: dict[str, Any] = {"join": False, "daemon": True, "start_method": start_method}
         arguments = (work, name, action, world, limit_s)
-        self._context: Any = start_processes(_child, arguments, nprocs=world or 1, **options)  # type: ignore[no-untyped-call]
+        self._context: Any = start_processes(  # type: ignore[no-untyped-call]
+            _child, arguments, nprocs=world or 1, join=False, daemon=True, start_method=start_method
+        )
 
     def wait(self, error: type[PacsError]) -> None:
         """Until all have ended. Raises `error` when one fails or the limit has passed."""
@@ -72,8 +73,7 @@ def _child(rank: int, work: Path, name: str, action: Callable[[], None], world: 
             _join(rank, world, work / f"{name}.rendezvous", limit_s)
         action()
     except BaseException as error:
-        line = f"{name}, rank {rank}: {type(error).__name__}: {error}"
-        (work / f"{name} {rank}.error").write_text(line)
+        (work / f"{name} {rank}.error").write_text(f"{name}, rank {rank}: {type(error).__name__}: {error}")
         raise
 
 
@@ -81,13 +81,8 @@ def _join(rank: int, world: int, rendezvous: Path, limit_s: float) -> None:
     import torch
     import torch.distributed as dist
 
-    place = RankPlace(rank, world, rank, world, "127.0.0.1", 1)  # the port is not used
-    os.environ.update(place.variables())
+    os.environ.update(RankPlace(rank, world, rank, world, "127.0.0.1", 1).variables())  # the port is not used
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo",
-        init_method=f"file://{rendezvous.absolute()}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=limit_s),
-    )
+    backend, place = "nccl" if torch.cuda.is_available() else "gloo", f"file://{rendezvous.absolute()}"
+    limit = timedelta(seconds=limit_s)
+    dist.init_process_group(backend, init_method=place, rank=rank, world_size=world, timeout=limit)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pacs_megatron import __version__
 from pacs_megatron.config import LoadedConfig, load_config
+from pacs_megatron.config.load import leaves
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.environment import PACKAGES, installed
 from pacs_megatron.runtime.files import write_atomically
@@ -80,21 +81,14 @@ def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
                 f"{run_dir} has {METRICS_FILE} and no {CONFIG_FILE}: not of a run; choose another run.name"
             )
         return []
-    before = load_config(target).config
-    changed = _changed_keys(before.model_dump(mode="json"), loaded.config.model_dump(mode="json"))
+    before, after = dict(leaves(load_config(target).config)), dict(leaves(loaded.config))
+    changed = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
     forbidden = [key for key in changed if any(key.startswith(fixed) for fixed in FIXED_KEYS)]
     if forbidden:
         raise ConfigError(
             f"{run_dir} contains a run with another {forbidden[0]}; use the same, or choose another run.name"
         )
     return changed
-
-
-def _changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
-    if isinstance(before, dict) and isinstance(after, dict):
-        keys = sorted({*before, *after})
-        return [key for name in keys for key in _changed_keys(before.get(name), after.get(name), f"{prefix}{name}.")]
-    return [] if before == after else [prefix.rstrip(".")]
 
 
 def write_environment(run_dir: Path, extra: Mapping[str, str]) -> None:

@@ -1,8 +1,7 @@
 """One writer per run folder: an flock on `<run>/run.lock`, and a lease inside the file with a heartbeat.
 
-flock alone does not reach other hosts on every file system (Lustre without `-o flock`, NFS with `local_lock`). The lease
-covers these: it names the writer, and its heartbeat shows that the writer is alive. Readers take no lock. Libraries such
-as filelock have either the one or the other.
+flock alone does not reach other hosts on every file system (Lustre without `-o flock`, NFS with `local_lock`); the lease
+does. Readers take no lock. Libraries such as filelock have either the one or the other.
 """
 
 import fcntl
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from pacs_megatron.errors import ConfigError, DataError, ExitCode
@@ -44,7 +43,6 @@ class Lease:
     """The writer of a run folder, as recorded in the lock file."""
 
     command: str
-    """train, export, eval, ..."""
     host: str
     namespace: str
     """of process ids: containers of one host may share its name"""
@@ -54,7 +52,6 @@ class Lease:
     since: str
     """local time at which the lock was taken, for messages"""
     token: str
-    """unique per lock"""
     heartbeat: int = 0
 
     def __str__(self) -> str:
@@ -108,7 +105,7 @@ class RunLock(Closing):
         while not self._stop.wait(_HEARTBEAT_S):
             try:
                 self._keep()
-                self._lease = Lease(**{**asdict(self._lease), "heartbeat": self._lease.heartbeat + 1})
+                self._lease = replace(self._lease, heartbeat=self._lease.heartbeat + 1)
                 self._write()
             except ConfigError as error:
                 sys.stderr.write(f"{type(error).__name__}: {error}; this process exits without a save\n")
@@ -129,14 +126,9 @@ class RunLock(Closing):
             raise ConfigError(f"{folder} was removed, renamed or replaced while this process used it")
         if self._path.exists():
             return
-        file = _open(self._path)
-        try:
-            _flock(file, folder)
-        except FolderInUseError:
-            os.close(file)
-            raise
         os.close(self._file)
-        self._file = file
+        self._file = _open(self._path)
+        _flock(self._file, folder)
         logger.warning("%s was removed while this process holds it; written again", self._path)
 
     def close(self) -> None:
@@ -163,16 +155,13 @@ def lock_owner(run_dir: Path) -> Lease | None:
 
 def refuse_if_locked(run_dir: Path) -> None:
     """Raises FolderInUseError when a live process holds the lock of `run_dir`."""
-    owner = lock_owner(run_dir)
-    if owner is not None:
+    if (owner := lock_owner(run_dir)) is not None:
         raise _refusal(run_dir, owner)
 
 
 def _refusal(run_dir: Path, owner: Lease | None) -> FolderInUseError:
-    name = "another process" if owner is None else str(owner)
-    return FolderInUseError(
-        f"{run_dir} is in use by {name}; stop that process, choose another run.name, or another --out"
-    )
+    fix = "stop that process, choose another run.name, or another --out"
+    return FolderInUseError(f"{run_dir} is in use by {owner or 'another process'}; {fix}")
 
 
 def _flock(file: int, run_dir: Path) -> bool:

@@ -13,18 +13,8 @@ def shipped_folder(name: str) -> Path:
     return installed if installed.is_dir() else _PACKAGE.parent / name
 
 
-def run_file(text: str) -> Path:
-    """The file of a run: a path, or the name of a shipped one, such as `pacs-qwen3-8b-1n8g-tp2`."""
-    return _named_file("runs", text)
-
-
-def cluster_file(text: str) -> Path:
-    """The file of a cluster: a path, or the name of a shipped one, such as `example-bare`."""
-    return _named_file("clusters", text)
-
-
-def _named_file(kind: str, text: str) -> Path:
-    """Raises ConfigError for a name that is neither a file nor shipped."""
+def run_file(text: str, kind: str = "runs") -> Path:
+    """A path, or the file of a shipped configuration, such as `pacs-qwen3-8b-1n8g-tp2`. Raises ConfigError."""
     path = Path(text)
     if path.exists() or path.suffix in (".yaml", ".yml") or path.name != text:
         return path
@@ -34,3 +24,8 @@ def _named_file(kind: str, text: str) -> Path:
         names = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
         raise ConfigError(f"{text}: neither a file nor a shipped configuration; give a path or one of {names}")
     return found
+
+
+def cluster_file(text: str) -> Path:
+    """As `run_file`, of a cluster, such as `example-bare`."""
+    return run_file(text, "clusters")

@@ -13,10 +13,7 @@ MAX_INTERVAL_S = 60.0
 
 
 def next_notice_s(waited_s: float) -> float:
-    """Seconds to the next report of a wait: every 5 s, after a minute every minute.
-
-    With NOTICE_S it is under 10 s, also where another process goes on waiting just before a report is due.
-    """
+    """Seconds to the next report of a wait: every 5 s, after a minute every minute."""
     return 5.0 if waited_s < MAX_INTERVAL_S else MAX_INTERVAL_S
 
 
@@ -49,8 +46,7 @@ def quiet(name: str, level: int) -> Iterator[None]:
 def report_wait(reason: str | Callable[[], str]) -> Iterator[None]:
     """Logs `reason` after NOTICE_S in the block, then as `next_notice_s`; nothing while it is empty.
 
-    The innermost block of a thread reports: its reason is the most precise. While that is younger than half of it, the outer
-    one does, so many short waits are reported too.
+    The innermost block of a thread reports, except where that is one of many short waits.
     """
     start, done = time.monotonic(), threading.Event()
     stack: list[tuple[object, float]] = _open.__dict__.setdefault("stack", [])

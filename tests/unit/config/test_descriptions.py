@@ -1,8 +1,7 @@
 """Every configuration key has a description: the reference and error messages are made of them."""
 
 from pacs_megatron.config.cluster import ClusterConfig, ContainerOptions
-from pacs_megatron.config.fields import all_keys
-from pacs_megatron.config.messages import RENAMED_KEYS
+from pacs_megatron.config.messages import RENAMED_KEYS, all_keys
 
 
 def test_every_key_has_a_description() -> None:

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from pacs_megatron.config.fields import TAGS, all_keys, options_classes, strategies
+from pacs_megatron.config.messages import TAGS, all_keys, options_classes, strategies
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.training import breaker
 

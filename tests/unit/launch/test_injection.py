@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import ClusterConfig, ContainerOptions, load_cluster
-from pacs_megatron.config.fields import all_keys
+from pacs_megatron.config.messages import all_keys
 from pacs_megatron.errors import ConfigError, PacsError
 from pacs_megatron.launch.batch_script import setup_lines, train_command
 from pacs_megatron.launch.request import Request, expand
