@@ -24,8 +24,6 @@ class CispoOptions(TokenMeanOptions):
 
 
 class Cispo(PolicyGradient, options=CispoOptions):
-    """See the file."""
-
     options: CispoOptions
 
     def surrogate(self, ratio: Tensor, advantage: Tensor, tokens: TokenRecord) -> Tensor:

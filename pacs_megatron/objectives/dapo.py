@@ -56,8 +56,6 @@ class DapoOptions(TokenMeanOptions, ClippedOptions):
 
 
 class Dapo(PolicyGradient, options=DapoOptions):
-    """See the file."""
-
     options: DapoOptions
 
     def rewards(self, facts: SampleFacts) -> FloatArray:

@@ -24,8 +24,6 @@ class DrGrpoOptions(ClippedOptions):
 
 
 class DrGrpo(PolicyGradient, options=DrGrpoOptions):
-    """See the file."""
-
     options: DrGrpoOptions
 
     def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:

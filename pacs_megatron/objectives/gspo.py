@@ -30,8 +30,6 @@ class GspoOptions(ClippedOptions):
 
 
 class Gspo(PolicyGradient, options=GspoOptions):
-    """See the file."""
-
     ratio_of: ClassVar[Literal["mean"]] = "mean"
 
     def token_weights(self, facts: SampleFacts, advantages: Tensor) -> FloatArray:
@@ -50,7 +48,5 @@ class LuspoOptions(GspoOptions):
 
 
 class Luspo(Gspo, options=LuspoOptions):
-    """See the file."""
-
     def token_weights(self, facts: SampleFacts, advantages: Tensor) -> FloatArray:
         return np.full(facts.num_samples, 1.0 / facts.num_samples)

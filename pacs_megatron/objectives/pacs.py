@@ -86,29 +86,20 @@ class Pacs(Objective, options=PacsOptions):
     """The PACS objective; see `Objective` for the protocol."""
 
     coupling: Coupling = "group"
+    passes: dict[LogprobSource, int]
+    coupled_by: dict[Statistic, int]
 
     def __init__(self, options: PacsOptions) -> None:
         self._options = options
         self._uses_log_ratio = options.reward_proxy == "sum_log_ratio"
         self._closed_form_first_update = self._uses_log_ratio and options.reference == "step_start"
-
-    def logprob_passes(self, update_index: int) -> frozenset[LogprobSource]:
-        """`reference` with a frozen one; `step_start` from the second update on, for its proxies or the importance."""
-        passes: set[LogprobSource] = set()
-        if self._uses_log_ratio and self._options.reference == "frozen":
-            passes.add("reference")
-        if update_index > 0 and (self._closed_form_first_update or self._options.importance_cap is not None):
-            passes.add("step_start")
-        return frozenset(passes)
-
-    def statistics(self, update_index: int) -> frozenset[Statistic]:
-        """No `score` for the first update against the step's own start: there r_j = 0 exactly."""
-        needed: set[Statistic] = set()
-        if update_index > 0 or not self._closed_form_first_update:
-            needed.add("score")
-        if self._options.importance_cap is not None:
-            needed.add("sampler_ratio")
-        return frozenset(needed)
+        self.passes = {"reference": 0} if options.reference == "frozen" else {}
+        if self._closed_form_first_update or options.importance_cap is not None:
+            self.passes["step_start"] = 1
+        # At the first update against the step's own start r_j = 0 exactly.
+        self.coupled_by = {"score": 1 if self._closed_form_first_update else 0}
+        if options.importance_cap is not None:
+            self.coupled_by["sampler_ratio"] = 0
 
     def token_scores(self, tokens: TokenRecord) -> Tensor:
         """float64 [t]; its masked sum over a sample's tokens is the reward proxy r_j (7).
@@ -164,14 +155,9 @@ class Pacs(Objective, options=PacsOptions):
             to_sampler = given(facts.log_ratio_to_sampler, "facts.log_ratio_to_sampler")
             ratios = torch.from_numpy(to_sampler)[table.rows]
         found = self.couple(table, proxy, ratios, {})
-        metrics, denominators = _metrics(found, table, facts)
+        metrics, denominators = _metrics(found, table, facts, self._options.importance_cap)
         if scores is not None:
             metrics["pacs/psi_mean_square"] = float(found["score"].square().mean())
-        if self._options.importance_cap is not None:
-            importance = found["importance"].numpy()
-            metrics["pacs/importance_mean"] = float(importance.sum()) / facts.num_samples
-            is_capped = importance >= self._options.importance_cap
-            metrics["pacs/importance_capped_frac"] = float(is_capped.sum()) / facts.num_samples
         per_sample = {name: by_row(values, table) for name, values in found.items()}
         return Prepared(
             per_sample=per_sample,
@@ -240,22 +226,22 @@ def _check_labels(table: SampleTable, facts: SampleFacts) -> None:
 
 
 def _metrics(
-    found: dict[str, Tensor], table: SampleTable, facts: SampleFacts
+    found: dict[str, Tensor], table: SampleTable, facts: SampleFacts, cap: float | None
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Metrics, and the denominators other than the number of samples. A mean over no sample is left out."""
+    """Metrics and their denominators. A mean over no sample is left out."""
     psi, labels, num_samples = found["score"].numpy(), table.labels.numpy(), float(facts.num_samples)
-    metrics: dict[str, float] = {}
     positives = float(labels.sum())
-    if positives > 0:
-        metrics["pacs/psi_mean_pos"] = float((psi * labels).sum()) / positives
-    if positives < num_samples:
-        metrics["pacs/psi_mean_neg"] = float((psi * (1.0 - labels)).sum()) / (num_samples - positives)
-    metrics["pacs/residual_mean"] = float(np.abs(found["slope"].numpy()).sum()) / num_samples
-    metrics["pacs/psi_over_8_frac"] = float((np.abs(psi) > SATURATED_SCORE).sum()) / num_samples
-    metrics["pacs/one_class_group_frac"] = float(one_class(table.labels, table).sum()) / table.num_groups
-    metrics["pacs/truncated_frac"] = float(facts.truncated.sum()) / num_samples
-    return metrics, {
-        "pacs/psi_mean_pos": positives,
-        "pacs/psi_mean_neg": num_samples - positives,
-        "pacs/one_class_group_frac": float(table.num_groups),
+    sums = {
+        "pacs/psi_mean_pos": ((psi * labels).sum(), positives),
+        "pacs/psi_mean_neg": ((psi * (1.0 - labels)).sum(), num_samples - positives),
+        "pacs/residual_mean": (np.abs(found["slope"].numpy()).sum(), num_samples),
+        "pacs/psi_over_8_frac": ((np.abs(psi) > SATURATED_SCORE).sum(), num_samples),
+        "pacs/one_class_group_frac": (one_class(table.labels, table).sum(), float(table.num_groups)),
+        "pacs/truncated_frac": (facts.truncated.sum(), num_samples),
     }
+    if cap is not None:
+        importance = found["importance"].numpy()
+        sums["pacs/importance_mean"] = importance.sum(), num_samples
+        sums["pacs/importance_capped_frac"] = (importance >= cap).sum(), num_samples
+    metrics = {name: float(total) / count for name, (total, count) in sums.items() if count > 0}
+    return metrics, {name: count for name, (_, count) in sums.items()}

@@ -21,7 +21,6 @@ from pydantic import Field, model_validator
 
 from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.options import Options
-from pacs_megatron.contracts.protocols import LogprobSource
 from pacs_megatron.objectives.shared.base import Objective, at_tokens, given
 from pacs_megatron.objectives.shared.groups import FloatArray
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
@@ -72,19 +71,13 @@ class PpoOptions(TokenMeanOptions, ClippedOptions):
 
 
 class Ppo(PolicyGradient, options=PpoOptions):
-    """See the file."""
-
     options: PpoOptions
 
     def __init__(self, options: PpoOptions) -> None:
         super().__init__(options)
         self.has_token_kl, self.kl_in_reward = self.kl_in_reward, False  # in the rewards of `estimate`
+        self.passes["value"] = 0
         self.critic = ValueLoss(options)
-
-    def logprob_passes(self, update_index: int) -> frozenset[LogprobSource]:
-        """`value` too, and `step_start` for the KL in the reward."""
-        passes: set[LogprobSource] = {"value", *super().logprob_passes(update_index)}
-        return frozenset(passes | ({"step_start"} if self.has_token_kl else set()))
 
     def estimate(
         self,

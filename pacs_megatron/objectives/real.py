@@ -7,6 +7,7 @@ code (Red-RL/REAL: compute_policy_loss_real, compute_policy_loss_bce; its script
 `delta` only counts in a metric).
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -32,17 +33,11 @@ class RealOptions(CommonOptions):
 
 
 class Real(Objective, options=RealOptions):
-    """See the file."""
-
     coupling: Coupling = "group"
+    passes: Mapping[LogprobSource, int] = {"step_start": 1}
+    coupled_by: Mapping[Statistic, int] = {"score": 1}
+    """at the first update every s is 0"""
     options: RealOptions
-
-    def logprob_passes(self, update_index: int) -> frozenset[LogprobSource]:
-        """`step_start` from the second update on; at the first every s is 0."""
-        return frozenset({"step_start"} if update_index > 0 else ())
-
-    def statistics(self, update_index: int) -> frozenset[Statistic]:
-        return frozenset({"score"} if update_index > 0 else ())
 
     def token_scores(self, tokens: TokenRecord) -> Tensor:
         """float64 [t], the token's part of s. Raises ValueError without step-start log-probs."""
@@ -110,8 +105,6 @@ class RealBceOptions(RealOptions):
 
 
 class RealBce(Real, options=RealBceOptions):
-    """See the file."""
-
     coupling: Coupling = "sample"
 
     def _divisor(self, counted: Tensor, num_groups: int) -> Tensor | int:

@@ -29,8 +29,6 @@ class ReinforcePpOptions(TokenMeanOptions, ClippedOptions):
 
 
 class ReinforcePp(PolicyGradient, options=ReinforcePpOptions):
-    """See the file."""
-
     options: ReinforcePpOptions
 
     def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:

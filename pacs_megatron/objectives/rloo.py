@@ -22,8 +22,6 @@ class RlooOptions(ClippedOptions):
 
 
 class Rloo(PolicyGradient, options=RlooOptions):
-    """See the file."""
-
     ratio_of: ClassVar[Literal["product"]] = "product"
 
     def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:

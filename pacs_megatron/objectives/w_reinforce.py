@@ -43,8 +43,6 @@ class WReinforceOptions(ClippedOptions):
 
 
 class WReinforce(PolicyGradient, options=WReinforceOptions):
-    """See the file."""
-
     options: WReinforceOptions
 
     def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:

@@ -6,7 +6,7 @@
 read everything else from these classes (docs/objective.md#adding-an-objective).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 from pydantic import Field, PositiveInt
@@ -71,6 +71,11 @@ class Objective:
     name: str
     options_class: ClassVar[type[CommonOptions]]
     coupling: Coupling = "token"
+    passes: Mapping[LogprobSource, int] = {}
+    """Log-prob pass -> first update of a step (0-based) that needs it. The first update needs no `step_start` pass: its own
+    forward computes these log-probs."""
+    coupled_by: Mapping[Statistic, int] = {}
+    """Statistic -> first update whose coefficients depend on it."""
     kl_in_reward: bool = False
     """`prepare_step` needs `SampleFacts.kl_to_reference`"""
     critic: "Objective | None" = None
@@ -87,15 +92,12 @@ class Objective:
         self.options = options
 
     def logprob_passes(self, update_index: int) -> frozenset[LogprobSource]:
-        """Log-prob passes that the mini-batch of update `update_index` (0-based in the step) needs before the update.
-
-        The first update needs no `step_start` pass: its own forward computes these log-probs.
-        """
-        return frozenset()
+        """Log-prob passes that the mini-batch of update `update_index` (0-based in the step) needs before the update."""
+        return frozenset(name for name, first in self.passes.items() if update_index >= first)
 
     def statistics(self, update_index: int) -> frozenset[Statistic]:
         """Statistics that the coefficients of update `update_index` depend on; empty: they are known beforehand."""
-        return frozenset()
+        return frozenset(name for name, first in self.coupled_by.items() if update_index >= first)
 
     def token_scores(self, tokens: TokenRecord) -> Tensor:
         """float64 [t]; the engine masks it and sums it by sample in float64. Called without grad.

@@ -6,12 +6,10 @@ divisor, l = -min(rho A, clip(rho, 1 - low, 1 + high) A) and rho is exp(log pi_t
 of its sample (`ratio_of`). A sample's ratio couples its own tokens only, which are all in one micro-batch, so it
 comes from the update's own forward.
 
-- `importance` corrects for off-policy samples (older weights, or an engine that computes other log-probs): w is the ratio
-  exp(log pi_step_start - log pi_sampler), without gradient, of the token or of the whole sample (the product), truncated
-  (as in IMPALA, arXiv:1802.01561) or masked outside a band. 1 without a correction.
-- k estimates KL(pi_theta || reference) of a token (joschu.net/blog/kl-approx.html): with q = log pi_reference - log pi,
-  k1 = -q, k2 = q^2 / 2, k3 = exp(q) - q - 1. `kl_in: reward` subtracts kl_coef * sum_t k, at the weights of the step's
-  start, from the sample's reward instead (TRL's RLOO; verl's apply_kl_penalty does so token by token).
+- w is 1, or the ratio of `importance` exp(log pi_step_start - log pi_sampler), without gradient, of the token or of the
+  whole sample (the product), truncated (as in IMPALA, arXiv:1802.01561) or masked outside a band.
+- k estimates KL(pi_theta || reference) of a token (joschu.net/blog/kl-approx.html), see `kl_estimator`. `kl_in: reward` is
+  that of TRL's RLOO; verl's apply_kl_penalty subtracts it token by token.
 - H is the entropy of the whole next-token distribution, with gradient.
 """
 
@@ -121,10 +119,19 @@ class PolicyGradient(Objective):
     ratio_of: ClassVar[Literal["token", "mean", "product"]] = "token"
     """rho of a token, or of its sample: the geometric mean over the sample's tokens, or their product."""
     options: PolicyGradientOptions
+    passes: dict[LogprobSource, int]
+    coupled_by: dict[Statistic, int]
 
     def __init__(self, options: PolicyGradientOptions) -> None:
         super().__init__(options)
         self.kl_in_reward = options.kl_in == "reward"
+        self.passes = {"step_start": 0 if self.kl_in_reward else 1}
+        if options.kl_coef > 0:
+            self.passes["reference"] = 0
+        # A sample's log-ratio is 0 by construction at the first update.
+        self.coupled_by = {} if self.ratio_of == "token" else {"score": 1}
+        if options.importance_level == "sequence":
+            self.coupled_by["sampler_ratio"] = 0
         if self.ratio_of != "token" or options.importance_level == "sequence":
             self.coupling = "sample"
 
@@ -159,24 +166,6 @@ class PolicyGradient(Objective):
         assert isinstance(self.options, ClippedOptions)
         too_high = (advantage > 0) & (ratio > 1.0 + self.options.clip_high)
         return too_high | ((advantage < 0) & (ratio < 1.0 - self.options.clip_low))
-
-    def logprob_passes(self, update_index: int) -> frozenset[LogprobSource]:
-        """`step_start` for the ratios from the second update on, or for the KL in the reward; `reference` for the KL."""
-        passes: set[LogprobSource] = set()
-        if update_index > 0 or self.kl_in_reward:
-            passes.add("step_start")
-        if self.options.kl_coef > 0:
-            passes.add("reference")
-        return frozenset(passes)
-
-    def statistics(self, update_index: int) -> frozenset[Statistic]:
-        """`score`, the sample's log-ratio, where rho is of the sample; at the first update it is 0 by construction."""
-        needed: set[Statistic] = set()
-        if self.ratio_of != "token" and update_index > 0:
-            needed.add("score")
-        if self.options.importance_level == "sequence":
-            needed.add("sampler_ratio")
-        return frozenset(needed)
 
     def token_scores(self, tokens: TokenRecord) -> Tensor:
         """float64 [t], log rho of the token. Raises ValueError if rho is not of the sample."""
