@@ -29,8 +29,7 @@ from packaging.version import Version
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from pacs_megatron.checkpoint.dist_metadata import COMMON_NAME
-from pacs_megatron.checkpoint.dist_reader import UNREADABLE
+from pacs_megatron.checkpoint.dist_reader import COMMON_NAME, UNREADABLE
 from pacs_megatron.errors import CheckpointError, one_line
 
 Copy = Callable[[torch.Tensor], torch.Tensor]

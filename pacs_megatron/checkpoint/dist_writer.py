@@ -28,10 +28,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from pacs_megatron.checkpoint.dist_metadata import COMMON_NAME, CONFIG, CONFIG_NAME, METADATA_NAME
+from pacs_megatron.checkpoint.dist_reader import COMMON_NAME, CONFIG, CONFIG_NAME, METADATA_NAME
 from pacs_megatron.checkpoint.manifest import FileFacts
 from pacs_megatron.checkpoint.page_cache import WriteBehind
-from pacs_megatron.checkpoint.safetensors_file import tensor_bytes
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.runtime.files import naming, write_atomically
 
@@ -67,11 +66,13 @@ class DistWriter:
 
     def put(self, piece: Piece) -> None:
         """Writes one piece. Raises CheckpointError if it contradicts another piece of the tensor."""
-        data = _with_own_storage(piece.data)
+        data = piece.data.detach().contiguous()
+        if data.untyped_storage().nbytes() != data.nbytes:  # torch.save writes the whole storage of a view
+            data = data.clone()
         self._register(piece)
         stream = self._streams.get()
         try:
-            stream.align()
+            stream.write(bytes(-stream.position % ALIGNMENT))  # so that a reader can map the archive
             offset = stream.position
             torch.save(data, cast("IO[bytes]", stream))
             length = stream.position - offset
@@ -130,14 +131,6 @@ class DistWriter:
             tensor.chunks.append(chunk)
 
 
-def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values over a storage of their own: torch.save writes the whole storage of a view."""
-    data = tensor.detach().contiguous()
-    if data.nbytes == 0 or data.untyped_storage().nbytes() == data.nbytes:
-        return data
-    return torch.frombuffer(tensor_bytes(data), dtype=data.dtype).reshape(data.shape)
-
-
 class _Stream(io.RawIOBase):
     """An append-only file that counts and digests its bytes."""
 
@@ -158,10 +151,6 @@ class _Stream(io.RawIOBase):
         self._digest.update(view)
         self.position += len(view)
         return len(view)
-
-    def align(self) -> None:
-        """Writes zeros up to the next multiple of 64 bytes, so that a reader can map the next archive."""
-        self.write(bytes(-self.position % ALIGNMENT))
 
     def flushed(self) -> int:
         """The descriptor, after a flush of Python's buffer."""

@@ -1,6 +1,5 @@
 """A Hugging Face checkpoint folder: safetensors shards, index, config, tokenizer. No pickled weights, ever."""
 
-import errno
 import json
 import os
 import shutil
@@ -12,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from pacs_megatron.checkpoint.page_cache import WriteBehind
-from pacs_megatron.checkpoint.safetensors_file import SafetensorsFile, Stored, TensorInfo, plan_header, tensor_bytes
+from pacs_megatron.checkpoint.safetensors_file import SafetensorsFile, TensorInfo, plan_header, tensor_bytes
 from pacs_megatron.checkpoint.staging import StagedFolder
 from pacs_megatron.config.text import MAX_NAME_BYTES
 from pacs_megatron.errors import CheckpointError
@@ -42,8 +41,6 @@ class HfFolder:
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path} is not a folder; give the folder of a Hugging Face checkpoint")
         self.config: dict[str, Any] = load_config(self.path)
-        self.metadata_folder = self.path
-        """contains config and tokenizer files"""
         self._file_of = self._open()
         self._check_dtypes()
         self.names: tuple[str, ...] = tuple(self._file_of)
@@ -51,28 +48,20 @@ class HfFolder:
 
     def info(self, name: str) -> TensorInfo:
         """dtype, shape and size, without reading the tensor."""
-        return self._stored(name).info
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._stored(name).info.shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._stored(name).info.dtype
+        return self._file(name).tensors[name]
 
     def get(self, name: str) -> torch.Tensor:
         """A view of the mapped file: copy-on-write, read when touched."""
-        self._stored(name)
-        return self._file_of[name].get(name)
+        return self._file(name).get(name)
 
     def release(self, name: str) -> None:
         """Drops the tensor from memory. Views read it again and lose values that were written to them."""
-        self._stored(name)
-        self._file_of[name].release(name)
+        self._file(name).release(name)
 
-    def _stored(self, name: str) -> Stored:
+    def _file(self, name: str) -> SafetensorsFile:
         if name not in self._file_of:
             raise CheckpointError(f"{self.path} has no tensor {name}; the weights and config.json do not match")
-        return self._file_of[name].tensors[name]
+        return self._file_of[name]
 
     def _open(self) -> dict[str, SafetensorsFile]:
         index = self.path / INDEX_NAME
@@ -103,7 +92,7 @@ class HfFolder:
         declared = str(self.config.get("dtype") or self.config.get("torch_dtype")).removeprefix("torch.")
         wrong = {"bfloat16": torch.float16, "float16": torch.bfloat16}.get(declared)
         for name, file in self._file_of.items():
-            dtype = file.tensors[name].info.dtype
+            dtype = file.tensors[name].dtype
             if dtype not in WEIGHT_DTYPES:
                 raise CheckpointError(
                     f"{file.path}: {name} is {dtype}, expected one of {', '.join(map(str, WEIGHT_DTYPES))}; dequantise "
@@ -146,47 +135,41 @@ class HfFolderWriter:
         self, path: str | Path, tensors: Iterable[TensorInfo], *, max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> None:
         shards = _split(list(tensors), max_shard_bytes)
-        self._staged = StagedFolder(Path(path))
-        self._place: dict[str, tuple[int, Stored]] = {}
+        self.staged = StagedFolder(Path(path))
+        """complete after `seal`, to be committed then"""
+        self._place: dict[str, tuple[int, TensorInfo]] = {}
         self._weight_map: dict[str, str] = {}
         self._descriptors: list[int] = []
-        self._missing: set[str] = set()
         self._mutex = threading.Lock()
         self._behind = WriteBehind()
         for number, shard in enumerate(shards, start=1):
             name = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            self._create(name, shard)
+            header, stored = plan_header(shard)
+            descriptor = os.open(self.staged.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            self._descriptors.append(descriptor)
+            self._write(descriptor, header, 0)
+            self._place |= {info.name: (descriptor, info) for info in stored}
+            self._weight_map |= dict.fromkeys((info.name for info in stored), name)
+        self._missing = set(self._place)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Writes one tensor, cast to the announced dtype. Raises CheckpointError on a wrong name or shape."""
         with self._mutex:
             if name not in self._missing:
                 reason = "was written already" if name in self._place else "was not announced"
-                raise CheckpointError(f"{self._staged.target}: tensor {name} {reason}")
+                raise CheckpointError(f"{self.staged.target}: tensor {name} {reason}")
             self._missing.discard(name)
-        descriptor, stored = self._place[name]
-        if tuple(tensor.shape) != stored.info.shape:
-            raise CheckpointError(f"{name}: shape {list(tensor.shape)}, announced as {list(stored.info.shape)}")
-        data = tensor_bytes(tensor.to("cpu", stored.info.dtype))
-        written = 0
-        with naming(self._staged.path):
-            while written < len(data):
-                written += os.pwrite(descriptor, data[written:], stored.offset + written)
-        self._behind.wrote(descriptor, stored.offset, written)
-
-    @property
-    def path(self) -> Path:
-        """The temporary folder; complete after `seal`."""
-        return self._staged.path
+        descriptor, info = self._place[name]
+        if tuple(tensor.shape) != info.shape:
+            raise CheckpointError(f"{name}: shape {list(tensor.shape)}, announced as {list(info.shape)}")
+        data = tensor_bytes(tensor.to("cpu", info.dtype))
+        self._write(descriptor, data, info.offset)
+        self._behind.wrote(descriptor, info.offset, len(data))
 
     def finish(self, metadata_from: Path) -> Path:
-        """`seal` and `commit`."""
+        """`seal`, then renames the folder and returns its path."""
         self.seal(metadata_from)
-        return self.commit()
-
-    def commit(self) -> Path:
-        """Renames the sealed folder and returns its path."""
-        return self._staged.commit()
+        return self.staged.commit()
 
     def seal(self, metadata_from: Path) -> None:
         """Adds config.json (with the new dtype), tokenizer files and index; flushes and closes the shards.
@@ -196,42 +179,33 @@ class HfFolderWriter:
         if self._missing:
             name = min(self._missing)
             raise CheckpointError(
-                f"{self._staged.target}: {len(self._missing)} tensors were never written, e.g. {name}; nothing is kept"
+                f"{self.staged.target}: {len(self._missing)} tensors were never written, e.g. {name}; nothing is kept"
             )
-        infos = [stored.info for _, stored in self._place.values()]
+        infos = [info for _, info in self._place.values()]
         is_critic = "score.weight" in self._place
-        copy_hf_metadata(metadata_from, self._staged.path, dtypes={info.dtype for info in infos}, is_critic=is_critic)
+        copy_hf_metadata(metadata_from, self.staged.path, dtypes={info.dtype for info in infos}, is_critic=is_critic)
         if len(self._descriptors) > 1:
             total = sum(info.nbytes for info in infos)
             index = {"metadata": {"total_size": total}, "weight_map": self._weight_map}
-            write_atomically(self._staged.path / INDEX_NAME, [(json.dumps(index, indent=2) + "\n").encode()])
-        with naming(self._staged.path):
+            write_atomically(self.staged.path / INDEX_NAME, [(json.dumps(index, indent=2) + "\n").encode()])
+        with naming(self.staged.path):
             for descriptor in self._descriptors:
                 os.fsync(descriptor)
         self._close()
-
-    def abort(self) -> None:
-        """Removes the temporary folder; does nothing after `finish`."""
-        self._close()
-        self._staged.abort()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.abort()
+        """Removes the temporary folder; does nothing after `finish`."""
+        self._close()
+        self.staged.abort()
 
-    def _create(self, file_name: str, tensors: list[TensorInfo]) -> None:
-        header, stored = plan_header(tensors)
-        descriptor = os.open(self._staged.path / file_name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        self._descriptors.append(descriptor)
-        with naming(self._staged.path):
-            if os.pwrite(descriptor, header, 0) < len(header):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        for name, place in stored.items():
-            self._place[name] = (descriptor, place)
-            self._weight_map[name] = file_name
-            self._missing.add(name)
+    def _write(self, descriptor: int, data: bytes | memoryview, offset: int) -> None:
+        written = 0
+        with naming(self.staged.path):
+            while written < len(data):
+                written += os.pwrite(descriptor, data[written:], offset + written)
 
     def _close(self) -> None:
         for descriptor in self._descriptors:

@@ -5,6 +5,7 @@ A checkpoint folder: `manifest.json`, `dist/` (Megatron's torch_dist format), `h
 export needs besides the weights). There may be other files.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +24,6 @@ from pacs_megatron.runtime.waiting import report_wait
 DIST_FOLDER = "dist"
 HF_FOLDER = "hf"
 FORMAT = 1
-_BLOCK_BYTES = 8 << 20
 
 
 def _relative(name: str) -> str:
@@ -37,10 +37,10 @@ Count = Annotated[int, Field(ge=0, strict=True)]
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """Size in bytes, and the xxh3-128 digest where one was taken."""
+    """Size in bytes and xxh3-128 digest."""
 
     nbytes: Annotated[Count, Field(validation_alias="bytes")]
-    xxh3_128: str | None
+    xxh3_128: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,13 +131,9 @@ def check_checkpoint(folder: Path, *, digests: bool = True, share: slice = slice
 
 def digest_file(path: Path) -> FileFacts:
     """Reads the whole file."""
-    digest = xxhash.xxh3_128()
-    size = 0
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-            size += len(block)
-    return FileFacts(size, digest.hexdigest())
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
+        return FileFacts(file.tell(), digest.hexdigest())
 
 
 def check_files(folder: Path, manifest: Manifest, *, digests: bool) -> None:
@@ -149,5 +145,5 @@ def check_files(folder: Path, manifest: Manifest, *, digests: bool) -> None:
         size = path.stat().st_size
         if size != facts.nbytes:
             raise CheckpointError(f"{path} is {size} bytes, expected {facts.nbytes}: truncated or altered")
-        if digests and facts.xxh3_128 is not None and digest_file(path).xxh3_128 != facts.xxh3_128:
+        if digests and digest_file(path).xxh3_128 != facts.xxh3_128:
             raise CheckpointError(f"{path} was altered since it was written (xxh3-128 differs); use another copy")

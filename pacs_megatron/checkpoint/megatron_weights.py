@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 
-from pacs_megatron.checkpoint.dist_metadata import MODEL_PREFIX
-from pacs_megatron.checkpoint.dist_reader import DistReader
+from pacs_megatron.checkpoint.dist_reader import MODEL_PREFIX, DistReader
 from pacs_megatron.checkpoint.hf_folder import WEIGHT_DTYPES, HfFolder
 from pacs_megatron.checkpoint.manifest import DIST_FOLDER, HF_FOLDER, check_checkpoint, read_manifest
-from pacs_megatron.checkpoint.names import MANIFEST_NAME, position_of
+from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, whole_checkpoints
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.models import Entry, load_config, read_spec, weight_table
 
@@ -32,8 +31,6 @@ class MegatronWeights:
         self.config: dict[str, Any] = load_config(self.metadata_folder)
         self.table = weight_table(read_spec(self.config))
         self._reader = DistReader(self.path / DIST_FOLDER)
-        # q, k and v are read one after the other, and come from one tensor.
-        self._newest: tuple[Entry, tuple[torch.Tensor, ...]] | None = None
         self._check_keys()
 
     @property
@@ -54,15 +51,11 @@ class MegatronWeights:
         self._reader.release(MODEL_PREFIX + entry.checkpoint_key, entry.expert)
 
     def get(self, name: str) -> torch.Tensor:
-        """One Hugging Face tensor. Reads the whole Megatron tensor that contains it, and keeps that until the next one."""
+        """One Hugging Face tensor. Reads the whole Megatron tensor that contains it."""
         if name not in self.table.by_hf:
             raise CheckpointError(f"{self.path} has no tensor {name}; it belongs to another model")
         entry = self.table.by_hf[name]
-        newest = self._newest
-        if newest is None or newest[0] is not entry:
-            newest = (entry, entry.to_hf(self.get_entry(entry)))
-            self._newest = newest
-        return newest[1][entry.hf_names.index(name)]
+        return entry.to_hf(self.get_entry(entry))[entry.hf_names.index(name)]
 
     def _check_keys(self) -> None:
         folder = self.path / DIST_FOLDER
@@ -105,17 +98,12 @@ def find_checkpoint(path: str | Path, step: int | None) -> Path:
         if step is not None and step != found:
             raise CheckpointError(f"{folder} is the checkpoint of step {found}, not of step {step}; correct --step")
         return folder
-    parent = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    by_step: dict[int, Path] = {}
-    for child in sorted(parent.iterdir()) if parent.is_dir() else []:
-        child_step = read_manifest(child).step if is_megatron_checkpoint(child) else None
-        position = position_of(child.name)
-        if child_step is not None and ".partial" not in child.name and not (position and position.updates):
-            by_step[child_step] = child
+    run = folder.parent if folder.name == CHECKPOINTS_FOLDER else folder
+    by_step = {position.step: found for position, found in whole_checkpoints(run) if not position.updates}
     if not by_step:
         raise CheckpointError(f"{folder} contains no complete checkpoint (one with {MANIFEST_NAME})")
     wanted = max(by_step) if step is None else step
     if wanted not in by_step:
         steps = ", ".join(str(s) for s in sorted(by_step))
-        raise CheckpointError(f"{parent} has no checkpoint of step {step}; there are {steps}")
+        raise CheckpointError(f"{run} has no checkpoint of step {step}; there are {steps}")
     return by_step[wanted]

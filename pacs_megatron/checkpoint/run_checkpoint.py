@@ -18,10 +18,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial as partial_call
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pacs_megatron.checkpoint.dist_files import Copy, load_sharded, prepare_sharded
@@ -55,6 +59,7 @@ from pacs_megatron.runtime.files import disk_error, is_file, remove, sync_path, 
 from pacs_megatron.runtime.json_reader import as_object, parse_json, read_object, read_text
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 CRITIC_DIST = f"critic/{DIST_FOLDER}"
 _PARTIAL = ".partial"
 _BUFFER, _OPEN_STEP = "buffer", "open_step"
@@ -131,8 +136,6 @@ def start_checkpoint(
     Both are collective over `control` of their rank. They raise CheckpointError on all ranks if one of them cannot write;
     older checkpoints are whole then. An interrupted one leaves a `.partial` folder, which the next save removes.
     """
-    from safetensors.torch import save_file
-
     final = run_dir / CHECKPOINTS_FOLDER / position.name
     partial = final.with_name(final.name + _PARTIAL)
 
@@ -196,8 +199,6 @@ def _writing(final: Path, partial: Path, rank: Rank) -> Iterator[Callable[..., A
 
 def _named(final: Path, action: Callable[[], object]) -> object:
     """Runs `action`. Errors of the file system become CheckpointError, also where torch or safetensors wrap them."""
-    from safetensors import SafetensorError
-
     try:
         return action()
     except (OSError, SafetensorError, CheckpointException, RuntimeError) as error:
@@ -214,24 +215,19 @@ def _named(final: Path, action: Callable[[], object]) -> object:
 
 
 def _write_record(folder: Path, name: str, record: Record) -> None:
-    from safetensors.numpy import save_file
-
     header, arrays = record
     write_atomically(folder / f"{name}.json", [json.dumps(header).encode()])
-    save_file({key: np.ascontiguousarray(array) for key, array in arrays.items()}, folder / f"{name}.safetensors")
+    save_arrays({key: np.ascontiguousarray(array) for key, array in arrays.items()}, folder / f"{name}.safetensors")
 
 
 def read_record(folder: Path, name: str = _BUFFER) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
     """A record, `Contents.buffer` unless another is named, as saved; None if there is none."""
-    from safetensors.numpy import load_file
-
     path = folder / f"{name}.json"
     if not is_file(path, CheckpointError):
         return None
     text = read_text(path, error=CheckpointError)
     header = as_object(parse_json(text, str(path), error=CheckpointError, any_text=True), str(path))
-    with _reading(folder / f"{name}.safetensors"):
-        return header, load_file(folder / f"{name}.safetensors")
+    return header, _load(load_arrays, folder / f"{name}.safetensors")
 
 
 def read_open_step(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
@@ -254,10 +250,6 @@ def _prune(run_dir: Path, keep_last: int) -> None:
             _remove(path)
 
 
-def _files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
 def _run_identity(run_dir: Path) -> str:
     """Of the run; created at its first save. A run that continues a copied checkpoint keeps that run's identity."""
     identity = read_run_identity(run_dir)
@@ -270,7 +262,8 @@ def _run_identity(run_dir: Path) -> str:
 
 def _digest_all(folder: Path, rank: Rank) -> dict[str, FileFacts]:
     """Size and digest of every file, on rank 0; each rank digests a share of them. Collective."""
-    own = {name: asdict(digest_file(folder / name)) for name in _files(folder)[rank.rank :: rank.layout.world_size]}
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    own = {name: asdict(digest_file(folder / name)) for name in names[rank.rank :: rank.layout.world_size]}
     shares = gather_json(own, group=rank.control) or []
     return {name: FileFacts(**facts) for share in shares for name, facts in share.items()}
 
@@ -310,8 +303,6 @@ def load_checkpoint(
     folder: Path, rank: Rank, sharded: Mapping[str, dict[str, Any]]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor] | None]:
     """The filled state dicts, and this rank's generators (None if the number of ranks has changed). Collective."""
-    from safetensors.torch import load_file
-
     filled = {name: load_sharded(state, folder / name) for name, state in sharded.items()}
     own = folder / "rng" / f"rank_{rank.rank:05d}.safetensors"
     saved = len(list((folder / "rng").glob("*.safetensors")))
@@ -321,16 +312,12 @@ def load_checkpoint(
                 "checkpoint of %d ranks, now %d: torch's generators start from the seed", saved, rank.layout.world_size
             )
         return filled, None
-    with _reading(own):
-        return filled, load_file(own)
+    return filled, _load(load_file, own)
 
 
-@contextlib.contextmanager
-def _reading(file: Path) -> Iterator[None]:
+def _load(load: Callable[[Path], dict[str, T]], file: Path) -> dict[str, T]:
     """Errors of safetensors become CheckpointError: a manifest can be made to fit a damaged file."""
-    from safetensors import SafetensorError
-
     try:
-        yield
+        return load(file)
     except SafetensorError as error:
         raise CheckpointError(f"{file} is malformed ({error}); {_RESTORE}") from error

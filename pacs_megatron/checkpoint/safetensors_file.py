@@ -8,7 +8,7 @@ Layout (safetensors 0.x): 8 bytes little-endian header length, a JSON header, th
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +40,15 @@ _MAX_SIZE = 2**62
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Name, dtype and shape of a tensor."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    offset: int = 0
+    """bytes from the start of its file"""
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor at `offset` bytes from the start of its file."""
-
-    info: TensorInfo
-    offset: int
 
 
 class SafetensorsFile:
@@ -72,17 +64,17 @@ class SafetensorsFile:
                 pass
         except SafetensorError as error:
             raise CheckpointError(
-                f"{path} is not a complete safetensors file ({one_line(str(error))[:200]}); download it again"
+                f"{path} is truncated or damaged ({one_line(str(error))[:200]}); download it again"
             ) from None
         self.tensors = self._read_header()
         self._file = MappedFile(path)
 
-    def _read_header(self) -> dict[str, Stored]:
+    def _read_header(self) -> dict[str, TensorInfo]:
         with self.path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = as_object(parse_json(file.read(length), f"{self.path}: header", error=CheckpointError), "header")
         header.pop("__metadata__", None)
-        tensors: dict[str, Stored] = {}
+        tensors: dict[str, TensorInfo] = {}
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             code, shape = entry["dtype"], entry["shape"]
             if code not in _DTYPES or len(shape) > _MAX_DIMS or any(size >= _MAX_SIZE for size in shape):
@@ -90,30 +82,28 @@ class SafetensorsFile:
                     f"{self.path}: {name[:100]} is {code} {shape[:_MAX_DIMS]}, which is not supported: expected at most "
                     f"{_MAX_DIMS} dimensions and a dtype of {', '.join(_DTYPES)}; convert the file"
                 )
-            info = TensorInfo(name, _DTYPES[code], tuple(shape))
-            tensors[name] = Stored(info, 8 + length + entry["data_offsets"][0])
+            tensors[name] = TensorInfo(name, _DTYPES[code], tuple(shape), 8 + length + entry["data_offsets"][0])
         return tensors
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor as a view of the mapped file, read page by page on use."""
-        stored = self.tensors[name]
-        info = stored.info
+        info = self.tensors[name]
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
-        self._file.prefetch(stored.offset, info.nbytes)
+        self._file.prefetch(info.offset, info.nbytes)
         count = math.prod(info.shape)
-        flat = torch.frombuffer(self._file.map, dtype=info.dtype, count=count, offset=stored.offset)
+        flat = torch.frombuffer(self._file.map, dtype=info.dtype, count=count, offset=info.offset)
         return flat.reshape(info.shape)
 
     def release(self, name: str) -> None:
         """Drops the tensor's pages from memory. Views lose values that were written to them."""
-        stored = self.tensors[name]
-        if stored.info.nbytes:
-            self._file.release(stored.offset, stored.info.nbytes)
+        info = self.tensors[name]
+        if info.nbytes:
+            self._file.release(info.offset, info.nbytes)
 
 
-def plan_header(tensors: Sequence[TensorInfo]) -> tuple[bytes, dict[str, Stored]]:
-    """The header of a file, and the place of each tensor in the given order."""
+def plan_header(tensors: Sequence[TensorInfo]) -> tuple[bytes, list[TensorInfo]]:
+    """The header of a file, and the tensors with their places, in the given order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for info in tensors:
@@ -126,8 +116,7 @@ def plan_header(tensors: Sequence[TensorInfo]) -> tuple[bytes, dict[str, Stored]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     prefix = len(text).to_bytes(8, "little") + text
-    stored = {i.name: Stored(i, len(prefix) + header[i.name]["data_offsets"][0]) for i in tensors}
-    return prefix, stored
+    return prefix, [replace(i, offset=len(prefix) + header[i.name]["data_offsets"][0]) for i in tensors]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

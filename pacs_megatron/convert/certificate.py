@@ -49,7 +49,7 @@ class Certificate:
         }
         self._tensors[side][name] = record
 
-    def to_json(self) -> str:
+    def write(self, path: Path) -> None:
         sides: dict[str, Any] = {}
         for side, found in self._tensors.items():
             records = [found[name] for name in sorted(found)]
@@ -69,7 +69,4 @@ class Certificate:
             "logits": self.logits,
             **sides,
         }
-        return json.dumps(content, indent=1) + "\n"
-
-    def write(self, path: Path) -> None:
-        write_outputs([(path, self.to_json().encode())])
+        write_outputs([(path, (json.dumps(content, indent=1) + "\n").encode())])

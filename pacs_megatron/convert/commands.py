@@ -1,4 +1,4 @@
-"""The three commands of `pacs-megatron convert`. Each returns its summary; `pacs_megatron/cli.py` has the options."""
+"""The commands of `pacs-megatron convert`. Each returns its summary; `pacs_megatron/cli.py` has the options."""
 
 import signal
 from collections.abc import Iterator

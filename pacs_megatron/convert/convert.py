@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from pacs_megatron.checkpoint.dist_metadata import MODEL_PREFIX
+from pacs_megatron.checkpoint.dist_reader import MODEL_PREFIX
 from pacs_megatron.checkpoint.dist_writer import DistWriter, Piece
 from pacs_megatron.checkpoint.hf_folder import (
     MAX_SHARD_BYTES,
@@ -24,8 +24,7 @@ from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_chec
 from pacs_megatron.checkpoint.staging import StagedFolder, check_free_disk
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME, Certificate
 from pacs_megatron.convert.pipeline import WORKERS, Job, run_jobs
-from pacs_megatron.convert.source import DTYPES, check_names
-from pacs_megatron.convert.verify import FILES, compare, files_check
+from pacs_megatron.convert.verify import DTYPES, FILES, check_names, compare, files_check
 from pacs_megatron.errors import CheckpointError, ConversionError
 from pacs_megatron.models import Entry, WeightTable, read_spec, weight_table
 from pacs_megatron.models.hub import model_folder
@@ -43,11 +42,11 @@ class Options:
     """compare the files of a Megatron checkpoint with its manifest's digests before reading them"""
 
 
-def _summary(out: Path, num_tensors: int, nbytes: int, convert_s: float, verify_s: float | None) -> str:
-    rate = nbytes / 1e9 / max(convert_s, 1e-9)
-    text = f"{out}: {num_tensors} tensors, {nbytes / 1e9:.3f} GB in {convert_s:.1f} s ({rate:.2f} GB/s); "
-    return text + (
-        "not verified (use --verify)" if verify_s is None else f"read back and equal bit for bit in {verify_s:.1f} s"
+def _summary(options: Options, num_tensors: int, nbytes: int, seconds: float) -> str:
+    return (
+        f"{options.out}: {num_tensors} tensors, {nbytes / 1e9:.3f} GB in {seconds:.1f} s "
+        f"({nbytes / 1e9 / max(seconds, 1e-9):.2f} GB/s); "
+        + ("read back and equal bit for bit" if options.verify else "not verified (use --verify)")
     )
 
 
@@ -73,25 +72,24 @@ def hf_to_megatron(hf: str, options: Options) -> str:
     )
     certificate.left_out = check_names(folder, table)
     certificate.checks["names and shapes"] = f"{len(table.by_hf)} tensors fill {len(table.entries)} rows"
-    cast = None if options.dtype is None else DTYPES[options.dtype]
-    total = sum(_target_bytes(entry, cast or folder.dtype(entry.hf_names[0])) for entry in table.entries)
+    cast = DTYPES.get(options.dtype or "")
+    total = sum(_target_bytes(entry, cast or folder.info(entry.hf_names[0]).dtype) for entry in table.entries)
     check_free_disk(options.out, total)
     with StagedFolder(options.out) as staged:
         files = _write_dist(folder, table, staged.path, cast, certificate)
         (staged.path / HF_FOLDER).mkdir()
-        dtypes = {folder.dtype(name) for name in table.by_hf} if cast is None else {cast}
+        dtypes = {folder.info(name).dtype for name in table.by_hf} if cast is None else {cast}
         copy_hf_metadata(folder.path, staged.path / HF_FOLDER, dtypes=dtypes)
         for path in sorted((staged.path / HF_FOLDER).rglob("*")):
             if path.is_file():
                 files[str(path.relative_to(staged.path))] = digest_file(path)
         write_manifest(staged.path, Manifest(step=None, files=files))
-        convert_s = time.perf_counter() - start
-        verify_s = None
+        summary = _summary(options, len(table.by_hf), total, time.perf_counter() - start)
         if options.verify:
-            verify_s = _verified(folder, MegatronWeights(staged.path, digests=False), certificate)
+            compare(folder, MegatronWeights(staged.path, digests=False), certificate)
         certificate.write(staged.path / CERTIFICATE_NAME)
         staged.commit()
-    return _summary(options.out, len(table.by_hf), total, convert_s, verify_s)
+    return summary
 
 
 def megatron_to_hf(
@@ -103,7 +101,7 @@ def megatron_to_hf(
     _refuse_inside(options.out, source)
     weights = MegatronWeights(source, digests=options.verify_source)
     table = weights.table
-    cast = None if options.dtype is None else DTYPES[options.dtype]
+    cast = DTYPES.get(options.dtype or "")
     infos = [info for entry in table.entries for info in hf_tensors([entry], cast or weights.dtype(entry))]
     total = sum(info.nbytes for info in infos)
     check_free_disk(options.out, total)
@@ -116,19 +114,18 @@ def megatron_to_hf(
         jobs = [
             Job(
                 _target_bytes(entry, weights.dtype(entry)),
-                partial(_export, entry, weights, writer, certificate, options),
+                partial(_export, entry, weights, writer, certificate, cast),
             )
             for entry in table.entries
         ]
         run_jobs("to hf", jobs)
         writer.seal(weights.metadata_folder)
-        convert_s = time.perf_counter() - start
-        verify_s = None
+        summary = _summary(options, len(infos), total, time.perf_counter() - start)
         if options.verify:
-            verify_s = _verified(HfFolder(writer.path), weights, certificate)
-        certificate.write(writer.path / CERTIFICATE_NAME)
-        writer.commit()
-    return _summary(options.out, len(infos), total, convert_s, verify_s)
+            compare(HfFolder(writer.staged.path), weights, certificate)
+        certificate.write(writer.staged.path / CERTIFICATE_NAME)
+        writer.staged.commit()
+    return summary
 
 
 def _write_dist(
@@ -155,13 +152,11 @@ def _write_dist(
         for name in entry.hf_names:
             folder.release(name)
 
-    jobs = [
-        Job(
-            _target_bytes(e, max((folder.dtype(e.hf_names[0]), cast or torch.uint8), key=lambda d: d.itemsize)),
-            partial(convert, e),
-        )
-        for e in table.entries
-    ]
+    jobs = []
+    for entry in table.entries:
+        read = sum(folder.info(name).nbytes for name in entry.hf_names)
+        written = _target_bytes(entry, cast or folder.info(entry.hf_names[0]).dtype)
+        jobs.append(Job(max(read, written), partial(convert, entry)))
     try:
         run_jobs("to megatron", jobs)
         facts = writer.finish()
@@ -171,12 +166,12 @@ def _write_dist(
 
 
 def _export(
-    entry: Entry, weights: MegatronWeights, writer: HfFolderWriter, certificate: Certificate, options: Options
+    entry: Entry, weights: MegatronWeights, writer: HfFolderWriter, certificate: Certificate, cast: torch.dtype | None
 ) -> None:
     full = weights.get_entry(entry)
     certificate.add("megatron", entry.megatron_name, full)
     for name, tensor in zip(entry.hf_names, entry.to_hf(full), strict=True):
-        out = _cast(tensor, DTYPES.get(options.dtype or ""), name)
+        out = _cast(tensor, cast, name)
         certificate.add("hf", name, out)
         writer.put(name, out)
     weights.release_entry(entry)
@@ -188,12 +183,6 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None, name: str) -> torch.T
     if not (found := tensor.to(dtype)).isfinite().all():
         raise ConversionError(f"{name} has values that are not finite in {dtype}; choose a --dtype of a larger range")
     return found
-
-
-def _verified(folder: HfFolder, weights: MegatronWeights, certificate: Certificate) -> float:
-    start = time.perf_counter()
-    compare(folder, weights, certificate)
-    return time.perf_counter() - start
 
 
 def _target_bytes(entry: Entry, dtype: torch.dtype) -> int:

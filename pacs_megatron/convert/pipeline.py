@@ -1,5 +1,6 @@
 """Runs independent jobs on a few threads with a limit on the bytes in flight: reading and writing overlap."""
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ IN_FLIGHT_BYTES = 384 << 20
 
 WORKERS = 4
 """Threads, independent of the number of cores: most of their time is disk I/O."""
-_NUM_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,40 +28,29 @@ def run_jobs(label: str, jobs: Iterable[Job], *, workers: int = WORKERS) -> None
 
     After the first error or an interrupt no job starts; the running jobs finish, then the error is raised.
     """
-    todo = list(jobs)
-    total_bytes = sum(job.nbytes for job in todo)
+    todo = deque(jobs)
     running: dict[Future[None], int] = {}
-    done_bytes = shown_bytes = 0
+    done_bytes = 0
     with (
-        Progress(label, total_bytes, unit="bytes") as progress,
+        Progress(label, sum(job.nbytes for job in todo), unit="bytes") as progress,
         ThreadPoolExecutor(max_workers=workers, thread_name_prefix="convert") as pool,
     ):
-
-        def collect() -> None:
-            """Waits until a job ends and counts it; raises its error."""
-            nonlocal done_bytes, shown_bytes
-            with report_wait(f"for files to be read and written ({label})"):
-                ended = wait(running, return_when=FIRST_COMPLETED)[0]
-            for future in ended:
-                done_bytes += running.pop(future)
-                future.result()
-            # In equal steps: the bar averages its speed over calls.
-            if done_bytes == total_bytes or done_bytes - shown_bytes >= total_bytes / _NUM_STEPS:
-                shown_bytes = done_bytes
-                progress.advance(done_bytes)
-
         try:
-            for job in todo:
-                while running and (len(running) >= 2 * workers or _is_too_much(job.nbytes, list(running.values()))):
-                    collect()
-                running[pool.submit(job.run)] = job.nbytes
-            while running:
-                collect()
+            while todo or running:
+                while todo and len(running) < 2 * workers and _fits(todo[0].nbytes, list(running.values())):
+                    job = todo.popleft()
+                    running[pool.submit(job.run)] = job.nbytes
+                with report_wait(f"for files to be read and written ({label})"):
+                    ended = wait(running, return_when=FIRST_COMPLETED)[0]
+                for future in ended:
+                    done_bytes += running.pop(future)
+                    future.result()
+                progress.advance(done_bytes)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _is_too_much(nbytes: int, running: list[int]) -> bool:
+def _fits(nbytes: int, running: list[int]) -> bool:
     if nbytes > IN_FLIGHT_BYTES:
-        return any(size > IN_FLIGHT_BYTES for size in running)
-    return nbytes + sum(size for size in running if size <= IN_FLIGHT_BYTES) > IN_FLIGHT_BYTES
+        return max(running, default=0) <= IN_FLIGHT_BYTES
+    return nbytes + sum(size for size in running if size <= IN_FLIGHT_BYTES) <= IN_FLIGHT_BYTES

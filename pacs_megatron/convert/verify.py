@@ -11,12 +11,15 @@ from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_chec
 from pacs_megatron.convert.certificate import Certificate
 from pacs_megatron.convert.logits import LogitsOptions, check_layout, compare_logits
 from pacs_megatron.convert.pipeline import Job, run_jobs
-from pacs_megatron.convert.source import check_names
 from pacs_megatron.errors import ConversionError
-from pacs_megatron.models import Entry, read_spec, weight_table
+from pacs_megatron.models import Entry, WeightTable, read_spec, weight_table
 from pacs_megatron.models.hub import model_folder
 
 FILES = "files of the checkpoint"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_OUTPUT = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_ROTARY_TABLE = ".rotary_emb.inv_freq"
 
 
 def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | None, logits: LogitsOptions | None) -> str:
@@ -50,10 +53,50 @@ def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | Non
     return f"{summary}; certificate: {certificate_file}"
 
 
+def check_names(folder: HfFolder, table: WeightTable) -> list[str]:
+    """Checks that every row has its tensors, with the right shape, and every tensor a row; returns redundant tensors.
+
+    Raises ConversionError naming the first tensor that does not fit.
+    """
+    left_out: list[str] = []
+    for name in folder.names:
+        if name in table.by_hf:
+            continue
+        if name.endswith(_ROTARY_TABLE):
+            left_out.append(name)
+        elif name == _OUTPUT and table.spec.tied:
+            if not torch.equal(folder.get(_OUTPUT), folder.get(_EMBEDDING)):
+                raise ConversionError(
+                    f"{folder.path}: config.json has tie_word_embeddings: true, but {_OUTPUT} differs from {_EMBEDDING}; "
+                    "set tie_word_embeddings to false if the output layer has its own weights"
+                )
+            left_out.append(name)
+        else:
+            raise ConversionError(
+                f"{folder.path} contains {name}, which no row of the table of family {table.spec.family} maps; "
+                "the checkpoint and its config.json are of different architectures"
+            )
+    present = set(folder.names)
+    for entry in table.entries:
+        for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
+            if name not in present:
+                raise ConversionError(
+                    f"{folder.path} lacks {name}, which makes {entry.megatron_name}; get a complete copy"
+                )
+            found = folder.info(name).shape
+            if found != shape:
+                raise ConversionError(
+                    f"{folder.path}: {name} is {list(found)}, expected {list(shape)} from config.json; the two are of "
+                    "different models, get another copy"
+                )
+    return left_out
+
+
 def files_check(weights: MegatronWeights, *, verified: bool) -> str:
     """For the certificate: whether the files of the checkpoint were compared with its manifest."""
-    digested = sum(facts.xxh3_128 is not None for facts in weights.manifest.files.values())
-    return f"{digested} match the digests of the manifest" if verified else "not verified (--no-verify)"
+    return (
+        f"{len(weights.manifest.files)} match the digests of the manifest" if verified else "not verified (--no-verify)"
+    )
 
 
 def compare(folder: HfFolder, weights: MegatronWeights, certificate: Certificate) -> str:

@@ -21,7 +21,7 @@ from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.schema import DatasetOptions, ModelOptions, WandbOptions
 from pacs_megatron.config.text import local_path
 from pacs_megatron.contracts.samples import Prompt
-from pacs_megatron.convert.source import check_names
+from pacs_megatron.convert.verify import check_names
 from pacs_megatron.data import load_prompts, load_tokenizer, stop_token_ids
 from pacs_megatron.errors import PacsError
 from pacs_megatron.evaluation.preview import check_gold

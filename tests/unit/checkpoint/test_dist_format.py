@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from pacs_megatron.checkpoint.dist_metadata import check_metadata, read_metadata
-from pacs_megatron.checkpoint.dist_reader import DistReader
+from pacs_megatron.checkpoint.dist_reader import DistReader, read_metadata
 from pacs_megatron.checkpoint.dist_writer import DistWriter, Piece
 from pacs_megatron.checkpoint.manifest import (
     FileFacts,
@@ -152,10 +151,6 @@ def test_a_damaged_checkpoint_is_rejected_in_one_line(
         DistReader(folder).get("vector")
     assert "\n" not in str(caught.value)
     assert not Path("evil-was-here").exists()
-
-
-def test_the_guard_lets_torchs_own_index_pass(folder: Path) -> None:
-    check_metadata(folder)
 
 
 def test_manifest_there_and_back_and_altered_files(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pacs_megatron.checkpoint.dist_metadata import METADATA_NAME
-from pacs_megatron.checkpoint.dist_reader import DistReader
+from pacs_megatron.checkpoint.dist_reader import METADATA_NAME, DistReader
 from pacs_megatron.checkpoint.dist_writer import DistWriter, Piece
 from pacs_megatron.checkpoint.manifest import (
     Manifest,
@@ -99,7 +98,7 @@ def test_a_checkpoint_of_an_earlier_release_is_read(tmp_path: Path) -> None:
 def test_a_manifest_names_no_file_outside_its_folder(tmp_path: Path, name: str) -> None:
     folder = make_checkpoint(tmp_path, Position(10))
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][name] = {"bytes": 1, "xxh3_128": None}
+    manifest["files"][name] = {"bytes": 1, "xxh3_128": ""}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="outside of the folder"):
         read_manifest(folder)

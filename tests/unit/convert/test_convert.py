@@ -271,7 +271,7 @@ def test_a_bad_source_is_one_line_a_code_and_no_output(
 def _drop_key(folder: Path) -> None:
     import pickle
 
-    from pacs_megatron.checkpoint.dist_metadata import read_metadata
+    from pacs_megatron.checkpoint.dist_reader import read_metadata
 
     metadata = read_metadata(folder / "dist")
     metadata.state_dict_metadata.pop("model.decoder.final_layernorm.weight")
