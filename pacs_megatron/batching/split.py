@@ -39,12 +39,9 @@ def plan_microbatches(
     """Deal the samples to the data-parallel ranks and pack each rank's share into micro-batches within the token budget.
 
     Longest first to the least loaded rank, then first fit: within 4/3 of the best balance. With `keep_groups` every group
-    that fits the budget stays in one micro-batch, among other whole groups; otherwise siblings may be on different ranks.
-    `rows` restricts the plan to some samples (default: all); `owner_of_row` (int64 [n]) keeps each sample on the rank
-    that has its tokens. Empty micro-batches are added where the layout needs equal counts on all ranks, or a multiple of
-    the pipeline's size; a rank without samples gets at least one.
-
-    Raises ConfigError when one sample exceeds the budget.
+    that fits the budget stays in one micro-batch, among other whole groups. `rows` restricts the plan to some samples;
+    `owner_of_row` (int64 [n]) keeps each sample on the rank that has its tokens. Empty micro-batches are added where the
+    layout needs them; a rank without samples gets at least one. Raises ConfigError when one sample exceeds the budget.
     """
     lens = facts.lens
     rows = np.arange(facts.num_samples) if rows is None else rows
@@ -83,22 +80,21 @@ def _items(
     return np.split(rows[order], np.flatnonzero(np.diff(key[order])) + 1), together
 
 
-def plan_with_groups(
-    facts: SampleFacts, *, layout: Layout, tokens_per_microbatch: int, groups: Literal["together", "apart", "auto"]
+def _plan_with_groups(
+    facts: SampleFacts, layout: Layout, budget: int, groups: Literal["together", "apart", "auto"]
 ) -> MicroBatchPlan:
-    """The plan for an objective whose coefficients depend on the group's log-probs (`batch.groups`).
-    `auto` keeps groups together unless that costs more than the score pass that it saves: a third of an update. Raises
+    """`auto` keeps groups together unless that costs more than the score pass that it saves: a third of an update. Raises
     ConfigError with `together` when a group exceeds the budget."""
-    apart = plan_microbatches(facts, layout=layout, tokens_per_microbatch=tokens_per_microbatch)
+    apart = plan_microbatches(facts, layout=layout, tokens_per_microbatch=budget)
     if groups == "apart":
         return apart
-    plan = plan_microbatches(facts, layout=layout, tokens_per_microbatch=tokens_per_microbatch, keep_groups=True)
+    plan = plan_microbatches(facts, layout=layout, tokens_per_microbatch=budget, keep_groups=True)
     if groups == "together" and not plan.together.all():
         row = int(np.flatnonzero(~plan.together)[0])
         tokens = int(facts.lens[facts.groups == facts.groups[row]].sum())
         raise ConfigError(
             f"batch.groups=together: the group of sample {facts.ids[row]} has {tokens} tokens, more than "
-            f"batch.tokens_per_microbatch={tokens_per_microbatch}; raise it, or use batch.groups=auto"
+            f"batch.tokens_per_microbatch={budget}; raise it, or use batch.groups=auto"
         )
     is_cheaper = 3 * max(plan.loads(facts)) <= 4 * max(apart.loads(facts))
     return plan if groups == "together" or is_cheaper else apart
@@ -165,22 +161,15 @@ def cut_step(
 ) -> list[MiniBatch]:
     """The mini-batches of a step, each with its plan and this rank's share of the tokens. Collective.
 
-    Args:
-        facts: of all admitted samples, on every rank.
-        tokens: of all of them, on rank 0; None elsewhere.
-        batch: updates per step, token budget, and whether groups stay together.
-        objective: its coupling and statistics decide whether groups matter.
+    `facts`: of all admitted samples, on every rank; `tokens`: of all of them, on rank 0, None elsewhere. The coupling and
+    the statistics of the objective decide whether groups matter.
     """
     minibatches = []
     for index, rows in enumerate(split_by_group(facts, batch.updates_per_step)):
         selected = facts.select(rows)
         depends_on_groups = objective.coupling == "group" and any(map(objective.statistics, batch.updates_of(index)))
-        plan = plan_with_groups(
-            selected,
-            layout=rank.layout,
-            tokens_per_microbatch=batch.tokens_per_microbatch,
-            groups=batch.groups if depends_on_groups else "apart",
-        )
+        groups = batch.groups if depends_on_groups else "apart"
+        plan = _plan_with_groups(selected, rank.layout, batch.tokens_per_microbatch, groups)
         mine = _share(tokens, rows, plan.owners(selected.num_samples), rank)
         routes = None
         if mine.routes is not None:

@@ -261,10 +261,9 @@ class MegatronPolicy:
     ) -> UpdateReport:
         """One optimizer update on the whole mini-batch.
 
-        Where coefficients depend on this update's log-probs, they are computed between forward and backward of the
-        micro-batch that contains the whole group, or from a score pass over the groups that are not together.
-        Raises, before any weight changes, NonFiniteError on every rank if a statistic, coefficient or gradient is not
-        finite, and Interrupted as `logprobs`.
+        Coefficients that depend on this update's log-probs come from the forward of the micro-batch that contains the whole
+        group, or from a score pass over the groups that are not together. Raises, before any weight changes,
+        NonFiniteError on every rank if a statistic, coefficient or gradient is not finite, and Interrupted as `logprobs`.
         """
         names = objective.statistics(minibatch.index)
         before: dict[Statistic, Tensor] = {}
@@ -309,11 +308,11 @@ class MegatronPolicy:
             facts = replace(minibatch.facts, log_ratio_to_sampler=ratios)
             prepared = objective.prepare(found.get("score"), facts, step_inputs)
         metrics, denominators = self._metrics(prepared, self._sum_reports(reports))
-        passes_and_plan = plan_metrics(minibatch.plan, minibatch.facts, self.rank.layout) | {
+        passes_and_plan = {
             "passes/step_start": float(minibatch.step_start_logprobs is not None),
             "passes/reference": float(minibatch.reference_logprobs is not None),
             "passes/score": float(bool(before)),
-        }
+        } | plan_metrics(minibatch.plan, minibatch.facts, self.rank.layout)
         norm, lr = self.optimizer.step()
         self.version += 1
         return UpdateReport(
@@ -332,22 +331,17 @@ class MegatronPolicy:
         return passes.forward_backward(self.chunks, batches, loss, routing)
 
     def _metrics(self, prepared: Prepared, sums: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-        """Metrics of an update, and the denominators other than the number of samples."""
+        """(metrics, their denominators other than the number of samples)"""
         metrics = {name: value for name, value in sums.items() if not name.startswith(("sum/", "max/"))}
         metrics |= prepared.metrics
         metrics["objective/loss"] = sums["sum/loss"] if prepared.loss is None else prepared.loss
-        denominators = dict(prepared.denominators)
-        num_tokens = sums["sum/tokens"]
-        if num_tokens:
-            by_token = {
-                "policy/entropy": sums["sum/entropy"] / num_tokens,
-                "policy/logprob_mean": sums["sum/logprob"] / num_tokens,
-            }
-            if self.compare_with_sampler:
-                by_token |= _mismatch_metrics(sums, num_tokens)
-            metrics |= by_token
-            denominators |= dict.fromkeys(by_token, num_tokens)
-        return metrics, denominators
+        if not (num_tokens := sums["sum/tokens"]):
+            return metrics, dict(prepared.denominators)
+        entropy, logprob = sums["sum/entropy"] / num_tokens, sums["sum/logprob"] / num_tokens
+        by_token = {"policy/entropy": entropy, "policy/logprob_mean": logprob}
+        if self.compare_with_sampler:
+            by_token |= _mismatch_metrics(sums, num_tokens)
+        return metrics | by_token, {**prepared.denominators, **dict.fromkeys(by_token, num_tokens)}
 
     def _without_zero_gradient(self, minibatch: MiniBatch, prepared: Prepared) -> MiniBatch:
         """Leaves samples out whose gradient is exactly zero, if no earlier pass has used the plan.

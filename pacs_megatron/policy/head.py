@@ -1,9 +1,8 @@
 """Log-probabilities and entropies of given tokens from hidden states, with bounded memory at any vocabulary.
 
-Only the positions that predict a response token reach the output layer, and the [chunk, v] logits exist for one chunk of
-positions at a time. Gradients come from the forward pass where the derivative of the loss is known there; else the
-backward pass computes the logits again. The vocabulary is split over the tensor-parallel ranks; padded rows of the
-vocabulary are masked out and have probability 0. Hidden states in fp32 beside weights in bf16 give logits in fp32.
+The [chunk, v] logits exist for one chunk of positions at a time. Gradients come from the forward pass where the derivative
+of the loss is known there; else the backward pass computes the logits again. The vocabulary is split over the
+tensor-parallel ranks; its padded rows have probability 0. Hidden states in fp32 beside weights in bf16 give fp32 logits.
 """
 
 from collections.abc import Callable

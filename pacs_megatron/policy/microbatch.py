@@ -24,8 +24,7 @@ class MicroBatch:
     """Packed samples of one micro-batch, on the device.
 
     The last token of a sample is not an input: it predicts no token. `t` counts this rank's input tokens and padding, `k`
-    all response tokens; with context parallelism this rank predicts some of them, `local`. Everything that the objective
-    needs is on the device before the pass, so nothing is copied between forward and backward.
+    all response tokens; with context parallelism this rank predicts some of them, `local`.
     """
 
     rows: np.ndarray  # int64 [samples], rows in the mini-batch's SampleFacts

@@ -107,9 +107,8 @@ class StoppablePass:
     Collective: every rank iterates, then calls `finish`. A rank must not leave Megatron's schedule in the middle: its peers
     wait for its output. So the schedule runs to its end, with micro-batches of padding, which cost almost nothing.
 
-    Concurrency: at the start of micro-batch i every rank starts an asynchronous maximum of its flag over all ranks (gloo) and
-    reads the result of micro-batch i - lag. The last pipeline stage runs at most pp - 1 micro-batches behind the first, so it
-    has started that reduction as well and no rank blocks; all ranks read the same value at the same micro-batch.
+    Concurrency: at micro-batch i every rank starts an asynchronous maximum of its flag over all ranks (gloo) and reads the
+    result of micro-batch i - lag. The last pipeline stage is at most pp - 1 micro-batches behind, so no rank blocks.
     """
 
     batches: Sequence[MicroBatch]
@@ -121,11 +120,8 @@ class StoppablePass:
     _polls: list[tuple[Tensor, dist.Work]] = field(default_factory=list, init=False)
     _first_skipped: float = field(default=math.inf, init=False)
 
-    def iterators(self, num_chunks: int) -> list[Iterator[MicroBatch]]:
-        """One iterator per model chunk. The first polls; the others run after it and use its decision."""
-        return [self._iterate(polls=chunk == 0) for chunk in range(num_chunks)]
-
-    def _iterate(self, *, polls: bool) -> Iterator[MicroBatch]:
+    def iterate(self, *, polls: bool) -> Iterator[MicroBatch]:
+        """For one model chunk. The first polls; the others run after it and use its decision."""
         for index, batch in enumerate(self.batches):
             if polls and index < self.num_polls:
                 flag = torch.tensor([int(self.should_stop())])
@@ -200,7 +196,9 @@ def forward(
 ) -> list[Tensor]:
     """Log-probs float32 [local] of every micro-batch, on the last pipeline stage; an empty list elsewhere. No grad.
     Raises Interrupted on every rank after a stop request during `stoppable`, which has the same micro-batches."""
-    iterators = [iter(batches) for _ in chunks] if stoppable is None else stoppable.iterators(len(chunks))
+    iterators = [
+        iter(batches) if stoppable is None else stoppable.iterate(polls=chunk == 0) for chunk in range(len(chunks))
+    ]
     with torch.no_grad(), _unchanged_fp8_state(chunks):
         # Megatron reads the device of the loss when the model has experts; its value is not used.
         results = _run(chunks, iterators, len(batches), lambda _, out: (out[0].sum(), out[0]), routing=routing)
@@ -252,11 +250,9 @@ def _unchanged_fp8_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def logits(chunks: Sequence[torch.nn.Module], spec: ModelSpec, sequences: Sequence[Sequence[int]]) -> Tensor | None:
-    """All logits, for comparison with another implementation; not used in training.
+    """All logits by one packed forward, for comparison with another implementation. Collective over the model's ranks.
 
     float32 [t, v] of all sequences one after the other, v without padding; None except on the last pipeline stage.
-
-    One packed forward through Megatron's schedule. Collective over the model's ranks.
     """
     device = next(chunks[0].parameters()).device
     lens = [len(sequence) for sequence in sequences]

@@ -18,10 +18,13 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
 
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.policy import weights
 from pacs_megatron.policy.engine import MegatronPolicy
+
+Values = Callable[[Tensor], Tensor]
 
 MODEL, REFERENCE, OPTIMIZER = "model", "reference", "optimizer"
 _STATE = ("param", "exp_avg", "exp_avg_sq")
@@ -71,36 +74,35 @@ def sharded_state(policy: MegatronPolicy, *, is_loading: bool, with_reference: b
 
 
 def _optimizer_tensors(
-    part: Any, model_state: dict[str, Any], readable: Callable[[torch.Tensor], torch.Tensor], *, is_loading: bool
+    part: Any, model_state: dict[str, Any], readable: Values, *, is_loading: bool
 ) -> dict[int, dict[str, Any]]:
     """Number -> master weight and moments of one parameter, each with the key and the shards of its weight.
     Every optimizer writes the keys of Megatron's distributed optimizer, so each reads the files of every other."""
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
+    found: dict[int, dict[str, Any]] = {}
     if isinstance(part, DistributedOptimizer):
         by_weight = {id(weight.data): weight for weight in nested_values(sharded)}
-        return {
-            number: {
-                name: _boxes(by_weight[id(weight)], name, start, tensor)
-                for name, tensor in _range_tensors(part, weight, stop - start, readable, is_loading=is_loading).items()
-            }
-            for number, (weight, start, stop) in enumerate(_ranges(part))
-        }
+        for number, (weight, start, stop) in enumerate(_ranges(part)):
+            if is_loading:
+                flat = {name: torch.empty(stop - start) for name in _STATE}
+            else:
+                # In host memory now: the precision-aware optimizer returns new fp32 tensors on the GPU.
+                own = part._get_main_param_and_optimizer_states(weight)
+                flat = {name: readable(own[name]).detach().float().cpu() for name in _STATE}
+            found[number] = {name: _boxes(by_weight[id(weight)], name, start, data) for name, data in flat.items()}
+        return found
     by_master = {id(getattr(weight.data, "main_param", weight.data)): weight for weight in nested_values(sharded)}
-    return {
-        number: {
-            name: make_sharded_optimizer_tensor(
-                # Not an fp32 weight itself, into which its `model.` tensor is read too.
-                by_master[id(master)],
-                torch.empty(tensor.shape) if is_loading else readable(tensor),
-                f"optimizer.state.{name}",
-            )
-            for name, tensor in _tensors_of(part, master).items()
-        }
-        for number, master in enumerate(part.get_parameters())
-    }
+    for number, master in enumerate(part.get_parameters()):
+        found[number] = {}
+        for name, tensor in _tensors_of(part, master).items():
+            # Not an fp32 weight itself, into which its `model.` tensor is read too.
+            data = torch.empty(tensor.shape) if is_loading else readable(tensor)
+            key = f"optimizer.state.{name}"
+            found[number][name] = make_sharded_optimizer_tensor(by_master[id(master)], data, key)
+    return found
 
 
-def _ranges(part: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
+def _ranges(part: Any) -> Iterator[tuple[Tensor, int, int]]:
     """The weights of which this rank has optimizer state, each with the range of its flattened elements."""
     for by_type in part.gbuf_ranges:
         for buckets in by_type.values():
@@ -109,20 +111,7 @@ def _ranges(part: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
                     yield weight, places["param"].start, places["param"].end
 
 
-def _range_tensors(
-    part: Any, weight: torch.Tensor, size: int, readable: Callable[[torch.Tensor], torch.Tensor], *, is_loading: bool
-) -> dict[str, torch.Tensor]:
-    """Master weight and moments of this rank's range of `weight`: flat, fp32, in host memory."""
-    if is_loading:
-        return {name: torch.empty(size) for name in _STATE}
-    found = part._get_main_param_and_optimizer_states(weight)
-    # Now: the precision-aware optimizer returns new fp32 tensors on the GPU.
-    return {name: readable(found[name]).detach().float().cpu() for name in _STATE}
-
-
-def _boxes(
-    weight: ShardedTensor | ShardedTensorFactory, name: str, start: int, data: torch.Tensor
-) -> list[ShardedTensor]:
+def _boxes(weight: ShardedTensor | ShardedTensorFactory, name: str, start: int, data: Tensor) -> list[ShardedTensor]:
     """`data`, flat elements from `start` on of the local shard `weight`, as views with a place in the whole tensor.
     Megatron's own fully reshardable form gathers whole weights on one data-parallel rank, or on every GPU
     (distrib_optimizer.py:977-1124). Here each rank writes its own elements, and torch's planner reads any boxes."""
@@ -134,7 +123,7 @@ def _boxes(
     found, done = [], 0
     for shard in shards:
         assert shard.data.untyped_storage()._cdata == whole.untyped_storage()._cdata, (
-            f"{shard.key} is no part of a weight"
+            f"{shard.key}: no part of a weight"
         )
         first = shard.data.storage_offset()
         prepended = (0,) * shard.prepend_axis_num
@@ -180,25 +169,25 @@ def _rows(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple
         yield from within(last, last * inner, stop)
 
 
-def _tensors_of(part: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
+def _tensors_of(part: Any, master: Tensor) -> dict[str, Tensor]:
     return {"param": master} | {name: part.optimizer.state[master][name] for name in _STATE[1:]}
 
 
-def own_copy(*policies: MegatronPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
+def own_copy(*policies: MegatronPolicy) -> Values:
     """Returns a tensor's values in host memory that no later update changes; copies only where it is necessary."""
     live = set()
     for policy in policies:
         weights = (t for model in policy.models for t in (*model.parameters(), *model.buffers()))
         live |= {t.untyped_storage()._cdata for t in (*weights, *policy.optimizer.tensors(), policy.offload.host)}
 
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
+    def copied(tensor: Tensor) -> Tensor:
         is_live = tensor.is_cuda or tensor.untyped_storage()._cdata in live
         return tensor.detach().to("cpu", copy=True) if is_live else tensor
 
     return copied
 
 
-def _set_data(state: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _set_data(state: dict[str, Any], change: Values) -> None:
     for value in nested_values(state):
         if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.data is not None:
             value.data = change(value.data)
@@ -231,7 +220,7 @@ def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
                 model.load_state_dict(state[f"{REFERENCE}{number}"], strict=True)
 
 
-def rng_state() -> dict[str, torch.Tensor]:
+def rng_state() -> dict[str, Tensor]:
     """Every generator of this rank, as uint8 tensors."""
     tracked = get_cuda_rng_tracker().get_states()
     return {
@@ -241,7 +230,7 @@ def rng_state() -> dict[str, torch.Tensor]:
     }
 
 
-def load_rng_state(state: dict[str, torch.Tensor], where: Path) -> None:
+def load_rng_state(state: dict[str, Tensor], where: Path) -> None:
     """Inverse of `rng_state`. Raises CheckpointError for tensors, read from `where`, that are no state of a generator."""
     try:
         torch.set_rng_state(state["cpu"])
