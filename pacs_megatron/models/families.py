@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pacs_megatron.errors import ConversionError
-from pacs_megatron.models.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader, wrong_value
-from pacs_megatron.models.spec import ModelSpec, MoeSpec
-from pacs_megatron.models.table import CRITIC_CLASS, Row, WeightTable, build_table
-from pacs_megatron.models.transforms import Qkv, Rows
+from pacs_megatron.models.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader, ModelSpec, MoeSpec, wrong_value
+from pacs_megatron.models.table import CRITIC_CLASS, Qkv, Row, Rows, WeightTable, build_table
 from pacs_megatron.runtime.json_reader import read_object
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -100,9 +98,6 @@ FAMILIES = {
 }
 """`model_type` of config.json -> family"""
 
-VOCAB_MULTIPLE = 128
-"""Megatron's vocabulary is padded to a multiple of this at every tensor-parallel size, so that checkpoints reshard."""
-
 
 def _read(family: Family, config: ConfigReader) -> ModelSpec:
     """Raises ConversionError for settings that are not implemented."""
@@ -180,4 +175,4 @@ def load_spec(path: str | Path) -> ModelSpec:
 
 def weight_table(spec: ModelSpec) -> WeightTable:
     """The two-way table of every weight of this model."""
-    return build_table(spec, FAMILIES[spec.family].layer_rows, VOCAB_MULTIPLE)
+    return build_table(spec, FAMILIES[spec.family].layer_rows)

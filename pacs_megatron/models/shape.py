@@ -12,7 +12,7 @@ from pacs_megatron.config.checks import (
     response_key,
 )
 from pacs_megatron.config.schema import RunConfig
-from pacs_megatron.models.spec import ModelSpec
+from pacs_megatron.models.config_reader import ModelSpec
 
 
 def shape_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> list[str]:

@@ -341,10 +341,10 @@ PLANTED: dict[str, Planted] = {
     ),
     # --------------------------------------------------------------------------------------------------- conversion
     "gate and up are swapped": Planted(
-        target="pacs_megatron.models.transforms.Rows.to_hf", change=lambda original, *args: original(*args)[::-1]
+        target="pacs_megatron.models.table.Rows.to_hf", change=lambda original, *args: original(*args)[::-1]
     ),
     "key and value are swapped": Planted(
-        target="pacs_megatron.models.transforms.Qkv.to_megatron",
+        target="pacs_megatron.models.table.Qkv.to_megatron",
         change=lambda original, self, tensors, dims: original(self, [tensors[0], tensors[2], tensors[1]], dims),
     ),
     "the export rounds": Planted(
@@ -375,7 +375,7 @@ PLANTED: dict[str, Planted] = {
     ),
     "bf16 logits": Planted(target=f"{POLICY}.head._Head.logits", change=_rounded_logits),
     "query heads of the conversion in the other order": Planted(
-        target="pacs_megatron.models.transforms.Qkv.to_hf",
+        target="pacs_megatron.models.table.Qkv.to_hf",
         change=lambda original, self, *args: (lambda q, *others: (q.flip(0), *others))(*original(self, *args)),
     ),
     "the last micro-batch of a rank is lost": Planted(
