@@ -171,7 +171,6 @@ def _add_planning(verbs: _SubParsers) -> None:
     parser = _add_config_verb(verbs, "plan", "estimate memory and time of a run, without a GPU", _plan)
     parser.add_argument("--search", action="store_true", help="compare all layouts of the same GPUs")
     parser.add_argument("--compare", action="store_true", help="compare H100 and H200, with and without recomputation")
-    parser.add_argument("--response-tokens", type=float, help="mean response length; default: a fraction of the limit")
     parser = _add_config_verb(verbs, "preflight", "check a run before submission, or inside its job", _preflight)
     parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
     parser.add_argument("--cluster", type=cluster_file, help="also check this file, or a name in configs/clusters/")
@@ -276,7 +275,7 @@ def _submit(*, config_path: Path, cluster: Path, dry_run: bool, **options: Any) 
     from pacs_megatron.config.cluster import load_cluster
 
     with report_wait(_LOADING):
-        from pacs_megatron.launch.request import Request
+        from pacs_megatron.launch.batch_script import Request
         from pacs_megatron.launch.submit import submit
 
     return submit(Request(config=config_path, cluster=load_cluster(cluster), **options), dry_run=dry_run)

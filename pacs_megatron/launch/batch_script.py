@@ -1,13 +1,54 @@
-"""Shell text of the batch scripts. Every value from a configuration, a cluster file or the environment is quoted."""
+"""A request of `submit`, and the shell text of its batch scripts.
+
+Every value from a configuration, a cluster file or the environment is quoted.
+"""
 
 import os
 import shlex
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
+from pacs_megatron.config import LoadedConfig
 from pacs_megatron.config.cluster import ClusterConfig
 from pacs_megatron.config.layout import ranks_to_start
-from pacs_megatron.launch.request import Job, Request
 from pacs_megatron.runtime.run_folder import run_folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Arguments of `submit`."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    cluster: ClusterConfig
+    sweep: tuple[str, ...] = ()
+    """`key=a,b,c` each; each combination is a run."""
+    seeds: int = 1
+    convert: bool = False
+    """Convert the model to a Megatron checkpoint in a job before training."""
+    evaluate: bool = False
+    """Evaluate the exported model in a job after training."""
+    train: bool = True
+    later: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """(label, arguments of pacs-megatron) of jobs that follow the training, one after the other"""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of a request."""
+
+    overrides: tuple[str, ...]
+    loaded: LoadedConfig
+
+    @property
+    def name(self) -> str:
+        return self.loaded.config.run.name
+
+    @property
+    def converted(self) -> Path:
+        """Checkpoint that the conversion job writes."""
+        return (run_folder(self.loaded) / "converted").resolve()
 
 
 def train_command(job: Job, request: Request) -> str:

@@ -3,14 +3,11 @@
 An interrupted download resumes. A second call keeps complete files.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import DatasetOptions
@@ -20,9 +17,6 @@ from pacs_megatron.plan.constants import GIB
 from pacs_megatron.preflight.check import existing_parent
 from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.waiting import hub_wait, report_wait
-
-if TYPE_CHECKING:
-    from huggingface_hub import DryRunFileInfo
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -53,7 +47,7 @@ def _fetch_model(path: str) -> str:
         with hub_wait(path):
             wanted = download(path, dry_run=True)
         num_bytes = sum(file.file_size or 0 for file in wanted)
-        _check_free_space(path, wanted)
+        _check_free_space(path, sum(file.file_size or 0 for file in wanted if file.will_download))
         folder = snapshot(path)
         reference = folder.parents[1] / "refs" / constants.DEFAULT_REVISION
         if not reference.is_file() or reference.read_text(encoding="utf-8") != folder.name:
@@ -65,11 +59,9 @@ def _fetch_model(path: str) -> str:
     return f"model {path}: {folder}, {len(wanted)} files, {num_bytes / GIB:.2f} GiB"
 
 
-def _check_free_space(path: str, wanted: Sequence[DryRunFileInfo]) -> None:
-    """Checks the free space before the download starts."""
+def _check_free_space(path: str, missing: int) -> None:
     from huggingface_hub import constants
 
-    missing = sum(file.file_size or 0 for file in wanted if file.will_download)
     cache = Path(constants.HF_HUB_CACHE)
     free = shutil.disk_usage(existing_parent(cache)).free
     if missing > free:

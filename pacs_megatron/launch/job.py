@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pacs_megatron.checkpoint.names import Position, newest_position
@@ -50,7 +50,6 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
     servers, sglang = rollout.managed_servers, rollout.sglang
     return {
         "RUN_DIR": str(run_folder(loaded)),
-        "RUN_NAME": config.run.name,
         "TRAIN_NODES": str(resources.nodes),
         "ROLLOUT_NODES": str(resources.rollout_nodes),
         "RANKS_PER_NODE": str(world_size // resources.nodes),
@@ -64,30 +63,24 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
 
 
 def begin(run_dir: Path, job_id: str) -> Path:
-    """Opens the next attempt: its log folder, the link `logs/latest`, a row in attempts.jsonl. Returns the folder.
-
-    Removes the previous attempt's stop request and code of a failed rank. Raises ConfigError if another job trains this run.
-    """
+    """Opens the next attempt and returns its log folder. Raises ConfigError if another job trains this run."""
     rows = read_attempts(run_dir)
-    if rows and "end" not in rows[-1] and str(rows[-1]["job_id"]) != job_id:
-        other = str(rows[-1]["job_id"])
+    other = str(rows[-1]["job_id"]) if rows and "end" not in rows[-1] else job_id
+    if other != job_id:
         state = job_states([other]).get(other)
         if state is not None and not state.startswith("COMPLETING"):
-            raise ConfigError(
-                f"{run_dir} is being trained by job {other} ({state}); `pacs-megatron cancel {run_dir}` first, or choose "
-                "another run.name"
-            )
+            fix = f"`pacs-megatron cancel {run_dir}` first, or choose another run.name"
+            raise ConfigError(f"{run_dir} is being trained by job {other} ({state}); {fix}")
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     for name in ("STOP", CANCEL_FILE, FAILED_RANK_FILE):
         (run_dir / name).unlink(missing_ok=True)
-    number = len(rows) + 1
-    folder = logs / f"attempt_{number}"
+    folder = logs / f"attempt_{len(rows) + 1}"
     folder.mkdir(exist_ok=True)
     beside = logs / f".{LATEST}.{os.getpid()}"
     beside.symlink_to(folder.name)
     beside.replace(logs / LATEST)
-    row: Row = {"attempt": number, "job_id": job_id, "begin": time.time(), **_progress(run_dir, "begin")}
+    row: Row = {"attempt": len(rows) + 1, "job_id": job_id, "begin": time.time(), **_progress(run_dir, "begin")}
     _append(run_dir, row, ATTEMPTS_FILE)
     return folder
 
@@ -143,17 +136,16 @@ def _verdict(rows: Sequence[Row], code: int, max_attempts: int) -> tuple[bool, s
     return True, f"failed with code {code}; the next attempt resumes from {position}"
 
 
-def requeue(job_id: str) -> bool:
-    """Requeue the running job. Returns False if it is being cancelled, as a requeue would undo that."""
+def requeue(job_id: str) -> None:
+    """Requeues the running job, unless it is being cancelled: a requeue would undo that."""
     state = run_program(["squeue", "-h", "-j", job_id, "-o", "%T"])
     if state.stdout.split()[:1] != ["RUNNING"]:
-        return False
+        return
     done = run_program(["scontrol", "requeue", job_id])
     if done.returncode:
         raise ConfigError(f"scontrol requeue {job_id}: {done.stderr.strip()}; submit the run again")
     with report_wait("for Slurm to end this job's script"):
         time.sleep(KILLED_WITHIN_S)
-    return True
 
 
 def job_states(job_ids: Sequence[str]) -> dict[str, str]:
@@ -176,10 +168,8 @@ def note_jobs(run_dir: Path, jobs: Sequence[tuple[str, str]]) -> None:
 
 def known_jobs(run_dir: Path) -> dict[str, str]:
     """Job id -> name of all jobs of this run, oldest first."""
-    found = {
-        str(row["job_id"]): str(row["name"])
-        for row in read_rows(run_dir / "logs" / JOBS_FILE, {"name": str, "job_id": str | int})
-    }
+    submitted = read_rows(run_dir / "logs" / JOBS_FILE, {"name": str, "job_id": str | int})
+    found = {str(row["job_id"]): str(row["name"]) for row in submitted}
     for row in read_attempts(run_dir):
         if row["job_id"] != "none":
             found.setdefault(str(row["job_id"]), "train")
@@ -205,41 +195,26 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run_verb(verb: str, *words: str) -> int:
+    code, again, first = int(ExitCode.OK), False, Path(words[0])
     try:
-        return _VERBS[verb](*words)
+        if verb == "describe":
+            text = "\n".join(f"{key}={shlex.quote(value)}" for key, value in describe(first, words[1:]).items())
+        elif verb == "begin":
+            text = str(begin(first, os.environ.get("SLURM_JOB_ID", "none")))
+        elif verb == "urls":
+            text = ",".join(wait_for_urls(first, int(words[2]), float(words[1])))
+        else:
+            code, again, reason = end(first, int(words[1]), int(words[2]))
+            text = f"exit code {code}: {'requeue' if again else 'stop'}: {reason}"
     except OSError as error:  # the exit code of a wrong configuration: the job is not requeued
-        raise ConfigError(
-            f"{error.filename}: {error.strerror}; correct run.dir or its permissions, or free some space"
-        ) from None
-
-
-def _describe(config: str, *overrides: str) -> int:
-    return _print(*(f"{key}={shlex.quote(value)}" for key, value in describe(Path(config), overrides).items()))
-
-
-def _begin(run_dir: str) -> int:
-    return _print(str(begin(Path(run_dir), os.environ.get("SLURM_JOB_ID", "none"))))
-
-
-def _urls(folder: str, timeout_s: str, num_nodes: str) -> int:
-    return _print(",".join(wait_for_urls(Path(folder), int(num_nodes), float(timeout_s))))
-
-
-def _end(run_dir: str, code: str, max_attempts: str) -> int:
-    ended_with, again, reason = end(Path(run_dir), int(code), int(max_attempts))
-    _print(f"exit code {ended_with}: {'requeue' if again else 'stop'}: {reason}")
+        fix = "correct run.dir or its permissions, or free some space"
+        raise ConfigError(f"{error.filename}: {error.strerror}; {fix}") from None
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
     if again:
         requeue(os.environ["SLURM_JOB_ID"])
-    return ended_with
+    return code
 
-
-def _print(*lines: str) -> int:
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
-    return ExitCode.OK
-
-
-_VERBS: dict[str, Callable[..., int]] = {"describe": _describe, "begin": _begin, "urls": _urls, "end": _end}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -11,8 +11,15 @@ from typing import Any
 from pacs_megatron.config.cluster import ClusterConfig
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.errors import ConfigError, shown
-from pacs_megatron.launch.batch_script import python_command, serve_command, setup_lines, site_lines, train_command
-from pacs_megatron.launch.request import Job, Request
+from pacs_megatron.launch.batch_script import (
+    Job,
+    Request,
+    python_command,
+    serve_command,
+    setup_lines,
+    site_lines,
+    train_command,
+)
 from pacs_megatron.runtime.run_folder import run_folder
 from pacs_megatron.runtime.waiting import report_wait, run_program
 
@@ -71,11 +78,9 @@ def launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
     except MalformedAppHandleException:
         raise ConfigError("sbatch printed no id of a job; check sbatch and `squeue --me`") from None
     except UnexpectedExit as error:
-        submitted = [
-            _job_id(task) for task in experiment.jobs if getattr(task, "handles", None) or vars(task).get("handle")
-        ]
-        if submitted:
-            run_program(["scancel", *submitted])
+        started = [task for task in experiment.jobs if getattr(task, "handles", None) or vars(task).get("handle")]
+        if started:
+            run_program(["scancel", *map(_job_id, started)])
         shutil.rmtree(experiment._exp_dir, ignore_errors=True)
         reason = "; ".join(line.removeprefix("sbatch: error: ") for line in error.result.stderr.strip().splitlines())
         stay = f"; submitted before it: {', '.join(before)}" if before else ", nothing was submitted"

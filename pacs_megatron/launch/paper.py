@@ -203,8 +203,8 @@ def _run(name: str, node: Node) -> Iterator[str]:
 
 def _submit(chain: Chain, cluster: Path) -> Iterator[str]:
     """Submits the missing nodes of a chain as jobs that depend on each other, unless some are queued."""
+    from pacs_megatron.launch.batch_script import Request
     from pacs_megatron.launch.job import job_states, known_jobs
-    from pacs_megatron.launch.request import Request
     from pacs_megatron.launch.submit import submit
 
     queued = job_states(list(known_jobs(chain.folder)))

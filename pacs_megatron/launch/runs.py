@@ -44,13 +44,12 @@ def status(run_dir: Path) -> str:
 
 
 def _attempt_line(row: Row, queued: dict[str, str]) -> str:
+    outcome = queued.get(str(row["job_id"]), "ended without an exit code (node failure, or killed)")
     if "end" in row:
         minutes = (float(row["end"]) - float(row["begin"])) / 60
         names = {int(code): code.name.lower() for code in ExitCode}
         end = names.get(int(row["code"]), f"code {row['code']}")
         outcome = f"{end} after {minutes:.1f} min, step {row['begin_step']} -> {row['end_step']}"
-    else:
-        outcome = queued.get(str(row["job_id"]), "ended without an exit code (node failure, or killed)")
     return f"attempt {row['attempt']}  job {row['job_id']}: {outcome}"
 
 
@@ -106,9 +105,7 @@ def log_lines(run_dir: Path, attempt: int | None, num_lines: int, *, follow: boo
     candidates = [folder / LOG_NAME, *([run_dir / "logs" / "rank0.log"] if attempt is None else [])]
     path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if path is None:
-        raise ConfigError(
-            f"no log in {folder} or {run_dir / 'logs'}; `pacs-megatron status {run_dir}` shows the attempts"
-        )
+        raise ConfigError(f"no log in {folder} or {folder.parent}; `pacs-megatron status {run_dir}` shows the attempts")
     with path.open(encoding="utf-8", errors="replace") as file:
         file.seek(max(0, path.stat().st_size - 4 * _MAX_LETTERS * num_lines))  # a letter has at most 4 bytes
         pieces = iter(lambda: file.readline(_MAX_LETTERS), "")
@@ -153,10 +150,8 @@ def _scancel(jobs: list[str]) -> None:
 def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = True) -> str:
     """Writes the weights of `step` (default: the newest checkpoint) to `out`, and those of its critic beside it.
 
-    Returns the lines to print.
-
-    Raises ConfigError without a checkpoint, or if `out` is None and the run folder is in use, and CheckpointError or
-    ConversionError for an unreadable checkpoint.
+    Returns the lines to print. Raises ConfigError without a checkpoint, or if `out` is None and the run folder is in use, and
+    CheckpointError or ConversionError for an unreadable checkpoint.
     """
     from pacs_megatron.convert.convert import Options, megatron_to_hf
     from pacs_megatron.observability.logs import setup_logging
@@ -177,6 +172,5 @@ def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = 
         sources = {folder: target}
         if (folder / "critic" / MANIFEST_NAME).is_file():
             sources[folder / "critic"] = target.with_name(f"{target.name}_critic")
-        return "\n".join(
-            megatron_to_hf(source, Options(out=to, verify_source=verify), step=None) for source, to in sources.items()
-        )
+        options = {source: Options(out=to, verify_source=verify) for source, to in sources.items()}
+        return "\n".join(megatron_to_hf(source, option, step=None) for source, option in options.items())

@@ -1,13 +1,11 @@
 """SGLang servers of one node: `python -m pacs_megatron.launch.serve <folder> <config> [key=value ...]`.
 
-One process per node. srun starts it on rollout nodes; for colocated servers the first rank of each trainer node does
-(`attach`). It starts this node's share of `rollout.servers`, writes their URLs to `<folder>/<node>.urls` when
-all are ready, and restarts a server that exits. Servers listen on the node's network address: set rollout.api_key_env
-on a shared network.
+srun starts one process on each rollout node; for colocated servers the first rank of each trainer node does (`attach`). It
+writes the URLs of this node's servers to `<folder>/<node>.urls` when all are ready, and restarts a server that exits.
+Servers listen on the node's network address: set rollout.api_key_env on a shared network.
 
 It stops on `<folder>/stop`, which the batch script writes after the trainer has ended, or on SIGINT. On SIGTERM, which
-Slurm sends to the trainer too, it stops after the trainer has written its exit code, so that the trainer can save. It
-ignores SIGUSR1, the stop request to the trainer.
+Slurm sends to the trainer too, it waits for the trainer's exit code, so that the trainer can save. It ignores SIGUSR1.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -86,13 +85,9 @@ class Ending:
     def is_due(self) -> bool:
         if self._interrupted or self._terms > 1 or self._stop_file.exists():
             return True
-        return self._terms == 1 and self._trainer_has_ended()
-
-    def _trainer_has_ended(self) -> bool:
-        try:
-            return self._exit_code_file.stat().st_mtime >= self._since
-        except FileNotFoundError:
-            return False
+        with suppress(FileNotFoundError):
+            return self._terms == 1 and self._exit_code_file.stat().st_mtime >= self._since
+        return False
 
 
 def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
@@ -121,10 +116,9 @@ def _node() -> str:
 
 
 def _watch(servers: Sequence[ManagedServer], max_restarts: int, ending: Ending) -> int:
-    """Restart servers that exit, until `ending` is due. Returns 1 if one cannot be restarted at its URL.
+    """Restarts servers that exit, until `ending` is due. Returns 1 if one cannot be restarted at its URL.
 
-    A restarted server has the weights of the model folder. The trainer's probes recognize it as STALE until the next
-    weight update.
+    A restarted server has the weights of the model folder: the trainer's probes recognize it as STALE.
     """
     restarts = [0] * len(servers)
     while not ending.is_due():
@@ -164,9 +158,7 @@ def wait_for_urls(
             kind = ConfigError if left.get("code") == ConfigError.exit_code else RolloutError
             raise kind(f"node {path.stem}: {left.get('message')}")
         if code is not None:
-            raise RolloutError(
-                f"this node's server process exited with code {code} and wrote no error; see the logs in {folder}"
-            )
+            raise RolloutError(f"server process exited with code {code} and wrote no error; see the logs in {folder}")
         if time.monotonic() > deadline:
             raise RolloutError(
                 f"SGLang servers of {len(files)} of {num_nodes} rollout nodes are up after {timeout_s:.0f} s "
@@ -187,10 +179,8 @@ def are_on_every_node(config: RunConfig) -> bool:
 def attach(config: RunConfig, config_path: Path, overrides: Sequence[str], place: RankPlace) -> list[str]:
     """Starts this node's servers, waits for those of all nodes, and returns the overrides that attach this rank to them.
 
-    On one node the driver owns the servers. It cannot stop servers on other nodes, so with several nodes each first rank
-    owns the servers of its node, and they exit with it.
-
-    Raises ConfigError outside of a batch script, the error of a node, or RolloutError on timeout.
+    The first rank of each node owns its servers: the driver cannot stop servers on other nodes. Raises ConfigError outside
+    of a batch script, the error of a node, or RolloutError on timeout.
     """
     attempt = os.environ.get(ATTEMPT_VARIABLE)
     if attempt is None:
@@ -213,9 +203,8 @@ def attach(config: RunConfig, config_path: Path, overrides: Sequence[str], place
             )
     servers = config.rollout.managed_servers
     assert servers is not None
-    urls = wait_for_urls(
-        folder, config.resources.nodes, servers.start_timeout_s, lambda: None if serving is None else serving.poll()
-    )
+    exit_code = serving.poll if serving is not None else lambda: None
+    urls = wait_for_urls(folder, config.resources.nodes, servers.start_timeout_s, exit_code)
     return ["rollout.servers=null", f"rollout.urls=[{','.join(urls)}]", "rollout.shares_gpus=true"]
 
 

@@ -6,7 +6,10 @@ submits the batch script. Its retries are off, because it also retries an invali
 """
 
 import fcntl
+import itertools
+import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,18 +17,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import yaml
+
+from pacs_megatron.config import load_config
+from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch import nemo
+from pacs_megatron.launch.batch_script import Job, Request
 from pacs_megatron.launch.job import job_states, known_jobs, note_jobs
-from pacs_megatron.launch.request import Job, Request, expand
-from pacs_megatron.launch.train import check_files_are_here
-from pacs_megatron.plan.constants import GIB
+from pacs_megatron.launch.train import check_files_are_here, check_model_and_layout
 from pacs_megatron.plan.known_models import find_spec
 from pacs_megatron.plan.plan import make_plan
 from pacs_megatron.runtime.run_folder import check_run_folder, run_folder
 from pacs_megatron.runtime.waiting import report_wait
 
 EXPERIMENTS = ".nemo_run"
+MAX_RUNS = 256
 
 
 def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
@@ -94,15 +101,8 @@ def _alone(home: Path) -> Iterator[None]:
 def _warnings(jobs: Sequence[Job]) -> Iterator[str]:
     """Warnings of `plan`. They do not stop a submission, because some of its constants are assumed."""
     for job in jobs:
-        if find_spec(job.loaded.config.model.path) is None:
-            continue
-        plan = make_plan(job.loaded)
-        if not plan.fits:
-            share = plan.peak.total / (plan.gpu.memory_gib * GIB) if plan.gpu else 0.0
-            yield (
-                f"# warning: {job.name} does not fit on a GPU according to `pacs-megatron plan` ({share:.0%} at the peak); "
-                "run it for a fix"
-            )
+        if find_spec(job.loaded.config.model.path) is not None and not make_plan(job.loaded).fits:
+            yield f"# warning: {job.name} does not fit on a GPU according to `pacs-megatron plan`; run it for a fix"
 
 
 def _refuse_what_is_queued(jobs: Sequence[Job]) -> None:
@@ -112,7 +112,64 @@ def _refuse_what_is_queued(jobs: Sequence[Job]) -> None:
         states = job_states(list(known_jobs(run_dir)))
         if states:
             job_id, state = next(iter(states.items()))
-            raise ConfigError(
-                f"{run_dir} has job {job_id} in the queue ({state}); run `pacs-megatron cancel {run_dir}` first, or choose "
-                "another run.name"
-            )
+            fix = f"run `pacs-megatron cancel {run_dir}` first, or choose another run.name"
+            raise ConfigError(f"{run_dir} has job {job_id} in the queue ({state}); {fix}")
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+def expand(request: Request) -> list[Job]:
+    """All runs of a request, loaded and checked. Raises ConfigError before anything is submitted."""
+    axes = [_axis(text) for text in request.sweep]
+    _check_axes(request)
+    num_runs = math.prod([request.seeds, *map(len, axes)])
+    if num_runs > MAX_RUNS:
+        limit = f"one request submits at most {MAX_RUNS}"
+        raise ConfigError(f"--sweep and --seeds give {num_runs} runs, but {limit}; use fewer values")
+    if request.convert and num_runs > 1:
+        raise ConfigError(
+            "--convert is for one run, not for --sweep or --seeds; convert the model once by `pacs-megatron convert "
+            "to-megatron`, and set model.path to the result"
+        )
+    base = load_config(request.config, request.overrides).config
+    if request.seeds > 1:
+        axes.append([f"run.seed={base.run.seed + index}" for index in range(request.seeds)])
+    jobs: dict[str, Job] = {}
+    for choice in itertools.product(*axes):
+        name = "-".join([base.run.name, *(_short(text) for text in choice)])
+        overrides = (*request.overrides, *choice, *([f"run.name={name}"] if choice else []))
+        loaded = load_config(request.config, overrides)
+        check_model_and_layout(loaded, ranks_to_start(loaded.config))
+        if request.evaluate and not loaded.config.evaluation.benchmarks:
+            raise ConfigError("--evaluate: evaluation.benchmarks is empty; add a benchmark")
+        if name in jobs:
+            raise ConfigError(f"two runs of this request have the name {name}; sweep over values with different names")
+        jobs[name] = Job(overrides, loaded)
+    return list(jobs.values())
+
+
+def _check_axes(request: Request) -> None:
+    keys = [text.partition("=")[0] for text in request.sweep] + ["run.seed"] * (request.seeds > 1)
+    for key in keys:
+        if key == "run.name":
+            raise ConfigError("--sweep run.name: runs are named by their values; sweep over another key")
+        if keys.count(key) > 1:
+            options = "--sweep and --seeds both set" if key == "run.seed" and request.seeds > 1 else "two --sweep set"
+            raise ConfigError(f"{options} {key}; give all its values in one --sweep {key}=a,b,c")
+
+
+def _axis(text: str) -> list[str]:
+    """`key=value` for each value. A comma inside brackets or quotes belongs to its value: `[a,b],[c]` are two."""
+    key, equals, values = text.partition("=")
+    nodes: list[yaml.Node] = []
+    with suppress(yaml.YAMLError, RecursionError, ValueError):
+        whole = yaml.compose(f"[{values},]", Loader=yaml.BaseLoader)
+        nodes = whole.value if whole is not None and whole.end_mark.index == len(values) + 3 else []
+    found = [values[node.start_mark.index - 1 : node.end_mark.index - 1] for node in nodes]
+    if not equals or not key or not found or not all(value.strip() for value in found):
+        raise ConfigError(f"--sweep {text!r}: expected key=a,b,c such as objective.beta=0.5,1,2")
+    return [f"{key}={value}" for value in found]
+
+
+def _short(override: str) -> str:
+    key, _, value = override.partition("=")
+    return re.sub(r"[^A-Za-z0-9.]+", "_", f"{key.rsplit('.', 1)[-1]}{value}")

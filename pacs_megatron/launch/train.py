@@ -134,7 +134,7 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
     for key, path in (("model.path", loaded.config.model.path), ("objective.critic.path", critic)):
         if path is not None and not local_path(path).is_dir() and not HUB_ID.fullmatch(path):
             raise ConfigError(
-                f"{key}={path}: no such folder; correct the path, or create the folder first ({loaded.where(key)})"
+                f"{key}={path}: no such folder; correct the path, or create it first ({loaded.where(key)})"
             )
     for dataset in (loaded.config.data.train, *loaded.config.evaluation.benchmarks):
         find_source(dataset)

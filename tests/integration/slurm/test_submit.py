@@ -16,8 +16,8 @@ import pytest
 from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.launch.request import Request, expand
-from pacs_megatron.launch.submit import submit
+from pacs_megatron.launch.batch_script import Request
+from pacs_megatron.launch.submit import expand, submit
 from tests.integration.slurm.conftest import (
     read_attempts,
     run_command,

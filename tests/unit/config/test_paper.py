@@ -10,7 +10,7 @@ import pytest
 from pacs_megatron.config import load_config
 from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import draws_of, ranks_to_start
-from pacs_megatron.launch.request import _axis
+from pacs_megatron.launch.submit import _axis
 
 PAPER = Path(__file__).resolve().parents[3] / "configs" / "paper"
 

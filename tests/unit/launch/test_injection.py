@@ -22,9 +22,8 @@ from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import ClusterConfig, ContainerOptions, load_cluster
 from pacs_megatron.config.messages import all_keys
 from pacs_megatron.errors import ConfigError, PacsError
-from pacs_megatron.launch.batch_script import setup_lines, train_command
-from pacs_megatron.launch.request import Request, expand
-from pacs_megatron.launch.submit import submit
+from pacs_megatron.launch.batch_script import Request, setup_lines, train_command
+from pacs_megatron.launch.submit import expand, submit
 from tests.support.fuzz import NUM_INPUTS, fuzz
 from tests.unit.config.test_load import BASE
 
