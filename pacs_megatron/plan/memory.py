@@ -187,17 +187,15 @@ def _state_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int)
 def host_state_bytes(config: RunConfig, spec: ModelSpec, layout: Layout) -> float:
     """Host memory of one rank of GPUs: of `optimizer_cpu_offload` (weights, gradients and moments in fp32), and of a save (fp32
     weights, moments and weights that this rank writes, and its frozen reference)."""
-    width = WIDTH[config.precision.dtype]
-    sizes = []
+    width, options = WIDTH[config.precision.dtype], config.parallel.megatron
+    shares, saved = [], []
     for stage in range(layout.pp):
         parameters = [rank_parameters(own, layout, stage) for own in trained_models(config, spec).values()]
         buffers = [buffer_elements(own, layout, distributed_optimizer=True) for own in parameters]
-        share = sum(dense // (layout.dp * layout.cp) + experts // expert_replicas(layout) for dense, experts in buffers)
+        shares.append(sum(dense // (layout.dp * layout.cp) + cut // expert_replicas(layout) for dense, cut in buffers))
         reference = parameters[0].total * width if needs_reference_snapshot(config) else 0
-        sizes.append((share, share * (12 + width) + reference))
-    options = config.parallel.megatron
-    adam = 16 * max(share for share, _ in sizes) * options.optimizer_offload_fraction * options.optimizer_cpu_offload
-    return adam + max(saved for _, saved in sizes)
+        saved.append(shares[-1] * (12 + width) + reference)
+    return 16 * max(shares) * options.optimizer_offload_fraction * options.optimizer_cpu_offload + max(saved)
 
 
 _OFFLOADED = {"none": (), "optimizer": ("Adam", "master"), "all": ("Adam", "master", "weights")}
@@ -217,11 +215,9 @@ def most_offloaded_bytes(config: RunConfig, spec: ModelSpec, layout: Layout) -> 
 def layer_activation_bytes(config: RunConfig, spec: ModelSpec, *, recomputed: Collection[str] = ()) -> float:
     """Bytes that one layer saves for the backward pass, per token of the micro-batch on this rank.
 
-    `recomputed`: modules of `parallel.recompute` that save their input only, which another module saves too.
-
-    The saved tensors of Transformer Engine's layer: inputs of both norms and of the following linear layers; queries
-    and keys before their norm and after the rotation; values, attention output and its log-sum-exp; both halves of the
-    gated MLP and their product.
+    `recomputed`: modules of `parallel.recompute` that save their input only, which another module saves too. Transformer
+    Engine's layer saves the inputs of both norms and of the following linear layers; queries and keys before their norm and
+    after the rotation; values, attention output and its log-sum-exp; both halves of the gated MLP and their product.
     """
     tp = config.parallel.tp
     sequence = tp if config.parallel.sequence_parallel else 1
@@ -288,11 +284,8 @@ def activation_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: 
 
 
 def minibatch_bytes(config: RunConfig, layout: Layout) -> float:
-    """Device bytes of a rank's share of a mini-batch during a pass, if every response reaches the limit.
-
-    Ids, positions and labels (int64, divided by cp) and, per response token, its row (int64), log-prob, entropy and two
-    log-probs of other weights (fp32).
-    """
+    """Device bytes of a rank's share of a mini-batch, if every response reaches the limit: ids, positions and labels (int64,
+    divided by cp) and, per response token, its row (int64), log-prob, entropy and two other log-probs (fp32)."""
     batch = config.batch
     samples = batch.prompts_per_step * batch.samples_per_prompt / batch.updates_per_step / layout.dp
     total = max_sequence_tokens(config)
@@ -300,10 +293,8 @@ def minibatch_bytes(config: RunConfig, layout: Layout) -> float:
 
 
 def host_step_bytes(config: RunConfig) -> float:
-    """Host memory of the samples on rank 0, if every response reaches the limit; the driver needs the same amount.
-
-    Ids (int32) and the sampler's log-probs (fp32) of this step and of the steps sampled ahead.
-    """
+    """Host memory of the samples on rank 0, and of the driver, if every response reaches the limit: ids (int32) and the
+    sampler's log-probs (fp32) of this step and of the steps sampled ahead."""
     steps = 1 + config.rollout.steps_ahead
     samples = config.batch.prompts_per_step * config.batch.samples_per_prompt * steps
     total = max_sequence_tokens(config)
@@ -312,9 +303,7 @@ def host_step_bytes(config: RunConfig) -> float:
 
 def head_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, tokens: float) -> float:
     """Bytes of the chunked output layer: logits and exponentials in fp32, their gradient, the gradients of both factors.
-
-    `precision.head: bf16` also has the product's logits in bf16, `fp32` the hidden states in fp32.
-    """
+    `precision.head: bf16` also has the product's logits in bf16, `fp32` the hidden states in fp32."""
     width = WIDTH[config.precision.dtype]
     hidden_width = 4 if config.precision.head == "fp32" else width
     vocab = table_of(spec).padded_vocab // layout.tp
@@ -352,14 +341,12 @@ def train_memory(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int)
     items.extend(_process_items(layout))
     if config.rollout.sglang is not None:
         sync = config.rollout.sglang.sync
-        largest = max(math.prod(entry.megatron_shape) for entry in table_of(spec).entries)
-        size = sync.bucket_mib * 2**20 + largest * 2
+        size = sync.bucket_mib * 2**20 + 2 * max(math.prod(entry.megatron_shape) for entry in table_of(spec).entries)
         items.append(Item("weight sync: a bucket and the largest tensor", size, "computed"))
         if sync.transport == "broadcast":
             groups, nccl = servers_per_feeder(config, layout), constants.NCCL_BYTES_PER_GROUP
             items.append(Item(f"weight sync: NCCL, servers per rank: {groups}", nccl.value * groups, nccl.source))
-        servers = config.rollout.managed_servers
-        if servers is not None and servers.colocated:
+        if config.rollout.sglang.servers is not None and config.rollout.sglang.servers.colocated:
             items.append(_assumed("SGLang server that released its memory", constants.SGLANG_RELEASED_BYTES))
     return StageMemory("train", stage, tuple(items))
 
@@ -383,8 +370,7 @@ def servers_per_feeder(config: RunConfig, layout: Layout) -> int:
 
 def kv_bytes_per_token(spec: ModelSpec, tp: int, width: int = 2) -> float:
     """Key-value cache of one token on one GPU of a server; a KV head is never split."""
-    heads = max(1, math.ceil(spec.num_kv_heads / tp))
-    return 2 * heads * spec.head_dim * width * spec.num_layers
+    return 2 * math.ceil(spec.num_kv_heads / tp) * spec.head_dim * width * spec.num_layers
 
 
 def kv_cache_bytes(rollout: StageMemory) -> float:

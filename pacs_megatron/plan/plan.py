@@ -8,13 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from pacs_megatron.config import LoadedConfig, RunConfig, load_config
-from pacs_megatron.config.checks import (
-    divisors,
-    find_problems,
-    layout_problems,
-    max_response_tokens,
-    max_sequence_tokens,
-)
+from pacs_megatron.config.checks import divisors, find_problems, layout_problems, max_sequence_tokens
 from pacs_megatron.config.layout import layout_of, ranks_to_start
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.errors import ConfigError
@@ -135,7 +129,7 @@ class Plan:
         return max(sizes) * memory.WIDTH[self.config.precision.dtype] + offloaded
 
 
-def make_plan(loaded: LoadedConfig, response_tokens: float | None = None) -> Plan:
+def make_plan(loaded: LoadedConfig) -> Plan:
     """The plan of a loaded configuration. Raises ConfigError for an invalid layout."""
     config = loaded.config
     spec = read_spec(need_config(config.model.path, loaded.where("model.path")))
@@ -143,14 +137,14 @@ def make_plan(loaded: LoadedConfig, response_tokens: float | None = None) -> Pla
     problems = layout_problems(config, world_size) + shape_problems(config, spec, Path(config.model.path).name)
     if problems:
         raise loaded.fail(problems[0])
-    return plan_of(config, spec, response_tokens)
+    return plan_of(config, spec)
 
 
-def plan_of(config: RunConfig, spec: ModelSpec, response_tokens: float | None = None) -> Plan:
+def plan_of(config: RunConfig, spec: ModelSpec) -> Plan:
     """The plan of a configuration with a valid layout."""
     layout = layout_of(config, ranks_to_start(config))
     gpu = constants.GPUS[config.resources.gpu] if config.resources.gpu is not None else None
-    lengths = timing.mean_lengths(config, response_tokens)
+    lengths = timing.mean_lengths(config)
     stages = tuple(memory.train_memory(config, spec, layout, stage) for stage in range(layout.pp))
     rollout = memory.rollout_memory(config, spec, layout, gpu.memory_gib * GIB if gpu is not None else 0.0)
     phases = timing.step_phases(config, spec, layout, gpu, rollout, lengths) if gpu is not None else []
@@ -158,21 +152,10 @@ def plan_of(config: RunConfig, spec: ModelSpec, response_tokens: float | None = 
 
 
 def run_plan(
-    config_path: Path,
-    overrides: Sequence[str],
-    *,
-    search: bool = False,
-    compare: bool = False,
-    response_tokens: float | None = None,
+    config_path: Path, overrides: Sequence[str], *, search: bool = False, compare: bool = False
 ) -> tuple[str, bool]:
     """(text to print, whether the run fits)."""
-    loaded = load_config(config_path, overrides)
-    limit = max_response_tokens(loaded.config)
-    if response_tokens is not None and not 0 < response_tokens <= limit:
-        raise ConfigError(
-            f"--response-tokens {response_tokens:g}: expected more than 0 and at most the limit of {limit}"
-        )
-    plan = make_plan(loaded, response_tokens)
+    plan = make_plan(load_config(config_path, overrides))
     if compare:
         return _compare(plan), plan.fits
     if search:
@@ -189,7 +172,7 @@ def search_layouts(plan: Plan) -> list[Plan]:
     """
     if plan.gpu is None:
         raise ConfigError("plan --search compares layouts on GPUs; set resources.gpus_per_node and resources.gpu")
-    found = [plan_of(config, plan.spec, plan.lengths.response) for config in _candidates(plan)]
+    found = [plan_of(config, plan.spec) for config in _candidates(plan)]
     return sorted(found, key=lambda candidate: (not candidate.fits, candidate.step_s))
 
 
@@ -217,7 +200,7 @@ def largest_budget(config: RunConfig, plan: Plan) -> int:
 
     def is_too_large(size: int) -> bool:
         larger = _changed(config, "batch", tokens_per_microbatch=size * BUDGET_STEP)
-        return not plan_of(larger, plan.spec, plan.lengths.response).fits
+        return not plan_of(larger, plan.spec).fits
 
     average, most = (math.ceil(tokens / BUDGET_STEP) for tokens in groups)
     fitting = bisect.bisect_left(range(average, most + 1), True, key=is_too_large)
@@ -249,7 +232,7 @@ def _compare(plan: Plan) -> str:
         config = _changed(plan.config, "resources", gpu=gpu)
         config = _changed(config, "parallel", recompute=_recompute(config, granularity))
         config = _changed(config, "policy", offload=offload)
-        row = _compared_row(plan_of(config, plan.spec, plan.lengths.response))
+        row = _compared_row(plan_of(config, plan.spec))
         lines.append(f"  {gpu:<5} {granularity:<10} {offload:<8}{row}")
     return "\n".join([*lines, "", "Seconds are estimates from assumed efficiencies."])
 
@@ -268,13 +251,11 @@ def _compared_row(plan: Plan) -> str:
 # ---------------------------------------------------------------------------------------------------------------- output
 def render(plan: Plan) -> str:
     """The plan as text."""
-    lines = [_headline(plan), ""]
+    lines, owner = [_headline(plan), ""], "on each GPU" if plan.gpu else "a rank"
     for stage in plan.parts:
         title = f"training, pipeline stage {stage.stage}" if stage.phase == "train" else "rollout"
         low, high = stage.span
-        lines.append(
-            f"{title}: {_gib(stage.total)} (range {_gib(low)} to {_gib(high)}) {'on each GPU' if plan.gpu else 'a rank'}"
-        )
+        lines.append(f"{title}: {_gib(stage.total)} (range {_gib(low)} to {_gib(high)}) {owner}")
         lines.extend(f"  {_gib(item.num_bytes)}  {item.name}{_range(item)}  [{item.source}]" for item in stage.items)
         lines.append("")
     lines.extend(_verdict(plan))
@@ -286,32 +267,27 @@ def render(plan: Plan) -> str:
 
 def _headline(plan: Plan) -> str:
     layout, resources = plan.layout, plan.config.resources
-    where = (
-        f"{resources.nodes} x {resources.gpus_per_node} {plan.gpu.name}"
-        if plan.gpu
-        else f"{layout.world_size} CPU ranks"
-    )
+    where = f"{layout.world_size} CPU ranks"
+    if plan.gpu is not None:
+        where = f"{resources.nodes} x {resources.gpus_per_node} {plan.gpu.name}"
     if resources.rollout_nodes:
         where += f" + {resources.rollout_nodes} rollout nodes"
     axes = f"tp={layout.tp} pp={layout.pp} cp={layout.cp} ep={layout.ep} dp={layout.dp}"
-    return (
-        f"{plan.config.run.name}: {plan.spec.family}, {memory.num_parameters(plan.spec):,} parameters, {where}, {axes}"
-    )
+    count = memory.num_parameters(plan.spec)
+    return f"{plan.config.run.name}: {plan.spec.family}, {count:,} parameters, {where}, {axes}"
 
 
 def _verdict(plan: Plan) -> list[str]:
     if plan.gpu is None:
         return ["no GPU is configured: no limit to check"]
-    limit = plan.gpu.memory_gib * GIB
-    peak = plan.peak
-    share = peak.total / limit
+    limit, peak = plan.gpu.memory_gib * GIB, plan.peak
     if peak.total <= limit and plan.small_cache is not None:
         return ["DOES NOT FIT: one sample exceeds a server's KV cache", f"  change {plan.small_cache}"]
     where = f"stage {peak.stage}" if peak.phase == "train" else "the rollout phase"
+    text = f"{_gib(peak.total)} of {_gib(limit)} ({peak.total / limit:.0%}) of a {plan.gpu.name}, in {where}"
     if plan.fits:
-        return [f"FITS: at most {_gib(peak.total)} of {_gib(limit)} ({share:.0%}) of a {plan.gpu.name}, in {where}"]
-    lines = [f"DOES NOT FIT: {_gib(peak.total)} of {_gib(limit)} ({share:.0%}) of a {plan.gpu.name}, in {where}"]
-    return lines + [f"  change {advice}" for advice in _advice(plan)]
+        return [f"FITS: at most {text}"]
+    return [f"DOES NOT FIT: {text}", *(f"  change {advice}" for advice in _advice(plan))]
 
 
 def _advice(plan: Plan) -> Iterator[str]:
@@ -334,11 +310,9 @@ def _advice(plan: Plan) -> Iterator[str]:
 
 
 def _time_lines(plan: Plan) -> list[str]:
-    assert plan.gpu is not None
     samples = plan.config.batch.prompts_per_step * plan.config.batch.samples_per_prompt
-    tokens = samples * plan.lengths.total
     lengths = f"{plan.lengths.prompt:.0f} + {plan.lengths.response:.0f} tokens"
-    lines = [f"one step, {samples:,} samples of {lengths} on average (assumed; --response-tokens changes it):"]
+    lines = [f"one step, {samples:,} samples of {lengths} on average (assumed):"]
     for phase in plan.phases:
         flops = f", {phase.flops / 1e15:,.1f} PFLOP" if phase.flops else ""
         note = f" ({phase.note})" if phase.note else ""
@@ -347,13 +321,13 @@ def _time_lines(plan: Plan) -> list[str]:
     hours = plan.step_s * plan.config.run.steps / 3600
     together = "together, rollout beside the rest" if plan.is_ahead else "together"
     low, high = plan.step_span
-    together += f", {low:.1f} to {high:.1f} s"
-    lines.append(f"  {plan.step_s:9.1f} s  {together}: {tokens / plan.step_s / plan.num_gpus:,.0f} tokens/s a GPU")
-    lines.append(
+    rate = samples * plan.lengths.total / plan.step_s / plan.num_gpus
+    return [
+        *lines,
+        f"  {plan.step_s:9.1f} s  {together}, {low:.1f} to {high:.1f} s: {rate:,.0f} tokens/s a GPU",
         f"the run, {plan.config.run.steps} steps: {hours:,.1f} h, {hours * plan.num_gpus:,.0f} GPU-hours "
-        "(efficiencies are assumed, not measured on several GPUs; checkpoints and evaluation come on top)"
-    )
-    return lines
+        "(efficiencies are assumed, not measured on several GPUs; checkpoints and evaluation come on top)",
+    ]
 
 
 def _group_lines(plan: Plan) -> Iterator[str]:
@@ -378,10 +352,8 @@ def _disk_lines(plan: Plan) -> list[str]:
         f"host memory for a step's samples: at most {_gib(memory.host_step_bytes(plan.config))} on rank 0 and in the "
         "driver each",
     ]
-    if plan.host_bytes_per_rank:
-        lines.append(
-            f"host memory for reference snapshot, off-loaded state and a save: {_gib(plan.host_bytes_per_rank)} a rank"
-        )
+    if host := plan.host_bytes_per_rank:
+        lines.append(f"host memory for reference snapshot, off-loaded state and a save: {_gib(host)} a rank")
     return lines
 
 
@@ -390,15 +362,15 @@ def render_search(plans: Sequence[Plan], current: Plan) -> str:
     lines = ["  tp  pp  ep   dp  recompute  budget   memory  fits    step s", *map(_search_row, plans[:10])]
     lines.extend(["", "as configured:", _search_row(current)])
     best = plans[0]
+    text = "no layout fits: raise resources.nodes or lower batch.tokens_per_microbatch"
     if best.fits:
-        sizes = f"parallel.tp={best.layout.tp} parallel.pp={best.layout.pp} parallel.ep={best.layout.ep}"
-        flags = f"parallel.sequence_parallel={str(best.layout.tp > 1).lower()} parallel.distributed_optimizer=true"
-        recompute = f"parallel.recompute.granularity={best.config.parallel.recompute.granularity}"
-        budget = f"batch.tokens_per_microbatch={best.config.batch.tokens_per_microbatch}"
-        lines.extend(["", f"best: {sizes} {flags} {recompute} {budget}"])
-    else:
-        lines.extend(["", "no layout fits: raise resources.nodes or lower batch.tokens_per_microbatch"])
-    return "\n".join(lines)
+        text = (
+            f"best: parallel.tp={best.layout.tp} parallel.pp={best.layout.pp} parallel.ep={best.layout.ep} "
+            f"parallel.sequence_parallel={str(best.layout.tp > 1).lower()} parallel.distributed_optimizer=true "
+            f"parallel.recompute.granularity={best.config.parallel.recompute.granularity} "
+            f"batch.tokens_per_microbatch={best.config.batch.tokens_per_microbatch}"
+        )
+    return "\n".join([*lines, "", text])
 
 
 def _search_row(plan: Plan) -> str:

@@ -14,7 +14,7 @@ from pacs_megatron.models import ModelSpec
 from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective, passes_of
 from pacs_megatron.plan import constants
-from pacs_megatron.plan.constants import Gpu
+from pacs_megatron.plan.constants import Constant, Gpu
 from pacs_megatron.plan.memory import (
     StageMemory,
     kv_bytes_per_token,
@@ -26,7 +26,7 @@ from pacs_megatron.plan.memory import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Lengths:
     """Assumed mean lengths in tokens."""
 
@@ -56,24 +56,19 @@ class Phase:
         return self.seconds * self.span[0], self.seconds * self.span[1]
 
 
-def mean_lengths(config: RunConfig, response: float | None = None) -> Lengths:
-    """Mean lengths for the plan; `response` overrides the assumed share of the limit."""
-    assumed = max_response_tokens(config) * constants.MEAN_RESPONSE_FRAC.value
-    return Lengths(
-        prompt=config.data.max_prompt_tokens * constants.MEAN_PROMPT_FRAC.value,
-        response=assumed if response is None else response,
-    )
+def mean_lengths(config: RunConfig) -> Lengths:
+    """Mean lengths for the plan, as assumed shares of the limits."""
+    prompt = config.data.max_prompt_tokens * constants.MEAN_PROMPT_FRAC.value
+    return Lengths(prompt, max_response_tokens(config) * constants.MEAN_RESPONSE_FRAC.value)
 
 
 def active_matrix_parameters(spec: ModelSpec) -> int:
     """Elements of the layers' matrices that one token uses (top_k experts), without embeddings."""
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = spec.hidden_size * (2 * queries + 2 * keys)
-    if spec.moe is None:
-        mlp = 3 * spec.hidden_size * spec.ffn_size
-    else:
-        mlp = spec.moe.top_k * 3 * spec.hidden_size * spec.moe.expert_ffn_size
-        mlp += spec.hidden_size * spec.moe.num_experts
+    mlp = 3 * spec.hidden_size * spec.ffn_size
+    if spec.moe is not None:
+        mlp = spec.hidden_size * (spec.moe.top_k * 3 * spec.moe.expert_ffn_size + spec.moe.num_experts)
     return spec.num_layers * (attention + mlp)
 
 
@@ -86,9 +81,7 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float, num_ou
     return matrices + attention + head
 
 
-def recomputed_flops(
-    config: RunConfig, spec: ModelSpec, lengths: Lengths, *, groups_together: bool
-) -> tuple[float, float]:
+def recomputed_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> tuple[float, float]:
     """Share of a forward pass that the backward pass computes again: (layers, output layer)."""
     whole = forward_flops(spec, lengths.total, lengths.total, lengths.response)
     head = whole - forward_flops(spec, lengths.total, lengths.total, 0)
@@ -104,7 +97,8 @@ def recomputed_flops(
     # Where a token's coefficient depends on this forward, the output layer's gradient waits for the whole forward pass.
     updates = range(config.batch.num_updates)
     objective = build_objective(config.objective, updates_per_step=len(updates))
-    is_coupled = objective.coupling == "sample" or (objective.coupling == "group" and groups_together)
+    is_together = keeps_groups_together(config, lengths)
+    is_coupled = objective.coupling == "sample" or (objective.coupling == "group" and is_together)
     waiting = sum(is_coupled and bool(objective.statistics(update)) for update in updates)
     return layers / whole, head / whole * waiting / len(updates)
 
@@ -133,11 +127,9 @@ def group_tokens(config: RunConfig, lengths: Lengths) -> tuple[int, int] | None:
     return math.ceil(samples * lengths.total), samples * max_sequence_tokens(config)
 
 
-def train_seconds(
-    config: RunConfig, layout: Layout, gpu: Gpu, flops: float, *, lengths: Lengths, forward_only: bool
-) -> float:
+def train_seconds(config: RunConfig, layout: Layout, gpu: Gpu, flops: float, lengths: Lengths, mfu: Constant) -> float:
     """Seconds that all GPUs need for `flops` FLOPs, with pipeline bubble, TP and CP losses."""
-    efficiency = (constants.FORWARD_MFU if forward_only else constants.TRAIN_MFU).value
+    efficiency = mfu.value
     for ways, loss in ((layout.tp, constants.TP_LOSS), (layout.cp, constants.CP_LOSS)):
         efficiency *= (1 - loss.value) ** (ways.bit_length() - 1)
     if config.precision.fp8 is not None:
@@ -147,17 +139,11 @@ def train_seconds(
 
 
 def bubble(config: RunConfig, layout: Layout, lengths: Lengths) -> float:
-    """Idle time of the pipeline over its working time: (pp - 1) / (micro-batches * vpp)."""
-    if layout.pp == 1:
-        return 0.0
-    return (layout.pp - 1) / (num_microbatches(config, layout, lengths) * (layout.vpp or 1))
-
-
-def num_microbatches(config: RunConfig, layout: Layout, lengths: Lengths) -> int:
-    """Micro-batches of one rank in one update, at the mean length."""
-    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt / config.batch.updates_per_step
-    tokens = samples * lengths.total / layout.dp
-    return max(1, round(tokens / config.batch.tokens_per_microbatch))
+    """Idle time of the pipeline over its working time: (pp - 1) / (micro-batches of a rank in an update * vpp)."""
+    batch = config.batch
+    samples = batch.prompts_per_step * batch.samples_per_prompt / batch.updates_per_step
+    num_microbatches = max(1, round(samples * lengths.total / layout.dp / batch.tokens_per_microbatch))
+    return (layout.pp - 1) / (num_microbatches * (layout.vpp or 1))
 
 
 def step_phases(
@@ -172,17 +158,16 @@ def step_phases(
     passes = num_forward_passes(config, groups_together=keeps_groups_together(config, lengths))
     if passes:
         flops = forward * passes / config.batch.updates_per_step
-        seconds = train_seconds(config, layout, gpu, flops, lengths=lengths, forward_only=True)
+        seconds = train_seconds(config, layout, gpu, flops, lengths, constants.FORWARD_MFU)
         note = f"{passes} passes over a mini-batch"
         phases.append(Phase("score and log-prob passes", seconds, flops, note, _inverse(constants.FORWARD_MFU)))
     of_critic = 0.0
     if isinstance(config.objective, PpoOptions):
         of_critic = forward_flops(spec, samples * lengths.total, lengths.total, 0)
-    layers, head = recomputed_flops(config, spec, lengths, groups_together=keeps_groups_together(config, lengths))
-    epoch = 3 * (forward + of_critic)
+    layers, head = recomputed_flops(config, spec, lengths)
+    epoch, epochs = 3 * (forward + of_critic), config.batch.epochs
     whole = epoch + (forward + of_critic) * layers + forward * head
-    epochs = config.batch.epochs
-    seconds = train_seconds(config, layout, gpu, whole * epochs, lengths=lengths, forward_only=False)
+    seconds = train_seconds(config, layout, gpu, whole * epochs, lengths, constants.TRAIN_MFU)
     note = (
         f"{config.batch.num_updates} updates{' of both models' if of_critic else ''}, bubble "
         f"{bubble(config, layout, lengths):.0%}, of the time {(forward + of_critic) * layers / whole:.0%} recomputes layers, "
@@ -199,7 +184,7 @@ def step_phases(
     return phases
 
 
-def _inverse(rate: constants.Constant) -> tuple[float, float]:
+def _inverse(rate: Constant) -> tuple[float, float]:
     """Range of a time that is inverse to `rate`."""
     return rate.value / rate.high, rate.value / rate.low
 
@@ -207,11 +192,8 @@ def _inverse(rate: constants.Constant) -> tuple[float, float]:
 def _rollout(
     config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu, sampling: StageMemory | None, lengths: Lengths
 ) -> Phase:
-    """Decoding is bound by reads of weights and cache: a step of B sequences takes max(bytes / bandwidth, FLOPs / peak).
-
-    Samples run in rounds of as many as fit into the cache; the last round continues to the response limit at low
-    concurrency.
-    """
+    """Samples run in rounds of as many as fit into the cache; the last round continues to the response limit at low
+    concurrency."""
     samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
     servers, rollout, embedded = config.rollout.managed_servers, config.rollout.sglang, config.rollout.embedded
     replicas, tp = (layout.world_size, 1) if servers is None else (servers.count, servers.tp)
@@ -221,16 +203,14 @@ def _rollout(
     limit = math.inf if rollout is None else rollout.max_in_flight
     limit = limit if embedded is None else embedded.batch_sequences
     concurrent = max(1.0, min(kv_cache_bytes(sampling) / (per_token * mean), limit, samples / replicas))
-    bytes_held = 4 * num_parameters(spec) if rollout is None else sampler_weight_bytes(rollout, spec)
-    weights = bytes_held / tp
+    weights = (4 * num_parameters(spec) if rollout is None else sampler_weight_bytes(rollout, spec)) / tp
     if spec.moe is not None:  # few sequences read few experts; many read all
         weights *= min(1.0, concurrent * spec.moe.top_k / spec.moe.num_experts)
     step = _decode_step(spec, gpu, tp, weights + per_token * concurrent * mean, concurrent, lengths)
     tokens = samples * lengths.response / replicas
     steady = tokens / concurrent * step
-    longest = max_response_tokens(config)
     few = _decode_step(spec, gpu, tp, weights + per_token * 8 * mean, 8, lengths)
-    tail = max(0.0, longest - lengths.response) * few / 2
+    tail = max(0.0, max_response_tokens(config) - lengths.response) * few / 2
     prefill = forward_flops(spec, config.batch.prompts_per_step * lengths.prompt, lengths.prompt, 0)
     seconds = steady + tail + prefill / (replicas * tp * gpu.bf16_tflops * 1e12 * constants.FORWARD_MFU.value)
     rate = samples * lengths.response / seconds / (replicas * tp)
@@ -240,7 +220,7 @@ def _rollout(
 
 
 def _decode_step(spec: ModelSpec, gpu: Gpu, tp: int, read: float, concurrent: float, lengths: Lengths) -> float:
-    """Seconds of one decoding step of `concurrent` sequences that reads `read` bytes on each GPU."""
+    """Seconds of one decoding step of `concurrent` sequences that reads `read` bytes of weights and cache on each GPU."""
     by_bandwidth = read / (gpu.memory_gb_s * 1e9 * constants.DECODE_BANDWIDTH_FRAC.value)
     flops = forward_flops(spec, concurrent, lengths.total, concurrent) / tp
     by_compute = flops / (gpu.bf16_tflops * 1e12 * constants.DECODE_MFU.value)

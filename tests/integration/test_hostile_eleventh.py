@@ -252,6 +252,7 @@ QUICK: dict[str, Try] = {
     "config.json: a second object behind the first": Try(TO_MEGATRON, encoded("model/config.json", lambda data: data + b'\n{"hidden_size": 64}\n')),
     "config.json: a scaling by -8": Try(TO_MEGATRON, lambda w: w.model_json("config.json", rope_parameters=LLAMA3)),
     "plan: a million stages of two layers": Try(("plan", "{r}", "parallel.tp=1", "parallel.pp=2", "parallel.vpp=1000000"), after=_says("vpp")),
+    "plan: what does not fit": Try("$P plan {r} parallel.tp=1 resources.gpus_per_node=1 resources.gpu=a100 batch.tokens_per_microbatch=2000000000 2> /dev/null", end="either", codes=(1, 2)),
     "plan: a run without a checkpoint as the model": Try(("plan", "{r}", "model.path={w}/runs/a"), TWO),
     # ------------------------------------------------------------------------------------------------ hangs and explosions
     "include: 150 files, one after the other": Try(("config", "show", "{w}/f0.yaml"), chain),

@@ -230,17 +230,11 @@ for _words in (
 # ------------------------------------------------------------------------------------------------------ plan and numbers
 for _words in (
     *(
-        ("--response-tokens", "inf"),
-        ("--response-tokens", "-0"),
-        ("--response-tokens", "1e400"),
-        ("--response-tokens", ""),
-    ),
-    *(
         ("resources.nodes=true",),
         ("resources.gpus_per_node=-8",),
         ("resources.nodes=1.0",),
     ),
-    *(("resources.gpu=",), ("resources.gpu=[h200]",), ("--search", "--response-tokens", "9" * 400)),
+    *(("resources.gpu=",), ("resources.gpu=[h200]",)),
 ):
     case(f"plan {' '.join(_words)}"[:60], "plan", "{r}", *_words)
 for _name, _changes in {

@@ -81,7 +81,7 @@ for _words in (
 ):
     case(f"config explain {' '.join(_words)}", "config", "explain", "{r}", *_words)
 for _words in (
-    *(("model.path=no/such",), ("--response-tokens", "x"), ("--response-tokens", "1e9"), ("--search", "run.steps=0")),
+    *(("model.path=no/such",), ("--search", "run.steps=0")),
     ("--search", "--compare", "resources.gpus_per_node=8", "resources.gpu=h800"),
 ):  # fmt: skip
     case(f"plan {' '.join(_words)}", "plan", "{r}", *_words)

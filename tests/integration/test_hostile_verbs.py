@@ -222,7 +222,7 @@ for _words in (
 ):
     case(f"submit {' '.join(_words)}", *SUBMIT, "local", *_words)
 case("submit: a cluster by a path upwards", *SUBMIT, "../../etc/passwd")
-for _words in (("--response-tokens", "0"), ("--response-tokens", "nan"), ("resources.gpu=H9000",), ("model.path={r}",)):
+for _words in (("resources.gpu=H9000",), ("model.path={r}",)):
     case(f"plan {' '.join(_words)}", "plan", "{r}", *_words)
 BENCHMARK = (
     "evaluation.benchmarks=[{{path: '{w}/train.jsonl', columns: {{problem: problem, answer: answer}}}}]",

@@ -33,7 +33,7 @@ for _words in (
     *(("convert", "to-hf", "--checkpoint", "", "--out", "{w}/o"), ("convert", "to-megatron", "--hf", "", "--out", "{w}/o")),
     *(("convert", "to-megatron", "--hf", "{m}", "--out", ""), ("logs", "{w}", "--attempt", "99"), ("status", "/dev/null")),
     *(("export", "{w}", "--step", "99999999999"), ("export", "{w}/none", "--out", "{w}/o"), ("train", "~nobody/x.yaml")),
-    *(("eval", "{r}", "--model", "/dev/zero"), ("eval", "{r}", "--out", "{r}"), ("plan", "{r}", "--response-tokens", "inf")),
+    *(("eval", "{r}", "--model", "/dev/zero"), ("eval", "{r}", "--out", "{r}")),
     *(("config", "explain", "{r}", "--ranks", "7"), ("config", "explain", "{r}", "--ranks", "٣"), ("train", "{r}", "{r}")),
     *(("data", "preview", "{r}", "--rows", "9" * 30), ("cancel", "/"), ("cancel", "{m}"), ("train", "http://a.b/x.yaml")),
     *(("train", "{r}", "run.name=" + "a" * 100_000), ("fetch", "{r}", "model.path=../../etc")),
