@@ -8,7 +8,6 @@ split, and with it the last bit of a log-prob.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +15,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
 
 from pacs_megatron.config.rollout_options import EmbeddedRollout
 from pacs_megatron.contracts import Interrupted, Sample, SampleRequest, Span, Stop
 from pacs_megatron.contracts.samples import check_request
 from pacs_megatron.data import stop_token_ids
-from pacs_megatron.embedded.kv_cache import ATTENTION, DecodingCache
 from pacs_megatron.embedded.sampling import RowSampler
 from pacs_megatron.embedded.weight_inbox import WeightInbox
 from pacs_megatron.errors import RolloutError
 
-logger = logging.getLogger(__name__)
-
+ATTENTION = "pacs_grouped_queries"
+"""name of `grouped_attention` in transformers"""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -64,7 +64,7 @@ class _Rows:
 
     sampler: RowSampler
     stops: _StopStrings
-    cache: DecodingCache
+    cache: DynamicCache
     number: torch.Tensor
     """int64 [b], row in the chunk"""
     mask: torch.Tensor
@@ -76,7 +76,7 @@ class _Rows:
         """Drops all rows but `alive` (int64, increasing)."""
         self.sampler.keep(alive)
         self.stops.keep(alive)
-        self.cache.keep(alive)
+        self.cache.batch_select_indices(alive)
         self.number, self.mask, self.positions = self.number[alive], self.mask[alive], self.positions[alive]
 
 
@@ -147,33 +147,37 @@ class EmbeddedEngine(WeightInbox):
         """All samples of one chunk, in its order."""
         # Inference tensors must not reach the trainer: only NumPy arrays leave this block.
         with torch.inference_mode():
-            decoding = _Decoding(chunk[0].params.max_response_tokens, len(chunk), self._device)
-            self._decode(self._prefill(chunk), decoding, should_stop)
-            tokens, logprobs, lengths, stops = decoding.read()
+            rows, logits = self._prefill(chunk)
+            max_tokens = chunk[0].params.max_response_tokens
+            tokens, logprobs, lengths, stops = self._decode(rows, logits, max_tokens, should_stop)
         if not np.isfinite(logprobs).all():
             bad = chunk[int(np.argmax(~np.isfinite(logprobs).all(axis=1)))]
             raise RolloutError(f"sample {bad.id}: non-finite logits from weights version {self.version}")
-        return [self._sample(r, tokens[i], logprobs[i], int(lengths[i]), stops[i]) for i, r in enumerate(chunk)]
-
-    def _sample(
-        self, request: SampleRequest, tokens: np.ndarray, logprobs: np.ndarray, length: int, stop: Stop
-    ) -> Sample:
         assert self.version is not None and self.digest is not None
-        span = Span(version=self.version, digest=self.digest, start=0, end=length)
-        return Sample(
-            id=request.id,
-            prompt_id=request.prompt_id,
-            token_ids=np.concatenate([request.token_ids, tokens[:length]]).astype(np.int32),
-            prompt_len=len(request.token_ids),
-            sampler_logprobs=logprobs[:length].copy(),
-            spans=(span,) if length else (),
-            stop=stop,
-        )
+        samples = []
+        for row, (request, length) in enumerate(zip(chunk, lengths.tolist(), strict=True)):
+            span = Span(version=self.version, digest=self.digest, start=0, end=length)
+            samples.append(
+                Sample(
+                    id=request.id,
+                    prompt_id=request.prompt_id,
+                    token_ids=np.concatenate([request.token_ids, tokens[row, :length]]).astype(np.int32),
+                    prompt_len=len(request.token_ids),
+                    sampler_logprobs=logprobs[row, :length].copy(),
+                    spans=(span,) if length else (),
+                    stop=stops[row],
+                )
+            )
+        return samples
 
     def _prefill(self, chunk: Sequence[SampleRequest]) -> tuple[_Rows, torch.Tensor]:
         """One forward pass over the distinct prompts; repeats their keys, values and last logits for their samples."""
         [params] = {request.params for request in chunk}
-        prompts, row_of = _distinct([request.token_ids for request in chunk])
+        first: dict[bytes, int] = {}
+        row_of = [
+            first.setdefault(np.asarray(request.token_ids, dtype=np.int32).tobytes(), len(first)) for request in chunk
+        ]
+        prompts = [np.frombuffer(prompt, dtype=np.int32) for prompt in first]
         longest = max(len(prompt) for prompt in prompts)
         device = self._device
         ids = np.full((len(prompts), longest), self._vocabulary.pad_token_id, dtype=np.int64)
@@ -184,15 +188,15 @@ class EmbeddedEngine(WeightInbox):
         real = column[None, :] >= pads[:, None]
         # A padding token attends to itself: a row of the mask without any column would give NaN.
         visible = (real[:, None, :] & (column[:, None] >= column[None, :])[None]) | np.eye(longest, dtype=bool)[None]
-        cache = DecodingCache(self._model.config.num_hidden_layers)
+        cache = DynamicCache()
         logits = self._forward(
             torch.from_numpy(ids).to(device),
             self._additive(visible)[:, None],
             torch.from_numpy(np.maximum(column[None, :] - pads[:, None], 0)).to(device),
             cache,
         )
-        rows = torch.from_numpy(row_of).to(device)
-        cache.keep(rows)
+        rows = torch.tensor(row_of, device=device)
+        cache.batch_select_indices(rows)
         future = np.ones((len(prompts), params.max_response_tokens), dtype=bool)
         state = _Rows(
             sampler=RowSampler(params, [request.seed for request in chunk], device),
@@ -205,35 +209,49 @@ class EmbeddedEngine(WeightInbox):
         return state, logits[rows]
 
     def _decode(
-        self, prefilled: tuple[_Rows, torch.Tensor], out: _Decoding, should_stop: Callable[[], bool] | None
-    ) -> None:
-        """Samples tokens until every row has ended. Raises Interrupted."""
-        rows, logits = prefilled
-        ended = torch.zeros(len(rows.number), dtype=torch.bool, device=self._device)
-        for index in range(out.max_tokens):
+        self, rows: _Rows, logits: torch.Tensor, max_tokens: int, should_stop: Callable[[], bool] | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Stop]]:
+        """Samples tokens until every row has ended. Raises Interrupted.
+
+        Tokens and log-probs [rows, max_tokens], with zeros beyond each row's length, lengths and stops, on the host.
+        """
+        num_rows = len(rows.number)
+        tokens = torch.zeros((max_tokens, num_rows), dtype=torch.int32, device=self._device)
+        all_logprobs = torch.zeros((max_tokens, num_rows), dtype=torch.float32, device=self._device)
+        lengths = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+        finished = torch.zeros(num_rows, dtype=torch.bool, device=self._device)
+        ended = finished.clone()  # of the rows that are left: decoded until the next compaction, but not recorded
+        for index in range(max_tokens):
             if should_stop is not None and should_stop():
                 raise Interrupted
-            ids, logprobs = rows.sampler.draw(logits, index)
-            out.write(index, rows.number, ended, ids, logprobs)
-            finished = torch.isin(ids, self._eos)
-            finished |= rows.stops.update(ids)
-            out.finish(rows.number, finished & ~ended)
-            ended |= finished
-            num_rows = ended.shape[0]
-            num_alive = num_rows - int(ended.sum())
-            if num_alive == 0 or index + 1 == out.max_tokens:
-                return
+            ids, logprobs = rows.sampler.draw(logits)
+            tokens[index, rows.number] = ids.int()
+            all_logprobs[index, rows.number] = logprobs
+            lengths[rows.number] += ~ended
+            stops = torch.isin(ids, self._eos) | rows.stops.update(ids)
+            finished[rows.number] |= stops
+            ended |= stops
+            num_alive = len(ended) - int(ended.sum())
+            if num_alive == 0 or index + 1 == max_tokens:
+                break
             # Compacting copies the cache, so it runs only when at least half of the rows have ended.
-            if 2 * num_alive <= num_rows:
+            if 2 * num_alive <= len(ended):
                 alive = (~ended).nonzero()[:, 0]
                 rows.keep(alive)
                 ids, ended = ids[alive], ended[alive]
             columns = rows.cache.get_seq_length() + 1
             logits = self._forward(ids[:, None], rows.mask[..., :columns], rows.positions, rows.cache)
             rows.positions += 1
+        inside = (torch.arange(max_tokens, device=self._device)[:, None] < lengths).T
+        return (
+            tokens.T.where(inside, 0).cpu().numpy(),
+            all_logprobs.T.where(inside, 0.0).cpu().numpy(),
+            lengths.cpu().numpy(),
+            [Stop.EOS if is_finished else Stop.LENGTH for is_finished in finished.tolist()],
+        )
 
     def _forward(
-        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DecodingCache
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
     ) -> torch.Tensor:
         """Logits [b, v] of the last column."""
         output = self._model(
@@ -250,37 +268,6 @@ class EmbeddedEngine(WeightInbox):
     def _additive(self, visible: np.ndarray) -> torch.Tensor:
         mask = torch.zeros(visible.shape, dtype=_DTYPES[self._options.dtype])
         return mask.masked_fill_(torch.from_numpy(~visible), -torch.inf).to(self._device)
-
-
-class _Decoding:
-    """The tokens of a chunk, on the device until it is finished."""
-
-    def __init__(self, max_tokens: int, num_rows: int, device: torch.device) -> None:
-        self.max_tokens = max_tokens
-        self._tokens = torch.zeros((max_tokens, num_rows), dtype=torch.int32, device=device)
-        self._logprobs = torch.zeros((max_tokens, num_rows), dtype=torch.float32, device=device)
-        self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
-
-    def write(
-        self, index: int, number: torch.Tensor, ended: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
-    ) -> None:
-        """Records token `index` of rows `number`. Ended rows are decoded until the next compaction but not recorded."""
-        self._tokens[index, number] = ids.int()
-        self._logprobs[index, number] = logprobs
-        self._lengths[number] += ~ended
-
-    def finish(self, number: torch.Tensor, which: torch.Tensor) -> None:
-        """These rows end with an end token or a stop string."""
-        self._finished[number] |= which
-
-    def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Stop]]:
-        """Tokens and log-probs [rows, max_tokens], with zeros beyond each row's length, lengths and stops, on the host."""
-        lengths = self._lengths.cpu().numpy()
-        inside = np.arange(self.max_tokens)[None, :] < lengths[:, None]
-        tokens, logprobs = (values.T.cpu().numpy() for values in (self._tokens, self._logprobs))
-        stops = [Stop.EOS if finished else Stop.LENGTH for finished in self._finished.tolist()]
-        return np.where(inside, tokens, 0), np.where(inside, logprobs, np.float32(0)), lengths, stops
 
 
 class _StopStrings:
@@ -306,19 +293,6 @@ class _StopStrings:
 
     def keep(self, rows: torch.Tensor) -> None:
         self._tokens = [self._tokens[i] for i in rows.tolist()]
-
-
-def _distinct(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
-    """The distinct prompts in order of first appearance, and the row of each given prompt among them (int64)."""
-    first: dict[bytes, int] = {}
-    distinct: list[np.ndarray] = []
-    rows = np.empty(len(prompts), dtype=np.int64)
-    for i, prompt in enumerate(prompts):
-        row = first.setdefault(np.asarray(prompt, dtype=np.int32).tobytes(), len(distinct))
-        if row == len(distinct):
-            distinct.append(prompt)
-        rows[i] = row
-    return distinct, rows
 
 
 def _build(model_path: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -351,3 +325,32 @@ def _max_context(config: Any) -> int:
     )
     limit = int(config.max_position_embeddings)
     return min(limit, int(config.sliding_window)) if sliding else limit
+
+
+def grouped_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of `transformers`' interface: [b, heads, q, d] -> [b, q, heads, d], mask additive [b, 1, q, kv].
+
+    With one query token the heads that share a key head become the rows of one product, so keys and values are not
+    copied once for each of them.
+    """
+    batch, heads, queries, dim = query.shape
+    kv_heads = key.shape[1]
+    scaling: float = kwargs["scaling"]
+    if queries == 1:
+        grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim)
+        out = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+        return out.reshape(batch, 1, heads, dim), None
+    out = scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=heads != kv_heads
+    )
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, grouped_attention)

@@ -13,9 +13,6 @@ import torch
 
 from pacs_megatron.contracts import SamplingOptions
 
-_BLOCK = 128
-"""random numbers drawn at once for a row; its stream does not depend on it"""
-
 
 class RowSampler:
     """Samples row by row, all with the same parameters. `keep` drops rows without an effect on the others."""
@@ -24,20 +21,18 @@ class RowSampler:
         # NumPy's compatibility policy fixes PCG64's raw stream, but not that of Generator.random.
         self._streams = [np.random.PCG64(seed) for seed in seeds]
         self._device = device
-        self._uniforms = torch.empty((len(seeds), 0), dtype=torch.float64, device=device)
-        self._first = 0  # token index of the first column of _uniforms
         self._params = params
         self._temperature = torch.tensor([[params.temperature]], dtype=torch.float32, device=device)
 
-    def draw(self, logits: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token `index` (0-based) of each response: ids int64 [b], log-probs float32 [b] in nats. logits [b, v]."""
+    def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next token of each response: ids int64 [b], log-probs float32 [b] in nats. logits [b, v]."""
         logits = logits.float()
         if self._params.temperature == 0:
             ids = logits.argmax(dim=-1)
             return ids, logits.gather(-1, ids[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
         if self._params.temperature != 1:
             logits = logits / self._temperature
-        uniform = self._uniform(index)
+        uniform = self._uniform()
         if self._params.top_k > 0 or self._params.top_p < 1:
             return self._draw_filtered(logits, uniform)
         probs = torch.softmax(logits, dim=-1, dtype=torch.float64)
@@ -47,17 +42,12 @@ class RowSampler:
     def keep(self, rows: torch.Tensor) -> None:
         """Drops all rows but `rows` (int64, increasing)."""
         self._streams = [self._streams[i] for i in rows.tolist()]
-        self._uniforms = self._uniforms[rows]
 
-    def _uniform(self, index: int) -> torch.Tensor:
-        """float64 [b, 1] in [0, 1): number `index` of each row's stream; indices must come in order."""
-        if index >= self._first + self._uniforms.shape[1]:
-            self._first += self._uniforms.shape[1]
-            raw = np.stack([stream.random_raw(_BLOCK) for stream in self._streams])
-            # 52 bits, not 53: u times the total mass then stays below it after rounding.
-            self._uniforms = torch.from_numpy((raw >> np.uint64(12)) * 2.0**-52).to(self._device)
-        column = index - self._first
-        return self._uniforms[:, column : column + 1]
+    def _uniform(self) -> torch.Tensor:
+        """float64 [b, 1] in [0, 1): the next number of each row's stream."""
+        raw = np.array([stream.random_raw() for stream in self._streams], dtype=np.uint64)
+        # 52 bits, not 53: u times the total mass then stays below it after rounding.
+        return torch.from_numpy((raw >> np.uint64(12)) * 2.0**-52).to(self._device)[:, None]
 
     def _draw_filtered(self, logits: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         top_k, top_p = self._params.top_k, self._params.top_p

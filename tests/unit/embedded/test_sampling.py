@@ -43,7 +43,7 @@ def test_distribution_and_log_probs(params):
     logits = row.expand(rows, VOCAB)
     expected = reference(logits[:1], params)[0]
     sampler = RowSampler(params, range(rows), torch.device("cpu"))
-    ids, logprobs = sampler.draw(logits, 0)
+    ids, logprobs = sampler.draw(logits)
     torch.testing.assert_close(logprobs.double(), expected[ids], atol=1e-6, rtol=1e-6)
     counts = np.bincount(ids.numpy(), minlength=VOCAB)
     probs = expected.exp().numpy()
@@ -66,7 +66,7 @@ def test_a_row_draws_the_same_numbers_beside_any_neighbours():
             if index == drop_at:
                 sampler.keep(torch.tensor([rows.index(4)]))
                 rows = [4]
-            ids, _ = sampler.draw(logits[rows], index)
+            ids, _ = sampler.draw(logits[rows])
             drawn.append(int(ids[rows.index(4)]))
         return drawn
 
@@ -83,6 +83,6 @@ def test_extreme_logits():
     logits[2] = -torch.inf
     logits[2, 7] = 5.0
     for params in (sampling(), sampling(top_p=0.9), sampling(top_k=3), sampling(temperature=0.0)):
-        ids, logprobs = RowSampler(params, [1, 2, 3], torch.device("cpu")).draw(logits, 0)
+        ids, logprobs = RowSampler(params, [1, 2, 3], torch.device("cpu")).draw(logits)
         assert ids.tolist() == [3, VOCAB - 1, 7]
         assert logprobs.tolist() == [0.0, 0.0, 0.0]
