@@ -17,7 +17,6 @@ from pacs_megatron.runtime.command_line import OneLineParser, check_arguments, i
 from pacs_megatron.runtime.shipped import cluster_file, run_file
 from pacs_megatron.runtime.waiting import report_wait
 
-_LOADING = "for the modules of this command to load"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Files of others are printed: none may control the terminal. Tabs and line ends stay."""
 Verb = Callable[..., "str | Iterable[str] | int | tuple[str, int]"]
@@ -69,14 +68,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def function_of(run_verb: Verb | str) -> Verb:
-    """The function of a verb, which may be given as `module:function` of this package."""
-    if not isinstance(run_verb, str):
-        return run_verb
-    module, _, name = run_verb.partition(":")
-    with report_wait(_LOADING):
-        function: Verb = getattr(importlib.import_module(f"pacs_megatron.{module}"), name)
-    return function
+def function_of(place: Verb | str) -> Any:
+    """A function, which may be given as `module:function` of this package."""
+    if not isinstance(place, str):
+        return place
+    module, _, name = place.partition(":")
+    with report_wait("for the modules of this command to load"):
+        return getattr(importlib.import_module(f"pacs_megatron.{module}"), name)
 
 
 # ------------------------------------------------------------------------------------------------------------- parsing
@@ -107,7 +105,9 @@ def _add_group(verbs: _SubParsers, name: str, text: str) -> _SubParsers:
 
 
 def _add_no_verify(parser: argparse.ArgumentParser, dest: str) -> None:
-    parser.add_argument("--no-verify", dest=dest, action="store_false", help="do not check digests; the output says so")
+    parser.add_argument(
+        "--no-verify", dest=dest, action="store_false", help="do not check digests; the output records it"
+    )
 
 
 def _add_evaluation(verbs: _SubParsers) -> None:
@@ -211,13 +211,10 @@ _SubParsers: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
 
 # ------------------------------------------------------------------------------------ verbs that are more than one call
 def _eval(*, overrides: list[str], model: list[str], **options: Any) -> str:
-    with report_wait(_LOADING):
-        from pacs_megatron.training.eval_main import run_eval
-
     # Overrides may follow the list of models.
     models = [word for word in model if "=" not in word or Path(word).exists()]
     overrides = [*overrides, *(word for word in model if word not in models)]
-    return run_eval(overrides=overrides, models=models, **options)
+    return str(function_of("training.eval_main:run_eval")(overrides=overrides, models=models, **options))
 
 
 def _compare(*, runs: list[Path], out: Path, **files: Path | None) -> list[str]:
@@ -245,16 +242,12 @@ def _diversity(*, paths: list[Path], embedder: str, benchmark: list[str], out: P
 
 
 def _plan(**options: Any) -> tuple[str, int]:
-    from pacs_megatron.plan.plan import run_plan
-
-    text, fits = run_plan(**options)
+    text, fits = function_of("plan.plan:run_plan")(**options)
     return text, ExitCode.OK if fits else ExitCode.MISCONFIGURED
 
 
 def _preflight(*, as_json: bool, **options: Any) -> tuple[str, int] | int:
-    with report_wait(_LOADING):
-        from pacs_megatron.preflight.ranks import run_everywhere
-        from pacs_megatron.preflight.run import render
+    run_everywhere, render = function_of("preflight.ranks:run_everywhere"), function_of("preflight.run:render")
     with report_wait("for the checks, which are printed together"):
         checks = run_everywhere(**options)
     code = ExitCode.MISCONFIGURED if any(check.level == "fail" for check in checks) else ExitCode.OK
@@ -262,23 +255,16 @@ def _preflight(*, as_json: bool, **options: Any) -> tuple[str, int] | int:
 
 
 def _certify(**options: Any) -> tuple[str, int] | int:
-    with report_wait(_LOADING):
-        from pacs_megatron.certify.run import certify
-
-    certificate = certify(**options)
+    certificate = function_of("certify.run:certify")(**options)
     if certificate is None:  # a rank of a job that does not report
         return ExitCode.OK
     return certificate.line(), ExitCode.OK if certificate.is_green else ExitCode.FAILED
 
 
 def _submit(*, config_path: Path, cluster: Path, dry_run: bool, **options: Any) -> Iterable[str]:
-    from pacs_megatron.config.cluster import load_cluster
-
-    with report_wait(_LOADING):
-        from pacs_megatron.launch.batch_script import Request
-        from pacs_megatron.launch.submit import submit
-
-    return submit(Request(config=config_path, cluster=load_cluster(cluster), **options), dry_run=dry_run)
+    submit, request_of = function_of("launch.submit:submit"), function_of("launch.batch_script:Request")
+    site = function_of("config.cluster:load_cluster")(cluster)
+    return submit(request_of(config=config_path, cluster=site, **options), dry_run=dry_run)  # type: ignore[no-any-return]
 
 
 def _paper(*, overrides: list[str], scale: str, dir: Path | None, seeds: int | None, **options: Any) -> Iterable[str]:

@@ -79,10 +79,7 @@ class NonFiniteError(PacsError):
 
 
 def named_error(name: str, message: str) -> PacsError:
-    """The PacsError of that class name, as received from another process.
-
-    A class that another module derives becomes its base in this module, which every process imports.
-    """
+    """The PacsError of that class name, or its base in this module, as received from another process."""
     known = [PacsError]
     for kind in known:  # grows: the derived classes of derived classes
         known += kind.__subclasses__()

@@ -185,10 +185,6 @@ def _changes(config: RunConfig, updates: int, steps: int, tiny: Mapping[str, Any
         if getattr(objective, name, None) is not None:
             changed["objective"][name] = max(1, round(getattr(objective, name) * RESPONSE / response))
     recompute = config.parallel.recompute.model_dump(mode="json")
-    if recompute["granularity"] == "full":
-        # It divides the layers of a stage, see `_tiny_model`.
-        several = 3 if config.parallel.pp == 1 else 2
-        changed["parallel"]["recompute"] = recompute | {"num_layers": several if recompute["num_layers"] > 1 else 1}
     if on_cpu:
         changed["precision"] = {"dtype": "fp32", "fp8": None}
         megatron = config.parallel.megatron.model_dump(mode="json")

@@ -11,7 +11,6 @@ from typing import Any
 
 from pacs_megatron.config.layout import draws_of, ranks_to_start
 from pacs_megatron.config.reward_options import UNIT_REWARDS
-from pacs_megatron.config.rollout_options import MAX_SGLANG_STOPS, SglangRollout
 from pacs_megatron.config.schema import AdmissionOptions, RunConfig
 from pacs_megatron.contracts.options import Options
 from pacs_megatron.objectives.dapo import DapoOptions
@@ -62,6 +61,7 @@ def one_of(values: list[int]) -> str:
 
 
 # ------------------------------------------------------------------------------------- an option that needs another one
+_MAX_SGLANG_STOPS = 32
 _SAMPLED = ("embedded", "sglang")
 _USE_GROUPS = tuple(sorted(name for name, objective in REGISTRY.items() if objective.coupling == "group"))
 _FUSED = ("moe_permute_fusion", "use_precision_aware_optimizer", "gradient_accumulation_fusion", "tp_comm_overlap")
@@ -75,7 +75,6 @@ _REQUIREMENTS: tuple[tuple[str, str, int | tuple[str | int | None, ...]], ...] =
     ("precision.fp8", "resources.gpu", ("h100", "h200", "b200")),
     ("parallel.sequence_parallel", "parallel.tp", 1),
     ("parallel.vpp", "parallel.pp", 1),
-    ("parallel.recompute.num_layers", "parallel.recompute.granularity", ("full",)),
     ("parallel.recompute.modules", "parallel.recompute.granularity", ("selective",)),
     *((f"{_MEGATRON}.{name}", "resources.gpus_per_node", 0) for name in _FUSED),
     *((f"{_MEGATRON}.{name}", "precision.dtype", ("bf16",)) for name in _FUSED),
@@ -160,8 +159,14 @@ def _run(config: RunConfig) -> Iterator[str]:
 
 def _rollout_place(config: RunConfig) -> Iterator[str]:
     resources, rollout, servers = config.resources, config.rollout.sglang, config.rollout.managed_servers
-    if rollout is not None and rollout.sync.transport == "ipc":
-        yield from _ipc(config, rollout)
+    is_elsewhere = servers is not None and servers.device == "cuda" and not servers.colocated
+    are_several = servers is None and resources.nodes * resources.gpus_per_node > 1
+    is_ipc = rollout is not None and rollout.sync.transport == "ipc"
+    if is_ipc and (resources.rollout_nodes or is_elsewhere or are_several):
+        yield (
+            "rollout.sync.transport=ipc passes handles of one host's memory, which a server on another GPU or node cannot "
+            "open; set rollout.servers.colocated=true, or use broadcast or disk"
+        )
     if rollout is None or servers is None:
         return
     key, nodes = "resources.rollout_nodes", resources.rollout_nodes
@@ -186,17 +191,6 @@ def _rollout_place(config: RunConfig) -> Iterator[str]:
         yield (
             f"rollout.servers.count * tp = {servers.count} * {servers.tp} = {servers.count * servers.tp} GPUs, but {key} * "
             f"gpus_per_node = {nodes} * {resources.gpus_per_node} offers {offered}; use at most {offered // servers.tp} servers"
-        )
-
-
-def _ipc(config: RunConfig, rollout: SglangRollout) -> Iterator[str]:
-    """A handle of GPU memory can be opened on the same GPU only: each rank sends weights to the servers on its own."""
-    servers, resources = rollout.servers, config.resources
-    is_elsewhere = servers is not None and servers.device == "cuda" and not servers.colocated
-    if resources.rollout_nodes or is_elsewhere or (servers is None and resources.nodes * resources.gpus_per_node > 1):
-        yield (
-            "rollout.sync.transport=ipc passes handles of one host's memory, which a server on another GPU or node cannot "
-            "open; set rollout.servers.colocated=true, or use broadcast or disk"
         )
 
 
@@ -284,8 +278,12 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _evaluation(config: RunConfig) -> Iterator[str]:
+def _sampling(config: RunConfig) -> Iterator[str]:
     evaluation = config.evaluation
+    places = {"rollout.sampling": config.rollout.sampling, "evaluation.sampling": evaluation.sampling}
+    for place, sampling in places.items():
+        if config.rollout.sglang is not None and sampling is not None and len(sampling.stop) > _MAX_SGLANG_STOPS:
+            yield f"{place}.stop has {len(sampling.stop)} strings, but SGLang allows at most {_MAX_SGLANG_STOPS}; shorten it"
     if not evaluation.benchmarks:
         for name in changed(evaluation):
             yield f"`evaluation.{name}` is not used without evaluation.benchmarks; add a benchmark or remove the key"
@@ -306,13 +304,6 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
                 )
 
 
-def _stop_strings(config: RunConfig) -> Iterator[str]:
-    places = {"rollout.sampling": config.rollout.sampling, "evaluation.sampling": config.evaluation.sampling}
-    for place, sampling in places.items():
-        if config.rollout.sglang is not None and sampling is not None and len(sampling.stop) > MAX_SGLANG_STOPS:
-            yield f"{place}.stop has {len(sampling.stop)} strings, but SGLang allows at most {MAX_SGLANG_STOPS}; shorten it"
-
-
 def response_key(config: RunConfig) -> str:
     """Dotted key of the response limit."""
     return "rollout.sampling.max_response_tokens" if config.rollout.is_sampled else "rollout.max_response_tokens"
@@ -320,7 +311,7 @@ def response_key(config: RunConfig) -> str:
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(_run, _strategy, _requirements, _rollout_place, _no_effect),
-    *(_batch, _datasets, _optimizer, _evaluation, _stop_strings),
+    *(_batch, _datasets, _optimizer, _sampling),
 )
 
 

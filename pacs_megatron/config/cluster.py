@@ -94,12 +94,10 @@ class ClusterConfig(Options):
 
     def task_environment(self) -> dict[str, str]:
         """Environment variables of all tasks."""
-        found = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        if self.network_interface is not None:
-            found |= {"GLOO_SOCKET_IFNAME": self.network_interface, "NCCL_SOCKET_IFNAME": self.network_interface}
-        if self.scratch is not None:
-            found["TMPDIR"] = self.scratch
-        return found | self.env
+        interface, scratch = self.network_interface, self.scratch
+        wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "TMPDIR": scratch}
+        found = {name: value for name, value in wanted.items() if value is not None}
+        return {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"} | found | self.env
 
     def command_prefix(self) -> list[str]:
         """Words before each program: the container command of apptainer and enroot, else empty."""

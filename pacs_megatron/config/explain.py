@@ -10,29 +10,6 @@ from pacs_megatron.config.load import leaves, load_config
 from pacs_megatron.config.schema import RunConfig
 
 
-def derived_values(config: RunConfig, world_size: int) -> list[tuple[str, str, str]]:
-    """(name, value, formula) of batch sizes, totals and limits of a run on `world_size` ranks."""
-    batch, run = config.batch, config.run
-    layout = layout_of(config, world_size)
-    samples = batch.prompts_per_step * batch.samples_per_prompt
-    updates = run.steps * batch.num_updates
-    low, rest = divmod(batch.prompts_per_step, batch.updates_per_step)
-    shares = [low, low + 1] if rest else [low]
-    per_update = " or ".join(str(groups * batch.samples_per_prompt) for groups in shares)
-    longest = max_sequence_tokens(config)
-    num_longest = batch.tokens_per_microbatch // longest
-    return [
-        ("ranks", str(world_size), "run.nproc, or tp * pp * cp, or what torchrun / srun starts"),
-        ("data-parallel replicas", str(layout.dp), "ranks / (tp * pp * cp)"),
-        ("samples a step", f"{samples:,}", "batch.prompts_per_step * batch.samples_per_prompt"),
-        ("samples an update", per_update, "whole groups of a step, shared over batch.updates_per_step"),
-        ("updates in the run", f"{updates:,}", "run.steps * batch.updates_per_step * batch.epochs"),
-        ("samples in the run", f"{samples * run.steps:,}", "samples a step * run.steps"),
-        ("longest sample", f"{longest:,} tokens", "prompt limit + response limit"),
-        ("longest samples in a micro-batch", str(num_longest), "batch.tokens_per_microbatch / longest sample"),
-    ]
-
-
 def show(config_path: Path, overrides: Sequence[str] = ()) -> str:
     """The resolved configuration, one line `key = value  # origin` per value."""
     loaded = load_config(config_path, overrides)
@@ -49,7 +26,24 @@ def explain(config_path: Path, overrides: Sequence[str] = (), ranks: int | None 
     problems = layout_problems(loaded.config, world_size)
     if problems:
         raise loaded.fail(problems[0])
-    values = derived_values(loaded.config, world_size)
+    config, batch, run = loaded.config, loaded.config.batch, loaded.config.run
+    samples = batch.prompts_per_step * batch.samples_per_prompt
+    updates = run.steps * batch.num_updates
+    low, rest = divmod(batch.prompts_per_step, batch.updates_per_step)
+    shares = [low, low + 1] if rest else [low]
+    per_update = " or ".join(str(groups * batch.samples_per_prompt) for groups in shares)
+    longest = max_sequence_tokens(config)
+    num_longest = batch.tokens_per_microbatch // longest
+    values = [
+        ("ranks", str(world_size), "run.nproc, or tp * pp * cp, or what torchrun / srun starts"),
+        ("data-parallel replicas", str(layout_of(config, world_size).dp), "ranks / (tp * pp * cp)"),
+        ("samples a step", f"{samples:,}", "batch.prompts_per_step * batch.samples_per_prompt"),
+        ("samples an update", per_update, "whole groups of a step, shared over batch.updates_per_step"),
+        ("updates in the run", f"{updates:,}", "run.steps * batch.updates_per_step * batch.epochs"),
+        ("samples in the run", f"{samples * run.steps:,}", "samples a step * run.steps"),
+        ("longest sample", f"{longest:,} tokens", "prompt limit + response limit"),
+        ("longest samples in a micro-batch", str(num_longest), "batch.tokens_per_microbatch / longest sample"),
+    ]
     name_width, value_width = (max(len(row[column]) for row in values) for column in (0, 1))
     return "\n".join(f"{name:<{name_width}}  {value:>{value_width}}  = {formula}" for name, value, formula in values)
 

@@ -1,9 +1,8 @@
 """Loads YAML files and `key=value` overrides into a validated `RunConfig` that records the origin of each value.
 
-Precedence, lowest first: included files in their order (their own includes before them), the file itself, overrides.
-Mappings are merged key by key; lists and scalars are replaced. If a later layer selects another strategy (`objective`,
-`rollout`, `reward`), it replaces all options of that section. Paths in `include:` are relative to the including file,
-all other paths to the working directory.
+Precedence, lowest first: included files in their order, the file itself, overrides. Mappings are merged key by key; lists
+and scalars are replaced. If a later layer selects another strategy, it replaces all options of that section. Paths in
+`include:` are relative to the including file, all other paths to the working directory.
 """
 
 import os

@@ -13,8 +13,7 @@ from pacs_megatron.config.yaml_tree import Node
 from pacs_megatron.contracts.options import Options
 from pacs_megatron.errors import shown
 
-Detail = Mapping[str, Any]
-"""One entry of `pydantic.ValidationError.errors()`."""
+Detail = Mapping[str, Any]  # of `pydantic.ValidationError.errors()`
 
 TAGS: Mapping[str, str] = {"objective": "name", "rollout": "engine", "reward": "name"}
 """Section whose options belong to a strategy -> the key that selects the strategy."""
@@ -88,7 +87,9 @@ def _explain(detail: Detail, root: Node, schema: type[Options]) -> str:
     if kind == "extra_forbidden":
         return f"unknown key `{key}`; {_unknown_key_advice(path, root, schema)} ({where(path, root)})"
     if kind == "missing":
-        return f"`{key}` is missing; {_missing_advice(path, root, schema)} ({where(path, root)})"
+        field = fields_at(path[:-1], root, schema).get(section)
+        meaning = "" if field is None or not field.description else ": " + field.description.strip().split("\n")[0]
+        return f"`{key}` is missing; add it{meaning} ({where(path, root)})"
     if kind == "union_tag_not_found":
         return f"`{key}.{TAGS[section]}` is missing; set it to one of {', '.join(tags)} ({where(path, root)})"
     if kind == "union_tag_invalid":
@@ -141,12 +142,6 @@ def _unknown_key_advice(path: Sequence[str | int], root: Node, schema: type[Opti
     if elsewhere:
         return f"did you mean `{'` or `'.join(elsewhere[:3])}`?"
     return f"known here: {', '.join(known)}"
-
-
-def _missing_advice(path: Sequence[str | int], root: Node, schema: type[Options]) -> str:
-    field = fields_at(path[:-1], root, schema).get(str(path[-1]))
-    meaning = (field.description or "").strip().split("\n")[0] if field is not None else ""
-    return f"add it: {meaning}" if meaning else "add it"
 
 
 def _choice_line(path: Sequence[str | int], got: object, choices: Sequence[str], root: Node) -> str:

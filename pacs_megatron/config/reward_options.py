@@ -27,25 +27,22 @@ class RewardWorkerOptions(Options):
     @property
     def num_per_call(self) -> int:
         """Maximum number of samples that a worker judges with one call."""
-        return 1
+        return self.batch_size if isinstance(self, HttpReward) else 1
+
+    @property
+    def ends_itself(self) -> bool:
+        """Whether the reward ends at `timeout_s` by itself."""
+        return isinstance(self, CodeReward | HttpReward)
 
     @property
     def call_limit_s(self) -> float:
         """Seconds of one call after which the worker is killed."""
-        return self.timeout_s
+        return self.timeout_s + 10.0 * self.ends_itself
 
     @property
     def waits_for(self) -> str:
         """A progress message of a long judgement; empty for verifiers on this host."""
-        return ""
-
-
-class _OwnLimit(RewardWorkerOptions):
-    """A reward that ends at `timeout_s` by itself; the worker is killed if it does not."""
-
-    @property
-    def call_limit_s(self) -> float:
-        return self.timeout_s + 10.0
+        return f"for the reward server {self.url}" if isinstance(self, HttpReward) else ""
 
 
 class MathReward(RewardWorkerOptions):
@@ -74,7 +71,7 @@ class FormatReward(RewardWorkerOptions):
     """Regular expression that must match the whole response (re.DOTALL)."""
 
 
-class CodeReward(_OwnLimit):
+class CodeReward(RewardWorkerOptions):
     """Runs the program of a response on the tests of the data set's answer (schema of APPS or LiveCodeBench)."""
 
     name: Literal["code"]
@@ -98,7 +95,7 @@ class CodeReward(_OwnLimit):
         return self
 
 
-class HttpReward(_OwnLimit):
+class HttpReward(RewardWorkerOptions):
     """Sends responses to a server of your own and takes its rewards (docs/rewards.md#http)."""
 
     name: Literal["http"]
@@ -114,14 +111,6 @@ class HttpReward(_OwnLimit):
     api_key_env: EnvironmentName | None = None
     """Environment variable with the key for `Authorization: Bearer`; null sends none."""
 
-    @property
-    def num_per_call(self) -> int:
-        return self.batch_size
-
-    @property
-    def waits_for(self) -> str:
-        return f"for the reward server {self.url}"
-
 
 class CustomReward(RewardWorkerOptions):
     """Calls a Python function."""
@@ -134,7 +123,7 @@ class CustomReward(RewardWorkerOptions):
 
 SingleReward = MathReward | ArithmeticReward | FormatReward | CodeReward | HttpReward | CustomReward
 UNIT_REWARDS = ("math", "arithmetic", "format", "code")
-"""Rewards of 0 or 1"""
+"""Rewards of 0 or 1."""
 
 
 class RewardComponent(Options):
@@ -160,7 +149,7 @@ class WeightedReward(RewardWorkerOptions):
 
     @property
     def call_limit_s(self) -> float:
-        own = [part.reward for part in self.components if isinstance(part.reward, _OwnLimit)]
+        own = [part.reward for part in self.components if part.reward.ends_itself]
         calls = {"code": self.num_per_call}  # only `http` judges the samples of a call together
         return self.timeout_s + sum(reward.call_limit_s * calls.get(reward.name, 1) for reward in own)
 
@@ -175,7 +164,7 @@ class WeightedReward(RewardWorkerOptions):
             if part.weight == 0:
                 raise ValueError(f"{where}.weight=0 has no effect; remove the component")
             for name in sorted(RewardWorkerOptions.model_fields):
-                is_own = name == "timeout_s" and isinstance(part.reward, _OwnLimit)
+                is_own = name == "timeout_s" and part.reward.ends_itself
                 if not is_own and getattr(part.reward, name) != type(part.reward).model_fields[name].default:
                     raise ValueError(f"{where}.reward.{name} is not used by a component; set reward.{name}")
         if self.label_threshold is None:

@@ -75,12 +75,8 @@ class DemonstrationRollout(RolloutEngineOptions):
 
     @property
     def sampling(self) -> SamplingOptions:
-        """Only the response limit and the temperature at which log-probs are computed."""
+        """The response limit, and the temperature at which log-probs are computed."""
         return SamplingOptions(max_response_tokens=self.max_response_tokens)
-
-
-MAX_SGLANG_STOPS = 32
-"""Maximum number of stop strings in a request to SGLang."""
 
 
 SET_ELSEWHERE = {
@@ -113,8 +109,7 @@ class SglangServers(Options):
     tp: PositiveInt = 1
     """Tensor-parallel size of a server: its number of GPUs."""
     mem_fraction: float | None = Field(default=None, gt=0, lt=1)
-    """Fraction of the GPU's total memory for weights and KV cache, independent of other use; a server's start waits until
-    it is free. null uses SGLang's default, a share of what is free."""
+    """Fraction of the GPU's total memory for weights and KV cache; null uses SGLang's default, a share of what is free."""
     max_total_tokens: PositiveInt | None = None
     """Size of the KV cache, in tokens; null uses the available memory. Set it on CPU."""
     context_length: PositiveInt | None = None
@@ -156,9 +151,8 @@ class SglangSync(Options):
     folder: PathText | None = None
     """Folder for `transport: disk`, on a file system that the servers can read; null uses the run folder."""
     pause: Literal["abort", "retract", "in_place"] = "abort"
-    """Handling of requests in flight during a weight update. `abort` restarts them; `retract` keeps their tokens and
-    recomputes their KV cache; `in_place` keeps both, so cached prompts stay from the old weights. The last two produce
-    samples with several weight versions."""
+    """Requests in flight during a weight update. `abort` restarts them, `retract` keeps their tokens, `in_place` their KV
+    cache too, of the old weights. The last two produce samples with several weight versions."""
     bucket_mib: PositiveInt = 512
     """Size of one transfer, in MiB. A larger tensor is sent whole."""
     timeout_s: float = Field(default=600.0, gt=0)

@@ -1,7 +1,6 @@
 """Every option of a run: name, type, default and description. A default is written here and nowhere else.
 
-Unknown keys are rejected. Each strategy is a class of its own (a tagged union on `name` or `engine`), so an option that
-the chosen strategy does not use is rejected too.
+Unknown keys are rejected, and so are options that the chosen strategy, a class of a tagged union, does not use.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ from pacs_megatron.contracts import SamplingOptions
 from pacs_megatron.contracts.options import Options
 from pacs_megatron.objectives.registry import ObjectiveOptions
 
-_MAX_SAMPLES = 2**14
-"""Per prompt."""
+_MAX_SAMPLES = 2**14  # per prompt
 
 
-# -------------------------------------------------------------------------------------------------------------- model
 class ModelOptions(Options):
     path: PathText
     """Hugging Face folder or hub id, or a converted Megatron checkpoint."""
@@ -50,9 +47,7 @@ class PrecisionOptions(Options):
 
 class RecomputeOptions(Options):
     granularity: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation: `selective` recomputes `modules`, `full` whole layers."""
-    num_layers: PositiveInt = 1
-    """Layers recomputed together with `granularity: full` (Megatron's `uniform` method)."""
+    """Activation recomputation: `selective` recomputes `modules`, `full` each layer."""
     modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe_act", "moe"], ...] = Field(
         default=("core_attn",), strict=False, min_length=1
     )
@@ -163,7 +158,6 @@ class AdmissionOptions(Options):
     `oversample` times their number of new prompts (DAPO's dynamic sampling)."""
 
 
-# ----------------------------------------------------------------------------------------------------------------- data
 class ColumnOptions(Options):
     """Column names of a data set."""
 
@@ -243,9 +237,8 @@ class BatchOptions(Options):
     tokens_per_microbatch: PositiveInt
     """Token budget of a micro-batch on one data-parallel rank. It must fit the longest sample."""
     groups: Literal["together", "apart", "auto"] = "auto"
-    """PACS and REAL need the scores of a whole group before the backward pass. `together`: every group is in one micro-batch, so
-    the update's own forward computes them; a group over the token budget is an error. `apart`: a score pass before the
-    update. `auto`: together where the budget and the balance of the data-parallel ranks allow, else apart."""
+    """PACS and REAL need the scores of a whole group before the backward pass. `together`: each group is in one micro-batch,
+    whose forward computes them. `apart`: a score pass before the update. `auto`: together where budget and balance allow."""
 
     @property
     def num_updates(self) -> int:
@@ -257,7 +250,6 @@ class BatchOptions(Options):
         return range(minibatch, self.num_updates, self.updates_per_step)
 
 
-# ---------------------------------------------------------------------------------------------- optimizer, loop, output
 class OptimizerOptions(Options):
     lr: float = Field(gt=0)
     """Peak learning rate of Adam."""
@@ -328,19 +320,17 @@ class MismatchOptions(Options):
 
 
 class WandbOptions(Options):
-    """Weights & Biases."""
+    """Weights & Biases; the environment has the key and the team (WANDB_API_KEY, WANDB_ENTITY)."""
 
     project: Line
     """Project name."""
-    entity: Line | None = None
-    """User or team; null uses the account's default."""
 
 
 class LoggingOptions(Options):
     tensorboard: bool = True
     """Write TensorBoard event files."""
     wandb: WandbOptions | None = None
-    """Log to Weights & Biases. Requires the `wandb` package; the key comes from WANDB_API_KEY."""
+    """Log to Weights & Biases. Requires the `wandb` package, and WANDB_API_KEY."""
     save_tokens: bool = False
     """Write token ids, log-probs and weight versions as arrays, to repeat a step exactly: eight bytes per token."""
 

@@ -62,20 +62,19 @@ class Node:
 
 
 def parse_yaml(text: str, source: str, *, fixed_origin: str | None = None) -> Node:
-    """Parses `text`. Messages and origins are `source:line`, or `fixed_origin` if it is given.
-
-    Raises ConfigError for malformed YAML, a duplicate key, a tag, an anchor, or a key that is not a string.
-    """
+    """Parses `text`. Messages and origins are `source:line`, or `fixed_origin` if it is given. Raises ConfigError."""
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{source}: {len(text)} characters of YAML, but at most {MAX_BYTES} are read; shorten it")
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(_syntax_message(error, source)) from None
     except RecursionError:
         raise _too_deep(fixed_origin or source) from None
-    except (ValueError, OverflowError) as error:  # an escape of a character that does not exist
-        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}; fix it ({source})") from None
+    except (
+        yaml.YAMLError,
+        ValueError,
+        OverflowError,
+    ) as error:  # ValueError: an escape of a character that does not exist
+        raise _syntax_error(error, source) from None
     if root is None:
         return Node(None, fixed_origin or f"{source}:1")
     return _Converter(source, fixed_origin).convert(root, 0)
@@ -183,8 +182,9 @@ def _refuse_tag(node: yaml.Node, plain_tag: str, origin: str) -> None:
         raise ConfigError(f"YAML tag {node.tag!r} is not supported; write a plain value ({origin})")
 
 
-def _syntax_message(error: yaml.YAMLError, source: str) -> str:
+def _syntax_error(error: Exception, source: str) -> ConfigError:
+    problem, place = " ".join(str(error).split()), source
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         problem = " ".join(filter(None, (error.context, error.problem)))
-        return f"not valid YAML: {problem}; fix the line ({source}:{error.problem_mark.line + 1})"
-    return f"not valid YAML: {' '.join(str(error).split())} ({source})"
+        place = f"{source}:{error.problem_mark.line + 1}"
+    return ConfigError(f"not valid YAML: {problem}; fix the line ({place})")

@@ -12,9 +12,8 @@ from pacs_megatron.errors import CheckpointError, ConfigError, shown
 class PromptOrder:
     """An endless order over prompts 0 .. num_prompts - 1: each epoch contains every prompt once.
 
-    The permutation of an epoch is a function of (seed, epoch) alone. One `take` never returns a prompt twice, because a
-    step identifies its samples by prompt: a take that crosses into the next epoch skips the prompts that it already
-    has. Skipped prompts come first in the next take, and so do prompts that were put back.
+    The permutation of an epoch is a function of (seed, epoch) alone. One `take` never returns a prompt twice: one that
+    crosses into the next epoch skips those that it has. Skipped prompts, and those put back, come first in the next take.
     """
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool, digest: str = "") -> None:

@@ -37,10 +37,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Names of each column, in order of preference, and functions that read answer and solution from their text.
-
-    `extract` and `demonstrate` return None if the text contains none.
-    """
+    """Names of each column, in order of preference; functions that read answer and solution from their text, or None."""
 
     problem: tuple[str, ...]
     answer: tuple[str, ...]

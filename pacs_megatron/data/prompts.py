@@ -1,7 +1,6 @@
 """Turns rows into prompts: chat template, tokens, length limit.
 
-The template's control tokens are tokens; the text of a problem is always text. A special token that is spelled out in a
-problem (`<|im_end|>`) is encoded letter by letter, so data cannot close the user's turn or open another one.
+A special token that is spelled out in a problem (`<|im_end|>`) is encoded letter by letter: data cannot close a turn.
 """
 
 import hashlib
@@ -42,15 +41,10 @@ class PromptSet:
     num_rows: int
     num_too_long: int
     """dropped: more than data.max_prompt_tokens"""
-    num_duplicates: int
-    """rows whose problem text occurs in an earlier row; they are kept"""
 
 
 def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> PromptSet:
-    """Reads, renders and tokenizes a data set. A prompt's id is `<name>/<row>` for any length limit.
-
-    Raises DataError for malformed rows, a missing or failing chat template, and if no prompt is short enough.
-    """
+    """Reads, renders and tokenizes a data set. Raises DataError for bad rows or templates, and if no prompt is short enough."""
     if tokenizer.chat_template is None:
         raise DataError(
             f"tokenizer {tokenizer.name_or_path}: has no chat template; add chat_template.jinja to the model folder (an "
@@ -73,10 +67,8 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
                     ids = np.array(found, dtype=np.int32)
                     prompts.append(Prompt(id=f"{name}/{index}", token_ids=ids, **texts_of))
     if not prompts:
-        raise DataError(
-            f"{dataset.path}: all {len(rows)} prompts have more than data.max_prompt_tokens={data.max_prompt_tokens} "
-            "tokens; raise the limit"
-        )
+        limit = f"data.max_prompt_tokens={data.max_prompt_tokens}"
+        raise DataError(f"{dataset.path}: all {len(rows)} prompts have more than {limit} tokens; raise the limit")
     distinct = {prompt.token_ids.tobytes() for prompt in prompts}
     if b"" in distinct or len(distinct) == 1 < len({prompt.problem for prompt in prompts}):
         raise DataError(
@@ -88,7 +80,6 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
         prompts=tuple(prompts),
         num_rows=len(rows),
         num_too_long=len(rows) - len(prompts),
-        num_duplicates=len(rows) - len({problem.problem.strip() for _, problem in rows}),
     )
 
 
@@ -109,10 +100,7 @@ def dataset_name(dataset: DatasetOptions) -> str:
 
 
 def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[str]:
-    """The text of each prompt, up to the start of the response, for `tokenize`.
-
-    Raises DataError if the template fails, uses more than 5 s of CPU time or writes far more text than it is given.
-    """
+    """The text of each prompt, up to the start of the response, for `tokenize`. Raises DataError if the template fails."""
     system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     suffix = f" {data.prompt_suffix}" if data.prompt_suffix else ""
     where = f"chat template of {tokenizer.name_or_path}"
@@ -120,12 +108,9 @@ def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[s
     contents = [as_plain_text(problem.problem, controls) + suffix for problem in problems]
 
     def apply(content: str) -> str:
-        text: str = tokenizer.apply_chat_template(
-            [*system, {"role": "user", "content": content}],
-            tokenize=False,
-            add_generation_prompt=True,
-            **data.chat_template_args,
-        )
+        messages = [*system, {"role": "user", "content": content}]
+        options = {"tokenize": False, "add_generation_prompt": True, **data.chat_template_args}
+        text: str = tokenizer.apply_chat_template(messages, **options)
         text.encode()  # raises for a lone surrogate
         if len(text) > len(content) + _MAX_TEMPLATE_CHARS:
             raise ValueError(f"{len(text)} characters for a problem of {len(content)}")

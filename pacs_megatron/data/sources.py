@@ -1,7 +1,7 @@
-"""Reads the rows of a data set. Each row keeps its file and line for error messages.
+"""Reads the rows of a data set, each with its place for error messages.
 
-Local files are parsed here, not by `datasets`: that library copies them into the user's cache, forces one type on a
-column of mixed answers, and does not name the line of a malformed row.
+Local files are parsed here: `datasets` copies them into the user's cache, forces one type on a column of mixed answers,
+and does not name the line of a malformed row.
 """
 
 import tempfile
@@ -38,11 +38,8 @@ class Row:
 
 
 def read_rows(options: DatasetOptions) -> list[Row]:
-    """All rows of the data set, or the first `options.limit` of them; at least one.
-
-    Raises DataError if the data set is missing, empty, malformed (with its line) or in another format. Raises ConfigError
-    for an option that this kind of source does not use.
-    """
+    """All rows of the data set, or the first `options.limit` of them; at least one. Raises DataError, and ConfigError for an
+    option that this kind of source does not use."""
     path = find_source(options)
     kind = "a hub id" if path is None else "a folder" if path.is_dir() else "a file"
     for name in {"a folder": ("revision",), "a file": ("split", "subset", "revision")}.get(kind, ()):
@@ -63,10 +60,10 @@ def read_rows(options: DatasetOptions) -> list[Row]:
 def find_source(options: DatasetOptions) -> Path | None:
     """The local file or folder of a data set; None for a hub id. Raises DataError for anything else."""
     path = local_path(options.path)
-    if not (path.suffix in _READERS or path.exists()):
-        if not HUB_ID.fullmatch(options.path):
-            raise DataError(f"{options.path}: no such file or folder, and not a hub id; expected {_FORMATS}")
-        return None
+    if path.suffix not in _READERS and not path.exists():
+        if HUB_ID.fullmatch(options.path):
+            return None
+        raise DataError(f"{options.path}: no such file or folder, and not a hub id; expected {_FORMATS}")
     if not path.exists():
         raise DataError(f"{path}: no such data file; correct the path (relative to {Path.cwd()})")
     if not path.is_dir() and path.suffix not in _READERS:
@@ -74,7 +71,6 @@ def find_source(options: DatasetOptions) -> Path | None:
     return path
 
 
-# ------------------------------------------------------------------------------------------------------------ local files
 def _read_jsonl(path: Path) -> Iterator[Row]:
     lines = ((number, line) for number, line in enumerate(read_lines(path), start=1) if line.strip())
     for index, (number, line) in enumerate(lines):
@@ -112,7 +108,6 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 _READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
-# ----------------------------------------------------------------------------------------------------------- the library
 def _read_with_datasets(options: DatasetOptions, path: str, cache: str | None) -> list[Row]:
     import datasets
 

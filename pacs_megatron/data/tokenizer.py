@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pacs_megatron.config.text import HUB_ID, local_path
-from pacs_megatron.errors import DataError
+from pacs_megatron.errors import DataError, shown
 from pacs_megatron.runtime.files import is_file
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.processes import run_limited
@@ -16,10 +16,7 @@ _LOAD_LIMIT_S, _LOAD_MEMORY_BYTES = 120.0, 4 * 2**30
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """The fast tokenizer of a local folder (without network access) or of a hub id.
-
-    Raises DataError if the folder is missing or transformers cannot load a tokenizer from it.
-    """
+    """The fast tokenizer of a local folder (without network access) or of a hub id. Raises DataError."""
     folder = local_path(path)
     if not folder.is_dir() and (folder.exists() or not HUB_ID.fullmatch(path)):
         raise DataError(f"tokenizer {path}: no such folder, and not a hub id; correct model.path")
@@ -36,9 +33,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
                 run_limited(lambda: load() is None, seconds=_LOAD_LIMIT_S, memory_bytes=_LOAD_MEMORY_BYTES)
             tokenizer = load()
     except Exception as error:  # the library raises bare Exception for a malformed tokenizer.json
-        fix = "the folder needs tokenizer.json and tokenizer_config.json as save_pretrained writes them"
-        if not is_local:
-            fix = "run `pacs-megatron fetch` where the hub can be reached, or give the path of a folder"
+        fix = "run `pacs-megatron fetch` where the hub can be reached, or give the path of a folder"
+        if is_local:
+            fix = "the folder needs tokenizer.json and tokenizer_config.json as save_pretrained writes them"
         if "trust_remote_code" in str(error):
             fix = "it contains code of its own: set model.trust_remote_code=true only if you trust its author"
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -47,11 +44,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def stop_token_ids(tokenizer: Any, path: str) -> tuple[int, ...]:
-    """Ids that end a response, ascending: the tokenizer's end of sequence and those of generation_config.json.
-
-    Chat models end a turn with another token than their base model; generation_config.json lists both. Raises DataError
-    if there is none, or if generation_config.json is malformed.
-    """
+    """Ids that end a response, ascending: the tokenizer's end of sequence and those of generation_config.json, since chat
+    models end a turn with another token than their base model. Raises DataError if there is none."""
     found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     file = _generation_config(path)
     if file is not None:
@@ -71,12 +65,8 @@ def _generation_config(path: str) -> Path | None:
         return file if is_file(file) else None
     from transformers.utils import cached_file
 
-    cached = cached_file(
-        path,
-        GENERATION_CONFIG,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    never_raise = ("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors")
+    cached = cached_file(path, GENERATION_CONFIG, **dict.fromkeys(never_raise, False))
     return None if cached is None else Path(cached)
 
 
@@ -85,7 +75,5 @@ def read_eos_ids(file: Path) -> set[int]:
     value = read_object(file).get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**31 for number in ids):
-        raise DataError(
-            f"{file}: eos_token_id is {ascii(value)[:60]}, expected a token id or a list of them; correct it"
-        )
+        raise DataError(f"{file}: eos_token_id is {shown(value)}, expected a token id or a list of them; correct it")
     return set(ids)

@@ -62,8 +62,7 @@ def render(found: PromptSet, path: str, unverified: Sequence[Unverified] | None,
     lens = np.array([len(prompt.token_ids) for prompt in found.prompts])
     median, most = (int(np.percentile(lens, share)) for share in (50, 95))
     lines = [
-        f"{found.name} ({path}): {found.num_rows} rows, {len(lens)} kept, {found.num_too_long} too long, "
-        f"{found.num_duplicates} duplicates",
+        f"{found.name} ({path}): {found.num_rows} rows, {len(lens)} kept, {found.num_too_long} too long",
         f"  prompt tokens: min {lens.min()}, mean {lens.mean():.1f}, median {median}, 95 % {most}, max {lens.max()}",
     ]
     if unverified is not None:

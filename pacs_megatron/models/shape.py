@@ -38,11 +38,6 @@ def _layout(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[st
             f"parallel.{label}={stages} does not divide num_hidden_layers={shape.num_layers} of {model_name}; make it "
             f"{one_of(divisors(shape.num_layers)).removeprefix('use ')}"
         )
-    elif parallel.recompute.granularity == "full" and shape.num_layers // stages % parallel.recompute.num_layers:
-        yield (
-            f"parallel.recompute.num_layers={parallel.recompute.num_layers} does not divide the {shape.num_layers // stages} "
-            f"layers of a pipeline stage of {model_name}; {one_of(divisors(shape.num_layers // stages))}"
-        )
     wrong = {"mlp"} if moe is not None else {"moe", "moe_act"}
     for module in wrong & set(parallel.recompute.modules):
         yield f"parallel.recompute.modules has {module}, which {model_name} does not contain; remove it"

@@ -81,7 +81,6 @@ class WandbWriter(Closing):
             write_atomically(id_file, [secrets.token_hex(8).encode()])
         self._run = wandb.init(
             project=options.project,
-            entity=options.entity,
             name=name,
             id=id_file.read_text(encoding="utf-8").strip(),
             resume="allow",

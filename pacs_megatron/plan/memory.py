@@ -262,11 +262,10 @@ def activation_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: 
     full = layer_activation_bytes(config, spec) * tokens
     recompute = config.parallel.recompute
     if recompute.granularity == "full":
-        group = min(recompute.num_layers, num_layers)
-        kept = width * spec.hidden_size / sequence * tokens * math.ceil(num_layers / group)
+        kept = width * spec.hidden_size / sequence * tokens * num_layers
         items = [
             Item("layer inputs kept (full recompute)", kept * in_flight, "computed"),
-            Item("layers being recomputed", full * group, "computed"),
+            Item("layers being recomputed", full, "computed"),
         ]
     else:
         modules = recompute.modules if recompute.granularity == "selective" else ()

@@ -212,7 +212,7 @@ def _changed(config: RunConfig, section: str, **changes: object) -> RunConfig:
 
 
 def _recompute(config: RunConfig, granularity: str) -> object:
-    return config.parallel.recompute.model_copy(update={"granularity": granularity, "num_layers": 1})
+    return config.parallel.recompute.model_copy(update={"granularity": granularity})
 
 
 # --------------------------------------------------------------------------------------------------------------- compare

@@ -278,7 +278,7 @@ def transformer_config(
     if recompute.granularity != "none":
         arguments["recompute_granularity"] = recompute.granularity
     if recompute.granularity == "full":
-        arguments |= {"recompute_method": "uniform", "recompute_num_layers": recompute.num_layers}
+        arguments |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute.granularity == "selective":
         arguments["recompute_modules"] = list(recompute.modules)
         without_te = set(recompute.modules) & RECOMPUTED_WITH_TRANSFORMER_ENGINE

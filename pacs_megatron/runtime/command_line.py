@@ -52,14 +52,11 @@ def path_from(text: str) -> Path:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raises ConfigError for NUL and bytes that are not UTF-8, which no path or value may contain, and for a process
-    without standard output, working directory or assertions."""
+    """Raises ConfigError for NUL and bytes that are not UTF-8, and without standard output, working directory or assertions."""
     if sys.stdout is None:
         raise ConfigError("standard output is closed; redirect it to a file or to /dev/null")
     if sys.flags.optimize:
-        raise ConfigError(
-            "PYTHONOPTIMIZE and -O remove checks of Megatron-Core and docstrings that transformers reads; unset"
-        )
+        raise ConfigError("PYTHONOPTIMIZE and -O remove checks of Megatron-Core and docstrings of transformers; unset")
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -70,11 +67,8 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Runs `command` and returns its exit code. Every error becomes one line on stderr and a non-zero code.
-
-    `command` must import torch itself: OpenMP reads its variables when torch loads.
-    """
-    # Idle OpenMP threads spin by default and then keep the others of a busy host from running (docs/measurements/laptop.md).
+    """Runs `command`, which imports torch itself, and returns its exit code. Every error becomes one line on stderr."""
+    # Idle OpenMP threads spin by default, which slows a busy host (docs/measurements/laptop.md); torch reads this as it loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # a file that is opened next would receive output
         os.set_inheritable(descriptor, True)  # so have the processes that this one starts

@@ -115,8 +115,7 @@ def sync_path(path: Path) -> None:
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """One JSON object and a newline; equal records give equal bytes. A lone surrogate becomes its JSON escape. NaN and Inf
-    raise ValueError."""
+    """One JSON object and a newline. A lone surrogate becomes its JSON escape. NaN and Inf raise ValueError."""
     text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace") + b"\n"
 

@@ -1,8 +1,7 @@
 """The one entry point for JSON that this program did not just write itself.
 
-Every fault ends in one line of the caller's error class: a missing or special file, too many bytes, text that is not
-UTF-8, malformed JSON, text after the value, a repeated key, deep nesting, huge numbers, NaN and infinities, and strings
-that no file name or UTF-8 file can contain (NUL, lone surrogates).
+Every fault ends in one line of the caller's error class: special files, size, encoding, malformed JSON, text after the
+value, repeated keys, depth, huge numbers, NaN, and strings that no file name can contain (NUL, lone surrogates).
 """
 
 import json
@@ -17,14 +16,12 @@ from typing import Any, BinaryIO
 from pacs_megatron.errors import DataError, PacsError, shown
 
 MAX_BYTES = 256 * 2**20
-"""Default limit of a file."""
 MAX_DEPTH = 64
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels; write it flatter"
 MAX_DIGITS = 300
 """Of one number; an integer below the limit always fits into a float."""
 
 _SPACE = " \t\r\n"
-"""JSON's white space."""
 
 
 class _RefusedError(ValueError):
@@ -45,12 +42,9 @@ def parse_json(
     error: type[PacsError] = DataError,
     any_text: bool = False,
 ) -> Any:
-    """The one JSON value of `text`, at most white space around it.
+    """The one JSON value of `text`, which comes from `where`, and there from `line` on.
 
-    Args:
-        where: file or header that `text` comes from; every error message starts with it.
-        line: number of the first line of `text` within the file, for JSON lines.
-        any_text: strings may contain NUL and lone surrogates, as the responses of a model do.
+    With `any_text`, strings may contain NUL and lone surrogates, as the responses of a model do.
     """
     if isinstance(text, bytes):
         text = _decode(text, where if line is None else f"{where}:{line}", error)
@@ -80,7 +74,7 @@ def as_object(value: Any, where: str, *, error: type[PacsError] = DataError) -> 
 
 
 def read_text(path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES) -> str:
-    """A text file, without a byte order mark. Raises `error`; a pipe or device is rejected before it is opened."""
+    """A text file, without a byte order mark. Raises `error`."""
     return _decode(read_bytes(path, error=error, max_bytes=max_bytes), str(path), error)
 
 

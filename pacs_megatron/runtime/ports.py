@@ -11,11 +11,8 @@ _ATTEMPTS = 64
 
 
 def free_port(host: str, wanted: int = 0) -> int:
-    """`wanted`, or another port where it has a listener; the port has none at the moment.
-
-    The other port is below those that the kernel gives to outgoing connections: a server may need a minute until it binds,
-    and on a busy host one of them would take the port in this time.
-    """
+    """`wanted`, or another port where it has a listener: one below those that the kernel gives to outgoing connections,
+    which could take it before a slow server binds it."""
     try:
         below = range(_LOWEST, int(_KERNEL_RANGE.read_text().split()[0]))
     except (OSError, ValueError, IndexError):

@@ -18,10 +18,7 @@ JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL, parent_pid: int | None = None) -> None:
-    """Linux: the kernel sends `number` to this process when its parent ends.
-
-    `parent_pid`: exits with code 1 if the parent ended before this call.
-    """
+    """Linux: the kernel sends `number` to this process when its parent ends; exits if `parent_pid` has ended before."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
@@ -36,11 +33,8 @@ def ignore_job_signals() -> None:
 
 
 def run_limited(work: Callable[[], Any], *, seconds: float, memory_bytes: int) -> Any:
-    """`work()`, a JSON value, computed in a fork of this process, which the kernel ends after `seconds` of CPU time.
-
-    A timer in this process could not interrupt a C function, such as a power of two integers. Raises TimeoutError, and
-    RuntimeError with type and message of an exception in `work`.
-    """
+    """`work()`, a JSON value, computed in a fork of this process, which the kernel ends after `seconds` of CPU time. Raises
+    TimeoutError, and RuntimeError with type and message of an exception in `work`."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

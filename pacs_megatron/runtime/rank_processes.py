@@ -16,10 +16,7 @@ _POLL_S = 1.0
 
 
 class Processes:
-    """Processes that run `action`, each with a log in `work`; with `world`, as ranks of a world of that size.
-
-    A file is their rendezvous, so no port is opened. With `spawn`, `action` must be a picklable function.
-    """
+    """Processes that run `action`, each with a log in `work`; with `world`, as ranks that meet by a file, not a port."""
 
     def __init__(
         self,
@@ -70,19 +67,15 @@ def _child(rank: int, work: Path, name: str, action: Callable[[], None], world: 
         os.dup2(log, stream)
     try:
         if world:
-            _join(rank, world, work / f"{name}.rendezvous", limit_s)
+            import torch
+            import torch.distributed as dist
+
+            os.environ.update(RankPlace(rank, world, rank, world, "127.0.0.1", 1).variables())  # the port is not used
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            backend, meet = "nccl" if torch.cuda.is_available() else "gloo", (work / f"{name}.rendezvous").absolute()
+            limit = timedelta(seconds=limit_s)
+            dist.init_process_group(backend, init_method=f"file://{meet}", rank=rank, world_size=world, timeout=limit)
         action()
     except BaseException as error:
         (work / f"{name} {rank}.error").write_text(f"{name}, rank {rank}: {type(error).__name__}: {error}")
         raise
-
-
-def _join(rank: int, world: int, rendezvous: Path, limit_s: float) -> None:
-    import torch
-    import torch.distributed as dist
-
-    os.environ.update(RankPlace(rank, world, rank, world, "127.0.0.1", 1).variables())  # the port is not used
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend, place = "nccl" if torch.cuda.is_available() else "gloo", f"file://{rendezvous.absolute()}"
-    limit = timedelta(seconds=limit_s)
-    dist.init_process_group(backend, init_method=place, rank=rank, world_size=world, timeout=limit)

@@ -70,8 +70,7 @@ def check_run_folder(run_dir: Path) -> None:
 def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
     """Keys whose values differ from the last attempt's in this folder; empty where there was none.
 
-    Raises ConfigError as `check_run_folder`, and when the folder belongs to a run with another data set, model, objective
-    or seed.
+    Raises ConfigError as `check_run_folder`, and when one of FIXED_KEYS differs.
     """
     check_run_folder(run_dir)
     target = run_dir / CONFIG_FILE

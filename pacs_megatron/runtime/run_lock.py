@@ -59,10 +59,7 @@ class Lease:
 
 
 class RunLock(Closing):
-    """Holds the lock of `run_dir` from construction until `close`; creates the folder.
-
-    Raises FolderInUseError when another process holds it. The lock of a dead process is taken over, with a log line.
-    """
+    """Holds the lock of `run_dir`, which it creates, until `close`; takes a dead process's over. Raises FolderInUseError."""
 
     def __init__(self, run_dir: Path, command: str) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -187,15 +184,8 @@ def _read(path: Path) -> Lease | None:
 
 
 def _own_lease(command: str) -> Lease:
-    return Lease(
-        command=command,
-        host=socket.gethostname(),
-        namespace=_namespace(),
-        pid=os.getpid(),
-        started=str(start_ticks(os.getpid()) or ""),
-        since=time.strftime("%Y-%m-%d %H:%M:%S"),
-        token=uuid.uuid4().hex,
-    )
+    started, since = str(start_ticks(os.getpid()) or ""), time.strftime("%Y-%m-%d %H:%M:%S")
+    return Lease(command, socket.gethostname(), _namespace(), os.getpid(), started, since, token=uuid.uuid4().hex)
 
 
 def _is_alive(path: Path, lease: Lease) -> bool:

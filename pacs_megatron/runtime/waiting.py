@@ -44,10 +44,8 @@ def quiet(name: str, level: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def report_wait(reason: str | Callable[[], str]) -> Iterator[None]:
-    """Logs `reason` after NOTICE_S in the block, then as `next_notice_s`; nothing while it is empty.
-
-    The innermost block of a thread reports, except where that is one of many short waits.
-    """
+    """Logs `reason`, if not empty, after NOTICE_S in the block, then as `next_notice_s`: the innermost block of a thread does,
+    except where that is one of many short waits."""
     start, done = time.monotonic(), threading.Event()
     stack: list[tuple[object, float]] = _open.__dict__.setdefault("stack", [])
     stack.append((done, start))

@@ -19,7 +19,7 @@ from tests.support.tiny_families import make_family
 
 STEPS = [random_step(seed) for seed in range(3)]
 DEEP = {"num_hidden_layers": 4}
-FULL_RECOMPUTE = {"recompute": {"granularity": "full", "num_layers": 1}}
+FULL_RECOMPUTE = {"recompute": {"granularity": "full"}}
 
 # (family case, changes, ranks, parallel options)
 CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {

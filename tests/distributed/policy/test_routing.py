@@ -32,7 +32,7 @@ from tests.support.tiny_families import make_family
 
 STEP = random_step(3)
 FACTS, TOKENS = STEP
-FULL = {"recompute": {"granularity": "full", "num_layers": 1}}
+FULL = {"recompute": {"granularity": "full"}}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "recompute-full": (1, FULL),

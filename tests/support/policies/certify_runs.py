@@ -129,7 +129,7 @@ def _random_sft(draw: random.Random) -> dict[str, Any]:
 
 
 _COSINE = {"schedule": "cosine", "min_lr": 2e-7, "warmup_updates": 2, "weight_decay": 0.1}
-_FULL = {"recompute": {"granularity": "full", "num_layers": 2}}
+_FULL = {"recompute": {"granularity": "full"}}
 UNSEEN: dict[str, tuple[str, dict[str, Any]]] = {
     "dapo, llama, pp2 vpp2": (
         "llama",

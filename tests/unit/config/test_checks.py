@@ -57,7 +57,6 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (["parallel.sequence_parallel=true"], "parallel.sequence_parallel=true requires parallel.tp > 1"),
         (["parallel.vpp=2"], "parallel.vpp=2 requires parallel.pp > 1"),
-        (["parallel.recompute.num_layers=2"], "requires parallel.recompute.granularity=full, got none; change"),
         (["batch.groups=together"], "batch.groups=together needs batch.tokens_per_microbatch >="),
         (
             ["objective=null", "objective.name=grpo", "batch.groups=apart"],
@@ -261,11 +260,6 @@ class Shape:
         (["parallel.tp=8"], Shape(num_heads=12, num_kv_heads=8), "num_attention_heads=12 of M; use one of 1, 2, 4"),
         (["parallel.tp=2"], Shape(ffn_size=333), "intermediate_size=333 of M; use 1"),
         (["parallel.pp=3"], Shape(), "parallel.pp=3 does not divide num_hidden_layers=40 of M; make it one of 1, 2, 4"),
-        (
-            ["parallel.pp=2", "parallel.recompute={granularity: full, num_layers: 8}"],
-            Shape(),
-            "parallel.recompute.num_layers=8 does not divide the 20 layers of a pipeline stage of M; use one of 1, 2, 4, 5",
-        ),
         (["parallel.pp=4", "parallel.vpp=3"], Shape(), "parallel.pp*vpp=12 does not divide num_hidden_layers=40"),
         (["parallel.ep=2"], Shape(), "parallel.ep=2, but M has no experts; set parallel.ep=1"),
         (

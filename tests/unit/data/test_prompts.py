@@ -75,7 +75,7 @@ def test_too_long_prompts_are_dropped_and_counted_and_ids_stay(dataset, data_opt
     problems = ["a" * 500, "b", "c" * 500, "d", "b "]
     found = load_prompts(dataset(problems), data_options(max_prompt_tokens=200), tokenizer)
     assert [prompt.id for prompt in found.prompts] == ["deepscaler/1", "deepscaler/3", "deepscaler/4"]
-    assert (found.num_rows, found.num_too_long, found.num_duplicates) == (5, 2, 1)
+    assert (found.num_rows, found.num_too_long) == (5, 2)
 
 
 def test_the_limit_is_inclusive(dataset, data_options, tokenizer):

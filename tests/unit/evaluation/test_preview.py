@@ -63,7 +63,7 @@ def test_counts_lengths_and_reasons(tmp_path, tokenizer):
     ]
     low, middle, high = sorted(len(prompt.token_ids) for prompt in found.prompts)
     text = render(found, "gsm8k.jsonl", unverified, rows=1)
-    assert "(gsm8k.jsonl): 3 rows, 3 kept, 0 too long, 0 duplicates" in text
+    assert "(gsm8k.jsonl): 3 rows, 3 kept, 0 too long" in text
     assert f"min {low}, mean {(low + middle + high) / 3:.1f}, median {middle}, 95 % " in text and f"max {high}" in text
     assert "verify against themselves: 1 of 3" in text and text.count("  --- gsm8k/") == 1
     assert "verify" not in render(found, "gsm8k.jsonl", None, rows=1)

@@ -113,7 +113,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def test_wandb_gets_rows_and_a_resumed_run_keeps_its_id(tmp_path: Path, wandb: Recorder) -> None:
-    options = WandbOptions(project="p", entity="e")
+    options = WandbOptions(project="p")
     for _ in range(2):
         writer = WandbWriter(tmp_path, "name", options, {"run": {"seed": 1}})
         writer.write({"step": 3, "x": 1.0, "y": None})
@@ -124,7 +124,6 @@ def test_wandb_gets_rows_and_a_resumed_run_keeps_its_id(tmp_path: Path, wandb: R
     assert wandb.inits[2]["id"] != wandb.inits[0]["id"]
     assert wandb.inits[1]["resume"] == "allow"
     assert wandb.inits[0]["project"] == "p"
-    assert wandb.inits[0]["entity"] == "e"
     assert wandb.logs == [({"x": 1.0}, 3)] * 2
     assert wandb.finished == 3
 
