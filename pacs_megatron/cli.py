@@ -77,7 +77,6 @@ def function_of(place: Verb | str) -> Any:
         return getattr(importlib.import_module(f"pacs_megatron.{module}"), name)
 
 
-# ------------------------------------------------------------------------------------------------------------- parsing
 def _add_verb(verbs: _SubParsers, name: str, text: str, run_verb: Verb | str) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=text, description=text)
     parser.set_defaults(run_verb=run_verb)
@@ -209,7 +208,6 @@ def _add_jobs(verbs: _SubParsers) -> None:
 _SubParsers: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
 
 
-# ------------------------------------------------------------------------------------ verbs that are more than one call
 def _eval(*, overrides: list[str], model: list[str], **options: Any) -> str:
     # Overrides may follow the list of models.
     models = [word for word in model if "=" not in word or Path(word).exists()]

@@ -1,8 +1,4 @@
-"""Checks of combinations of keys. They import neither torch nor a model; each problem is one line.
-
-`find_problems` uses the configuration alone, `layout_problems` also the world size. Checks against the model's shape
-are in `models/shape.py`.
-"""
+"""Checks of combinations of keys, without torch and without a model (`models/shape.py`); each problem is one line."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -60,7 +56,6 @@ def one_of(values: list[int]) -> str:
     return f"use one of {', '.join(str(value) for value in values)}" if len(values) > 1 else f"use {values[0]}"
 
 
-# ------------------------------------------------------------------------------------- an option that needs another one
 _MAX_SGLANG_STOPS = 32
 _SAMPLED = ("embedded", "sglang")
 _USE_GROUPS = tuple(sorted(name for name, objective in REGISTRY.items() if objective.coupling == "group"))
@@ -142,7 +137,6 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-# ------------------------------------------------------------------------------------------------------ the file alone
 def _run(config: RunConfig) -> Iterator[str]:
     run, resources = config.run, config.resources
     if seconds_of(resources.time_limit) <= resources.signal_lead_s:
@@ -315,7 +309,6 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
 )
 
 
-# ------------------------------------------------------------------------------------------------------------ with ranks
 def _layout(config: RunConfig, world_size: int, key: str = "parallel.tp") -> Iterator[str]:
     parallel = config.parallel
     replica = parallel.tp * parallel.pp * parallel.cp
