@@ -21,7 +21,7 @@ from pacs_megatron.observability.rollout_log import rollout_record, verdict_fiel
 from pacs_megatron.rewards.boxed import last_boxed
 from pacs_megatron.rewards.labels import check_failures
 from pacs_megatron.rewards.pool import received
-from pacs_megatron.rollout.judge import Judge
+from pacs_megatron.rollout.admission import Judge
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.files import has_fields, json_line, naming, parse_lines, write_atomically
 from pacs_megatron.runtime.json_reader import read_lines

@@ -1,20 +1,18 @@
-"""Judged samples: selection of those to train (dropped ones are counted), and counts per problem of a benchmark."""
+"""Judges samples while sampling continues, selects those to train, and counts those of a benchmark by problem."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pacs_megatron.config.schema import AdmissionOptions
-from pacs_megatron.contracts import Group, Sample, Stop
-
-
-class Admitted(NamedTuple):
-    """Groups to train, and counts of the dropped samples and groups."""
-
-    groups: tuple[Group, ...]
-    counts: dict[str, int]
+from pacs_megatron.config.reward_options import AnyReward
+from pacs_megatron.config.schema import AdmissionOptions, Truncated
+from pacs_megatron.contracts import Group, Prompt, Sample, Stop
+from pacs_megatron.errors import RewardError
+from pacs_megatron.rewards.labels import check_failures, label_of
+from pacs_megatron.rewards.pool import RewardPool, Verdict
+from pacs_megatron.runtime.closing import Closing
 
 
 def label_sample(
@@ -25,6 +23,50 @@ def label_sample(
     return replace(sample, reward=reward, label=label, reward_details=details)
 
 
+Judged = Callable[[Sample | RewardError], None]
+"""Called in a thread of the pool with the judged sample, or with the reason why there is no verdict."""
+
+
+class Judge(Closing):
+    """A reward pool for samples. `decode` turns response ids into the verifier's text; it must be thread-safe."""
+
+    def __init__(self, options: AnyReward, decode: Callable[[np.ndarray], str], *, truncated: Truncated) -> None:
+        self._pool = RewardPool(options)
+        self._options, self._decode, self._truncated = options, decode, truncated
+
+    def close(self) -> None:
+        """Ends the pool. Delivers the verdicts that exist and a RewardError for every pending sample before it returns."""
+        self._pool.close()
+
+    def submit(self, sample: Sample, prompt: Prompt, done: Judged, text: str | None = None) -> None:
+        """Submits `sample` and returns; `done` is called later. `text` is its response, if it is decoded already.
+        Raises RewardError if the pool has ended."""
+        response = self._decode(sample.response_ids) if text is None else text
+        self._pool.submit(sample.id, prompt, response, lambda verdict: done(self._apply(sample, verdict)))
+
+    def check(self, judged: list[Sample]) -> None:
+        """Raises RewardError if more than the configured share of these samples could not be judged."""
+        failures = [s.failure for s in judged if s.failure is not None]
+        check_failures(failures, len(judged), self._options.max_failure_frac)
+
+    def _apply(self, sample: Sample, verdict: Verdict | RewardError) -> Sample | RewardError:
+        if isinstance(verdict, RewardError):
+            return verdict
+        if verdict.reward is None:
+            return replace(sample, failure=verdict.failure)
+        try:
+            label = label_of(verdict.reward, self._options.label_threshold)
+        except RewardError as error:
+            return RewardError(f"sample {sample.id}: {error}")
+        is_judged = self._truncated == "judge"
+        return label_sample(sample, verdict.reward, label, judge_truncated=is_judged, details=verdict.details)
+
+
+class Admitted(NamedTuple):
+    groups: tuple[Group, ...]
+    counts: dict[str, int]
+
+
 def admit(
     groups: Sequence[Group], options: AdmissionOptions, *, min_group_size: int, stale: Collection[str] | None = None
 ) -> Admitted:
@@ -33,8 +75,7 @@ def admit(
     Args:
         groups: every sample has a label or a failure.
         min_group_size: 2 where the objective compares siblings, else 1.
-        stale: ids of samples from weights older than the run allows. Their groups are dropped whole: the remaining
-            siblings would be compared with responses of another policy. None: no check and no count.
+        stale: ids of samples from weights older than the run allows. Their groups are dropped whole. None: no count.
     """
     counts = {"unjudged": 0, "truncated": 0, "aborted": 0, "small_groups": 0, "one_class_groups": 0}
     if stale is not None:
@@ -81,7 +122,6 @@ class ProblemCounts:
     num_samples: int
     """n: responses that the verifier judged"""
     num_correct: int
-    """c of those n"""
     num_unjudged: int = 0
     """responses without a verdict, in neither number"""
     num_truncated: int = 0

@@ -15,18 +15,15 @@ import numpy as np
 
 from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest
 from pacs_megatron.errors import PacsError, RewardError
-from pacs_megatron.rollout.judge import Judge
+from pacs_megatron.rollout.admission import Judge
 from pacs_megatron.rollout.sample_arrays import Message
-from pacs_megatron.rollout.staleness import SentWeights
-from pacs_megatron.rollout.step_rollouts import StepRollouts, rollouts_from_message, rollouts_to_message
+from pacs_megatron.rollout.step_rollouts import SentWeights, StepRollouts, rollouts_from_message, rollouts_to_message
 from pacs_megatron.sglang.client import SglangEngine
 
 logger = logging.getLogger(__name__)
 
 
 class RolloutBuffer:
-    """The steps of a run that are dispatched and not trained."""
-
     def __init__(
         self,
         judge: Judge | None,
@@ -40,16 +37,12 @@ class RolloutBuffer:
         `wake` and `admits` may be called from any thread. `admits`: whether a complete group will be trained; a step with
         over-sampling ends as soon as enough groups are.
         """
-        self._admits = admits
-        self._judge = judge
-        self._engine = engine
-        self._make_rollouts = make_rollouts
-        self._wake = wake
+        self._judge, self._engine, self._make_rollouts = judge, engine, make_rollouts
+        self._wake, self._admits = wake, admits
         self._lock = threading.Lock()
         self._steps: dict[int, StepRollouts] = {}
         self.sent = SentWeights()
 
-    # ----------------------------------------------------------------------------------------------------------- steps
     def dispatch(self, first: int, last: int) -> list[StepRollouts]:
         """The rollouts of steps `first` to `last`; creates missing ones. `start` requests their samples."""
         for step in range(first, last + 1):
@@ -58,10 +51,8 @@ class RolloutBuffer:
         return [self._steps[step] for step in range(first, last + 1)]
 
     def forget(self, trained: int) -> None:
-        """Removes the steps up to `trained`."""
         self._steps = {step: rollouts for step, rollouts in self._steps.items() if step > trained}
 
-    # -------------------------------------------------------------------------------------------------------- sampling
     def start(self, rollouts: StepRollouts, *, urgent: bool = False) -> None:
         """SGLang: requests the missing samples, once. `urgent` requests go before all queued ones."""
         assert self._engine is not None
@@ -122,11 +113,9 @@ class RolloutBuffer:
 
     def _fail(self, rollouts: StepRollouts, error: PacsError) -> None:
         with self._lock:
-            if rollouts.error is None:
-                rollouts.error = error
+            rollouts.error = rollouts.error or error
         self._wake()
 
-    # ---------------------------------------------------------------------------------------------------------- buffer
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Every step with all of its samples, for a checkpoint."""
         with self._lock:

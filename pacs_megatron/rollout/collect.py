@@ -1,15 +1,14 @@
 """A step's samples on every rank: requests to the driver, sampling with the embedded engine, distribution of the facts.
 
-Concurrency: collective. Rank 0 exchanges messages with the driver and sends decisions. The other ranks wait in
-`ControlChannel.receive` until `generate` (sample this rank's share) or the last decision of the request.
+Concurrency: collective. Rank 0 exchanges messages with the driver. The other ranks wait in `ControlChannel.receive` until
+`generate` (sample this rank's share) or the last decision of the request.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,8 +26,7 @@ logger = logging.getLogger(__name__)
 _MAX_RESENDS = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSamples:
+class StepSamples(NamedTuple):
     """Admitted samples of a step. Only rank 0 has `tokens`, the payload of the whole step."""
 
     facts: SampleFacts
@@ -36,19 +34,14 @@ class StepSamples:
     metrics: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverState:
-    """The driver's part of a checkpoint; empty on all ranks but 0."""
+class DriverState(NamedTuple):
+    """The driver's part of a checkpoint: position in the data, samples of later steps. Empty on all ranks but 0."""
 
     order: dict[str, Any] | None
-    """the position in the data"""
     buffer: Message | None
-    """samples of steps that are not trained yet"""
 
 
 class Rollouts:
-    """One object per rank; only that of rank 0 has a driver."""
-
     def __init__(
         self, channel: ControlChannel, driver: DriverClient | None, engine: EmbeddedEngine | None, *,
         should_stop: Callable[[], bool],
@@ -73,11 +66,9 @@ class Rollouts:
         return StepSamples(facts=facts, tokens=tokens, metrics=header["metrics"])
 
     def evaluate(self, step: int) -> dict[str, list[ProblemCounts]]:
-        """Benchmark -> counts of each problem, on every rank."""
         header, _ = self._exchange({"op": "evaluate", "step": step}, trained=step)
         return {name: [ProblemCounts(**counts) for counts in found] for name, found in header["benchmarks"].items()}
 
-    # --------------------------------------------------------------------------------------------------------- state
     def state(self, trained: int, *, final: bool, at_boundary: bool) -> DriverState:
         """State for the checkpoint after `trained` steps; empty on all ranks but 0. Collective; raises on every rank.
 
@@ -87,17 +78,15 @@ class Rollouts:
 
         def call() -> DriverState:
             if self._driver is None:
-                return DriverState(order=None, buffer=None)
-            request = {"op": "state", "trained": trained, "final": final}
+                return DriverState(None, None)
             try:
-                header, arrays = self._driver.call(request)
+                header, arrays = self._driver.call({"op": "state", "trained": trained, "final": final})
             except RolloutError as error:
                 if not at_boundary or trained not in self._orders:
                     raise
                 logger.warning("%s; step %d is saved without samples of later steps", error, trained)
-                return DriverState(order=self._orders[trained], buffer=None)
-            buffer = (header["buffer"], arrays) if header["buffer"]["steps"] else None
-            return DriverState(order=header["order"], buffer=buffer)
+                return DriverState(self._orders[trained], None)
+            return DriverState(header["order"], (header["buffer"], arrays) if header["buffer"]["steps"] else None)
 
         return self._channel.run_together(call)
 
@@ -113,22 +102,17 @@ class Rollouts:
         if order is not None:
             self._orders[trained] = order
 
-    # ------------------------------------------------------------------------------------------------------ exchange
     def _exchange(self, request: Mapping[str, Any], trained: int) -> Message:
-        """The response to `request` on every rank (its arrays on rank 0 only).
-
-        If all servers restarted meanwhile, this sends them the weights after `trained` steps and repeats the request.
-        """
+        """The response to `request` on every rank, its arrays on rank 0. If all servers restarted meanwhile, sends them the
+        weights after `trained` steps and repeats the request."""
         for resends in range(_MAX_RESENDS + 1):
             if resends:
                 self.send_weights(trained)
             header, arrays = self._exchange_once(request)
             if header["kind"] != "stale":
                 return header, arrays
-        raise RolloutError(
-            f"the rollout servers lost their weights {_MAX_RESENDS + 1} times during one request; see the logs in servers/ "
-            "of the run's folder"
-        )
+        lost = f"the rollout servers lost their weights {_MAX_RESENDS + 1} times during one request"
+        raise RolloutError(f"{lost}; see the logs in servers/ of the run's folder")
 
     def _exchange_once(self, request: Mapping[str, Any]) -> Message:
         if self._rank.rank:
@@ -151,13 +135,13 @@ class Rollouts:
         return header, arrays
 
     def _response(self, send: Callable[..., None]) -> Message:
-        """Rank 0: sends a message and returns the driver's response. The other ranks receive an error before it is raised."""
+        """Rank 0: sends a message and returns the driver's response. An error is sent to the other ranks, then raised."""
         assert self._driver is not None
         try:
             send(on_wait=self._channel.heartbeat)
             header, arrays = self._driver.receive(on_wait=self._heartbeat)
             if header["kind"] == "generate":
-                self._raise_if_stop_requested()  # sampling may take long, and rank 0 polls no signals meanwhile
+                self._raise_if_stop_requested()  # sampling may take long
             return header, arrays
         except (PacsError, Interrupted) as caught:
             error = Interrupted() if self._driver.is_lost and self._should_stop() else caught
@@ -193,8 +177,7 @@ class Rollouts:
     ) -> tuple[dict[str, Any], dict[str, np.ndarray], bool]:
         """Every rank samples its chunks; rank 0 returns all samples as one message for the driver.
 
-        The last value is the same on every rank: whether a rank received a stop request. Such a rank returns only the
-        chunks that it finished.
+        The last value, the same on every rank: whether a rank has a stop request. Such a rank stops between chunks.
         """
         assert self._engine is not None
         shared = broadcast_arrays(arrays, src=0, group=self._rank.control)

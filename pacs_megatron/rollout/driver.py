@@ -28,8 +28,8 @@ from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.data import load_prompts, load_tokenizer
 from pacs_megatron.errors import CheckpointError, ExitCode, PacsError, RolloutError
 from pacs_megatron.observability.logs import setup_logging
+from pacs_megatron.rollout.admission import Judge
 from pacs_megatron.rollout.buffer import RolloutBuffer
-from pacs_megatron.rollout.judge import Judge
 from pacs_megatron.rollout.open_request import PROGRESS_INTERVAL_S, OpenRequest
 from pacs_megatron.rollout.requests import evaluation_requests
 from pacs_megatron.rollout.sample_arrays import Message, samples_from_message
@@ -46,13 +46,10 @@ from pacs_megatron.sglang.fleet import Health
 logger = logging.getLogger("pacs_megatron.rollout.driver")  # `__main__` has no lines below a warning in the log
 _RESTART_POLL_S = 0.5
 _START_DELAY_S = 0.02
-"""Delay of requests for later steps after a weight update: sending hundreds of them holds the GIL, and rank 0 requests a
-finished step right after the update."""
+"""Delay of requests for later steps after a weight update: they hold the GIL, and rank 0 first requests a finished step."""
 
 
 class Driver:
-    """Responds to rank 0's requests."""
-
     def __init__(self, config: RunConfig, run_dir: Path, model_dir: Path, connection: Connection) -> None:
         self._config = config
         self._connection = connection
@@ -64,7 +61,6 @@ class Driver:
         self._to_start: list[StepRollouts] = []
         """SGLang: rollouts that may be sampled and are not requested yet"""
         self._start_at = 0.0
-        """monotonic time at which they are requested"""
         self._failure: RolloutError | None = None
         """of the samples' files"""
         self._woken, self._waker = socket.socketpair()
@@ -83,7 +79,6 @@ class Driver:
         self._buffer = RolloutBuffer(self._judge, self._engine, self._data.take, self._wake, self._results.admits)
 
     def close(self) -> None:
-        """Ends the reward workers and the managed servers."""
         for part in (self._engine, self._judge):
             if part is not None:
                 part.close()
@@ -92,12 +87,11 @@ class Driver:
         with self._decoding:
             return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
-    # ------------------------------------------------------------------------------------------------------- weights
     def begin_update(self, *, is_release: bool) -> Message:
         """Pauses requests to the servers until `set_current`; returns the servers of the update, each with its trainer rank.
 
-        `is_release`: they release their memory for the training step. A server that is restarting at that time would take
-        memory during the step: waits for it, and none is restarted before the next update.
+        `is_release`: they release their memory for the training step. Waits for a server that is restarting, which would
+        take memory during the step; none is restarted before the next update.
         """
         rollout = self._config.rollout.sglang
         assert self._engine is not None and rollout is not None
@@ -114,10 +108,7 @@ class Driver:
             time.sleep(_RESTART_POLL_S)
 
     def set_current(self, version: int, digest: str, trained: int) -> Message:
-        """The rollout engine has the weights after `trained` steps.
-
-        Servers then sample the steps that may now be sampled, while rank 0 evaluates, saves or trains.
-        """
+        """The rollout engine has the weights after `trained` steps. Servers sample the steps that may now be sampled."""
         self._buffer.sent.add(digest, trained)
         self._buffer.forget(trained)
         if self._engine is not None:
@@ -131,7 +122,6 @@ class Driver:
         """The rollouts of `step` and of the later steps that may be sampled with the same weights."""
         return self._buffer.dispatch(step, min(step + self._config.rollout.steps_ahead, self._config.run.steps))
 
-    # ------------------------------------------------------------------------------------------------ rollout, evaluate
     def rollout(self, number: int, step: int) -> None:
         """Opens the request for a step's admitted samples. The earlier steps are trained."""
         self._buffer.forget(step - 1)
@@ -181,11 +171,10 @@ class Driver:
             self._engine.cancel([request.id for request in self._request.rollouts.missing])
         self._request = None
 
-    # --------------------------------------------------------------------------------------------------------- state
     def state(self, trained: int, *, final: bool) -> Message:
         """The position in the data and the rollouts of later steps, for a checkpoint after `trained` steps.
 
-        `final` ends the reward workers first. The run does not keep later verdicts, so they would be computed twice.
+        `final` ends the reward workers first: the run would not keep later verdicts.
         """
         if final and self._judge is not None:
             self._judge.close()
@@ -194,15 +183,13 @@ class Driver:
         return {"kind": "state", "order": self._data.order.state_dict(), "buffer": header}, arrays
 
     def load_state(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Message:
-        """Continues from a checkpoint."""
         with parsing("the checkpoint's state.json (driver)", CheckpointError):
             self._data.order.load_state_dict(header["order"])
-        if header["buffer"] is not None:
-            with parsing("the checkpoint's buffer.json", CheckpointError):
+        with parsing("the checkpoint's buffer.json", CheckpointError):
+            if header["buffer"] is not None:
                 self._buffer.load_state((header["buffer"], dict(arrays)), self._data.by_id, self._data.requests)
         return {"kind": "loaded"}, {}
 
-    # --------------------------------------------------------------------------------------------------------- serve
     def serve(self) -> None:
         """Handles requests until `close`. A PacsError becomes an error response; any other exception ends the process."""
         self._connection.send({"kind": "ready", "request": 0, "num_prompts": len(self._data.prompts)})

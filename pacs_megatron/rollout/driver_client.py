@@ -31,15 +31,12 @@ _POLL_S = 1.0
 
 
 class DriverClient:
-    """One driver process."""
-
     def __init__(self, run_dir: Path, model_dir: Path, *, timeout_s: float) -> None:
         self._number = 0
-        """of the last request"""
         self.is_lost = False
         """the driver died or exceeded its timeout; further requests fail"""
         self.on_progress: Callable[[int, int, bool], None] = lambda _done, _total, _waits_for_rewards: None
-        """called with finished samples, all samples, and whether all samples are finished and only verdicts are missing"""
+        """called with finished samples, all samples, and whether only verdicts are missing"""
         self.should_stop: Callable[[], bool] = lambda: False
         self._timeout_s = timeout_s
         ours, theirs = socket.socketpair()
@@ -71,7 +68,7 @@ class DriverClient:
         """
         if self.is_lost:
             raise errors.RolloutError("the rollout driver is lost; see logs/driver.log in the run's folder")
-        start, sent = time.monotonic(), False
+        start = time.monotonic()
 
         def waits() -> None:
             if time.monotonic() - start > self._patience_s:
@@ -79,37 +76,29 @@ class DriverClient:
             assert on_wait is not None
             on_wait()
 
-        try:
-            self._connection.send({**header, "request": self._number}, arrays, on_wait and waits)
-            sent = True
-        finally:
-            self.is_lost = not sent  # half a message makes the connection unusable
+        self.is_lost = True  # half a message makes the connection unusable
+        self._connection.send({**header, "request": self._number}, arrays, on_wait and waits)
+        self.is_lost = False
 
     def abandon(self) -> None:
-        """Ends the open request without waiting for its response."""
         with contextlib.suppress(errors.RolloutError):  # the driver is lost; the next request raises that
             self.reply({"op": "abandon"})
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether SIGSTOP holds the process."""
-        return is_stopped(self._process.pid)
 
     @property
     def _patience_s(self) -> float:
         """Limit of a wait for the driver; shorter after a stop request."""
         if not self.should_stop():
             return self._timeout_s
-        return min(self._timeout_s, STOPPED_PATIENCE_S if self.is_stopped else PATIENCE_S)
+        return min(self._timeout_s, STOPPED_PATIENCE_S if is_stopped(self._process.pid) else PATIENCE_S)
 
     def receive(self, on_wait: OnWait = None) -> Message:
         """The response to the open request. Calls `on_wait` every second until it arrives.
 
-        The timeout restarts with every progress report. Without `on_wait` a stop request shortens it. Raises the driver's
-        error, or RolloutError after a timeout and after the death of the driver.
+        The timeout restarts with every progress report; without `on_wait` a stop request shortens it. Raises the driver's
+        error, or RolloutError.
         """
         # With `on_wait` the caller shows progress.
-        with report_wait(lambda: self._described if on_wait is None or self.is_stopped else ""):
+        with report_wait(lambda: self._described if on_wait is None or is_stopped(self._process.pid) else ""):
             header, arrays = self._wait(on_wait)
         if header["kind"] == "error":
             raise errors.named_error(header["type"], header["message"])
@@ -117,7 +106,7 @@ class DriverClient:
 
     @property
     def _described(self) -> str:
-        state = ", stopped by SIGSTOP" if self.is_stopped else ""
+        state = ", stopped by SIGSTOP" if is_stopped(self._process.pid) else ""
         return f"for the rollout driver (pid {self._process.pid}{state})"
 
     def _wait(self, on_wait: OnWait) -> Message:
@@ -148,7 +137,6 @@ class DriverClient:
                 on_wait()
 
     def call(self, header: Mapping[str, Any], arrays: Arrays = None) -> Message:
-        """Sends a request and returns its response."""
         self.send(header, arrays)
         return self.receive()
 

@@ -31,14 +31,11 @@ class OpenRequest:
 
         `refill` may add prompts to the judged rollouts. It returns the rollouts that the ranks sample next, or None.
         """
-        self.number = number
-        self.rollouts = rollouts
-        self.is_closed = False
+        self.number, self.rollouts, self.is_closed = number, rollouts, False
         self._respond, self._refill = respond, refill
         self._for_ranks = deque(for_ranks)
         self._in_ranks: StepRollouts | None = None
-        self._reported = (0, 0, False)
-        self._reported_at = 0.0
+        self._reported, self._reported_at = (0, 0, False), 0.0
 
     def advance(self) -> Message | None:
         """The next message to rank 0, if there is one. Raises the error of the rollouts."""
@@ -49,8 +46,7 @@ class OpenRequest:
             header, arrays = requests_to_message(self._in_ranks.prompts, self._in_ranks.missing)
             return {"kind": "generate", "step": self._in_ranks.step, **header}, arrays
         if self.rollouts.is_done:
-            more = self._refill(self.rollouts)
-            if more is not None:
+            if (more := self._refill(self.rollouts)) is not None:
                 self._for_ranks.extend(more)
                 return self.advance()
             self.is_closed = True
@@ -58,7 +54,6 @@ class OpenRequest:
         return self._progress()
 
     def take_in_ranks(self) -> StepRollouts:
-        """The rollouts whose samples have arrived from the ranks."""
         assert self._in_ranks is not None
         rollouts, self._in_ranks = self._in_ranks, None
         return rollouts

@@ -67,8 +67,6 @@ def samples_to_message(samples: Sequence[Sample]) -> Message:
 
 
 def samples_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[Sample]:
-    """Inverse of `samples_to_message`."""
-
     def parts(values: str, offsets: str) -> list[np.ndarray]:
         return [arrays[values][start:stop] for start, stop in pairwise(arrays[offsets])]
 

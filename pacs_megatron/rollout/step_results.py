@@ -14,32 +14,21 @@ from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Group, Sample
 from pacs_megatron.data.prompts import PromptSet
 from pacs_megatron.observability.rollout_log import RECORD_SUFFIX, rollout_path, write_rollouts
-from pacs_megatron.rollout.admission import admit, count_problem, shuffle_labels
-from pacs_megatron.rollout.judge import Judge
+from pacs_megatron.rollout.admission import Judge, admit, count_problem, shuffle_labels
 from pacs_megatron.rollout.sample_arrays import Message, write_record
-from pacs_megatron.rollout.staleness import SentWeights, staleness_metrics
-from pacs_megatron.rollout.step_rollouts import StepRollouts, rollout_metrics
+from pacs_megatron.rollout.step_rollouts import SentWeights, StepRollouts, rollout_metrics, staleness_metrics
 from pacs_megatron.rollout.train_data import TrainData
 
 logger = logging.getLogger(__name__)
 
 
 class StepResults:
-    """Turns judged rollouts into the driver's responses."""
-
     def __init__(
-        self,
-        config: RunConfig,
-        run_dir: Path,
-        data: TrainData,
-        judge: Judge | None,
+        self, config: RunConfig, run_dir: Path, data: TrainData, judge: Judge | None,
         decode: Callable[[np.ndarray], str],
-    ) -> None:
-        self._config = config
-        self._run_dir = run_dir
-        self._data = data
-        self._judge = judge
-        self._decode = decode
+    ) -> None:  # fmt: skip
+        self._config, self._run_dir, self._data = config, run_dir, data
+        self._judge, self._decode = judge, decode
         self._min_group_size = 2 if config.objective.compares_siblings else 1
         self._to_write: Callable[[], None] | None = None
 
@@ -59,13 +48,9 @@ class StepResults:
             rollouts.is_returned = True
         staleness = {s.id: sent.staleness(s, step) for s in judged} if is_sampled else {}
         stale = {sample_id for sample_id, age in staleness.items() if age > max_staleness}
-        admitted = admit(
-            rollouts.groups(),
-            config.admission,
-            min_group_size=self._min_group_size,
-            # Synchronous training has stale samples only after an attempt with max_staleness; otherwise no such metric.
-            stale=stale if stale or max_staleness else None,
-        )
+        # Synchronous training has stale samples only after an attempt with max_staleness; otherwise no such metric.
+        checked = stale if stale or max_staleness else None
+        admitted = admit(rollouts.groups(), config.admission, min_group_size=self._min_group_size, stale=checked)
         kept = admitted.groups[: rollouts.enough]
         if rollouts.enough is not None:
             admitted.counts["surplus_groups"] = len(admitted.groups) - len(kept) + len(rollouts.unfinished)
@@ -92,27 +77,21 @@ class StepResults:
         assert self._judge is not None
         self._judge.check(judged)
         self._write(rollouts, judged)
-        by_problem: dict[str, list[Sample]] = {prompt.id: [] for prompt in rollouts.prompts}
-        for sample in judged:
-            by_problem[sample.prompt_id].append(sample)
+        of_problem = {group.prompt_id: group.samples for group in rollouts.groups()}
         counts = {
-            benchmark.name: [asdict(count_problem(prompt.id, by_problem[prompt.id])) for prompt in benchmark.prompts]
+            benchmark.name: [asdict(count_problem(prompt.id, of_problem[prompt.id])) for prompt in benchmark.prompts]
             for benchmark in benchmarks
         }
         return {"kind": "evaluation", "benchmarks": counts}, {}
 
     def write_pending(self) -> None:
-        """Writes the samples of the last step.
-
-        Called once the response is out: decoding thousands of long responses takes a while, and rank 0 trains
-        meanwhile. Rank 0's next request comes after it, so samples are on disk before the row of their step.
-        """
+        """Writes the samples of the last step, between its response and the next request: while rank 0 trains, and before it
+        writes the row of the step."""
         if self._to_write is not None:
             self._to_write()
             self._to_write = None
 
     def _write(self, rollouts: StepRollouts, samples: Sequence[Sample]) -> None:
-        """Writes the samples as text, and as arrays if configured."""
         path = rollout_path(self._run_dir, rollouts.step, "step" if rollouts.is_train else "eval")
         write_rollouts(path, samples, rollouts.by_id, self._decode)
         if self._config.logging.save_tokens:

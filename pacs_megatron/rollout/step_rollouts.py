@@ -1,14 +1,14 @@
-"""The samples of one dispatched step, finished or not, and their form in a checkpoint."""
+"""The samples of one dispatched step, finished or not, their form in a checkpoint, and the weights that sampled them."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest, Stop
-from pacs_megatron.errors import CheckpointError, PacsError
+from pacs_megatron.errors import CheckpointError, PacsError, RolloutError
 from pacs_megatron.rollout.sample_arrays import Message, samples_from_message, samples_to_message
 
 
@@ -23,7 +23,6 @@ class StepRollouts:
     is_train: bool = True
     """False: an evaluation after `step`"""
     epoch: int = 0
-    """of the data order when the prompts were taken"""
     sampled: dict[str, Sample] = field(default_factory=dict)
     """by id, in order of arrival; with the verdict once there is one"""
     judged: set[str] = field(default_factory=set)
@@ -32,13 +31,11 @@ class StepRollouts:
     enough: int | None = None
     """number of admitted groups that the step needs; None: all groups"""
     refills: int = 0
-    """rounds of further prompts, because too few groups were admitted"""
     is_returned: bool = False
     """the prompts of unfinished groups are back in the data's order"""
     num_admitted: int = 0
     """complete, judged groups that will be admitted"""
     started: bool = False
-    """the rollout engine has its requests"""
     error: PacsError | None = None
     since: float = field(default_factory=time.perf_counter)
     by_id: dict[str, Prompt] = field(init=False)
@@ -59,12 +56,10 @@ class StepRollouts:
 
     @property
     def missing(self) -> list[SampleRequest]:
-        """Requests without a sample, in their order."""
         return [r for r in self.requests if r.id not in self.sampled and r.id not in self.cancelled]
 
     @property
     def num_wanted(self) -> int:
-        """Number of samples at completion."""
         return len(self.requests) - len(self.cancelled)
 
     @property
@@ -130,10 +125,7 @@ def rollouts_from_message(
     prompts: Mapping[str, Prompt],
     requests_of: Callable[[Sequence[Prompt], int], Sequence[SampleRequest]],
 ) -> list[StepRollouts]:
-    """Saved steps. A sample whose verifier failed is unjudged and will be judged again.
-
-    Raises CheckpointError for a prompt that the data no longer has.
-    """
+    """Saved steps. A sample whose verifier failed is unjudged and will be judged again. Raises CheckpointError."""
     verdicts = zip(samples_from_message(header, arrays), header["rewards"], arrays["labels"].tolist(), strict=True)
     samples = [
         sample if label < 0 else replace(sample, reward=reward, label=label, reward_details=details)
@@ -182,3 +174,49 @@ def rollout_metrics(samples: Sequence[Sample], dropped: Mapping[str, int]) -> di
         metrics["reward/mean"] = float(np.mean([s.reward for s in rewarded]))
         metrics["reward/label_mean"] = float(np.mean([s.label for s in rewarded]))
     return metrics | {f"admission/dropped_{name}": float(count) for name, count in dropped.items()}
+
+
+class SentWeights:
+    """Maps the digest of sent weights to their number of trained steps, s. Equal weights count as the newest.
+
+    Step t may be sampled if t <= s + 1 + rollout.max_staleness. A sample's staleness is (t - 1) - s of its oldest span.
+    """
+
+    def __init__(self) -> None:
+        self._step_of: dict[str, int] = {}
+
+    def add(self, digest: str, step: int) -> None:
+        """The rollout engine has the weights after `step`."""
+        self._step_of[digest] = step
+
+    def check(self, sample: Sample) -> None:
+        """Raises RolloutError for a sample from weights that this run has not sent."""
+        unknown = {span.digest for span in sample.spans} - self._step_of.keys()
+        if unknown:
+            raise RolloutError(
+                f"sample {sample.id} comes from weights with digest {min(unknown)}, which this run never sent; restart "
+                "the rollout servers"
+            )
+
+    def staleness(self, sample: Sample, step: int) -> int:
+        return step - 1 - min((self._step_of[span.digest] for span in sample.spans), default=step - 1)
+
+    def state_dict(self, samples: Iterable[Sample]) -> dict[str, int]:
+        used = {span.digest for sample in samples for span in sample.spans}
+        return {digest: step for digest, step in self._step_of.items() if digest in used}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._step_of.update(state)
+
+
+def staleness_metrics(samples: Iterable[Sample], staleness: Iterable[int]) -> dict[str, float]:
+    """`staleness/mean` and `staleness/max` in steps, and the share of samples with several weight versions."""
+    pairs = list(zip(samples, staleness, strict=True))
+    if not pairs:
+        return {}
+    num_mixed = sum(len({span.version for span in sample.spans}) > 1 for sample, _ in pairs)
+    return {
+        "staleness/mean": sum(staleness for _, staleness in pairs) / len(pairs),
+        "staleness/max": float(max(staleness for _, staleness in pairs)),
+        "staleness/multi_version_frac": num_mixed / len(pairs),
+    }

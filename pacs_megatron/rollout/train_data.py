@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 
 class TrainData:
-    """Prompts of the training set, and the run's position in them."""
-
     def __init__(self, config: RunConfig, model_dir: Path, tokenizer: Any) -> None:
         """Raises DataError if the data cannot be read or contain nothing to train on."""
         self._config = config
@@ -37,12 +35,9 @@ class TrainData:
             self._demonstrations = self._encode(loaded, config.rollout.sampling.max_response_tokens, model_dir)
             self.prompts = tuple(p for p in loaded.prompts if p.id in self._demonstrations)
             if not self.prompts:
-                raise DataError(
-                    f"{config.data.train.path}: no demonstration fits rollout.max_response_tokens="
-                    f"{config.rollout.sampling.max_response_tokens}; raise it"
-                )
-            if len(self.prompts) < len(loaded.prompts):
-                dropped = len(loaded.prompts) - len(self.prompts)
+                limit = f"rollout.max_response_tokens={config.rollout.sampling.max_response_tokens}"
+                raise DataError(f"{config.data.train.path}: no demonstration fits {limit}; raise it")
+            if dropped := len(loaded.prompts) - len(self.prompts):
                 logger.info("%s: %d demonstrations dropped: too long", loaded.name, dropped)
         self.by_id = {prompt.id: prompt for prompt in self.prompts}
         self._number_of = {prompt.id: number for number, prompt in enumerate(self.prompts)}

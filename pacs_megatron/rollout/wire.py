@@ -45,13 +45,11 @@ class Connection:
                         view = view[self._sock.send(view) :]
 
     def fileno(self) -> int:
-        """For `select`."""
         return self._sock.fileno()
 
     def poll(self, timeout_s: float) -> bool:
         """Whether something can be read within `timeout_s` (end of file counts)."""
-        ready, _, _ = select.select([self._sock], [], [], timeout_s)
-        return bool(ready)
+        return bool(select.select([self._sock], [], [], timeout_s)[0])
 
     def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """The next message. Raises RolloutError if the peer has ended."""

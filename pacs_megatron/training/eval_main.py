@@ -26,7 +26,7 @@ from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.observability.progress import Progress
 from pacs_megatron.rewards.labels import check_failures
 from pacs_megatron.rewards.pool import received
-from pacs_megatron.rollout.judge import Judge
+from pacs_megatron.rollout.admission import Judge
 from pacs_megatron.rollout.requests import evaluation_requests
 from pacs_megatron.runtime.files import check_distinct, check_output, is_file, json_line, write_outputs
 from pacs_megatron.runtime.json_reader import read_object

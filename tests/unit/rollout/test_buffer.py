@@ -21,12 +21,16 @@ from pacs_megatron.config.schema import AdmissionOptions
 from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest, SamplingOptions, Span, Stop
 from pacs_megatron.errors import CheckpointError, RewardError, RolloutError
 from pacs_megatron.rewards.pool import received
-from pacs_megatron.rollout.admission import admit
+from pacs_megatron.rollout.admission import Judge, admit
 from pacs_megatron.rollout.buffer import RolloutBuffer
 from pacs_megatron.rollout.driver_client import DriverClient
-from pacs_megatron.rollout.judge import Judge
-from pacs_megatron.rollout.staleness import SentWeights, staleness_metrics
-from pacs_megatron.rollout.step_rollouts import StepRollouts, rollouts_from_message, rollouts_to_message
+from pacs_megatron.rollout.step_rollouts import (
+    SentWeights,
+    StepRollouts,
+    rollouts_from_message,
+    rollouts_to_message,
+    staleness_metrics,
+)
 from pacs_megatron.rollout.wire import Connection
 
 PARAMS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=8)
