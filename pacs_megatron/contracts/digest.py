@@ -1,7 +1,6 @@
 """The digest of a set of exported weights: equal on every host, and computed where the weights are.
 
-It is in `contracts` because trainer, embedded engine and weight sync, three layers, must compute the same one. It shows
-which export a sample came from. It does not show that a server has these weights: the server's checksums do
+It shows which export a sample came from, not that a server has these weights: the server's checksums do
 (`rollout.sync.verify`). Weights on a GPU and the same weights on a CPU have different digests.
 """
 
@@ -24,8 +23,8 @@ _TILES_PER_CHUNK = 256
 class WeightDigest:
     """xxh3-128 over (name, dtype, shape, content) of every tensor, in export order.
 
-    The content of a CPU tensor is its bytes (xxh3 hashes 10 GB/s). Of a GPU tensor it is `word_sum`: copying a whole model
-    to host memory would take longer than sending it to the servers.
+    The content of a CPU tensor is its bytes, of a GPU tensor `word_sum`: copying a whole model to host memory would take
+    longer than sending it to the servers.
     """
 
     def __init__(self) -> None:
@@ -33,7 +32,7 @@ class WeightDigest:
         self._sums: list[torch.Tensor] = []
 
     def update(self, name: str, tensor: torch.Tensor) -> None:
-        """Adds one tensor. The digest depends on its dtype, not on its strides. Does not wait for the GPU."""
+        """Adds one tensor. Does not wait for the GPU."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         self._state.update(f"{name}|{dtype}|{list(tensor.shape)}|".encode())
         if not tensor.numel():
@@ -78,8 +77,7 @@ def word_sum(tensor: torch.Tensor) -> torch.Tensor:
     """int64 [], on the tensor's device: sum of word i of tile t times w_i times v_t, modulo 2**64.
 
     A multilinear hash (Lemire and Kaser, arXiv:1202.4961) of 32-bit words with odd 64-bit multipliers: any single changed
-    bit changes it, and so does exchanging, moving or clearing words, but for about one case in 2**32. Exact in any order of
-    addition.
+    bit changes it, and so does exchanging, moving or clearing words, but for about one case in 2**32.
     """
     import torch
 

@@ -17,7 +17,7 @@ class Layout:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks of one replica of the model, which train the same samples."""
+        """Ranks of one replica of the model."""
         return self.tp * self.pp * self.cp
 
     @property

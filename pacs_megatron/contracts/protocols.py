@@ -87,11 +87,8 @@ class SampleTable:
         return result
 
     def centred(self, values: torch.Tensor) -> torch.Tensor:
-        """[m], `values` minus their group's mean.
-
-        Exactly 0 where all values of a group are equal: the first member is subtracted before the mean is taken, so
-        G * x / G causes no rounding.
-        """
+        """[m], `values` minus their group's mean: exactly 0 where all are equal, since the first member is subtracted
+        before the mean is taken."""
         shifted = values - values[self.members[:, 0]][self.group_of_sample]
         return shifted - (self.total(shifted) / self.sizes)[self.group_of_sample]
 
@@ -112,8 +109,7 @@ class Prepared:
     denominators: dict[str, float] = field(default_factory=dict)
     """of `metrics` and `token_metrics` whose denominator is not the number of samples"""
     zero_gradient: torch.Tensor | None = None
-    """bool [n], samples whose gradient (and `token_loss`) is exactly zero: the engine may leave them out of forward and
-    backward. None: no such sample is known."""
+    """bool [n], samples whose gradient (and `token_loss`) is exactly zero: the engine may leave them out. None: unknown"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,14 +129,10 @@ class UpdateReport:
 class WeightReceiver(Protocol):
     """Takes new weights; nothing is sampled between begin_update and end_update."""
 
-    def begin_update(self, version: int) -> None:
-        """Starts an update; the present weights are not used any more."""
-        ...
+    def begin_update(self, version: int) -> None: ...
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """One whole weight under its Hugging Face name. Raises SyncError."""
-        ...
 
     def end_update(self, digest: str) -> None:
         """Raises SyncError unless every weight has arrived; afterwards samples carry (version, digest)."""
-        ...

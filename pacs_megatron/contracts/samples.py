@@ -32,15 +32,14 @@ class Prompt:
     answer: str
     """The reference answer, as the reward function reads it."""
     problem: str
-    """The problem text of the data set."""
     solution: str | None = None
     """A demonstration (used by `sft`)."""
     source: str = ""
-    """Data set name, for metrics by source."""
+    """Data set name."""
 
 
 class Judgement(NamedTuple):
-    """A reward and the verifier's record of it (JSON values), which the rollout file shows."""
+    """A reward and the verifier's record of it: JSON values."""
 
     reward: float
     details: Mapping[str, Any]
@@ -79,7 +78,7 @@ class SampleRequest:
     token_ids: np.ndarray
     """int32 [prompt]"""
     seed: int
-    """63-bit seed of this sample's generator."""
+    """63 bits"""
     params: SamplingOptions
 
     @property
@@ -118,7 +117,6 @@ class Sample:
     reward: float | None = None
     label: int | None = None
     reward_details: Mapping[str, Any] | None = None
-    """The verifier's own record as JSON values, such as components and server."""
     failure: str | None = None
     """Error of the verifier; the sample is dropped and counted."""
 

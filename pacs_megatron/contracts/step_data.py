@@ -28,8 +28,7 @@ class SampleFacts:
     truncated: np.ndarray
     """bool [n], ended by length"""
     log_ratio_to_sampler: np.ndarray | None = None
-    """float64 [n], mean over the response tokens of log pi_step_start - log pi_sampler, nats; the engine fills it in
-    for an objective that declares `sampler_ratio`"""
+    """float64 [n], the statistic `sampler_ratio`, nats; the engine fills it in where the objective declares it"""
     kl_to_reference: np.ndarray | None = None
     """float64 [n], `Objective.sample_kl`, nats; the engine fills it in where the objective subtracts it from the reward"""
     advantage_abs: np.ndarray | None = None
@@ -83,13 +82,10 @@ class TokenBuffers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchPlan:
-    """Assignment of samples to the micro-batches of each data-parallel rank, in order.
-
-    `by_dp_rank[d][k]` has the rows (int64, into the mini-batch's SampleFacts) of micro-batch k on rank d; an empty
-    array is a padding micro-batch that still runs the graph.
-    """
+    """Assignment of samples to the micro-batches of each data-parallel rank, in order."""
 
     by_dp_rank: tuple[tuple[np.ndarray, ...], ...]
+    """[d][k]: rows (int64, into the mini-batch's SampleFacts) of micro-batch k on rank d; empty: a padding micro-batch"""
     together: np.ndarray
     """bool [n], samples of groups that are kept in one micro-batch; such a micro-batch contains whole groups only"""
 
@@ -110,7 +106,7 @@ class MicroBatchPlan:
 class MiniBatch:
     """One mini-batch (one optimizer update): facts of all its samples, this rank's tokens, and the plan.
 
-    The log-prob dictionaries map a row of `facts` (this rank's samples only) to float32 [response], nats.
+    The dictionaries map a row of `facts` (this rank's samples only) to float32 [response], nats.
     """
 
     facts: SampleFacts
@@ -120,11 +116,10 @@ class MiniBatch:
     index: int = 0
     """0-based number of its update in the step; at 0 the policy has the weights of the step's start"""
     step_start_logprobs: dict[int, np.ndarray] | None = None
-    """log pi of the policy at the start of this step, from the trainer"""
+    """of the policy at the start of this step, from the trainer"""
     reference_logprobs: dict[int, np.ndarray] | None = None
-    """log pi of the frozen reference snapshot, from the trainer"""
     routes: dict[int, np.ndarray] | None = None
-    """experts of this rank's samples that score pass and update use, see policy/routing.py; None: those of their own weights.
-    The sampler's experts are set before any pass, and the `step_start` pass uses them too"""
+    """experts of this rank's samples that score pass and update use (policy/routing.py); None: those of their own weights.
+    The sampler's are set before any pass, and the `step_start` pass uses them too"""
     estimates: Mapping[str, dict[int, np.ndarray]] = field(default_factory=dict)
     """with a critic: `value` at the step's start, whitened `advantage`, `return`; by row as log-probs"""

@@ -43,8 +43,6 @@ Model = TypeVar("Model", bound=MegatronPolicy)
 
 @dataclass(slots=True, kw_only=True)
 class RunContext:
-    """One rank of the run."""
-
     config: RunConfig
     run_dir: Path
     model_dir: Path
@@ -62,8 +60,6 @@ class RunContext:
     saver: Saver
     stop: StopFlag
     critic: Critic | None = None
-    digest: str = ""
-    """of the weights in the rollout engine"""
 
     @property
     def reset_every(self) -> int | None:
@@ -75,12 +71,6 @@ class RunContext:
     def models(self) -> list[MegatronPolicy]:
         """The policy, and the critic if there is one."""
         return [self.policy] if self.critic is None else [self.policy, self.critic]
-
-    @property
-    def warmup_steps(self) -> int:
-        """First steps that update the critic only."""
-        options = self.config.objective
-        return options.critic.warmup_steps if isinstance(options, PpoOptions) else 0
 
     @property
     def has_reference(self) -> bool:
@@ -207,7 +197,6 @@ def build(
     config: RunConfig, run_dir: Path, model_dir: Path, channel: ControlChannel, driver: DriverClient | None,
     stop: StopFlag,
 ) -> RunContext:  # fmt: skip
-    """The policy and the engines."""
     rank, rollout = channel.rank, config.rollout
     policy = build_policy(config, run_dir, model_dir, rank)
     engine = None

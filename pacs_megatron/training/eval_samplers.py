@@ -66,7 +66,6 @@ class EmbeddedSampler(Closing):
         self._engine: EmbeddedEngine
 
     def describe(self) -> dict[str, Any]:
-        """Facts of the engine that change responses."""
         return {"engine": "embedded", "dtype": self._options.dtype, "batch_sequences": self.chunk}
 
     @report_wait("for the model to load")
@@ -84,10 +83,9 @@ class EmbeddedSampler(Closing):
 
 
 class ServerSampler(Closing):
-    """SGLang servers, managed or external, with the weights of one folder at a time.
+    """SGLang servers, managed or external, with the weights of one folder at a time, whose checksums are compared.
 
-    Every model is sent through a folder that the servers can read, and all checksums are compared. Managed servers are
-    started again for a model of another shape. A thread sends the weights once more to a server that was restarted.
+    Managed servers are started again for a model of another shape. A thread sends the weights to a restarted server.
     """
 
     chunk = 1
@@ -119,9 +117,7 @@ class ServerSampler(Closing):
                 self._sync = server_sync(self._options, shape[0], self._folder / "weights")
                 model = self._model_options.model_copy(update={"path": str(folder.path)})
                 self._engine = open_engine(self._options, model, self._folder)
-                self._shape = shape
-            self._model = folder
-            self._version += 1
+            self._shape, self._model, self._version = shape, folder, self._version + 1
             self._engine.begin_update()
             status = self._engine.status()
             digest = self._push([s.url for s in status if s.health is not Health.DEAD] or [s.url for s in status])

@@ -202,10 +202,7 @@ def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None
 
 
 def resume(run: RunContext) -> RunProgress | None:
-    """Loads the newest checkpoint. None if there is none. Collective.
-
-    Raises CheckpointError when the checkpoint is damaged or belongs to another run.
-    """
+    """Loads the newest checkpoint, None if there is none. Collective. Raises CheckpointError when it is damaged."""
     found = None
     if run.rank.rank == 0:
         run_checkpoint.finish_interrupted(run.run_dir)
@@ -284,10 +281,7 @@ def _settings(run: RunContext) -> dict[str, Any]:
 
 
 def export_hf(run: RunContext, model: MegatronPolicy, target: Path) -> None:
-    """Writes the weights of `model` with config and tokenizer to `target`, which it replaces. Collective.
-
-    Rank 0 writes, one tensor at a time.
-    """
+    """Writes the weights of `model` with config and tokenizer to `target`, which it replaces. Collective; rank 0 writes."""
     with run.timer.span("export"):
         if run.rank.rank:
             for _ in model.export_weights():

@@ -8,39 +8,24 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pacs_megatron.checkpoint.names import describe_newest
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.errors import ExitCode, PacsError, RewardError, RolloutError, one_line
 from pacs_megatron.models.hub import model_folder
 from pacs_megatron.observability.logs import setup_logging
+from pacs_megatron.runtime import run_folder as folders
 from pacs_megatron.runtime.command_line import report_error
 from pacs_megatron.runtime.environment import hide_gpus
 from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.processes import AGENT_PID, die_with_parent
-from pacs_megatron.runtime.run_folder import (
-    ATTEMPT_VARIABLE,
-    CONFIG_FILE,
-    EXIT_CODE_FILE,
-    FAILED_RANK_FILE,
-    LOG_FOLDER,
-    changed_since,
-    read_exit_code,
-    run_folder,
-    write_environment,
-    write_exit_code,
-)
 from pacs_megatron.runtime.run_lock import FolderInUseError, RunLock
 from pacs_megatron.runtime.waiting import report_wait
-from pacs_megatron.training.signals import STOP_FILE
-
-if TYPE_CHECKING:
-    from pacs_megatron.training.context import RunContext
+from pacs_megatron.training.signals import STOP_FILE, StopFlag
 
 logger = logging.getLogger(__name__)
 _PRINT_AFTER_S = 10.0
@@ -50,7 +35,7 @@ _PRINT_AFTER_S = 10.0
 def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
     """One rank from its configuration to its exit code. Raises PacsError."""
     loaded = load_config(config_path, overrides)
-    return _run(loaded, run_folder(loaded))
+    return _run(loaded, folders.run_folder(loaded))
 
 
 def _run(loaded: LoadedConfig, run_dir: Path) -> ExitCode:
@@ -59,27 +44,40 @@ def _run(loaded: LoadedConfig, run_dir: Path) -> ExitCode:
     if not loaded.config.resources.gpus_per_node and hide_gpus() and not rank_number:
         logger.info("resources.gpus_per_node=0: the run uses the CPU, not this host's GPUs")
     if rank_number:
-        return _train(loaded, run_dir, rank_number)
+        return _train(loaded, run_dir, rank_number, None, is_new=False)
     is_new = not run_dir.exists()
     with RunLock(run_dir, "train") as lock:
-        if ATTEMPT_VARIABLE not in os.environ:  # a batch script removes them when the attempt begins
-            for name in (FAILED_RANK_FILE, STOP_FILE):
+        if folders.ATTEMPT_VARIABLE not in os.environ:  # a batch script removes them when the attempt begins
+            for name in (folders.FAILED_RANK_FILE, STOP_FILE):
                 (run_dir / name).unlink(missing_ok=True)
         return _train(loaded, run_dir, rank_number, lock, is_new=is_new)
 
 
-def _train(
-    loaded: LoadedConfig, run_dir: Path, rank_number: int, lock: RunLock | None = None, *, is_new: bool = False
-) -> ExitCode:
+def _train(loaded: LoadedConfig, run_dir: Path, rank_number: int, lock: RunLock | None, *, is_new: bool) -> ExitCode:
     with report_wait("" if rank_number else "for torch and Megatron to load"):  # after the cheap checks
         from pacs_megatron.parallel import groups
-        from pacs_megatron.training import loop
+        from pacs_megatron.rollout.driver_client import DriverClient
+        from pacs_megatron.training import context, loop
         from pacs_megatron.training.watchdog import Watchdog
 
+    config, stop, driver = loaded.config, StopFlag(run_dir), None
     with ExitStack() as stack:
         try:
             with report_wait("" if rank_number else "for the model, the data, the driver and the other ranks"):
-                run = _build(loaded, run_dir, rank_number, stack, partial(_end_during_start, run_dir, lock))
+                stop.install(partial(_end_during_start, run_dir, lock), with_file=rank_number == 0)
+                model_dir = model_folder(config.model.path)
+                if rank_number == 0:
+                    for key in folders.changed_since(loaded, run_dir):
+                        logger.info("changed since the last attempt: %s", key)
+                    write_atomically(run_dir / folders.CONFIG_FILE, [loaded.to_yaml().encode()])
+                    folders.write_environment(run_dir, {})
+                    # The driver loads data while this process builds the model.
+                    driver = DriverClient(run_dir, model_dir, timeout_s=config.parallel.control_timeout_s)
+                    driver.should_stop = stop.is_set
+                    stack.callback(driver.close)
+                run = context.build_on_all_ranks(config, run_dir, model_dir, driver, stop)
+                if run.server_sync is not None:
+                    stack.callback(run.server_sync.close)
         except PacsError as error:
             stack.close()
             if is_new and not isinstance(error, RolloutError | RewardError):  # whose messages name a log in the folder
@@ -88,8 +86,8 @@ def _train(
                 with suppress(OSError):  # other runs are in it
                     run_dir.parent.rmdir()
             raise
-        setup_logging(run_dir / LOG_FOLDER, rank_number)
-        limits = loaded.config.parallel.hang_timeout_s, lambda: run.stop.reason, loaded.config.resources.signal_lead_s
+        setup_logging(run_dir / folders.LOG_FOLDER, rank_number)
+        limits = config.parallel.hang_timeout_s, lambda: stop.reason, config.resources.signal_lead_s
         watchdog = Watchdog(run_dir, rank_number, run.rank.layout.world_size, *limits)
         run.timer.on_change(watchdog.phase)
         run.channel.on_heartbeat = watchdog.alive
@@ -104,40 +102,13 @@ def _end_during_start(run_dir: Path, lock: RunLock | None, reason: str) -> None:
     """Ends this process: nothing was computed, and the main thread may wait for other ranks or read a model for minutes."""
     code = int(ExitCode.PREEMPTED)
     if lock is not None:
-        failed = run_dir / FAILED_RANK_FILE
+        failed = run_dir / folders.FAILED_RANK_FILE
         if failed.exists():
-            code, reason = read_exit_code(failed, ExitCode.FAILED), "another rank failed"
+            code, reason = folders.read_exit_code(failed, ExitCode.FAILED), "another rank failed"
         sys.stderr.write(f"{reason} before training: nothing to save; {describe_newest(run_dir)}\n")
-        write_exit_code(run_dir, code)
+        folders.write_exit_code(run_dir, code)
         lock.close()
     os._exit(code)
-
-
-def _build(
-    loaded: LoadedConfig, run_dir: Path, rank_number: int, stack: ExitStack, end_now: Callable[[str], None]
-) -> "RunContext":
-    """The driver process, on rank 0, and everything in this process. `stack` closes them."""
-    from pacs_megatron.rollout.driver_client import DriverClient
-    from pacs_megatron.training import context
-    from pacs_megatron.training.signals import StopFlag
-
-    stop = StopFlag(run_dir)
-    stop.install(end_now, with_file=rank_number == 0)
-    model_dir = model_folder(loaded.config.model.path)
-    driver = None
-    if rank_number == 0:
-        for key in changed_since(loaded, run_dir):
-            logger.info("changed since the last attempt: %s", key)
-        write_atomically(run_dir / CONFIG_FILE, [loaded.to_yaml().encode()])
-        write_environment(run_dir, {})
-        # The driver loads data while this process builds the model.
-        driver = DriverClient(run_dir, model_dir, timeout_s=loaded.config.parallel.control_timeout_s)
-        driver.should_stop = stop.is_set
-        stack.callback(driver.close)
-    run = context.build_on_all_ranks(loaded.config, run_dir, model_dir, driver, stop)
-    if run.server_sync is not None:
-        stack.callback(run.server_sync.close)
-    return run
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -152,24 +123,27 @@ def main(arguments: Sequence[str]) -> int:
         die_with_parent(signal.SIGTERM, int(os.environ[AGENT_PID]))
     config_path, overrides = Path(arguments[0]), arguments[1:]
     is_first = os.environ.get("RANK", "0") == "0"
-    exit_code_file = EXIT_CODE_FILE if is_first else FAILED_RANK_FILE
+    exit_code_file = folders.EXIT_CODE_FILE if is_first else folders.FAILED_RANK_FILE
     is_refused = False  # the run folder belongs to another process, so nothing is written there
-    run_dir: Path | None = None  # known once the configuration is read, whose file may change while the run goes on
+    run_dir: Path | None = None  # known once the configuration is read
     try:
         loaded = load_config(config_path, overrides)
-        run_dir = run_folder(loaded)
+        run_dir = folders.run_folder(loaded)
         code = _run(loaded, run_dir)
     except PacsError as error:
         logger.debug("%s", traceback.format_exc())
-        if is_first:
-            sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        else:
-            _print_after_rank_0(error)
+        if not is_first:
+            # Rank 0 prints errors that all ranks have and exits first: torchrun ends every rank as soon as one has exited.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(_PRINT_AFTER_S)
+        where = "" if is_first else f"rank {os.environ['RANK']}: "
+        sys.stderr.write(f"{type(error).__name__}: {where}{error}\n")
         code = error.exit_code
         is_refused = isinstance(error, FolderInUseError)
     except Exception as error:  # noqa: BLE001  a bug: one line and a report, and no interpreter that waits for collectives
         logger.debug("%s", traceback.format_exc())
-        if _is_lost_connection(error):
+        # gloo has no exception class of its own.
+        if "/gloo/transport/" in str(error) or type(error).__name__ in ("DistBackendError", "DistNetworkError"):
             what = f"lost the connection to another rank, whose message has the cause ({str(error).splitlines()[0]})"
             sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {one_line(what)}\n")
             code = ExitCode.FAILED
@@ -177,24 +151,12 @@ def main(arguments: Sequence[str]) -> int:
             code = ExitCode(report_error(error))
     is_written = not is_refused and (is_first or code not in (ExitCode.OK, ExitCode.PREEMPTED))
     if is_written and run_dir is not None and run_dir.is_dir():
-        write_exit_code(run_dir, code, exit_code_file)
+        folders.write_exit_code(run_dir, code, exit_code_file)
     # Other ranks may hang in a collective that this one left: exit without waiting for them.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(int(code))
-
-
-def _is_lost_connection(error: Exception) -> bool:
-    """Whether a collective failed because the process of another rank ended: gloo has no exception class of its own."""
-    return "/gloo/transport/" in str(error) or type(error).__name__ in ("DistBackendError", "DistNetworkError")
-
-
-def _print_after_rank_0(error: PacsError) -> None:
-    """Rank 0 prints errors that all ranks have and exits first: torchrun ends every rank as soon as one has exited."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(_PRINT_AFTER_S)
-    sys.stderr.write(f"{type(error).__name__}: rank {os.environ['RANK']}: {error}\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import numpy as np
 from pacs_megatron.batching.split import cut_step
 from pacs_megatron.contracts import Interrupted, MiniBatch, UpdateReport
 from pacs_megatron.objectives.pacs import Pacs
+from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import passes_of
 from pacs_megatron.policy.critic import critic_report
 from pacs_megatron.rollout.collect import StepSamples
@@ -16,7 +17,6 @@ from pacs_megatron.training.context import RunContext
 from pacs_megatron.training.progress import Logprobs
 
 NOISE_GROUPS = 4
-"""scored in two packings by a measurement of the scores' noise"""
 
 
 def collect(run: RunContext, step: int) -> StepSamples:
@@ -29,7 +29,6 @@ def collect(run: RunContext, step: int) -> StepSamples:
 
 
 def cut(run: RunContext, samples: StepSamples) -> list[MiniBatch]:
-    """The mini-batches of the step, with this rank's share of the tokens."""
     with run.timer.span("batch"):
         return cut_step(samples.facts, samples.tokens, run.rank, run.config.batch, run.objective)
 
@@ -59,7 +58,7 @@ def with_logprobs(minibatch: MiniBatch, found: Logprobs) -> MiniBatch:
 
 
 def measure_noise(run: RunContext, minibatch: MiniBatch, step: int) -> dict[str, float]:
-    """Metrics of the scores' noise if a measurement is due at `step`: of four groups, spread over the mini-batch."""
+    """Metrics of the scores' noise if a measurement is due: of four groups, spread over the mini-batch."""
     every = run.config.mismatch.score_noise_every
     if every is None or step % every or not isinstance(run.objective, Pacs):
         return {}
@@ -88,9 +87,10 @@ def update(run: RunContext, step: int, minibatch: MiniBatch, step_inputs: Any) -
 
     Raises Interrupted in the score pass and NonFiniteError, both before any weight of the policy changes.
     """
+    options = run.config.objective
     with run.timer.span("update"):
         report = None
-        if step > run.warmup_steps:
+        if not isinstance(options, PpoOptions) or step > options.critic.warmup_steps:
             report = run.policy.update(minibatch, run.objective, step_inputs, run.stop.is_set)
         if run.critic is None:
             assert report is not None

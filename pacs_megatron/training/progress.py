@@ -25,14 +25,12 @@ class OpenStep:
     """The step in progress. Its samples are in the rollout buffer, its weights in the policy."""
 
     updates: int = 0
-    """done"""
     sums: MetricSums = field(default_factory=MetricSums)
     """of the updates that are done"""
     logprobs: list[Logprobs] | None = None
     """By mini-batch. Those of the step's start cannot be computed again once its weights have changed."""
 
     def add(self, report: UpdateReport, num_samples: int) -> None:
-        """Counts an update of `num_samples` samples."""
         # Only the first update computes with the weights that sampled.
         metrics = {k: v for k, v in report.metrics.items() if self.updates == 0 or not k.startswith("mismatch/")}
         for name, value in metrics.items():
@@ -92,9 +90,7 @@ class RunProgress:
     """The position of the run. Always matches the policy's weights."""
 
     step: int = 0
-    """steps that are complete"""
     open_step: OpenStep = field(default_factory=OpenStep)
-    """the step after `step`"""
     row: dict[str, float | None] | None = None
     """metrics of `step` that are not written yet because its evaluation is not done"""
 

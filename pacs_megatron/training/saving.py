@@ -1,8 +1,8 @@
 """Writes checkpoints, with `checkpoint.async_save` in a thread of every rank while the next step runs.
 
-Concurrency: the main thread copies the tensors that a later update changes, and writes the small files. The thread writes
-the tensors, the digests and the manifest, and renames the folder; its collectives use a process group of their own. The
-main thread waits for it at the end of the next step, so all ranks raise its error at the same place, and before the run ends.
+Concurrency: the main thread copies the tensors that a later update changes. The thread writes them, the digests and the
+manifest, and renames the folder; its collectives use a process group of their own. The main thread waits for it at the end
+of the next step, so all ranks raise its error at the same place, and before the run ends.
 """
 
 import logging
@@ -44,7 +44,6 @@ class Saver:
                 running.result()
 
     def close(self) -> None:
-        """As `finish`, where the run ends with another error."""
         try:
             self.finish()
         except (PacsError, RuntimeError) as error:

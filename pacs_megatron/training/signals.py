@@ -32,8 +32,7 @@ class StopFlag:
         Until `defer` a thread calls `end_now` with the reason of a stop request, to end a process that has nothing to save.
         `with_file`: also for the file; on rank 0, which has removed that of an earlier attempt.
         """
-        self._end_now = end_now
-        self._with_file = with_file
+        self._end_now, self._with_file = end_now, with_file
         for number in JOB_SIGNALS:
             signal.signal(number, self._on_signal)
         # Python's handlers do not run while the main thread waits in a collective; a thread receives the signal then.
@@ -65,7 +64,6 @@ class StopFlag:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def is_set(self) -> bool:
-        """Whether this rank has a stop request."""
         if not self.reason and time.monotonic() >= self._next_look:
             if self._file.exists():
                 self.reason = f"file {STOP_FILE}"

@@ -16,10 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def sync(run: RunContext, step: int) -> None:
-    """Sends the weights after `step` to the rollout engine and compares versions and digests.
-
-    Collective; raises SyncError on every rank. The export needs all ranks.
-    """
+    """Sends the weights after `step` to the rollout engine and compares digests. Collective; raises SyncError on all ranks."""
     if not run.config.rollout.is_sampled:
         return
     with run.timer.span("sync"):
@@ -47,7 +44,6 @@ def sync(run: RunContext, step: int) -> None:
                 run.driver.call({"op": "set_current", **weights, "trained": step})
 
         run.channel.run_together(check_equal)
-        run.digest = digest
         run.channel.run_together(set_current)  # the driver accepts samples of these weights from now on
 
 
@@ -67,8 +63,7 @@ def _push(run: RunContext) -> str:
 
 
 def release_memory(run: RunContext) -> None:
-    """Colocated servers free their GPU memory for the training step, until the next `sync`. Off-loaded state returns.
-    Collective."""
+    """Colocated servers free their GPU memory until the next `sync`; off-loaded state returns. Collective."""
     if not run.config.rollout.on_trainer_gpus:
         return
     error = None
@@ -87,7 +82,7 @@ def _targets(run: RunContext, *, is_release: bool = False) -> list[ServerSync]:
     """The weight sync of this rank with its servers as targets; empty on ranks without servers. Collective.
 
     With `sync.transport: disk` rank 0 updates all servers, with `ipc` each rank those on its own GPU, with `broadcast` each
-    rank of rank 0's host its share. The driver sends these servers no request until the update ends.
+    rank of rank 0's host its share.
     """
     rollout = run.config.rollout.sglang
     assert rollout is not None

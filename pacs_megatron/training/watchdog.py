@@ -32,7 +32,7 @@ _NOTICE_EVERY_S = 10.0
 _LEAD_SHARE = 0.95
 """Of the lead: the rest is for the report and the exit."""
 _GRACE_S = 2.0
-"""Between the report of a rank and its exit: slower ranks write their reports."""
+"""Between the report of a rank and its exit: slower ranks write theirs."""
 
 
 class Watchdog:
@@ -71,7 +71,6 @@ class Watchdog:
         self.alive()
 
     def alive(self) -> None:
-        """Progress inside a phase, for example a heartbeat while rank 0 waits for the driver."""
         self._since = time.monotonic()
 
     def _watch(self) -> None:
