@@ -22,7 +22,6 @@ from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import run_folder
 
 FILE = "certificate.json"
-_VERSIONS_OF = ("pacs-megatron", "torch", "megatron-core", "transformers", "numpy")
 _COVERED = ("model", "precision", "policy", "objective", "batch", "optimizer")
 
 
@@ -41,7 +40,7 @@ def digest_of(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Certificate:
     """One result, in `folder`. Green if nothing deviates."""
 
@@ -78,7 +77,7 @@ class Certificate:
                 for q in found.quantities.values()
             ],
         }
-        return cls(folder=folder, content=content)
+        return cls(folder, content)
 
     @property
     def is_green(self) -> bool:
@@ -144,4 +143,4 @@ def _precision(config: RunConfig) -> str:
 
 
 def _versions() -> Mapping[str, str]:
-    return {name: version(name) for name in _VERSIONS_OF}
+    return {name: version(name) for name in ("pacs-megatron", "torch", "megatron-core", "transformers", "numpy")}

@@ -53,13 +53,12 @@ class Quantity:
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:
-    """All quantities. `first` is the first deviation above its tolerance, in the order of the computation."""
+    """All quantities, and metrics that the reference does not compute. `first`: the first deviation above its tolerance."""
 
     is_bf16: bool
     quantities: dict[str, Quantity] = field(default_factory=dict)
     first: str = ""
     not_compared: set[str] = field(default_factory=set)
-    """metrics that the reference does not compute"""
 
     def check(self, name: str, where: str, found: Any, expected: Any, scale: float = 1.0) -> None:
         """Compares two arrays or numbers; the deviation is in units of `scale`."""

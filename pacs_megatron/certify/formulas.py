@@ -1,7 +1,4 @@
-"""The formulas of docs/objective.md for `certify`'s reference, in float64 by autograd: nothing here is from pacs_megatron.
-
-A new objective is one function and one row of OBJECTIVES.
-"""
+"""The formulas of docs/objective.md for `certify`'s reference, in float64 by autograd, without pacs_megatron."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -252,9 +249,8 @@ def real(batch: Batch) -> tuple[Tensor, Metrics]:
 
 def sft(batch: Batch) -> tuple[Tensor, Metrics]:
     """Mean negative log-likelihood over tokens, or the mean of each response's mean."""
-    if batch.options["loss_mean"] == "token":
-        return -torch.cat(batch.logps).mean(), {}
-    return -torch.stack([logp.mean() for logp in batch.logps]).mean(), {}
+    means = torch.stack([logp.mean() for logp in batch.logps])
+    return -(torch.cat(batch.logps) if batch.options["loss_mean"] == "token" else means).mean(), {}
 
 
 _KIN = ("grpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo", "rloo", "w_reinforce", "reinforce_pp", "ppo")
@@ -266,9 +262,8 @@ def skips_zero_gradient(o: Mapping[str, Any]) -> bool:
     """Whether a step's first update leaves samples out whose gradient is exactly 0 (docs/metrics.md)."""
     if o["name"] == "pacs":
         return bool(o["reference"] == "step_start" and o["importance_cap"] is None)
-    if o["name"] == "sft" or o.get("kl_coef", 0) > 0 or o.get("entropy_coef", 0) > 0:
-        return False
-    return bool(o.get("importance_level") != "sequence")
+    needs_all = o["name"] == "sft" or o.get("kl_coef", 0) > 0 or o.get("entropy_coef", 0) > 0
+    return not needs_all and o.get("importance_level") != "sequence"
 
 
 def without_gradient(batch: Batch, slopes: Sequence[Tensor]) -> list[bool]:

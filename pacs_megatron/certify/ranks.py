@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,30 +19,24 @@ from pacs_megatron.contracts import Interrupted, MiniBatch, SampleFacts, TokenBu
 from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
 from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective
-from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.observability.spans import Timer
 from pacs_megatron.parallel import groups
 from pacs_megatron.policy.critic import Critic
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.policy.microbatch import MicroBatch, UpdateLoss
-from pacs_megatron.policy.passes import StopTest
 from pacs_megatron.rollout.collect import DriverState, StepSamples
 from pacs_megatron.training import loop
 from pacs_megatron.training.context import RunContext, build_critic, build_policy, join
-from pacs_megatron.training.loop import export_hf
 from pacs_megatron.training.progress import RunProgress
 from pacs_megatron.training.saving import Saver
 from pacs_megatron.training.signals import StopFlag
 from pacs_megatron.training.step import train_step
 
-Found = dict[int, tuple[np.ndarray, np.ndarray]]
-"""row of the mini-batch -> (log-probs, derivatives of the loss by them), both [response], of the update's own forward"""
-
 
 class _RecordedLoss(UpdateLoss):
-    """The loss of an update; keeps the log-probs and the derivatives of the loss by them."""
+    """The loss of an update. `found`: row -> (log-probs, derivatives of the loss by them), both [response]."""
 
-    found: Found
+    found: dict[int, tuple[np.ndarray, np.ndarray]]
 
     def __call__(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss, report = super().__call__(batch, logprobs, entropy)
@@ -65,45 +59,32 @@ class _RecordedPolicy(MegatronPolicy):
     stop_after: int
     stop: StopFlag
 
-    def update(
-        self,
-        minibatch: MiniBatch,
-        objective: Objective,
-        step_inputs: Any,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> UpdateReport:
+    def update(self, minibatch: MiniBatch, *args: Any) -> UpdateReport:
         _RecordedLoss.found = {}
-        report = super().update(minibatch, objective, step_inputs, should_stop)
+        report = super().update(minibatch, *args)
         self.number += 1
-        facts = minibatch.facts
-        arrays: dict[str, Any] = {}
+        facts, found = minibatch.facts, _RecordedLoss.found
         sources: dict[str, Mapping[int, np.ndarray] | None] = {
             "start": minibatch.step_start_logprobs,
             "reference": minibatch.reference_logprobs,
+            "update": {row: pair[0] for row, pair in found.items()},
+            "coefficient": {row: pair[1] for row, pair in found.items()},
         }
-        for index, name in enumerate(("update", "coefficient")):
-            sources[name] = {row: pair[index] for row, pair in _RecordedLoss.found.items()}
-        for name, values in sources.items():
-            for row, value in (values or {}).items():
-                arrays[f"{name} {facts.ids[row]}"] = value
+        arrays: dict[str, Any] = {
+            f"{name} {facts.ids[row]}": value
+            for name, values in sources.items()
+            for row, value in (values or {}).items()
+        }
         np.savez(self.folder / f"update_{self.number}.{self.rank.rank}.npz", **arrays)
-        numbers = {
-            "ids": facts.ids,
-            "grad_norm": report.grad_norm,
-            "is_clipped": report.is_clipped,
-            "lr": report.lr,
+        numbers = {name: getattr(report, name) for name in ("grad_norm", "is_clipped", "lr")} | {
             "version": self.version,
             "metrics": {k: (v, report.denominators.get(k, facts.num_samples)) for k, v in report.metrics.items()},
         }
         (self.folder / f"update_{self.number}.{self.rank.rank}.json").write_text(json.dumps(numbers))
-        self.write_weights(f"weights_{self.number}")
+        _write_weights(self, self.folder / f"weights_{self.number}")
         if self.number == self.stop_after:
             self.stop.reason = "certify"
         return report
-
-    def write_weights(self, name: str) -> None:
-        """Every tensor under its Hugging Face name. Collective."""
-        _write_weights(self, self.folder / name)
 
     def write_moments(self) -> None:
         """Adam's moments under Hugging Face names, through the export: they replace the weights. Collective."""
@@ -117,7 +98,7 @@ class _RecordedPolicy(MegatronPolicy):
             for chunk in self.chunks:
                 if chunk.ddp_config.use_distributed_optimizer:
                     chunk.start_param_sync(force_sync=True)
-            self.write_weights(name)
+            _write_weights(self, self.folder / name)
 
 
 class _RecordedCritic(Critic):
@@ -125,15 +106,14 @@ class _RecordedCritic(Critic):
 
     policy: _RecordedPolicy
 
-    def update(
-        self, minibatch: MiniBatch, objective: Objective, step_inputs: Any, should_stop: StopTest | None = None
-    ) -> UpdateReport:
-        report = super().update(minibatch, objective, step_inputs, should_stop)
+    def update(self, *args: Any) -> UpdateReport:
+        report = super().update(*args)
         _write_weights(self, self.policy.folder / f"critic_{self.policy.number}")
         return report
 
 
 def _write_weights(model: MegatronPolicy, file: Path) -> None:
+    """Every tensor under its Hugging Face name. Collective."""
     tensors: dict[str, Any] = {key: tensor.float().cpu().numpy().copy() for key, tensor in model.export_weights()}
     digest = hashlib.sha256(b"".join(tensor.tobytes() for tensor in tensors.values())).hexdigest()
     file.with_name(f"{file.name}.{model.rank.rank}.digest").write_text(digest)
@@ -182,9 +162,9 @@ def attempt(case: Case, folder: Path, number: int) -> None:
     if isinstance(config.objective, PpoOptions):
         changes["critic"] = config.objective.critic.model_copy(update={"path": str(folder / "critic")})
     config = config.model_copy(update={"objective": config.objective.model_copy(update=changes)})
-    policy = build_policy(config, folder / "run", folder / "model", rank, _RecordedPolicy)
+    place = (folder / "run", folder / "model", rank)
+    policy, stop = build_policy(config, *place, _RecordedPolicy), StopFlag(folder / "run")
     assert isinstance(policy, _RecordedPolicy)
-    stop = StopFlag(folder / "run")
     policy.folder, policy.stop, policy.stop_after = folder / "product", stop, case.stop_after
     run = RunContext(
         config=config,
@@ -193,7 +173,7 @@ def attempt(case: Case, folder: Path, number: int) -> None:
         rank=rank,
         channel=channel,
         policy=policy,
-        critic=build_critic(config, folder / "run", folder / "model", rank, _RecordedCritic),
+        critic=build_critic(config, *place, _RecordedCritic),
         objective=build_objective(config.objective, updates_per_step=config.batch.updates_per_step),
         rollouts=_Recorded(folder, is_first=rank.rank == 0),  # type: ignore[arg-type]
         driver=None,
@@ -207,7 +187,7 @@ def attempt(case: Case, folder: Path, number: int) -> None:
         run.critic.policy = policy
     progress = loop.resume(run) or RunProgress(row={})
     policy.number = case.stop_after if number else 0
-    policy.write_weights(f"start_{number}")
+    _write_weights(policy, policy.folder / f"start_{number}")
     rows: dict[int, dict[str, float | None]] = {}
     with suppress(Interrupted):
         while progress.step < (case.steps if number or config.batch.updates_per_step > 1 else case.stop_after):
@@ -217,7 +197,7 @@ def attempt(case: Case, folder: Path, number: int) -> None:
     if rank.rank == 0:
         (policy.folder / f"rows_{number}.json").write_text(json.dumps(rows))
     if number:
-        export_hf(run, policy, policy.folder / "hf")
+        loop.export_hf(run, policy, policy.folder / "hf")
         policy.write_moments()
     dist.barrier(group=rank.control)  # a rank that leaves early resets the connections of the others
     groups.shutdown(keep_world=True)
@@ -235,9 +215,8 @@ def convert(folder: Path) -> None:
         "convert to-megatron": MegatronWeights(product / "to_megatron"),
     }
     if critic.is_dir():
-        to = product / "critic_to_hf"
-        megatron_to_hf(critic, Options(out=to), step=None)
-        sources["critic to-hf"] = HfFolder(to)
+        megatron_to_hf(critic, Options(out=product / "critic_to_hf"), step=None)
+        sources["critic to-hf"] = HfFolder(product / "critic_to_hf")
     for name, source in sources.items():
         tensors: dict[str, Any] = {key: source.get(key).float().numpy() for key in source.names}
         np.savez(product / f"{name}.npz", **tensors)

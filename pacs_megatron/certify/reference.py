@@ -1,13 +1,11 @@
 """The reference of `certify`: a plain training loop that imports nothing from pacs_megatron but `formulas.py`, which
-imports nothing from it (a test reads the imports).
-
-transformers, one sample a forward, float64, autograd through the whole mini-batch, an AdamW and a schedule written from
-docs/configuration.md.
+imports nothing from it (a test reads the imports). transformers, one sample a forward, float64, autograd through the whole
+mini-batch, an AdamW and a schedule written from docs/configuration.md.
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,18 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pacs_megatron.certify.formulas import (
-    OBJECTIVES,
-    Batch,
-    Logps,
-    Metrics,
-    estimates,
-    passes,
-    skips_zero_gradient,
-    token_metrics,
-    value_loss,
-    without_gradient,
-)
+from pacs_megatron.certify import formulas
+from pacs_megatron.certify.formulas import Batch, Logps, Metrics
 
 CRITIC = "critic"
 """The critic's folder, beside the policy's"""
@@ -69,7 +57,17 @@ class Model:
 
     def named(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """With one tensor for each expert's projection."""
-        return {name: part.detach().numpy() for key, value in values.items() for name, part in _unstacked(key, value)}
+        found: dict[str, Any] = {}
+        for key, value in values.items():
+            base, _, last = key.rpartition(".experts.")
+            for number, expert in enumerate(value.detach().numpy() if base else ()):
+                parts = [expert] if last == "down_proj" else np.split(expert, 2)
+                for name, part in zip(
+                    ("down_proj",) if len(parts) == 1 else ("gate_proj", "up_proj"), parts, strict=True
+                ):
+                    found[f"{base}.experts.{number}.{name}.weight"] = part
+            found |= {} if base else {key: value.detach().numpy()}
+        return found
 
     def copy(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.parameters.items()}
@@ -111,17 +109,6 @@ def random_model(folder: Path, seed: int, *, with_critic: bool) -> None:
                 parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(std=0.12)
         model.save_pretrained(target)
     (folder / "config.json").write_text(config)
-
-
-def _unstacked(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    base, _, last = name.rpartition(".experts.")
-    if not base:
-        yield name, value
-    for number, expert in enumerate(value) if base else ():
-        parts = {"down_proj": expert}
-        if last != "down_proj":
-            parts = dict(zip(("gate_proj", "up_proj"), expert.chunk(2, dim=0), strict=True))
-        yield from ((f"{base}.experts.{number}.{name}.weight", part) for name, part in parts.items())
 
 
 class Adam:
@@ -180,8 +167,7 @@ class Reference:
         self.adam = Adam(self.model.parameters, self.case["optimizer"], self.case["clip_grad"], total)
         self.critic: Model | None = None
         if self.options["name"] == "ppo":
-            self.critic = Model(folder / CRITIC, 1.0)
-            lr, o = self.options["critic"]["lr"], self.case["optimizer"]
+            self.critic, o, lr = Model(folder / CRITIC, 1.0), self.case["optimizer"], self.options["critic"]["lr"]
             own = o | {"lr": lr, "min_lr": o["min_lr"] * lr / o["lr"]}
             self.critic_adam = Adam(self.critic.parameters, own, self.case["clip_grad"], total)
         self.routes: dict[int, list[Tensor | None]] = {}
@@ -256,7 +242,7 @@ class Reference:
                 batch = self.batch(step, rows, self.logps(step, rows), starts, starts)
                 batch.step = self.batch(step, list(range(len(starts))), (starts, []), starts, starts)
                 self._estimate(step, 0, batch)
-                torch.autograd.backward(OBJECTIVES[self.options["name"]](batch)[0])
+                torch.autograd.backward(formulas.OBJECTIVES[self.options["name"]](batch)[0])
                 norms.append(self.adam.norm())
         np.savez(self.folder / "steps.npz", **self.data)
         if norms:
@@ -271,7 +257,7 @@ class Reference:
             return
         if index == 0:
             self.starts = [self.critic.values(*sample) for sample in self._samples(step)]
-            self.advantages, self.returns = estimates(batch.step, self.starts)
+            self.advantages, self.returns = formulas.estimates(batch.step, self.starts)
         batch.advantages = [self.advantages[row] for row in batch.rows]
 
     def _update_critic(self, step: int, number: int, rows: list[int]) -> tuple[dict[str, Any], Metrics]:
@@ -282,7 +268,7 @@ class Reference:
         samples, adam = self._samples(step), self.critic_adam
         starts, returns = ([every[row] for row in rows] for every in (self.starts, self.returns))
         values = [self.critic.values(*samples[row]) for row in rows]
-        loss, metrics = value_loss(self.options, values, starts, returns)
+        loss, metrics = formulas.value_loss(self.options, values, starts, returns)
         torch.autograd.backward(loss)
         norm, lr = adam.norm(), adam.rate(number)
         adam.step(lr)
@@ -319,7 +305,7 @@ class Reference:
         """(arrays, numbers) of one update."""
         o, case, n = self.options, self.case, len(rows)
         self.model.model.zero_grad()
-        counts = passes(o, max(index, case["epochs"] - 1))  # of a mini-batch, for all its epochs
+        counts = formulas.passes(o, max(index, case["epochs"] - 1))  # of a mini-batch, for all its epochs
         own, entropies = self.logps(step, rows, replays=counts["passes/step_start"][0] > 0)
         arrays = {"update": own, "start": [starts[row] for row in rows], "reference": [frozen[row] for row in rows]}
         # The objective is evaluated at the product's log-probs, which the comparison bounds; the graph is this model's.
@@ -337,11 +323,11 @@ class Reference:
             for kind, values in (("start", first | found), ("reference", found))
         )
         self._estimate(step, index, batch)
-        loss, metrics = OBJECTIVES[o["name"]](batch)
+        loss, metrics = formulas.OBJECTIVES[o["name"]](batch)
         torch.autograd.backward(loss)
         slopes = [torch.zeros_like(p) if p.grad is None else p.grad for p in logps]
-        skips = index == 0 and case["epochs"] == 1 and skips_zero_gradient(o)
-        skipped = [skips and zero for zero in without_gradient(batch, slopes)]
+        skips = index == 0 and case["epochs"] == 1 and formulas.skips_zero_gradient(o)
+        skipped = [skips and zero for zero in formulas.without_gradient(batch, slopes)]
         planned = (step - 1) * self._updates() + index + 1
         norm, lr = self.adam.norm(), self.adam.rate(planned)
         self.adam.step(lr)
@@ -349,7 +335,7 @@ class Reference:
         seen = [k for k in range(n) if not skipped[k]]
         if seen:
             forward = [torch.cat([values[k].detach() for k in seen]) for values in (logps, entropies, batch.sampler)]
-            metrics |= token_metrics(forward[0], forward[1], forward[2], case)
+            metrics |= formulas.token_metrics(forward[0], forward[1], forward[2], case)
         metrics |= counts | {"objective/loss": (float(loss.detach()), n)}
         if o["name"] != "sft":
             metrics[f"{o['name']}/truncated_frac"] = (float(self.data[f"{step}.truncated"][rows].mean()), n)

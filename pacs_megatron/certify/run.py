@@ -48,8 +48,7 @@ def certify(
     check_output(folder / FILE, b'{\n "result": ')  # an export's certificate is kept
     if (folder / "config.json").exists():
         raise ConfigError(f"{folder} is the folder of a model; choose another --out")
-    work = folder / ".work"
-    start, is_bf16 = time.monotonic(), case.config.precision.dtype == "bf16"
+    work, start, is_bf16 = folder / ".work", time.monotonic(), case.config.precision.dtype == "bf16"
     if place is not None and place.rank:
         _import(case, place)
         _attempts_of_rank(case, work, place)
@@ -71,10 +70,9 @@ def certify(
             found = Comparison(is_bf16=is_bf16, first=str(error))
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    seconds = time.monotonic() - start
     import torch
 
-    on_gpu = place is not None and torch.cuda.is_available()
+    seconds, on_gpu = time.monotonic() - start, place is not None and torch.cuda.is_available()
     certificate = Certificate.of(loaded, case, found, folder, seconds=seconds, on_gpu=on_gpu)
     certificate.write()
     return certificate
@@ -84,11 +82,8 @@ def make_case(loaded: LoadedConfig, world: int | None) -> Case:
     """The tiny case of a configuration. Raises ConfigError if its layout does not fit its model."""
     config = loaded.config
     hf_config = need_config(config.model.path, loaded.where("model.path"))
-    ranks = world or ranks_to_start(config)
-    problems = layout_problems(config, ranks) + shape_problems(
-        config, read_spec(hf_config), Path(config.model.path).name
-    )
-    if problems:
+    ranks, name = world or ranks_to_start(config), Path(config.model.path).name
+    if problems := layout_problems(config, ranks) + shape_problems(config, read_spec(hf_config), name):
         raise loaded.fail(problems[0])
     return shrink(config, hf_config, layout_of(config, ranks), world=world)
 
@@ -106,8 +101,7 @@ def _import(case: Case, place: RankPlace | None) -> None:
         from pacs_megatron.certify.formulas import OBJECTIVES
 
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
-    if case.config.objective.name not in OBJECTIVES:
-        name = case.config.objective.name
+    if (name := case.config.objective.name) not in OBJECTIVES:
         raise ConfigError(f"certify has no reference for objective.name={name}; add its formula (docs/certify.md)")
 
 
@@ -125,9 +119,10 @@ def _run(case: Case, work: Path, place: RankPlace | None, seed: int) -> None:
     start("preparation", prepare).wait(_FailedError)
     if place is not None:
         _attempts_of_rank(case, work, place)
-    for number in (0, 1) if place is None else ():
-        world = case.layouts[number].world_size
-        start(f"attempt {number + 1}", partial(ranks.attempt, case, work, number), world).wait(_FailedError)
+    else:
+        for number, layout in enumerate(case.layouts):
+            attempt = partial(ranks.attempt, case, work, number)
+            start(f"attempt {number + 1}", attempt, layout.world_size).wait(_FailedError)
     trainer = start("reference", lambda: reference.Reference(work).train())
     try:
         start("conversion", partial(ranks.convert, work)).wait(_FailedError)

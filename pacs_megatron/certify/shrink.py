@@ -17,24 +17,24 @@ from pacs_megatron.objectives.ppo import PpoOptions
 
 PROMPT, RESPONSE = 8, 13
 """Longest prompt and response of the samples, tokens."""
-MAX_UPDATES, MAX_EPOCHS = 4, 2
-"""Updates per step, and epochs, that are kept."""
-_MAX_GROUP, _VOCAB, _HEAD_DIM, _HEADS_PER_GROUP = 4, 251, 8, 3
+MAX_UPDATES, MAX_EPOCHS, _MAX_GROUP = 4, 2, 4
+"""Updates per step, epochs and samples of a group that are kept."""
+_VOCAB = 251
+_ON_CPU = ("overlap_grad_reduce", "overlap_param_gather")
+"""Options of `parallel.megatron` that need no GPU."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Case:
-    """Two attempts of a tiny run."""
+    """A tiny run in two attempts, each in one of `layouts`. `changes`: differences from the user's configuration."""
 
     config: RunConfig
     layouts: tuple[Layout, Layout]
-    """of the attempt that starts and of the one that resumes"""
     hf_config: Mapping[str, Any]
     steps: int
     stop_after: int
     """Updates of the first attempt. With several updates a step it ends inside a step."""
     changes: tuple[str, ...]
-    """differences from the user's configuration, for the certificate"""
 
     def parallel(self, attempt: int) -> Any:
         """`config.parallel` in the layout of an attempt."""
@@ -57,7 +57,7 @@ def shrink(config: RunConfig, hf_config: Mapping[str, Any], user: Layout, *, wor
     steps, stop_after = (5, 3) if updates == 1 else (3, epochs * len(_groups_of_step(1, updates)) + 1)
     if resets and updates > 1:
         steps, stop_after = steps + 1, stop_after + epochs * updates
-    changed = _changes(config, updates, steps, tiny, on_cpu=world is None)
+    changed = _changes(config, updates, epochs, steps, on_cpu=world is None)
     after_text = _text(after) if after != layout else "the same layout: no other one fits"
     notes = [f"layout: {_text(layout)} for {_text(user)}; resumed in {after_text}"]
     before = config.model_dump(mode="json")
@@ -67,14 +67,8 @@ def shrink(config: RunConfig, hf_config: Mapping[str, Any], user: Layout, *, wor
     if config.rollout.is_sampled:  # recorded samples need no engine
         ahead, sampling = config.rollout.steps_ahead, before["rollout"]["sampling"]
         tree["rollout"] = {"engine": "embedded", "sampling": sampling, "max_staleness": ahead}
-    return Case(
-        config=RunConfig.model_validate(tree),
-        layouts=(layout, after),
-        hf_config=tiny,
-        steps=steps,
-        stop_after=stop_after,
-        changes=tuple(notes),
-    )
+    own = RunConfig.model_validate(tree)
+    return Case(own, (layout, after), tiny, steps, stop_after, tuple(notes))
 
 
 def _few_ranks(user: Layout) -> Layout:
@@ -116,9 +110,9 @@ def _tiny_model(hf: Mapping[str, Any], first: Layout, second: Layout, *, for_ker
     shards = math.lcm(first.tp, second.tp)
     stages = math.lcm(*(layout.pp * (layout.vpp or 1) for layout in (first, second)))
     kv_heads = shards * (3 if shards <= 2 else 1)
-    heads = kv_heads * (1 if spec.num_heads == spec.num_kv_heads else _HEADS_PER_GROUP)
+    heads = kv_heads * (1 if spec.num_heads == spec.num_kv_heads else 3)
     # FP8 kernels need multiples of 16 on every rank, blockwise with sequence parallelism 128 for `hidden_size`.
-    head_dim, unit = (128, 16) if for_kernels else (_HEAD_DIM, 1)
+    head_dim, unit = (128, 16) if for_kernels else (8, 1)
     sizes: dict[str, Any] = {
         "vocab_size": _VOCAB,
         # transformers rejects a Llama whose heads do not divide it
@@ -143,23 +137,18 @@ def _tiny_model(hf: Mapping[str, Any], first: Layout, second: Layout, *, for_ker
     return kept | sizes
 
 
-_ON_CPU = ("overlap_grad_reduce", "overlap_param_gather")
-"""Options of `parallel.megatron` that need no GPU."""
-
-
-def _changes(config: RunConfig, updates: int, steps: int, tiny: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+def _changes(config: RunConfig, updates: int, epochs: int, steps: int, *, on_cpu: bool) -> dict[str, Any]:
     """Section -> keys with the values of the case."""
     optimizer, batch, objective = config.optimizer, config.batch, config.objective
-    longest = PROMPT + RESPONSE
-    response = config.rollout.sampling.max_response_tokens
-    share = batch.tokens_per_microbatch / max_sequence_tokens(config)
+    longest, response = PROMPT + RESPONSE, config.rollout.sampling.max_response_tokens
+    share = min(batch.tokens_per_microbatch / max_sequence_tokens(config), 100.0)
     changed: dict[str, Any] = {
         "run": {"steps": steps},
         "batch": {
             "updates_per_step": updates,
-            "epochs": min(config.batch.epochs, MAX_EPOCHS),
+            "epochs": epochs,
             "samples_per_prompt": min(batch.samples_per_prompt, _MAX_GROUP),
-            "tokens_per_microbatch": max(longest, round(min(share, 100.0) * longest)),
+            "tokens_per_microbatch": max(longest, round(share * longest)),
         },
         # Large enough that float32 resolves an update, and that rounding of a zero gradient is not a full step.
         "optimizer": {
@@ -178,8 +167,7 @@ def _changes(config: RunConfig, updates: int, steps: int, tiny: Mapping[str, Any
     for key in ("clip_low", "clip_high", "value_clip"):  # ratios and values change by a few per cent
         if (getattr(objective, key, None) or 0.0) >= 0.05:
             changed["objective"][key] = 0.1 * getattr(objective, key)
-    reset_every = getattr(objective, "reset_every", None)
-    if reset_every is not None:
+    if (reset_every := getattr(objective, "reset_every", None)) is not None:
         changed["objective"]["reset_every"] = min(reset_every, 2)
     for name in ("constant_length", "overlong_length", "overlong_buffer"):
         if getattr(objective, name, None) is not None:
@@ -196,8 +184,7 @@ def _changes(config: RunConfig, updates: int, steps: int, tiny: Mapping[str, Any
 
 
 def _groups_of_step(step: int, updates: int) -> list[int]:
-    """Sizes relative to the group size, one for each group. The first step has fewer groups than updates, if possible;
-    the others do not divide evenly."""
+    """Of each group the missing samples. A first step has fewer groups than updates; the others do not divide evenly."""
     count = max(updates - 1, 1) if step == 1 and updates > 1 else 2 * updates + 1
     return [k % 3 for k in range(count)]
 
@@ -205,14 +192,11 @@ def _groups_of_step(step: int, updates: int) -> list[int]:
 def write_samples(case: Case, folder: Path, seed: int) -> None:
     """Writes `case.json`, `steps.npz` and the configuration of the model, for the reference and the ranks.
 
-    Responses and groups have uneven lengths, the last group of a step has one class, rewards are not labels, and some
-    samples are truncated. Uniform random tokens: the reference adds the sampler's log-probs.
+    Responses and groups have uneven lengths, the last group of a step has one class, and some samples are truncated.
     """
     config = case.config
-    rng = np.random.default_rng(seed)
-    arrays: dict[str, Any] = {}
-    ids: dict[int, list[str]] = {}
-    size = config.batch.samples_per_prompt
+    rng, size = np.random.default_rng(seed), config.batch.samples_per_prompt
+    arrays, ids = dict[str, Any](), dict[int, list[str]]()
     for step in range(1, case.steps + 1):
         sizes = [max(min(size, 2), size - less) for less in _groups_of_step(step, config.batch.updates_per_step)]
         groups = np.repeat(np.arange(len(sizes)), sizes)
@@ -248,9 +232,7 @@ def write_samples(case: Case, folder: Path, seed: int) -> None:
     np.savez(folder / "steps.npz", **arrays)
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(dict(case.hf_config)))
-    content = {
-        "objective": config.objective.model_dump(mode="json"),
-        "optimizer": config.optimizer.model_dump(mode="json"),
+    content = {name: getattr(config, name).model_dump(mode="json") for name in ("objective", "optimizer")} | {
         "clip_grad": config.objective.clip_grad,
         "updates_per_step": config.batch.updates_per_step,
         "epochs": config.batch.epochs,
@@ -264,6 +246,6 @@ def write_samples(case: Case, folder: Path, seed: int) -> None:
 
 
 def _text(layout: Layout) -> str:
-    axes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp or 1, "cp": layout.cp, "ep": layout.ep, "dp": layout.dp}
-    sizes = "".join(f" {name}{size}" for name, size in axes.items() if size > 1) or " 1 rank"
-    return sizes.strip() + (" sequence-parallel" if layout.sequence_parallel else "")
+    sizes = ((name, getattr(layout, name) or 1) for name in ("tp", "pp", "vpp", "cp", "ep", "dp"))
+    text = " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "1 rank"
+    return text + (" sequence-parallel" if layout.sequence_parallel else "")

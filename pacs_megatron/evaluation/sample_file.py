@@ -32,19 +32,15 @@ _FIELDS = {
     "label": int | None,
     "failure": str | None,
 }
-_BATCH = 512
-"""Responses that `rejudge` has in memory."""
 
 
 class Outcome(NamedTuple):
-    """The part of a sample that statistics need."""
+    r"""The part of a sample that statistics need: its label (None: no verdict) and the content of the last `\boxed{}`."""
 
     prompt_id: str
     label: int | None
-    """None: the verifier gave no verdict"""
     failure: str | None
     answer: str | None
-    r"""content of the last `\boxed{}`"""
     is_truncated: bool
     num_tokens: int
 
@@ -127,7 +123,7 @@ class SampleFile(Closing):
     def _judged_again(self, judge: Judge, max_failure_frac: float) -> Iterator[bytes]:
         yield json_line(self._header)
         records = (record for _, record in itertools.islice(read_samples(self.path), 1, None))
-        while batch := list(itertools.islice(records, _BATCH)):
+        while batch := list(itertools.islice(records, 512)):
             verdicts: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
             for record in batch:
                 prompt = self._prompts.get(record["prompt_id"])

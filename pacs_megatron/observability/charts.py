@@ -21,7 +21,7 @@ MAX_POINTS = 400
 """A longer series is reduced to the extremes of each interval of steps, so that spikes remain visible."""
 MEANS_FROM = 120
 """A curve with at least this many points is drawn faint, under a line through means of neighbouring points."""
-_NUM_COLOURS, _NUM_MEANS, _TICKS, _LOG_FROM_RATIO, _DOTS_UP_TO = 8, 60, 5, 50.0, 40
+_NUM_COLOURS, _NUM_MEANS, _TICKS, _DOTS_UP_TO = 8, 60, 5, 40
 _FORMS = ((1e9, "{:.2e}"), (1e3, "{:,.0f}"), (100.0, "{:.4g}"), (1e-3, "{:.3g}"), (0.0, "{:.1e}"))
 """(least size, format)"""
 
@@ -155,8 +155,11 @@ def _value_axis(chart: Chart) -> _Axis:
     if not 0 <= low <= high <= 1:  # a band may leave the range of the values
         bands = [(v, w) for s in chart.series if s.half_width for (_, v), w in zip(s.points, s.half_width, strict=True)]
         low, high = min([low, *(v - w for v, w in bands)]), max([high, *(v + w for v, w in bands)])
-    if chart.may_be_log and low > 0 and high / low > _LOG_FROM_RATIO:
-        return _log_axis(low, high)
+    if chart.may_be_log and low > 0 and high / low > 50.0:
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        powers = [10.0**power for power in range(first, last + 1, max(1, math.ceil((last - first) / _TICKS)))]
+        share = (HEIGHT - TOP - BOTTOM) / (last - first)
+        return _Axis(lambda v: TOP + share * (last - math.log10(v)), [(v, format_number(v)) for v in powers])
     if low >= 0 and high <= 1 and (high - low > 0.2 or any("@" in series.name for series in chart.series)):
         return _linear_axis(0.0, 1.0)  # shares use the whole range
     return _linear_axis(0.0 if 0 <= low < 0.5 * high else low, high)
@@ -171,15 +174,6 @@ def _linear_axis(low: float, high: float) -> _Axis:
     low, high = min(low, ticks[0]), max(high, ticks[-1])
     height = HEIGHT - TOP - BOTTOM
     return _Axis(lambda v: TOP + height * (high - v) / (high - low), [(tick, _tick(tick, step)) for tick in ticks])
-
-
-def _log_axis(low: float, high: float) -> _Axis:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    stride = max(1, math.ceil((last - first) / _TICKS))
-    ticks = [10.0**power for power in range(first, last + 1, stride)]
-    height = HEIGHT - TOP - BOTTOM
-    labels = [(tick, format_number(tick)) for tick in ticks]
-    return _Axis(lambda value: TOP + height * (last - math.log10(value)) / (last - first), labels)
 
 
 def _nice_ticks(low: float, high: float, wanted: int) -> list[float]:

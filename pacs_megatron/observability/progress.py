@@ -23,11 +23,10 @@ _BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {rate_fmt}, {remaining} left{postfix}
 
 
 class Progress(Closing):
-    """Shows the progress of a run, its last results, its speed and the time left.
+    """Shows the progress of a run, its last results, its speed and the time left. For rank 0 only.
 
     On a terminal it draws one bar and updates it at every call. Elsewhere it logs a line at the first and the last
-    step and at most one per `LINE_INTERVAL_S` between. The log file has these lines in both cases. Use it on rank 0
-    only. `stream` defaults to stderr.
+    step and at most one per `LINE_INTERVAL_S` between. The log file has these lines in both cases.
     """
 
     def __init__(

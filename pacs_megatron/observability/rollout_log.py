@@ -84,11 +84,10 @@ def _files(run_dir: Path, kind: str) -> list[tuple[int, Path]]:
 
 
 def truncate_after(run_dir: Path, step: int, trained: int) -> None:
-    """Removes metrics and evaluations after `step`, samples of steps after `trained`, and unfinished files.
+    """Removes metrics and evaluations after `step`, samples of steps after `trained`, and unfinished files. Idempotent.
 
     A checkpoint before the evaluation of its step has no row of that step, but its samples are trained: `step` is then
-    `trained - 1`. `step = -1` removes every row, including that of the evaluation before step 1. Idempotent: after a
-    kill the next call completes the work.
+    `trained - 1`, and -1 also removes the row of the evaluation before step 1.
     """
     truncate_metrics(run_dir, step)
     limits = {"eval": step, "step": trained}

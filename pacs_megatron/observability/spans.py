@@ -11,8 +11,7 @@ PhaseHook = Callable[[tuple[str, ...]], None]
 class Timer:
     """Sums the seconds of named spans until `take` returns and clears them. For one thread only.
 
-    Spans nest: `update` with `forward` inside gives `time/update_s` (total) and `time/update/forward_s`. Spans of
-    the same name add up. The time outside all spans is `time/step_s` minus the outermost spans.
+    Spans nest: `update` with `forward` inside gives `time/update_s` (total) and `time/update/forward_s`.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -23,7 +22,7 @@ class Timer:
         self._since = clock()
 
     def on_change(self, hook: PhaseHook) -> None:
-        """Calls `hook` at the start and end of every span (heartbeats, the progress bar, hang reports)."""
+        """Calls `hook` at the start and end of every span."""
         self._hooks.append(hook)
 
     @property
@@ -47,12 +46,10 @@ class Timer:
 
     def take(self) -> dict[str, float]:
         """Returns `time/<phase>_s` of all spans that ended since the last call, and `time/step_s`, the time since then."""
-        now = self._clock()
+        since, self._since = self._since, self._clock()
         taken = {f"time/{path}_s": seconds for path, seconds in sorted(self._seconds.items())}
-        taken["time/step_s"] = now - self._since
         self._seconds.clear()
-        self._since = now
-        return taken
+        return taken | {"time/step_s": self._since - since}
 
     def _notify(self) -> None:
         for hook in self._hooks:

@@ -23,8 +23,7 @@ _WANDB_MODES_WITHOUT_KEY = ("offline", "disabled", "dryrun")
 class TensorBoardWriter(Closing):
     """Event files under `<run_dir>/tensorboard`, written by the tensorboard package (no TensorFlow, no torch).
 
-    `first_step` is the first step that this process writes. Events of an earlier process from that step on are marked
-    invalid, so no step appears twice.
+    Events of an earlier process from `first_step` on are marked invalid, so no step appears twice.
     """
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
@@ -56,23 +55,17 @@ class TensorBoardWriter(Closing):
 
 def check_wandb(options: WandbOptions) -> None:
     """Raises ConfigError without the package or its key."""
+    problem = ""
     if find_spec("wandb") is None:
-        raise ConfigError(
-            f"logging.wandb.project={options.project}: the package wandb is not installed; "
-            "run `pip install wandb` or remove logging.wandb"
-        )
-    if not os.environ.get("WANDB_API_KEY") and os.environ.get("WANDB_MODE") not in _WANDB_MODES_WITHOUT_KEY:
-        raise ConfigError(
-            f"logging.wandb.project={options.project}: WANDB_API_KEY is not set; "
-            "export it, or set WANDB_MODE=offline, or remove logging.wandb"
-        )
+        problem = "the package wandb is not installed; run `pip install wandb`"
+    elif not os.environ.get("WANDB_API_KEY") and os.environ.get("WANDB_MODE") not in _WANDB_MODES_WITHOUT_KEY:
+        problem = "WANDB_API_KEY is not set; export it, or set WANDB_MODE=offline,"
+    if problem:
+        raise ConfigError(f"logging.wandb.project={options.project}: {problem} or remove logging.wandb")
 
 
 class WandbWriter(Closing):
-    """One W&B run per run folder; a resumed run continues it.
-
-    W&B ignores steps that it already has. That is correct here: a resumed run computes the same values again.
-    """
+    """One W&B run per run folder; a resumed run continues it, and W&B ignores steps that it already has."""
 
     def __init__(self, run_dir: Path, name: str, options: WandbOptions, config: Mapping[str, Any]) -> None:
         check_wandb(options)
