@@ -15,14 +15,7 @@ import numpy as np
 
 from pacs_megatron.config.yaml_tree import read_yaml
 from pacs_megatron.errors import DataError
-from pacs_megatron.evaluation.statistics import (
-    Interval,
-    interquartile_mean,
-    performance_profile,
-    permutation_p,
-    probability_of_improvement,
-    stratified,
-)
+from pacs_megatron.evaluation import statistics
 from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.runtime.files import check_distinct, is_file
 from pacs_megatron.runtime.json_reader import as_object, read_object
@@ -61,7 +54,7 @@ class Method:
     label: str
     runs: Sequence[Run]
     scores: np.ndarray
-    iqm: Interval
+    iqm: statistics.Interval
     profile: Sequence[float]
 
 
@@ -73,7 +66,7 @@ class Comparison:
     differences: Mapping[str, Sequence[Any]]
     """differing key -> value of each method"""
     methods: tuple[Method, ...]
-    improvements: Mapping[tuple[str, str], Interval]
+    improvements: Mapping[tuple[str, str], statistics.Interval]
     """(x, y) -> probability that a run of x has a higher score than a run of y"""
 
     def sentences(self) -> list[str]:
@@ -84,7 +77,7 @@ class Comparison:
             if fewest < MIN_SEEDS:
                 found.append(f"{x} and {y}: fewer than {MIN_SEEDS} seeds ({fewest}) cannot order them.")
                 continue
-            p = permutation_p(methods[x].scores, methods[y].scores)
+            p = statistics.permutation_p(methods[x].scores, methods[y].scores)
             verdict = "significant" if p < 0.05 else "not significant"
             found.append(
                 f"A run of {x} is better than one of {y} with probability {chance.value:.2f} [{chance.low:.2f}, "
@@ -114,14 +107,17 @@ def compare(folders: Sequence[Path]) -> Comparison:
     methods = []
     for label, found in zip(_labels(members, differences), members, strict=True):
         scores = np.array([[run.score(task) for task in tasks] for run in found], dtype=np.float64)
-        iqm, profile = stratified(interquartile_mean, scores), performance_profile(scores, THRESHOLDS)
+        iqm, profile = (
+            statistics.stratified(statistics.interquartile_mean, scores),
+            statistics.performance_profile(scores, THRESHOLDS),
+        )
         methods.append(Method(label, found, scores, iqm, profile))
     return Comparison(
         tasks=tuple(task.removeprefix("eval/").removesuffix("/pass@1") for task in tasks),
         differences=differences,
         methods=tuple(methods),
         improvements={
-            (x.label, y.label): stratified(probability_of_improvement, x.scores, y.scores)
+            (x.label, y.label): statistics.stratified(statistics.probability_of_improvement, x.scores, y.scores)
             for x, y in itertools.combinations(methods, 2)
         },
     )

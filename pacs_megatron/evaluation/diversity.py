@@ -89,10 +89,9 @@ def load_embedder(name: str) -> tuple[str, Embedder]:
 
 def _hashed(texts: Sequence[str]) -> np.ndarray:
     vectors = np.zeros((len(texts), _DIMENSIONS))
-    for row, text in enumerate(texts):
-        padded = text.ljust(_NGRAM)
-        for start in range(len(padded) - _NGRAM + 1):
-            vectors[row, zlib.crc32(padded[start : start + _NGRAM].encode("utf-8", "replace")) % _DIMENSIONS] += 1
+    for row, text in enumerate(text.ljust(_NGRAM) for text in texts):
+        for start in range(len(text) - _NGRAM + 1):
+            vectors[row, zlib.crc32(text[start : start + _NGRAM].encode("utf-8", "replace")) % _DIMENSIONS] += 1
     return vectors
 
 
@@ -146,9 +145,8 @@ def diversity_page(described: str, vectors: Vectors) -> tuple[list[str], str]:
             text = "{:.4f} [{:.4f}, {:.4f}]".format(*score) + f" over {len(scores)} questions"
             points[name] = np.concatenate([v for v in questions.values() if len(v)])
         lines.append(f"{name}: {text}, {len(questions) - len(scores)} with fewer than two correct responses")
-    body = "".join(f"<p>{safe_text(line)}</p>" for line in lines)
-    figures = _pictures(points) if points else ""
-    return lines, page("Diversity", f'<main><h1>Diversity</h1><div class="card">{body}</div>{figures}</main>')
+    body = f'<div class="card">{"".join(f"<p>{safe_text(line)}</p>" for line in lines)}</div>'
+    return lines, page("Diversity", f"<main><h1>Diversity</h1>{body}{_pictures(points) if points else ''}</main>")
 
 
 def _results_of(path: Path) -> Path:

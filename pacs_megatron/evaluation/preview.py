@@ -43,10 +43,7 @@ def check_gold(prompts: Sequence[Prompt], reward: AnyReward) -> list[Unverified]
 
 
 def preview_text(config_path: Path, overrides: Sequence[str], rows: int) -> str:
-    """Counts, lengths, rendered prompts and verified gold answers of the training set and each benchmark.
-
-    Raises DataError for bad data, ConfigError for a reward that cannot be built.
-    """
+    """Counts, lengths, rendered prompts and verified gold answers of the training set and each benchmark."""
     config = load_config(config_path, overrides).config
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     texts = []

@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-RESAMPLES = 2000
-_CONFIDENCE = 0.95
+RESAMPLES, _SPLITS, _CONFIDENCE = 2000, 20_000, 0.95
 _DRAWS = 400
 """Random subsets for maj@k with k < n"""
-_SPLITS = 20_000
 
 
 class Interval(NamedTuple):
@@ -57,11 +55,9 @@ def majority_at_k(answers: Sequence[str | None], labels: Sequence[int | None], k
     if not names:
         return 0.0
     index = np.array([-1 if answer is None else names.index(answer) for answer in answers])
-    known = np.array([label is not None for label in labels])
-    given = np.array([label or 0 for label in labels], dtype=np.float64)
-    right = np.array(
-        [given[(index == i) & known].mean() if ((index == i) & known).any() else 0 for i in range(len(names))]
-    )
+    pairs = list(zip(answers, labels, strict=True))
+    judged = [[label for answer, label in pairs if answer == name and label is not None] for name in names]
+    right = np.array([np.mean(found) if found else 0.0 for found in judged])
     if k >= len(index):
         subsets = [np.arange(len(index))]
     else:
