@@ -7,7 +7,8 @@ An objective is a name with a grid below, or a configuration, which keeps its ow
 starts from the seed's warm start (one for all settings), takes 25 steps of 16 prompts x 8 samples on one rank with one
 thread, and evaluates before and after: 96 held-out problems, 8 draws each. `sft` repeats the warm start itself. One line
 of JSON a run goes to the log; runs that the log has are skipped. At the end a table of the whole log: mean pass@1 with
-Student's 95 % interval over seeds.
+Student's 95 % interval over seeds. `--task partial` takes the study's second task instead (benchmarks/tasks.py); its
+lines also have the sampled tokens of every step, and a second table has the steps and tokens to 0.9 of the ceiling.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tasks import TASKS
 from examples.quickstart.run import make_inputs
 from pacs_megatron.observability.metrics import read_metrics
 
@@ -81,21 +83,20 @@ def train(name: str, folder: Path, config: str, *changes: str) -> Path:
     return folder / "runs" / name
 
 
-def warm_start(seed: int, folder: Path, name: str, *changes: str) -> Path:
+def warm_start(seed: int, folder: Path, name: str, *changes: str, task: str = "quickstart") -> Path:
     inputs = folder / f"inputs-{seed}"
-    make_inputs(inputs, seed)
+    make_inputs(inputs, seed, TASKS[task].write)
     data = f"data.train.path={inputs}/data/demonstrations.json"
-    return train(
-        name, folder, "quickstart-warmstart.yaml", f"run.seed={seed}", f"model.path={inputs}/model", data, *changes
-    )
+    own = (f"run.seed={seed}", f"model.path={inputs}/model", data, *TASKS[task].warm)
+    return train(name, folder, "quickstart-warmstart.yaml", *own, *changes)
 
 
-def measure(objective: str, setting: Setting, seed: int, folder: Path) -> dict[str, Any]:
+def measure(objective: str, setting: Setting, seed: int, folder: Path, *, task: str = "quickstart") -> dict[str, Any]:
     name = "-".join([Path(objective).stem, *(f"{key}{value}" for key, value in setting.items()), f"seed{seed}"])
     begin = time.monotonic()
     found: dict[str, Any] = {}
     if objective == "sft":
-        run_dir = warm_start(seed, folder, name, *overrides(objective, setting))
+        run_dir = warm_start(seed, folder, name, *overrides(objective, setting), task=task)
         rows = read_metrics(run_dir)
         found["loss"] = statistics.mean(float(row["objective/loss"] or 0) for row in rows[-20:])
     else:
@@ -115,9 +116,12 @@ def measure(objective: str, setting: Setting, seed: int, folder: Path) -> dict[s
         steps = [row for row in rows if "reward/mean" in row]
         found["entropy"] = [steps[at]["policy/entropy"] for at in (0, -1)]
         found["rewards"] = [row["reward/mean"] for row in steps]
+        if task != "quickstart":
+            found["tokens"] = [round(float(row["response/tokens"] or 0)) for row in steps]
     norms = sorted(float(row["optimizer/grad_norm"] or 0) for row in rows if "optimizer/grad_norm" in row)
     found["norm"] = [norms[0], statistics.median(norms), norms[-1]]
     return {
+        **({} if task == "quickstart" else {"task": task}),
         "objective": Path(objective).stem,
         **setting,
         "seed": seed,
@@ -130,8 +134,8 @@ def _setting(row: dict[str, Any]) -> Setting:
     return {name: row[name] for name in KEYS if name in row}
 
 
-def _who(row: dict[str, Any]) -> tuple[str, int]:
-    return row["objective"], row["seed"]
+def _who(row: dict[str, Any]) -> tuple[str, str, int]:
+    return row.get("task", "quickstart"), row["objective"], row["seed"]
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -151,6 +155,53 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def best(objective: str, log: Path) -> Setting:
+    """The setting with the best mean pass@1 in `log`; the first of equal ones."""
+    groups: dict[str, list[float]] = {}
+    for row in (json.loads(line) for line in log.read_text().splitlines()):
+        if row["objective"] == Path(objective).stem:
+            groups.setdefault(json.dumps(_setting(row)), []).append(row["pass@1"])
+    if not groups:
+        sys.exit(f"{log} has no run of {objective}")
+    found: Setting = json.loads(max(groups, key=lambda setting: statistics.mean(groups[setting])))
+    return found
+
+
+def reached(row: dict[str, Any], target: float) -> tuple[int, int] | None:
+    """(step, tokens sampled until then) at which the mean reward of three steps is at least `target`."""
+    rewards = row["rewards"]
+    for step in range(3, len(rewards) + 1):
+        if statistics.mean(rewards[step - 3 : step]) >= target:
+            return step, sum(row["tokens"][:step])
+    return None
+
+
+def speeds(rows: list[dict[str, Any]]) -> list[str]:
+    """A line of Markdown for each setting: steps and thousands of tokens to 0.9 of the ceiling, by seed.
+
+    The ceiling is the best mean pass@1 of a setting in the log. A run that does not reach the target is shown as `>`
+    and all that it had: it is censored, not dropped.
+    """
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if "tokens" in row:
+            groups.setdefault((row["objective"], json.dumps(_setting(row))), []).append(row)
+    if not groups:
+        return []
+    target = 0.9 * max(statistics.mean(row["pass@1"] for row in found) for found in groups.values())
+    lines = ["", f"| objective | setting | steps to {target:.3f} | thousands of tokens |", "|---|---|---|---|"]
+    for (objective, setting), found in groups.items():
+        cells: list[tuple[str, str]] = []
+        for row in found:
+            at = reached(row, target)
+            step, tokens = at or (len(row["rewards"]), sum(row["tokens"]))
+            sign = "" if at else ">"
+            cells.append((f"{sign}{step}", f"{sign}{tokens / 1000:.0f}"))
+        steps, thousands = (" ".join(column) for column in zip(*cells, strict=True))
+        lines.append(f"| {objective} | {setting} | {steps} | {thousands} |")
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("objectives", nargs="+", help="pacs, grpo, sft or a .yaml file")
@@ -159,25 +210,34 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="keep warm starts and runs here")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", type=json.loads, nargs="+", help="these settings, as JSON, instead of the grid")
+    parser.add_argument("--best-of", type=Path, help="the best setting of each objective in this log, for all seeds")
+    parser.add_argument("--task", choices=sorted(TASKS), default="quickstart")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.workers) as pool:
         folder = (options.folder or Path(name)).resolve()
+        if options.task != "quickstart":
+            folder /= options.task
         if options.objectives != ["sft"]:
-            list(pool.map(lambda seed: warm_start(seed, folder, f"warm-{seed}"), options.seeds))
+            list(pool.map(lambda seed: warm_start(seed, folder, f"warm-{seed}", task=options.task), options.seeds))
         known = [json.loads(line) for line in options.log.read_text().splitlines()] if options.log.exists() else []
         jobs = [
             (objective, setting, seed)
             for objective in options.objectives
-            for setting in options.only or settings(objective)
+            for setting in (
+                [best(objective, options.best_of)] if options.best_of else options.only or settings(objective)
+            )
             for seed in options.seeds
-            if not any(_setting(row) == setting and _who(row) == (Path(objective).stem, seed) for row in known)
+            if not any(
+                _setting(row) == setting and _who(row) == (options.task, Path(objective).stem, seed) for row in known
+            )
         ]
         with options.log.open("a") as log:
-            for row in pool.map(lambda job: measure(job[0], job[1], job[2], folder), jobs):
+            for row in pool.map(lambda job: measure(job[0], job[1], job[2], folder, task=options.task), jobs):
                 log.write(json.dumps(row) + "\n")
                 log.flush()
                 print(row, flush=True)
-    print("\n".join(table([json.loads(line) for line in options.log.read_text().splitlines()])))
+    logged = [json.loads(line) for line in options.log.read_text().splitlines()]
+    print("\n".join([*table(logged), *speeds(logged)]))
     return 0
 
 

@@ -7,6 +7,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from examples.quickstart.model import build_model
@@ -32,12 +33,12 @@ def run(*command: str) -> None:
         sys.exit(code)
 
 
-def make_inputs(folder: Path, seed: int) -> None:
-    """The model with random weights, and the problems; kept if they exist."""
+def make_inputs(folder: Path, seed: int, write: Callable[[Path, int], None] = write_problems) -> None:
+    """The model with random weights, and the problems that `write` makes; kept if they exist."""
     if (folder / "done").is_file():
         return
     build_model(folder / "model", seed)
-    write_problems(folder / "data", seed)
+    write(folder / "data", seed)
     (folder / "done").write_text(f"seed {seed}\n")
 
 
