@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from pacs_megatron.config.reward_options import AnyReward, WeightedReward
+from pacs_megatron.config.reward_options import AnyReward, RewardComponent, WeightedReward
 from pacs_megatron.contracts import Judgement, Prompt, RewardFn
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.custom import describe
@@ -62,10 +62,14 @@ def build_reward(options: AnyReward) -> RewardFn | BatchRewardFn:
     Raises ConfigError (pattern, function, sandbox, key of a server).
     """
     if isinstance(options, WeightedReward):
-        return Weighted([(part.reward.name, part.weight, build_reward(part.reward)) for part in options.components])
+        return Weighted([_component(part) for part in options.components])
     # Imported here: only `math` needs sympy (0.4 s).
     reward: RewardFn | BatchRewardFn = importlib.import_module(f"pacs_megatron.rewards.{options.name}").build(options)
     return reward
+
+
+def _component(options: RewardComponent) -> tuple[str, float, RewardFn | BatchRewardFn]:
+    return options.reward.name, options.weight, build_reward(options.reward)
 
 
 class Weighted:
