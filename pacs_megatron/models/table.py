@@ -36,9 +36,9 @@ def sizes_of(spec: ModelSpec, padded_vocab: int) -> Sizes:
         "padded_vocab": padded_vocab,
         "value": 1,
     }
-    return (
-        sizes if spec.moe is None else sizes | {"experts": spec.moe.num_experts, "expert_ffn": spec.moe.expert_ffn_size}
-    )
+    if spec.moe is not None:
+        sizes |= {"experts": spec.moe.num_experts, "expert_ffn": spec.moe.expert_ffn_size}
+    return sizes
 
 
 def _shape(sizes: Sizes, names: Sequence[str]) -> Shape:

@@ -30,7 +30,7 @@ class ControlChannel:
         self.broadcast_json(decision)
 
     def heartbeat(self) -> None:
-        """Rank 0 only, while all other ranks are in `receive`: this rank waits and is alive."""
+        """As `send`: this rank waits and is alive."""
         self.on_heartbeat()
         self.send({"kind": "wait"})
 
