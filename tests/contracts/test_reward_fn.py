@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pacs_megatron.config.reward_options import ArithmeticReward, CustomReward, FormatReward, MathReward
-from pacs_megatron.contracts import Prompt, RewardFn
+from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards import build_reward, label_of
 from tests.support.rewards import CollectingPool
@@ -39,7 +39,7 @@ def options(request, tmp_path):
 
 def test_right_and_wrong_answers_get_labels(options):
     judge = build_reward(options)
-    assert isinstance(judge, RewardFn)
+    assert callable(judge)
     for response, label in [(r"so \boxed{5}.", 1), (r"so \boxed{6}.", 0), ("no answer", 0), ("", 0)]:
         reward = judge(make_prompt("5"), response)
         assert isinstance(reward, float)

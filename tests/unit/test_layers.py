@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,6 +103,15 @@ def broken_rules(path: Path, source: str) -> list[str]:
 
 def package_files() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
+
+
+def test_the_product_stays_small() -> None:
+    """docs/decisions/0019: 30,000 lines in all, 500 a file, 15 files a folder."""
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
+    files = Counter(path.parent for path in lines)
+    assert sum(lines.values()) < 30_000
+    assert max(lines.values()) < 500
+    assert max(files.values()) <= 15, files.most_common(3)
 
 
 def test_every_file_has_a_layer() -> None:
