@@ -299,8 +299,9 @@ def make_inputs(folder: Path, options: argparse.Namespace) -> None:
 
     build_model(folder / "model", seed=0)
     write_problems(folder / "data", seed=0)
-    shutil.copytree(options.samples / "rollouts", folder / "samples" / "rollouts")
-    shutil.copytree(options.model, folder / "sglang_model")
+    if "sglang" in options.cases:
+        shutil.copytree(options.samples / "rollouts", folder / "samples" / "rollouts")
+        shutil.copytree(options.model, folder / "sglang_model")
 
 
 def main() -> int:

@@ -31,8 +31,13 @@ class Optimizer:
         megatron_options: Mapping[str, Any],
     ) -> None:
         optimizer_config = OptimizerConfig(
-            **options.model_dump(exclude={"warmup_updates", "schedule"}),
             optimizer="adam",
+            lr=options.lr,
+            min_lr=options.min_lr,
+            weight_decay=options.weight_decay,
+            adam_beta1=options.adam_beta1,
+            adam_beta2=options.adam_beta2,
+            adam_eps=options.adam_eps,
             clip_grad=clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,

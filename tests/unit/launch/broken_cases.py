@@ -290,7 +290,7 @@ HOST = [
         "another critic on resume",
         [*PPO, "objective.critic.path=model"],
         key="objective.critic.path",
-        fix="the same value",
+        fix="use the same",
         breaks=earlier_critic,
     ),
     Case("another run's folder", ["run.seed=6"], key="run.name", fix="choose another run.name", breaks=earlier_run),

@@ -24,13 +24,13 @@ CONFIGURATION = [
     Case("tp and heads", ["parallel.tp=8"], key="parallel.tp", fix="use one of 1, 2"),
     Case("tp and odd ffn", key="parallel.tp", fix="use 1", breaks=edit_config(intermediate_size=127)),
     Case("pp and layers", ["parallel.tp=1", "parallel.pp=4"], key="parallel.pp", fix="make it one of 1, 2"),
-    Case("vpp without pp", ["parallel.vpp=2"], key="parallel.vpp", fix="raise parallel.pp"),
+    Case("vpp without pp", ["parallel.vpp=2"], key="parallel.vpp", fix="change parallel.pp, or remove parallel.vpp"),
     Case("ep on a dense model", ["parallel.ep=2", "run.nproc=4"], key="parallel.ep", fix="set parallel.ep=1"),
     Case(
         "sequence parallel alone",
         ["parallel.tp=1", "parallel.sequence_parallel=true"],
         key="parallel.sequence_parallel",
-        fix="raise parallel.tp",
+        fix="change parallel.tp, or remove",
     ),
     Case(
         "budget too small",
@@ -46,26 +46,28 @@ CONFIGURATION = [
         key="batch.prompts_per_step",
         fix="use fewer ranks",
     ),
-    Case("fp8 in fp32", ["precision.fp8.recipe=delayed"], key="precision.dtype", fix="set precision.dtype=bf16"),
+    Case(
+        "fp8 in fp32", ["precision.fp8.recipe=delayed"], key="precision.dtype", fix="change precision.dtype, or remove"
+    ),
     Case(
         "fp8 on CPU",
         ["precision={dtype: bf16, fp8: {recipe: delayed}}"],
         key="precision.fp8",
-        fix="set it or remove fp8",
+        fix="change resources.gpus_per_node, or remove precision.fp8",
     ),
     Case(
         "fp8 on an A100",
         [*GPUS, "resources.gpu=a100", "precision={dtype: bf16, fp8: {recipe: delayed}}"],
         key="precision.fp8",
-        fix="use h100, h200 or b200",
+        fix="change resources.gpu, or remove",
     ),
     Case("GPUs without a name", ["resources.gpus_per_node=8"], key="resources.gpu", fix="set it to a100"),
-    Case("nproc beside GPUs", [*GPUS, "run.nproc=2"], key="run.nproc", fix="remove it"),
+    Case("nproc beside GPUs", [*GPUS, "run.nproc=2"], key="run.nproc", fix="or remove run.nproc"),
     Case(
         "rollout nodes for the embedded engine",
         [*GPUS, "resources.rollout_nodes=1"],
         key="resources.rollout_nodes",
-        fix="set 0",
+        fix="change rollout.engine, or remove",
     ),
     Case(
         "more servers than GPUs",
@@ -100,7 +102,7 @@ CONFIGURATION = [
             "rollout.servers={python: [python], colocated: true, count: 2, visible_devices: ['0', '1']}",
         ],
         key="rollout.servers.visible_devices",
-        fix="set it to []",
+        fix="remove it",
     ),
     Case(
         "ipc across nodes",
@@ -183,7 +185,7 @@ SERVERS = [
         "server larger than a node",
         [*GPUS, *SGLANG, "rollout.servers={python: [python], tp: 16}"],
         key="rollout.servers.tp",
-        fix="use rollout.servers.tp of at most 8",
+        fix="change one of them",
     ),
     Case(
         "evaluation longer than the context",

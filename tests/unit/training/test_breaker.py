@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import MismatchOptions
+from pacs_megatron.errors import ConfigError
 from pacs_megatron.training.breaker import exceeded_limit, with_signal_to_noise
 
+QUICKSTART = Path(__file__).parents[3] / "configs" / "runs" / "quickstart.yaml"
 HEALTHY = {
     "mismatch/logprob_abs_mean": 0.01,
     "mismatch/kl": 0.001,
@@ -38,8 +43,10 @@ def test_each_limit_acts_on_its_metric_alone(option: str, limit: float, metric: 
 
 @pytest.mark.parametrize("option", ["max_score_noise", "min_score_snr"])
 def test_a_limit_that_nothing_measures_is_rejected(option: str) -> None:
-    with pytest.raises(ValueError, match=rf"mismatch\.{option} needs mismatch\.score_noise_every"):
-        MismatchOptions(**{option: 1.0})
+    with pytest.raises(
+        ConfigError, match=rf"mismatch\.{option}=1\.0 requires mismatch\.score_noise_every > 0, got null"
+    ):
+        load_config(QUICKSTART, ["mismatch.score_noise_every=null", f"mismatch.{option}=1"])
 
 
 def test_the_signal_to_noise_ratio_leaves_the_noise_out_of_the_signal() -> None:
