@@ -180,7 +180,7 @@ class Checkout:
         return {
             "metrics": [{self._old(key): row[key] for key in row if self._is_compared(key)} for row in rows],
             "weights": digests(folder / "hf", "*.safetensors"),
-            "rollouts": digests(folder / "rollouts", "*"),
+            "rollouts": digests(folder / "rollouts", "*.jsonl"),  # the format of exact records is a release's own
         }
 
     def _is_compared(self, key: str) -> bool:

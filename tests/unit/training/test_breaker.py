@@ -41,12 +41,14 @@ def test_each_limit_acts_on_its_metric_alone(option: str, limit: float, metric: 
     assert exceeded_limit(MismatchOptions(), HEALTHY | {metric: bad}) is None
 
 
-@pytest.mark.parametrize("option", ["max_score_noise", "min_score_snr"])
-def test_a_limit_that_nothing_measures_is_rejected(option: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "other"), [("max_score_noise", "min_score_snr"), ("min_score_snr", "max_score_noise")]
+)
+def test_a_limit_that_nothing_measures_is_rejected(option: str, other: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"mismatch\.{option}=1\.0 requires mismatch\.score_noise_every > 0, got null"
     ):
-        load_config(QUICKSTART, ["mismatch.score_noise_every=null", f"mismatch.{option}=1"])
+        load_config(QUICKSTART, ["mismatch.score_noise_every=null", f"mismatch.{other}=null", f"mismatch.{option}=1"])
 
 
 def test_the_signal_to_noise_ratio_leaves_the_noise_out_of_the_signal() -> None:
