@@ -159,7 +159,7 @@ def _correct_responses(path: Path) -> dict[str, dict[str, list[str]]]:
     if not is_file(results):
         raise DataError(f"{path}: no results.json; run `pacs-megatron eval` first, and give its folder or the run's")
     name = read_object(results).get("samples")
-    if not isinstance(name, str) or Path(name).name != name or not (file := results.with_name(name)).is_file():
+    if not isinstance(name, str) or Path(name).name != name or not (file := results.parent / name).is_file():
         raise DataError(f"{results}: samples={name!r} is no file of this folder; evaluate the run again")
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     seen: set[str] = set()
