@@ -8,7 +8,7 @@ import torch
 from pacs_megatron.checkpoint.dist_reader import MODEL_PREFIX, DistReader
 from pacs_megatron.checkpoint.hf_folder import WEIGHT_DTYPES, HfFolder
 from pacs_megatron.checkpoint.manifest import DIST_FOLDER, HF_FOLDER, check_checkpoint, read_manifest
-from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, whole_checkpoints
+from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, position_of
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.models import Entry, load_config, read_spec, weight_table
 
@@ -31,6 +31,7 @@ class MegatronWeights:
         self.config: dict[str, Any] = load_config(self.metadata_folder)
         self.table = weight_table(read_spec(self.config))
         self._reader = DistReader(self.path / DIST_FOLDER)
+        self._newest: tuple[Entry, tuple[torch.Tensor, ...]] | None = None
         self._check_keys()
 
     @property
@@ -55,7 +56,9 @@ class MegatronWeights:
         if name not in self.table.by_hf:
             raise CheckpointError(f"{self.path} has no tensor {name}; it belongs to another model")
         entry = self.table.by_hf[name]
-        return entry.to_hf(self.get_entry(entry))[entry.hf_names.index(name)]
+        if self._newest is None or self._newest[0] is not entry:  # one tensor here is up to three there
+            self._newest = entry, entry.to_hf(self.get_entry(entry))
+        return self._newest[1][entry.hf_names.index(name)]
 
     def _check_keys(self) -> None:
         folder = self.path / DIST_FOLDER
@@ -98,12 +101,17 @@ def find_checkpoint(path: str | Path, step: int | None) -> Path:
         if step is not None and step != found:
             raise CheckpointError(f"{folder} is the checkpoint of step {found}, not of step {step}; correct --step")
         return folder
-    run = folder.parent if folder.name == CHECKPOINTS_FOLDER else folder
-    by_step = {position.step: found for position, found in whole_checkpoints(run) if not position.updates}
+    parent = folder / CHECKPOINTS_FOLDER if (folder / CHECKPOINTS_FOLDER).is_dir() else folder
+    by_step: dict[int, Path] = {}
+    for child in sorted(parent.iterdir()) if parent.is_dir() else ():
+        position = position_of(child.name)
+        is_whole = ".partial" not in child.name and not (position and position.updates)
+        if is_whole and is_megatron_checkpoint(child) and (found := read_manifest(child).step) is not None:
+            by_step[found] = child
     if not by_step:
         raise CheckpointError(f"{folder} contains no complete checkpoint (one with {MANIFEST_NAME})")
     wanted = max(by_step) if step is None else step
     if wanted not in by_step:
         steps = ", ".join(str(s) for s in sorted(by_step))
-        raise CheckpointError(f"{run} has no checkpoint of step {step}; there are {steps}")
+        raise CheckpointError(f"{parent} has no checkpoint of step {step}; there are {steps}")
     return by_step[wanted]

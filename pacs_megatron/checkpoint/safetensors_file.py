@@ -72,8 +72,16 @@ class SafetensorsFile:
     def _read_header(self) -> dict[str, TensorInfo]:
         with self.path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = as_object(parse_json(file.read(length), f"{self.path}: header", error=CheckpointError), "header")
+            where = f"{self.path}: header"
+            header = as_object(
+                parse_json(file.read(length), where, error=CheckpointError), where, error=CheckpointError
+            )
         header.pop("__metadata__", None)
+        for name, entry in header.items():  # the library also accepts a list for an entry, an object for a dtype
+            if not isinstance(entry, dict) or not isinstance(entry["dtype"], str):
+                raise CheckpointError(
+                    f"{self.path}: the header's entry of {name[:100]} is damaged; download the file again"
+                )
         tensors: dict[str, TensorInfo] = {}
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             code, shape = entry["dtype"], entry["shape"]

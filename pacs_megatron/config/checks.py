@@ -157,9 +157,10 @@ def _rollout_place(config: RunConfig) -> Iterator[str]:
     are_several = servers is None and resources.nodes * resources.gpus_per_node > 1
     is_ipc = rollout is not None and rollout.sync.transport == "ipc"
     if is_ipc and (resources.rollout_nodes or is_elsewhere or are_several):
+        fix = "set rollout.servers.colocated=true, or " if is_elsewhere and not resources.rollout_nodes else ""
         yield (
             "rollout.sync.transport=ipc passes handles of one host's memory, which a server on another GPU or node cannot "
-            "open; set rollout.servers.colocated=true, or use broadcast or disk"
+            f"open; {fix}use broadcast or disk"
         )
     if rollout is None or servers is None:
         return

@@ -180,7 +180,8 @@ def _export(
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None, name: str) -> torch.Tensor:
     if dtype is None:
         return tensor
-    if not (found := tensor.to(dtype)).isfinite().all():
+    found = tensor.to(dtype)
+    if found.numel() and not torch.stack(found.aminmax()).isfinite().all():  # without a temporary of its size
         raise ConversionError(f"{name} has values that are not finite in {dtype}; choose a --dtype of a larger range")
     return found
 

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -49,7 +49,7 @@ def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
             check_run_folder(run_folder(job.loaded))
             if request.cluster.container is None:  # a container may have other folders
                 check_files_are_here(job.loaded)
-        with _alone(home):
+        with _alone(jobs):
             _refuse_what_is_queued(jobs)
             yield from _warnings(jobs)
             yield from _submit(nemo.load(home), jobs, request)
@@ -86,16 +86,16 @@ def _submit(run: Any, jobs: Sequence[Job], request: Request) -> Iterator[str]:
 
 
 @contextmanager
-def _alone(home: Path) -> Iterator[None]:
-    """No other `submit` with this folder looks for runs in the queue before this one is done."""
-    home.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(home, os.O_RDONLY)
-    try:
-        with suppress(OSError), report_wait(f"for another `submit` with {home}"):  # a disk without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+def _alone(jobs: Sequence[Job]) -> Iterator[None]:
+    """No other `submit` of this host looks into the queue for runs in these folders before this one is done."""
+    with ExitStack() as stack:
+        for folder in sorted({Path(job.loaded.config.run.dir).resolve() for job in jobs}):
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            with suppress(OSError), report_wait(f"for another `submit` of runs in {folder}"):  # a disk without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _warnings(jobs: Sequence[Job]) -> Iterator[str]:

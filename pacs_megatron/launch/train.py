@@ -189,6 +189,7 @@ class _Torchrun:
         self._num_ranks = num_ranks
         self._old_handlers = {number: signal.signal(number, self._on_signal) for number in _FORWARDED}
         environ = rank_environment(num_ranks, single_host=True)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a child that the kernel reaps has no exit code
         self._agent = psutil.Popen(command, env=environ, start_new_session=True, stdin=subprocess.DEVNULL)
 
     def __enter__(self) -> Self:

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from pacs_megatron.preflight.check import Check, judged
-from pacs_megatron.runtime.environment import installed
+from pacs_megatron.runtime.environment import DRIVER_FILES, installed
 from pacs_megatron.runtime.shipped import shipped_folder
 from pacs_megatron.runtime.waiting import try_program
 
@@ -103,7 +103,7 @@ def cuda() -> Check:
 def driver_version() -> str | None:
     """The NVIDIA driver's version, or None without a driver."""
     if not DRIVER_FILE.is_file():
-        return None
+        return "unknown" if any(path.exists() for path in DRIVER_FILES) else None
     words = DRIVER_FILE.read_text(encoding="utf-8").split("\n", 1)[0].split()
     return next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.layout import layout_of
 from pacs_megatron.errors import PacsError
-from pacs_megatron.parallel.transfer import broadcast_json, gather_json
 from pacs_megatron.plan import constants
 from pacs_megatron.preflight.check import Check, existing_parent, judged
 from pacs_megatron.preflight.doctor import driver_version
@@ -82,6 +81,12 @@ _FIXES = {
 }
 
 
+def _gather(value: Any, rank: Any) -> list[Any] | None:
+    from pacs_megatron.parallel.transfer import gather_json
+
+    return gather_json(value, group=rank.control)
+
+
 def _equal(loaded: LoadedConfig, rank: Any) -> list[Check]:
     """On rank 0: compares configuration, software, GPUs, model and tokenizer of all ranks."""
     values = {
@@ -90,7 +95,7 @@ def _equal(loaded: LoadedConfig, rank: Any) -> list[Check]:
         "GPUs": _gpu(rank),
         "model.path": _model_digest(loaded.config.model.path),
     }
-    everywhere = gather_json(values, group=rank.control) or []
+    everywhere = _gather(values, rank) or []
     checks = []
     for key, value in values.items() if everywhere else ():
         different = [index for index, other in enumerate(everywhere) if other[key] != value]
@@ -132,6 +137,8 @@ def _model_digest(path: str) -> str:
 
 def _shared_folder(loaded: LoadedConfig, rank: Any) -> list[Check]:
     """Checks that run.dir is the same folder on every node: all ranks must see a file that rank 0 writes."""
+    from pacs_megatron.parallel.transfer import broadcast_json
+
     folder = existing_parent(Path(loaded.config.run.dir))
     probe = None
     if rank.rank == 0:
@@ -141,7 +148,7 @@ def _shared_folder(loaded: LoadedConfig, rank: Any) -> list[Check]:
     probe = broadcast_json(probe, src=0, group=rank.control)
     if probe is None:
         return []
-    found = gather_json(_appears(folder / Path(probe).name), group=rank.control)
+    found = _gather(_appears(folder / Path(probe).name), rank)
     if found is None:
         return []
     Path(probe).unlink()
@@ -164,7 +171,7 @@ def _skew(rank: Any) -> list[Check]:
     import torch.distributed as dist
 
     dist.barrier(group=rank.control)
-    times = gather_json(time.time(), group=rank.control) or [0.0]
+    times = _gather(time.time(), rank) or [0.0]
     skew = max(times) - min(times)
     fix = "synchronise clocks (chrony): logs and time limits disagree"
     return [judged("clocks", skew < MAX_SKEW_S, f"{skew:.2f} s apart", fix, "warn")]
@@ -187,7 +194,7 @@ def _all_reduce(loaded: LoadedConfig, rank: Any) -> list[Check]:
         start = _now(tensor)
         dist.all_reduce(tensor)
         seconds.append(_now(tensor) - start)
-    slowest = max(gather_json(min(seconds), group=rank.control) or [math.inf])
+    slowest = max(_gather(min(seconds), rank) or [math.inf])
     rate = 2 * (world - 1) / world * ALL_REDUCE_BYTES / slowest / 1e9
     expected, resources = 0.0, loaded.config.resources
     if tensor.is_cuda and resources.gpu is not None:

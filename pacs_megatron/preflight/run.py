@@ -21,7 +21,6 @@ from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.schema import DatasetOptions, ModelOptions, WandbOptions
 from pacs_megatron.config.text import local_path
 from pacs_megatron.contracts.samples import Prompt
-from pacs_megatron.convert.verify import check_names
 from pacs_megatron.data import load_prompts, load_tokenizer, stop_token_ids
 from pacs_megatron.errors import PacsError
 from pacs_megatron.evaluation.preview import check_gold
@@ -148,6 +147,8 @@ def _can_log(wandb: WandbOptions) -> str:
 
 
 def _read_model(path: str) -> str:
+    from pacs_megatron.convert.verify import check_names
+
     checkpoint = local_path(path)
     if (checkpoint / MANIFEST_NAME).is_file():
         check_files(checkpoint, read_manifest(checkpoint), digests=False)

@@ -41,11 +41,15 @@ async def exchange(
         timeout=aiohttp.ClientTimeout(total=timeout_s),
         allow_redirects=False,  # a redirect would send prompts and key to another address
     ) as response:
+        if response.headers.get("Content-Encoding", "identity") != "identity":
+            raise aiohttp.ClientPayloadError("the response is compressed; turn compression off in the server")
         if response.content_length is not None and response.content_length <= limit:
             return response.status, await response.read()
         data = bytearray()
         async for chunk in response.content.iter_any():
             data += chunk
             if len(data) > limit:
+                if response.status != 200:
+                    break  # its status is the reason
                 raise ResponseTooLongError(f"response longer than {limit} bytes")
         return response.status, bytes(data)

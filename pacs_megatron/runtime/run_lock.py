@@ -123,8 +123,8 @@ class RunLock(Closing):
             raise ConfigError(f"{folder} was removed, renamed or replaced while this process used it")
         if self._path.exists():
             return
-        os.close(self._file)
-        self._file = _open(self._path)
+        before, self._file = self._file, _open(self._path)  # first: a descriptor of a failed attempt stays open
+        os.close(before)
         _flock(self._file, folder)
         logger.warning("%s was removed while this process holds it; written again", self._path)
 

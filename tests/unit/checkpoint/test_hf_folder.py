@@ -165,6 +165,7 @@ def _relabel_half(folder: Path) -> None:
 BAD_ENTRIES: dict[str, tuple[str | None, Any]] = {
     "is a list": (None, [1]),
     "is null": (None, None),
+    "is a list of its values": (None, ["F32", [272, 64], [0, 69632]]),
     "has floats as shape": ("shape", [272.0, 64.0]),
     "has a negative size": ("shape", [-272, -64]),
     "has booleans as shape": ("shape", [True, True]),
@@ -175,6 +176,7 @@ BAD_ENTRIES: dict[str, tuple[str | None, Any]] = {
     "has three offsets": ("data_offsets", [0, 1, 2]),
     "has floats as offsets": ("data_offsets", [0.0, 69632.0]),
     "has a list as dtype": ("dtype", ["F32"]),
+    "has an object as dtype": ("dtype", {"F32": None}),
 }
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing shard": (lambda f: _first_shard(f).unlink(), r"model-00001-of-\d+\.safetensors is missing"),
@@ -199,7 +201,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     **{
         f"entry {name}": (
             lambda f, key=key, value=value: _change_entry(f, key, value),  # type: ignore[misc]
-            "invalid JSON in header|invalid shape|is not supported",
+            "invalid JSON in header|invalid shape|is not supported|entry of .* is damaged",
         )
         for name, (key, value) in BAD_ENTRIES.items()
     },

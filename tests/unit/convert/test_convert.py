@@ -357,7 +357,7 @@ def test_a_redundant_copy_of_tied_embeddings_is_left_out(tiny_qwen3_tied: Path, 
     assert_same_bits(tensors_of(to_hf(checkpoint, tmp_path / "back")), tensors_of(tiny_qwen3_tied))
 
 
-def test_finding_a_step_of_a_run(converted: Path, tmp_path: Path) -> None:
+def test_finding_a_step_of_a_run(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (10, 20):
         folder = shutil.copytree(converted, tmp_path / "checkpoints" / f"step_{step:06d}")
         write_manifest(folder, Manifest(step=step, files=read_manifest(folder).files))
@@ -367,6 +367,12 @@ def test_finding_a_step_of_a_run(converted: Path, tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path / "checkpoints", 10).name == "step_000010"
     with pytest.raises(CheckpointError, match="no checkpoint of step 30; there are 10, 20"):
         find_checkpoint(tmp_path, 30)
+    monkeypatch.chdir(tmp_path / "checkpoints")
+    assert find_checkpoint(".", None).name == "step_000020"
+    (tmp_path / "link").symlink_to(tmp_path / "checkpoints")
+    assert find_checkpoint(tmp_path / "link", None).name == "step_000020"
+    (tmp_path / "checkpoints" / "step_000020").rename(tmp_path / "checkpoints" / "best")
+    assert find_checkpoint(tmp_path, 20).name == "best"
     with pytest.raises(CheckpointError, match="checkpoint of step 10, not of step 20"):
         find_checkpoint(tmp_path / "checkpoints" / "step_000010", 20)
 

@@ -41,7 +41,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_ranks_end_well(tmp_path: Path) -> None:
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["", "a shell ignores ended children"])
+def test_ranks_end_well(tmp_path: Path, handler: signal.Handlers) -> None:
+    signal.signal(signal.SIGCHLD, handler)
     (tmp_path / "exit_code").write_text("70")  # of an earlier run: not this one's word
     assert start_ranks([PROBE, str(tmp_path), "ok"], 2, tmp_path / "exit_code") == 0
     words = (tmp_path / "started_1").read_text().split()

@@ -110,7 +110,7 @@ def test_a_bad_response_fails_its_samples_with_one_line(make_prompt, answer, rea
 
 
 def test_errors_that_may_pass_are_retried(make_prompt) -> None:
-    with Server((503, b""), (429, b""), (200, good)) as server:
+    with Server((503, b" " * (5 << 20)), (429, b""), (200, good)) as server:
         (found,) = judge_all(build_reward(options(server)), [(make_prompt("1"), "1")])
     assert found["reward"] == 1.0
     assert found["details"]["attempts"] == 3

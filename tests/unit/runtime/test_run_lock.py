@@ -289,3 +289,25 @@ def test_an_error_of_the_file_system_does_not_end_the_heartbeat(
             assert any(thread.name == "run lock" for thread in threading.enumerate())
             time.sleep(0.01)
     assert "heartbeat not written: [Errno 5]" in caplog.text
+
+
+def test_a_lock_that_cannot_be_written_again_keeps_its_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A closed one could be another file's by then, which the next heartbeat would write to."""
+    opened, failures = run_lock._open, [OSError(28, "No space left on device")]
+
+    def open_or_fail(path: Path) -> int:
+        if failures and threading.current_thread().name == "run lock":
+            raise failures.pop()
+        return opened(path)
+
+    monkeypatch.setattr(run_lock, "_HEARTBEAT_S", 0.05)
+    with RunLock(tmp_path, "train") as lock:
+        monkeypatch.setattr(run_lock, "_open", open_or_fail)
+        (tmp_path / LOCK_FILE).unlink()
+        while failures:
+            time.sleep(0.01)
+        os.fstat(lock._file)
+        while not (tmp_path / LOCK_FILE).exists():
+            time.sleep(0.01)
