@@ -60,7 +60,8 @@ class SafetensorsFile:
             state = "is not a regular file" if path.exists() else "is missing"
             raise CheckpointError(f"{path} {state}; download the checkpoint again")
         try:
-            with safe_open(path, framework="np"):  # checks types and offsets of the header, and the size of the file
+            # It checks types and offsets of the header, and the size; without permission it reports a missing file.
+            with path.open("rb"), safe_open(path, framework="np"):
                 pass
         except SafetensorError as error:
             raise CheckpointError(
