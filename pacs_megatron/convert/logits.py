@@ -8,10 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-
-from pacs_megatron.checkpoint.megatron_weights import MegatronWeights
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import WeightTable
 from pacs_megatron.runtime.rank_processes import Processes
@@ -21,7 +17,7 @@ _PROMPT_LENS = (7, 33, 64, 18)
 _FP32_TOLERANCE = 2e-5
 """Relative to the largest logit if that exceeds 1, else absolute. bf16 has no tolerance: the difference is reported."""
 _TIMEOUT_S = 3600.0
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +61,9 @@ def fixed_prompts(vocab_size: int) -> list[list[int]]:
 
 def compare_logits(hf: Path, checkpoint: Path, options: LogitsOptions) -> dict[str, Any]:
     """The certificate's entry on logits. Raises ConversionError if the difference exceeds the tolerance."""
+    import torch
+    from safetensors.torch import load_file
+
     reference = _transformers_logits(hf, options)
     with tempfile.TemporaryDirectory(prefix="pacs-logits-") as scratch:
         action = partial(_rank, checkpoint.absolute(), options, Path(scratch))
@@ -94,11 +93,15 @@ def compare_logits(hf: Path, checkpoint: Path, options: LogitsOptions) -> dict[s
 
 
 @report_wait("for the logits of transformers")
-def _transformers_logits(hf: Path, options: LogitsOptions) -> torch.Tensor:
+def _transformers_logits(hf: Path, options: LogitsOptions) -> Any:
+    import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        hf, dtype=_DTYPES[options.dtype], local_files_only=True, trust_remote_code=options.trust_remote_code
+        hf,
+        dtype=getattr(torch, _DTYPES[options.dtype]),
+        local_files_only=True,
+        trust_remote_code=options.trust_remote_code,
     ).eval()
     with torch.no_grad():
         parts = [model(torch.tensor([p])).logits[0].float() for p in fixed_prompts(model.config.vocab_size)]
@@ -108,7 +111,9 @@ def _transformers_logits(hf: Path, options: LogitsOptions) -> torch.Tensor:
 def _rank(checkpoint: Path, options: LogitsOptions, scratch: Path) -> None:
     """One rank: builds the model, loads its weights from the checkpoint, runs the prompts; the last stage writes."""
     import torch.distributed as dist
+    from safetensors.torch import save_file
 
+    from pacs_megatron.checkpoint.megatron_weights import MegatronWeights
     from pacs_megatron.config.schema import ParallelOptions, PrecisionOptions
     from pacs_megatron.contracts import Layout
     from pacs_megatron.parallel import groups

@@ -160,7 +160,7 @@ SLOW = "import time\ntime.sleep(30)\n\n\ndef reward(prompt, response):\n    retu
 QUIET: dict[str, tuple[str, Arrange, tuple[int, ...]]] = {
     **{
         f"Ctrl-C after {seconds} s: {words.split()[0]} {words.split()[1] if words.split()[0] in ('config', 'data', 'convert') else ''}": (
-            f"{INT} {seconds} $P {words}", together(TWO, text("reward.py", SLOW)), (130, 0, 1, 2),
+            f"{INT} {seconds} $P {words}", together(TWO, text("reward.py", SLOW)), (130, 0, 1, 2, 75),
         )
         for seconds, words in (
             *((0.2, "config show {r}"), (0.6, "plan {r}"), (1.5, "data preview {r}"), (3, "data preview {r} "), (1, "doctor")),
