@@ -8,7 +8,8 @@ starts from the seed's warm start (one for all settings), takes 25 steps of 16 p
 thread, and evaluates before and after: 96 held-out problems, 8 draws each. `sft` repeats the warm start itself. One line
 of JSON a run goes to the log; runs that the log has are skipped. At the end a table of the whole log: mean pass@1 with
 Student's 95 % interval over seeds. `--task partial` takes the study's second task instead (benchmarks/tasks.py); its
-lines also have the sampled tokens of every step, and a second table has the steps and tokens to 0.9 of the ceiling.
+lines also have the sampled tokens of every step and the diversity of the correct responses before and after, and a
+second table has the steps and tokens to 0.9 of the ceiling.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from typing import Any
 
 from benchmarks.tasks import TASKS
 from examples.quickstart.run import make_inputs
+from pacs_megatron.evaluation.diversity import HASHED, load_embedder, question_scores, question_vectors
 from pacs_megatron.observability.metrics import read_metrics
+from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
 
 ROOT = Path(__file__).resolve().parents[1]
 Setting = dict[str, Any]
@@ -118,6 +121,7 @@ def measure(objective: str, setting: Setting, seed: int, folder: Path, *, task: 
         found["rewards"] = [row["reward/mean"] for row in steps]
         if task != "quickstart":
             found["tokens"] = [round(float(row["response/tokens"] or 0)) for row in steps]
+            found["diversity"] = [diversity(rollout_path(run_dir, step, "eval")) for step in (0, len(steps))]
     norms = sorted(float(row["optimizer/grad_norm"] or 0) for row in rows if "optimizer/grad_norm" in row)
     found["norm"] = [norms[0], statistics.median(norms), norms[-1]]
     return {
@@ -128,6 +132,19 @@ def measure(objective: str, setting: Setting, seed: int, folder: Path, *, task: 
         **found,
         "seconds": round(time.monotonic() - begin),
     }
+
+
+def diversity(evaluation: Path) -> float | None:
+    """Mean over problems of the mean of 1 - cos over pairs of correct responses, in hashed n-grams of characters.
+
+    None if no problem has two.
+    """
+    correct: dict[str, list[str]] = {}
+    for record in read_rollouts(evaluation):
+        if record["label"] == 1:
+            correct.setdefault(record["prompt_id"], []).append(record["response"])
+    scores = question_scores(question_vectors(correct, load_embedder(HASHED)[1])).values()
+    return statistics.mean(scores) if scores else None
 
 
 def _setting(row: dict[str, Any]) -> Setting:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.defaults import best, reached, speeds
+from benchmarks.defaults import best, diversity, reached, speeds
 from benchmarks.tasks import TASKS, partial_solution
 
 
@@ -63,3 +63,19 @@ def test_a_run_that_does_not_reach_the_target_is_censored_not_dropped() -> None:
     assert lines[1].startswith("| objective | setting | steps to 0.900 ")
     assert lines[3:] == ["| a | {} | 4 | 4 |", "| b | {} | >5 | >5 |"]
     assert speeds([{"objective": "pacs", "seed": 0, "pass@1": 0.9}]) == []  # a log of the first task
+
+
+def test_the_diversity_is_that_of_correct_responses(tmp_path: Path) -> None:
+    path = tmp_path / "eval-000000.jsonl"
+
+    def write(*responses: tuple[str, str, int]) -> None:
+        path.write_text(
+            "".join(
+                json.dumps({"prompt_id": q, "response": text, "label": label}) + "\n" for q, text, label in responses
+            )
+        )
+
+    write(("a", "abcd", 1), ("a", "wxyz", 1), ("a", "abcd", 0), ("b", "abcd", 1), ("b", "abcd", 1), ("c", "wxyz", 1))
+    assert diversity(path) == pytest.approx(0.5)  # 1 for a, 0 for b, and c has no pair
+    write(("a", "abcd", 1), ("a", "wxyz", 0))
+    assert diversity(path) is None
