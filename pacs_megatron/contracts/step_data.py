@@ -119,7 +119,7 @@ class MiniBatch:
     """of the policy at the start of this step, from the trainer"""
     reference_logprobs: dict[int, np.ndarray] | None = None
     routes: dict[int, np.ndarray] | None = None
-    """experts of this rank's samples that score pass and update use (policy/routing.py); None: those of their own weights.
+    """experts of this rank's samples that score pass and update use (policy/passes.py); None: those of their own weights.
     The sampler's are set before any pass, and the `step_start` pass uses them too"""
     estimates: Mapping[str, dict[int, np.ndarray]] = field(default_factory=dict)
     """with a critic: `value` at the step's start, whitened `advantage`, `return`; by row as log-probs"""

@@ -17,7 +17,7 @@ ROLLOUT_FOLDER = "rollouts"
 RolloutKind = Literal["step", "eval"]
 """The samples of a step, or of the evaluation after it"""
 RECORD_SUFFIX = ".safetensors"
-"""The same samples as arrays, in a file beside the text (`rollout.record`)."""
+"""The same samples as arrays, in a file beside the text (`logging.save_tokens`)."""
 _NAME = re.compile(r"(?:step|eval)_(\d{6,})\.(?:jsonl|safetensors)")
 
 

@@ -154,7 +154,7 @@ class ServerSampler(Closing):
 
 
 def _all_gpus(options: SglangRollout) -> Any:
-    """The managed servers without a trainer beside them: one for each `tp` GPUs of this host, with their whole memory."""
+    """The managed servers without a trainer: one for each `tp` GPUs of this host; colocated ones with SGLang's default share."""
     servers = options.servers
     if servers is None or servers.device == "cpu" or servers.visible_devices:
         return servers

@@ -1,4 +1,4 @@
-"""The phases of a training step, each under its timer. All of them are collective."""
+"""The phases of a training step, with their timers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -85,7 +85,7 @@ def step_inputs(run: RunContext, samples: StepSamples, minibatches: Sequence[Min
 def update(run: RunContext, step: int, minibatch: MiniBatch, step_inputs: Any) -> UpdateReport:
     """One optimizer update of the policy and of the critic, with a score pass where one is needed.
 
-    Raises Interrupted in the score pass and NonFiniteError, both before any weight of the policy changes.
+    Raises Interrupted in the score pass and NonFiniteError, both before any weight of that model changes.
     """
     options = run.config.objective
     with run.timer.span("update"):

@@ -17,7 +17,7 @@ from pacs_megatron.parallel.transfer import gather_arrays
 
 Source = LogprobSource | Literal["routes"]
 Logprobs = dict[Source, dict[int, np.ndarray]]
-"""Of one mini-batch, by source: row of its facts -> float32 [response], nats; `routes`: experts, see policy/routing.py"""
+"""Of one mini-batch, by source: row of its facts -> float32 [response], nats; `routes`: experts, see policy/passes.py"""
 
 
 @dataclass(slots=True, kw_only=True)

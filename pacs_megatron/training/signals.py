@@ -12,7 +12,7 @@ from types import FrameType
 from pacs_megatron.runtime.processes import JOB_SIGNALS
 
 STOP_FILE = "STOP"
-"""A batch script creates `<run>/STOP` where signals do not reach the ranks."""
+"""`cancel --save` creates `<run>/STOP`, and a batch script where signals do not reach the ranks."""
 FILE_CHECK_S = 1.0
 """Seconds between two checks of the file: ranks poll at every micro-batch, and the file system is shared."""
 

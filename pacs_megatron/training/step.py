@@ -20,8 +20,8 @@ def train_step(run: RunContext, progress: RunProgress) -> dict[str, float | None
     """Trains the step after `progress.step` and returns its metrics. Collective.
 
     Raises on all ranks: Interrupted when one has a stop request, RolloutError, RewardError or SyncError (of colocated
-    servers), and NonFiniteError before the update changes a weight. `progress.open_step` counts the updates that are
-    done. A later call, also after a resume, gets the same samples and continues with the next update.
+    servers), and NonFiniteError before the update changes a weight of that model. `progress.open_step` counts the updates
+    that are done. A later call, also after a resume, gets the same samples and continues with the next update.
     """
     step, done = progress.step + 1, progress.open_step
     samples = collect(run, step)  # admitted groups: facts on all ranks, tokens on rank 0

@@ -72,8 +72,8 @@ class Objective:
     options_class: ClassVar[type[CommonOptions]]
     coupling: Coupling = "token"
     passes: Mapping[LogprobSource, int] = {}
-    """Log-prob pass -> first update of a step (0-based) that needs it. The first update needs no `step_start` pass: its own
-    forward computes these log-probs."""
+    """Log-prob pass -> first update of a step (0-based) that needs it. The first update's own forward computes the
+    `step_start` log-probs; it needs that pass only for its advantages."""
     coupled_by: Mapping[Statistic, int] = {}
     """Statistic -> first update whose coefficients depend on it."""
     kl_in_reward: bool = False
