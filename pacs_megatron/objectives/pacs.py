@@ -74,11 +74,11 @@ class PacsOptions(ReferenceOptions):
         return self
 
     def refuse_updates_per_step(self, updates_per_step: int) -> None:
-        """Raises ValueError if these options do not allow `updates_per_step` updates."""
+        """Raises ValueError if these options do not allow `updates_per_step` updates, those of all epochs."""
         if self.actor_term > 0 and updates_per_step > 1:
             raise ValueError(
-                f"objective.actor_term={self.actor_term} needs batch.updates_per_step=1, got {updates_per_step}: later "
-                "updates are off-policy; set actor_term to 0 or updates_per_step to 1"
+                f"objective.actor_term={self.actor_term} needs one update a step, got {updates_per_step} "
+                "(batch.updates_per_step * batch.epochs): later updates are off-policy; use actor_term 0, or 1 for both"
             )
 
 

@@ -66,7 +66,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["batch.samples_per_prompt=1"], "compares the samples of a prompt; use at least 2 (override)"),
         (
             ["objective.actor_term=0.5", "batch.updates_per_step=2"],
-            "actor_term to 0 or updates_per_step to 1 (override)",
+            "actor_term 0, or 1 for both (override)",
         ),
         (["run.name=''"], "run.name: expected letters, digits"),
         (["run.name=../other"], "run.name: expected letters"),
@@ -147,7 +147,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["objective=null", "objective={name: ppo, kl_in: reward}"],
             "objective.kl_in=reward does not go with kl_coef=0.0",
         ),
-        (["objective.actor_term=0.5", "batch.epochs=2"], "set actor_term to 0 or updates_per_step to 1 (override)"),
+        (["objective.actor_term=0.5", "batch.epochs=2"], "use actor_term 0, or 1 for both (override)"),
         (["reward={name: arithmetic, label_rule: authors}"], "it belongs to reward.name=math, and reward.name=arith"),
         (["reward={name: code, test_memory_gib: 8}"], "must be below reward.memory_limit_gib=4"),
         (["reward={name: code, sandbox: docker}"], "expected one of bubblewrap, none (override)"),

@@ -98,5 +98,5 @@ def test_defaults_that_depend_on_other_options() -> None:
 
 def test_actor_term_off_policy_is_a_config_error() -> None:
     options = PacsOptions(name="pacs", actor_term=0.5)
-    with pytest.raises(ConfigError, match=r"objective.actor_term=0.5 needs batch.updates_per_step=1, got 2"):
+    with pytest.raises(ConfigError, match=r"objective.actor_term=0.5 needs one update a step, got 2"):
         build_objective(options, updates_per_step=2)
