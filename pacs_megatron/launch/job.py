@@ -48,6 +48,7 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
     if resources.rollout_nodes:
         servers_here(config)
     servers, sglang = rollout.managed_servers, rollout.sglang
+    memory = None if servers is None or servers.colocated else servers.mem_fraction  # of servers without a trainer
     return {
         "RUN_DIR": str(run_folder(loaded)),
         "TRAIN_NODES": str(resources.nodes),
@@ -55,6 +56,8 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
         "RANKS_PER_NODE": str(world_size // resources.nodes),
         "GPUS_PER_NODE": str(resources.gpus_per_node),
         "SYNC_TRANSPORT": sglang.sync.transport if sglang is not None else "none",
+        "SERVER_GPUS": str(servers.tp if servers is not None and servers.device == "cuda" else 0),
+        "SERVER_MEMORY": "null" if memory is None else str(memory),
         "SERVER_TIMEOUT_S": str(servers.start_timeout_s if servers is not None else 0),
         "TIME_LIMIT": resources.time_limit,
         "SIGNAL_LEAD_S": str(resources.signal_lead_s),

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pacs_megatron.config import load_config
+from pacs_megatron.launch.serve import servers_here
 from tests.unit.config.test_load import BASE
 
 ROOT = Path(__file__).parents[3]
@@ -87,3 +89,47 @@ def test_ranks_get_all_cores_of_a_node(tmp_path: Path, launcher: str, expected: 
     assert done.returncode == 0, done.stderr
     [call] = (tmp_path / "calls").read_text().splitlines()
     assert f" {expected} --cpu-bind=cores " in call
+
+
+def test_an_evaluation_on_several_nodes_loads_configurations_of_colocated_servers(tmp_path: Path) -> None:
+    """`slurm/eval.sbatch` with two nodes: eight servers on each, with memory of their own and weights through files."""
+    srun = """#!/bin/sh
+printf '%s\\n' "$@" >CALLS/$$
+for word in "$@"; do
+    if [ "$previous" = pacs_megatron.launch.serve ]; then for node in a b; do echo http://$node:1 >"$word/$node.urls"; done; fi
+    previous=$word
+done
+"""
+    (tmp_path / "calls").mkdir()
+    (tmp_path / "srun").write_text(srun.replace("CALLS", str(tmp_path / "calls")))
+    (tmp_path / "srun").chmod(0o755)
+    config = ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml"
+    model = tmp_path / "model"
+    done = subprocess.run(
+        ["bash", str(ROOT / "slurm" / "eval.sbatch"), str(config), "run.seed=3", "--model", str(model)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "PYTHONPATH": str(ROOT),
+            "SLURM_JOB_ID": "1",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_GPUS_ON_NODE": "8",
+            "PACS_PYTHON": sys.executable,
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    calls = [path.read_text().splitlines() for path in (tmp_path / "calls").iterdir()]
+    [servers] = [words for words in calls if "pacs_megatron.launch.serve" in words]
+    [client] = [words for words in calls if "eval" in words]
+    of_servers, of_client = (
+        load_config(config, [w for w in words if "=" in w and w[0] != "-"]) for words in (servers, client)
+    )
+    managed, options = of_servers.config.rollout.managed_servers, of_client.config.rollout.sglang
+    assert managed is not None and options is not None
+    assert (servers_here(of_servers.config), managed.colocated, managed.mem_fraction) == (8, False, None)
+    assert (options.urls, options.sync.transport) == (("http://a:1", "http://b:1"), "disk")
+    assert of_client.config.run.seed == of_servers.config.run.seed == 3
+    assert str(model) in client
