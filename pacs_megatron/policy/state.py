@@ -1,4 +1,4 @@
-"""The policy as a sharded state dict for Megatron's dist_checkpointing: weights, optimizer, schedule, reference, RNG.
+"""The policy as a sharded state dict for Megatron's dist_checkpointing: weights, optimizer, reference, RNG.
 
 Keys: `model.*` (global layer numbers, so any layout reads them), `reference.*` likewise, and for each weight
 `optimizer.state.{param,exp_avg,exp_avg_sq}.model.*`, with or without the distributed optimizer, in fp32.
