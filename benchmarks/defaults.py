@@ -6,10 +6,10 @@
 An objective is a name with a grid below, or a configuration, which keeps its own values but for `--only`. Every run
 starts from the seed's warm start (one for all settings), takes 25 steps of 16 prompts x 8 samples on one rank with one
 thread, and evaluates before and after: 96 held-out problems, 8 draws each. `sft` repeats the warm start itself. One line
-of JSON a run goes to the log; runs that the log has are skipped. At the end a table of the whole log: mean pass@1 with
-Student's 95 % interval over seeds. `--task partial` takes the study's second task instead (benchmarks/tasks.py); its
-lines also have the sampled tokens of every step and the diversity of the correct responses before and after, and a
-second table has the steps and tokens to 0.9 of the ceiling.
+of JSON a run goes to the log; runs that the log has are skipped. At the end a table of the whole log: means with Student's
+95 % intervals over seeds (with `--best-of` also the differences of pass@1 to PACS on the same seeds). `--task partial` takes
+the study's second task instead (benchmarks/tasks.py); its lines also have the sampled tokens of every step and the diversity
+of the correct responses before and after, and a last table has the steps and tokens to 0.9 of the ceiling.
 """
 
 from __future__ import annotations
@@ -155,20 +155,62 @@ def _who(row: dict[str, Any]) -> tuple[str, str, int]:
     return row.get("task", "quickstart"), row["objective"], row["seed"]
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """A line of Markdown for each setting."""
-    lines = ["| objective | setting | seeds | start | pass@1 | 95 % interval |", "|---|---|---|---|---|---|"]
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """(mean, lower, upper) by Student's t; NaN limits for a number of values without a known point."""
+    mean = statistics.mean(values)
+    half = STUDENT.get(len(values), math.nan) * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, mean - half, mean + half
+
+
+def _by_setting(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["objective"], json.dumps(_setting(row))), []).append(row)
-    for (objective, setting), found in groups.items():
-        values = [row["pass@1"] for row in found if "pass@1" in row]
-        if len(values) > 1:
-            mean = statistics.mean(values)
-            half = STUDENT.get(len(values), math.nan) * statistics.stdev(values) / math.sqrt(len(values))
-            start = statistics.mean(row.get("start", math.nan) for row in found)
-            figures = f"{start:.3f} | {mean:.3f} | {mean - half:.3f} to {mean + half:.3f}"
-            lines.append(f"| {objective} | {setting} | {len(values)} | {figures} |")
+    return groups
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """A line of Markdown for each setting; intervals are Student's 95 % over seeds."""
+    lines = [
+        "| objective | setting | seeds | start | pass@1 | 95 % interval | rise | pass@8 | entropy | norm | diversity |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (objective, setting), found in _by_setting([row for row in rows if "pass@1" in row]).items():
+        if len(found) > 1:
+            starts, means = [row["start"] for row in found], [row["pass@1"] for row in found]
+            mean, low, high = interval(means)
+            _, least, most = interval([end - start for start, end in zip(starts, means, strict=True)])
+            cells = [
+                *(objective, setting, str(len(found)), f"{statistics.mean(starts):.3f}", f"{mean:.3f}"),
+                *(f"{low:.3f} to {high:.3f}", f"{least:+.3f} to {most:+.3f}"),
+                f"{statistics.mean(row['pass@8'][-1] for row in found):.3f}",
+                f"{statistics.mean(row['entropy'][-1] for row in found):.4f}",
+                f"{statistics.median(row['norm'][1] for row in found):.2g}",
+                _diversities(found),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _diversities(rows: list[dict[str, Any]]) -> str:
+    """Mean before -> after with its interval, over the runs that have both."""
+    known = [row["diversity"] for row in rows if None not in row.get("diversity", [None])]
+    if len(known) < 2:
+        return ""
+    mean, low, high = interval([after for _, after in known])
+    return f"{statistics.mean(before for before, _ in known):.3f} -> {mean:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def differences(rows: list[dict[str, Any]], base: str = "pacs") -> list[str]:
+    """A line of Markdown for each other objective: pass@1 less that of `base` on the same seeds, with its interval."""
+    groups = _by_setting([row for row in rows if "pass@1" in row])
+    of_base = {row["seed"]: row["pass@1"] for (name, _), found in groups.items() if name == base for row in found}
+    lines = ["", f"| objective | seeds | pass@1 less that of {base} | 95 % interval |", "|---|---|---|---|"]
+    for (objective, _), found in groups.items():
+        pairs = [row["pass@1"] - of_base[row["seed"]] for row in found if row["seed"] in of_base]
+        if objective != base and len(pairs) > 1:
+            mean, low, high = interval(pairs)
+            lines.append(f"| {objective} | {len(pairs)} | {mean:+.3f} | {low:+.3f} to {high:+.3f} |")
     return lines
 
 
@@ -199,10 +241,7 @@ def speeds(rows: list[dict[str, Any]]) -> list[str]:
     The ceiling is the best mean pass@1 of a setting in the log. A run that does not reach the target is shown as `>`
     and all that it had: it is censored, not dropped.
     """
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        if "tokens" in row:
-            groups.setdefault((row["objective"], json.dumps(_setting(row))), []).append(row)
+    groups = _by_setting([row for row in rows if "tokens" in row])
     if not groups:
         return []
     target = 0.9 * max(statistics.mean(row["pass@1"] for row in found) for found in groups.values())
@@ -254,7 +293,8 @@ def main() -> int:
                 log.flush()
                 print(row, flush=True)
     logged = [json.loads(line) for line in options.log.read_text().splitlines()]
-    print("\n".join([*table(logged), *speeds(logged)]))
+    compared = differences(logged) if options.best_of else []
+    print("\n".join([*table(logged), *compared, *speeds(logged)]))
     return 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.defaults import best, diversity, reached, speeds
+from benchmarks.defaults import best, differences, diversity, reached, speeds, table
 from benchmarks.tasks import TASKS, partial_solution
 
 
@@ -79,3 +79,21 @@ def test_the_diversity_is_that_of_correct_responses(tmp_path: Path) -> None:
     assert diversity(path) == pytest.approx(0.5)  # 1 for a, 0 for b, and c has no pair
     write(("a", "abcd", 1), ("a", "wxyz", 0))
     assert diversity(path) is None
+
+
+def test_the_tables_are_those_of_a_count_by_hand() -> None:
+    def row(objective: str, seed: int, start: float, end: float, diversity: list[float | None]) -> dict[str, object]:
+        figures = {"start": start, "pass@1": end, "pass@8": [0.9, 1.0], "entropy": [0.2, 0.1], "norm": [1.0, 2.0, 3.0]}
+        return {"objective": objective, "lr": 1e-4, "seed": seed, "diversity": diversity, **figures}
+
+    rows = [
+        *(row("pacs", 0, 0.25, 0.5, [0.5, 0.25]), row("pacs", 1, 0.25, 0.75, [0.5, 0.25])),
+        *(row("nsr", 0, 0.25, 0.75, [0.5, None]), row("nsr", 1, 0.25, 0.5, [0.5, 0.25])),
+    ]
+    # Two values: the half width is 12.706 * standard deviation / sqrt(2), for 0.5 and 0.75 that is 1.588.
+    assert table(rows)[2:] == [
+        '| pacs | {"lr": 0.0001} | 2 | 0.250 | 0.625 | -0.963 to 2.213 | -1.213 to +1.963 | 1.000 | 0.1000 | 2 '
+        "| 0.500 -> 0.250 [0.250, 0.250] |",
+        '| nsr | {"lr": 0.0001} | 2 | 0.250 | 0.625 | -0.963 to 2.213 | -1.213 to +1.963 | 1.000 | 0.1000 | 2 |  |',
+    ]
+    assert differences(rows)[3:] == ["| nsr | 2 | +0.000 | -3.176 to +3.176 |"]
