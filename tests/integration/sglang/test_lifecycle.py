@@ -37,12 +37,13 @@ def gone(pids: list[int], within_s: float = 600.0) -> bool:
     return not alive(pids)
 
 
-def servers(run: FleetRun) -> tuple[list[int], str]:
-    """Guard, launcher, scheduler and detokenizer of the run's server; its address."""
+def servers(run: FleetRun) -> tuple[list[int], str, Path]:
+    """Guard, launcher, scheduler and detokenizer of the run's server; its address; its rendezvous file in /dev/shm."""
     record = json.loads((run.run_dir / "servers" / "server0.pid").read_text())
     pids = [record["guard"], *sglang_guard.members(record["server"])]
     assert len(pids) >= 4
-    return pids, re.findall(r"starting rollout server server0 at (http://\S+),", run.driver_log())[-1]
+    url = re.findall(r"starting rollout server server0 at (http://\S+),", run.driver_log())[-1]
+    return pids, url, Path(record["store"])
 
 
 def is_free(url: str) -> bool:
@@ -55,16 +56,11 @@ def is_free(url: str) -> bool:
         return True
 
 
-def stores() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("pacs-server-")}
-
-
 def test_no_server_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run, four attempts; each takes up where the one before ended."""
     if not PYTHON.exists():
         pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
     monkeypatch.setenv("ROLLOUT_KEY", KEY)
-    before = stores()
     own = {"python": [str(PYTHON)], "device": "cpu", "max_total_tokens": 16384}
     rollout = {"engine": "sglang", "servers": own, "sync": {"transport": "broadcast"}, "api_key_env": "ROLLOUT_KEY"}
     run = FleetRun(tmp_path, make_tiny_qwen3(tmp_path / "model"), rollout, steps=30, delay_s=0.05)
@@ -72,26 +68,26 @@ def test_no_server_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # Failure: the circuit breaker ends the run after its first step.
     run.start("mismatch.max_abs_mean=1e-9")
     run.until(lambda: "weights 0:" in _rank_log(run), "first weights", START_S)
-    pids, url = servers(run)
+    pids, url, store = servers(run)
     _check_running(pids, url)
     code, err = run.finish()
     assert code == ExitCode.FAILED and "mismatch.max_abs_mean" in err, (code, err)
-    assert gone(pids) and is_free(url)
+    assert gone(pids) and is_free(url) and not store.exists()
 
     # Ctrl-C, as a terminal sends it.
     run.start()
     run.until_step(3, START_S)
-    pids, url = servers(run)
+    pids, url, store = servers(run)
     run.process.send_signal(signal.SIGINT)
     code, err = run.finish()
     assert code == ExitCode.PREEMPTED, err
-    assert gone(pids) and is_free(url)
+    assert gone(pids) and is_free(url) and not store.exists()
 
     # kill -9 of everything that could still clean up, the guard too. What is left of the server then, if anything (the
     # children of SGLang 0.5.23 mostly notice), the next start ends.
     run.start()
     run.until_step(run.last_step() + 2, START_S)
-    pids, _ = servers(run)
+    pids, _, of_killed = servers(run)
     os.kill(pids[0], signal.SIGKILL)
     run.kill()
     assert gone(pids[:1])
@@ -102,11 +98,11 @@ def test_no_server_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run.start(f"run.steps={run.steps}")
     assert gone(left, START_S)
     run.until(lambda: len(server_children(run)) >= 3, "server's children", START_S)
-    pids, url = servers(run)
+    pids, url, store = servers(run)
     code, err = run.finish(START_S)
     assert code == ExitCode.OK, err
-    assert gone(pids) and is_free(url)
-    assert stores() <= before
+    assert gone(pids) and is_free(url) and not store.exists()
+    assert not of_killed.exists()
     run.assert_whole()
     files = [path for path in run.run_dir.rglob("*") if path.is_file()]
     assert any(path.name == "server0.log" for path in files)

@@ -22,7 +22,8 @@ from tests.support.servers.fleet_run import STOP, FleetRun
 
 pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.timeout(1800)]
 STEPS, WANTED, SIBLINGS, PROMPTS = 4, 2, 4, 90
-# Of four prompts in the order of the data, three have label 1 for every response; the fourth depends on the text.
+# Of four prompts in the order of the data, three have label 1 for every response; the fourth depends on the text. So three
+# prompts, the first round, never have two groups of both classes. Truncated responses are judged too.
 REWARD = """import time
 
 
@@ -71,6 +72,7 @@ def test_refill_trains_full_batches_of_admitted_groups(lab: Lab, tmp_path: Path)
     run._overrides = (
         *run._overrides,
         *("objective=null", f"objective={sections['objective']}", f"admission={sections['admission']}"),
+        "admission.truncated=judge",
         *(f"batch.prompts_per_step={WANTED}", "data.shuffle=false", "reward.workers=2"),
     )
 
