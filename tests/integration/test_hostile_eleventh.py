@@ -284,7 +284,7 @@ QUICK: dict[str, Try] = {
     "objective: the actor's term of two updates": Try((*SHOW, "objective.actor_term=0.5"), after=_says("updates_per_step")),
     "objective: an estimate without a gradient": Try((*SHOW, "objective={name: grpo, kl_coef: 0.1, kl_estimator: k1, kl_in: loss}"), after=_says("k1")),
     "admission: rounds of nothing": Try((*SHOW, "admission.refill_rounds=3"), after=_says("refill_rounds")),
-    "preflight: JSON of a model that is not there": Try("$P preflight {r} model.path={w}/none --json 2> /dev/null", end="either", after=is_json(), codes=(1, 2)),
+    "preflight: JSON of a model that is not there": Try("$P preflight {r} model.path={w}/none --json > {w}/j", end="either", after=is_json("j"), codes=(1, 2)),
     "paper: one table and one that is none": Try(("paper", "table1", "table999", *PAPER[2:]), after=gone("p")),
     "paper: a rate of a word": Try((*PAPER, "optimizer.lr=fast"), after=_says("optimizer.lr")),
     "certify: a run of no name": Try(("certify", "nosuch-run")),
