@@ -19,6 +19,7 @@ from pacs_megatron.runtime.waiting import hub_wait, report_wait
 
 _FORMATS = ".json (an array of objects), .jsonl (one object per line), .parquet, a folder or a hub id"
 _MAX_JSON_BYTES = 2**30
+_MAX_CELL_BYTES = 2**26
 """Of a .json file, which is read into memory whole; the lines of a .jsonl file are read one by one."""
 
 
@@ -88,6 +89,18 @@ def _read_json(path: Path) -> Iterator[Row]:
         yield Row(index=index, where=where, values=as_object(value, where))
 
 
+def _check_sizes(metadata: Any, path: Path) -> None:
+    """Raises DataError, before it is unpacked, for a column whose values have on average more than `_MAX_CELL_BYTES`."""
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            if column.total_uncompressed_size > _MAX_CELL_BYTES * max(1, column.num_values):
+                found = f"{column.total_uncompressed_size} bytes in {column.num_values} values"
+                raise DataError(
+                    f"{path}: column {shown(column.path_in_schema)} has {found}; at most {_MAX_CELL_BYTES} bytes a value are "
+                    "read; remove the large values"
+                )
+
+
 def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
@@ -97,6 +110,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             names = file.schema_arrow.names
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise DataError(f"{path}: {len(names)} columns, {shown(twice[0])} is repeated; rename one of them")
+            _check_sizes(file.metadata, path)
             for batch in file.iter_batches(batch_size=1024):
                 for values in batch.to_pylist():
                     yield Row(index=index, where=f"{path} (row {index})", values=values)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pacs_megatron.config.schema import DatasetOptions
+from pacs_megatron.data import sources
 from pacs_megatron.data.sources import read_rows
 from pacs_megatron.errors import ConfigError, DataError
 from tests.support.fuzz import damaged, fuzz, json_documents
@@ -128,6 +129,17 @@ def test_truncated_parquet(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="not a readable parquet file"):
         read(path)
+
+
+def test_a_parquet_file_with_huge_values_is_not_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_MAX_CELL_BYTES", 1000)
+    path = tmp_path / "a.parquet"
+    few, many = {"a": ["x" * 2500, "y"], "b": [1, 2]}, {"a": ["x" * 2500, *"abcdefghij"]}
+    pyarrow.parquet.write_table(pyarrow.table(few), path, compression="zstd")
+    with pytest.raises(DataError, match=r"column 'a' has \d{4} bytes in 2 values; at most 1000 bytes a value"):
+        read(path)
+    pyarrow.parquet.write_table(pyarrow.table(many), path)
+    assert [row.values for row in read(path)] == [{"a": text} for text in many["a"]]
 
 
 def test_not_utf8(tmp_path):
