@@ -1,8 +1,8 @@
-"""The weight table: every Megatron tensor with the Hugging Face tensors it is made of, both ways.
+"""The weight table: every Megatron tensor with the Hugging Face tensors it is made of, in both directions.
 
 No other list of names exists. Megatron names are those of the *local* layer spec, with global layer and expert numbers;
-`canonical_name` maps the names of Transformer Engine's spec onto them. A transform is an exact inverse without arithmetic,
-with the full shapes of both sides and the tensor-parallel split of the Megatron side.
+`canonical_name` maps the names of Transformer Engine's spec onto them. A transform converts in both directions, exactly and
+without arithmetic. It has the full shapes of both sides and the tensor-parallel split of the Megatron side.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Entry:
             _check_shape(name, tuple(tensor.shape), shape)
         if len({t.dtype for t in tensors}) > 1:
             names, dtypes = ", ".join(self.hf_names), ", ".join(str(t.dtype) for t in tensors)
-            raise ConversionError(f"{names}: dtypes differ ({dtypes}); they make one Megatron tensor")
+            raise ConversionError(f"{names}: dtypes differ ({dtypes}), but they form one Megatron tensor")
 
     def to_hf(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """The Hugging Face tensors in the order of `hf_names`; may share memory with the input."""
@@ -227,14 +227,15 @@ class Entry:
         return torch.cat([piece for part in parts for piece in part], dim=dim)
 
     def shard_shape(self, tp: int) -> Shape:
-        """Shape of one rank's shard. Raises ConversionError where `tp` does not divide (for qkv: the KV heads)."""
+        """Shape of one rank's shard. Raises ConversionError where `tp` does not divide its rows or columns (qkv: KV heads)."""
         dim = self.transform.tp_dim
         if dim is None:
             return self.megatron_shape
         units = self.transform.tp_units(self.sizes)
         if units % tp:
             raise ConversionError(
-                f"{self.megatron_name}: tp={tp} does not divide its {units} units along dimension {dim}"
+                f"{self.megatron_name}: tp={tp} does not divide its {units} units (rows, columns or KV heads) along dimension "
+                f"{dim}; use a tensor-parallel size that divides {units}"
             )
         return tuple(size // tp if d == dim else size for d, size in enumerate(self.megatron_shape))
 
@@ -268,12 +269,12 @@ _VALUE = (
     Row("output_layer.bias", ("score.bias",), Rows(("value",))),
 )
 CRITIC_CLASS = "ForTokenClassification"
-"""End of transformers' class of a critic's folder: one label, `score`, is the value before the next token. verl has
-critics of this class too."""
+"""Suffix of the transformers class name in a critic's config.json. Its layer `score` has one label, the value before the next
+token. verl has critics of this class too."""
 
 
 VOCAB_MULTIPLE = 128
-"""Megatron's vocabulary is padded to a multiple of this at every tensor-parallel size, so that checkpoints reshard."""
+"""Megatron's vocabulary is padded to a multiple of this at every tensor-parallel size, so that checkpoints can be resharded."""
 
 
 def build_table(spec: ModelSpec, layer_rows: Sequence[Row]) -> WeightTable:

@@ -1,8 +1,9 @@
 """The steps in progress: dispatched, sampled, judged, and kept until they are trained.
 
 Concurrency: the driver's main thread dispatches steps and reads their state. With SGLang, one thread per step takes samples
-from the engine's stream; the judge's threads deliver verdicts. All threads change a step under one lock and then call
-`wake`. A sample counts once: its id is in `sampled` from its arrival on, and such ids are not requested again.
+from the engine's stream. The judge runs the verifiers; its threads deliver verdicts. All threads change a step under one lock
+and then call `wake`, which notifies the driver's main thread. Each sample is stored once: after its arrival its id is in
+`sampled`, and such ids are not requested again.
 """
 
 import logging
@@ -35,7 +36,7 @@ class RolloutBuffer:
         """`make_rollouts(step)` takes the step's prompts from the data; it is called in the order of the steps.
 
         `wake` and `admits` may be called from any thread. `admits`: whether a complete group will be trained; a step with
-        over-sampling ends as soon as enough groups are.
+        over-sampling ends as soon as enough groups are admitted.
         """
         self._judge, self._engine, self._make_rollouts = judge, engine, make_rollouts
         self._wake, self._admits = wake, admits

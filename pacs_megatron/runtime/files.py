@@ -16,14 +16,14 @@ from pacs_megatron.errors import ConfigError, DataError, PacsError
 from pacs_megatron.runtime.json_reader import as_object, parse_json, read_bytes, read_lines
 
 PARTIAL_SUFFIX = ".partial"
-"""of a file whose writer died; such a file is never read"""
+"""Suffix of a file that is not completely written; such a file is never read."""
 _KIND = re.compile(rb'<!doctype html>.{0,2000}?<title>\w+[:<]|\{\n "direction": "[a-z-]+"|.{0,12}', re.DOTALL)
-"""The start of an output, before any name or number in it, or the checksum of an archive."""
+"""The start of an output, up to its first name or number, or the checksum of an archive: equal in all outputs of a kind."""
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError of the block gets the path, which those of `write` and `fsync` lack."""
+    """Adds the path to an OSError of the block; `write` and `fsync` raise it without one."""
     try:
         yield
     except OSError as error:
@@ -57,7 +57,7 @@ def remove(path: Path) -> None:
 
 
 def disk_error(folder: Path) -> OSError | None:
-    """The reason for which a file in `folder` cannot be written."""
+    """Tries to write a file in `folder`. Returns the error, None if there is none."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".pacs-try-") as file:
             file.write(bytes(1 << 16))
@@ -69,7 +69,7 @@ def disk_error(folder: Path) -> OSError | None:
 
 
 def is_file(path: Path, error: type[PacsError] = DataError) -> bool:
-    """Whether there is a file. Raises `error` for a folder, a pipe, a device and a link to nowhere, which are not absent."""
+    """Whether there is a file. Raises `error` if `path` exists but is no regular file: folder, pipe, device, broken link."""
     if not path.is_file() and os.path.lexists(path):
         raise error(f"{path}: not a regular file; correct or remove it")
     return path.is_file()
@@ -83,7 +83,7 @@ def check_distinct(paths: Iterable[Path]) -> None:
 
 
 def check_output(path: Path, content: bytes) -> None:
-    """Raises ConfigError for a folder, a device, and another kind of file: it does not start as `content` does."""
+    """Raises ConfigError if `path` is a folder or a device, or a file of another kind: one that starts unlike `content`."""
     kind = _KIND.match(content)[0]  # type: ignore[index]
     if (path.exists() and not path.is_file()) or os.path.islink(os.path.realpath(path)):  # a loop of links
         raise ConfigError(f"{path} is not a regular file; name another file for the output")
@@ -91,11 +91,11 @@ def check_output(path: Path, content: bytes) -> None:
         with path.open("rb") as file:
             before = file.read(len(kind))
         if before and before != kind:
-            raise ConfigError(f"{path} exists and is no earlier output of this command; name another file")
+            raise ConfigError(f"{path} exists and is not an earlier output of this command; name another file")
 
 
 def write_outputs(files: Sequence[tuple[Path, bytes]]) -> None:
-    """Files that the user named. Raises ConfigError as `check_output` does, before anything is written."""
+    """Writes the output files that the user named. Raises ConfigError as `check_output` does, before anything is written."""
     check_distinct([path for path, _ in files])
     for path, content in files:
         check_output(path, content)

@@ -31,7 +31,7 @@ class OpenStep:
     """By mini-batch. Those of the step's start cannot be computed again once its weights have changed."""
 
     def add(self, report: UpdateReport, num_samples: int) -> None:
-        # Only the first update computes with the weights that sampled.
+        # Later updates compute with other weights than those of the step's start: `mismatch/*` would include their changes.
         metrics = {k: v for k, v in report.metrics.items() if self.updates == 0 or not k.startswith("mismatch/")}
         for name, value in metrics.items():
             self.sums.add_means({name: value}, report.denominators.get(name, num_samples))
@@ -70,9 +70,9 @@ class OpenStep:
         for key, value in settings.items():
             if (saved := header["settings"].get(key)) != value:
                 raise CheckpointError(
-                    f"the newest checkpoint is inside a step, after {header['updates']} of its updates, and {key} was "
-                    f"{saved!r} then: resume with that value and change it after the step's checkpoint, or remove the "
-                    "folder step_*_plus_* to repeat the step"
+                    f"{key} is {value!r}, but the newest checkpoint was saved inside a step, after {header['updates']} of "
+                    f"its updates, with {saved!r}: resume with that value and change it after the step's checkpoint, or "
+                    "remove the folder step_*_plus_* to repeat the step"
                 )
         logprobs: list[Logprobs] = [{} for _ in range(header["minibatches"])]
         for name, values in arrays.items():

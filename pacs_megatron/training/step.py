@@ -1,4 +1,4 @@
-"""One training step: rollouts in, updates out. The loop then sends the new weights to the rollout engine."""
+"""One training step: rollouts in, updates out. The loop sends the new weights to the rollout engine after the step."""
 
 from pacs_megatron.training.breaker import with_signal_to_noise
 from pacs_megatron.training.context import RunContext
@@ -19,7 +19,7 @@ from pacs_megatron.training.sync import release_memory
 def train_step(run: RunContext, progress: RunProgress) -> dict[str, float | None]:
     """Trains the step after `progress.step` and returns its metrics. Collective.
 
-    Raises on all ranks: Interrupted when one has a stop request, RolloutError, RewardError or SyncError (of colocated
+    Raises on all ranks: Interrupted when a rank has a stop request, RolloutError, RewardError or SyncError (of colocated
     servers), and NonFiniteError before the update changes a weight of that model. `progress.open_step` counts the updates
     that are done. A later call, also after a resume, gets the same samples and continues with the next update.
     """
@@ -34,12 +34,12 @@ def train_step(run: RunContext, progress: RunProgress) -> dict[str, float | None
     # If admission dropped every group, there is no mini-batch: the step is counted but no weight changes.
     if minibatches and not done.updates:
         done.sums.add_means(measure_noise(run, minibatches[0], step), 1)  # of the scores, where configured
-    minibatches, inputs = step_inputs(run, samples, minibatches)  # e.g. advantages of the whole step
+    minibatches, inputs = step_inputs(run, samples, minibatches)  # all epochs; e.g. advantages of the step
     for minibatch in minibatches[done.updates :]:
         poll(run)
         done.add(update(run, step, minibatch, inputs), minibatch.facts.num_samples)
-    for model in run.models:
-        model.optimizer.advance_schedule(step * run.config.batch.num_updates)  # also past updates without groups
+    for model in run.models:  # past updates without groups too; `num_updates` is updates_per_step * epochs
+        model.optimizer.advance_schedule(step * run.config.batch.num_updates)
     if run.reset_every and step % run.reset_every == 0:
         run.policy.take_reference(reset_optimizer=True)
     return with_signal_to_noise({**samples.metrics, **done.sums.values()})

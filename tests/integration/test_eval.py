@@ -135,7 +135,7 @@ def test_another_verifier_judges_the_samples_again(config, tmp_path, capsys, mon
     ours = results.read_bytes()
     results.write_text('{"results": "of another program"}')
     assert main(["eval", str(config), short, "--out", str(tmp_path / "out"), "--rejudge"]) == 2
-    assert "results.json exists and is no earlier output of this command" in capsys.readouterr().err
+    assert "results.json exists and is not an earlier output of this command" in capsys.readouterr().err
     assert read_samples(tmp_path / "out") == before
     results.write_bytes(ours)
     assert main(["eval", str(config), short, "--out", str(tmp_path / "out"), "--rejudge"]) == 0

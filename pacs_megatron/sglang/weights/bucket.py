@@ -1,4 +1,4 @@
-"""The form in which weights are sent: packed back to back into one flat byte buffer, linear ones optionally as blockwise FP8
+"""Weights are sent packed without gaps in one flat byte buffer, linear ones optionally as blockwise FP8
 (the format of Hugging Face checkpoints with `quant_method: fp8`, `weight_block_size: [128, 128]`)."""
 
 import re
@@ -45,7 +45,7 @@ class Bucket:
         self.num_bytes = 0
 
     def free(self) -> None:
-        """`clear`, and returns the memory to the GPU."""
+        """Removes all tensors and frees the memory; other processes can then use the memory of a GPU."""
         on_gpu = self._buffer.is_cuda
         self.clear()
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -71,7 +71,7 @@ def quantize_blockwise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
     largest = torch.maximum(blocks.amax(dim=3).amax(dim=1), blocks.amin(dim=3).amin(dim=1).neg())
     scale_inv = largest / E4M3_MAX
-    scale_inv = torch.where(scale_inv > 0, scale_inv, torch.ones_like(scale_inv))  # 0 also below fp32's range
+    scale_inv = torch.where(scale_inv > 0, scale_inv, torch.ones_like(scale_inv))  # also 0 if it underflows
     blocks.div_(scale_inv[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
     values = padded[:rows, :columns].to(torch.float8_e4m3fn)
     return values.contiguous(), scale_inv

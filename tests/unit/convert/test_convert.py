@@ -171,7 +171,7 @@ def test_a_certificate_replaces_nothing_else(existing: str, converted: Path, tin
         out.mkdir()
     else:
         out.write_text('{"model_type": "qwen3"}')
-    with pytest.raises(ConfigError, match=r"is no earlier output of this command|is not a regular file"):
+    with pytest.raises(ConfigError, match=r"is not an earlier output of this command|is not a regular file"):
         verify(str(tiny_qwen3), converted, out, step=None, logits=None)
     assert [path.name for path in tmp_path.iterdir()] == ["certificate.json"]
 

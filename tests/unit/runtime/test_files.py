@@ -35,7 +35,7 @@ def test_another_result_replaces_an_earlier_one(tmp_path: Path, kind: str) -> No
 def test_no_output_is_written_if_one_would_replace_another_file(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_bytes(b'{"step": 1}\n')
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl exists and is no earlier output"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl exists and is not an earlier output"):
         write_outputs([(tmp_path / "page.html", b"<!doctype html>"), (metrics, OUTPUTS["json"][0])])
     assert metrics.read_bytes() == b'{"step": 1}\n'
     assert not (tmp_path / "page.html").exists()
@@ -53,7 +53,7 @@ def test_no_output_is_written_if_one_would_replace_another_file(tmp_path: Path) 
 def test_an_output_of_another_command_is_kept(tmp_path: Path, before: bytes, content: bytes) -> None:
     path = tmp_path / "out"
     path.write_bytes(before)
-    with pytest.raises(ConfigError, match="no earlier output of this command"):
+    with pytest.raises(ConfigError, match="not an earlier output of this command"):
         write_outputs([(path, content)])
     assert path.read_bytes() == before
 
