@@ -241,8 +241,10 @@ def resume(run: RunContext) -> RunProgress | None:
     run.policy.version = saved["policy_version"]
     buffer = run_checkpoint.read_record(folder) if run.rank.rank == 0 else None
     if buffer is not None:
-        steps = range(saved["step"] + 1, saved["step"] + run.config.rollout.steps_ahead + 2)
         with parsing(f"{folder}/buffer.json or buffer.safetensors", CheckpointError):
+            # More steps than it samples ahead from now on: max_staleness was lowered.
+            ahead = max(run.config.rollout.steps_ahead + 1, len(buffer[0]["steps"]))
+            steps = range(saved["step"] + 1, saved["step"] + 1 + ahead)
             check_saved(*buffer, steps, run.policy.spec.vocab_size)
     run.rollouts.load_state(DriverState(order=saved["driver"], buffer=buffer), saved["step"])
     if run.rank.rank == 0:

@@ -170,3 +170,23 @@ def test_a_stop_keeps_the_samples_and_a_resumed_run_has_the_same_bits(tmp_path: 
     # Only the sample that the one worker had when the run stopped is judged twice.
     assert calls.stat().st_size == GROUPS * SIBLINGS * STEPS + 1
     assert not (run_dir / "checkpoints" / f"step_{STEPS:06d}" / "buffer.json").exists()
+
+
+def test_a_lower_max_staleness_on_resume_drops_the_stale_samples(tmp_path: Path, model: Path) -> None:
+    """Steps that were sampled ahead with the earlier limit: their groups are dropped and counted, and the run goes on."""
+    overrides = ("parallel.tp=1", "batch.updates_per_step=1", "checkpoint.every=9", "reward.timeout_s=3600")
+    config = write(tmp_path, model, stop_at=40)
+    assert start(config, 1, *overrides, "rollout.max_staleness=2") is ExitCode.PREEMPTED
+    run_dir = tmp_path / "runs" / "tiny"
+    [folder] = (run_dir / "checkpoints").iterdir()
+    trained, saved = int(folder.name.split("_")[1]), json.loads((folder / "buffer.json").read_text())
+    ahead = [step["step"] for step in saved["steps"] if step["samples"]]
+    assert ahead[-1] > trained + 1
+    assert start(config, 1, *overrides, "rollout.max_staleness=0") is ExitCode.OK
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows[trained:]:
+        dropped = row.get("admission/dropped_stale_groups", 0)
+        assert dropped in (0, GROUPS) and row["admission/num_groups"] == GROUPS - dropped
+    # Weights that no update changed since the sampling count as the newest, so a later step may be admitted again.
+    assert rows[trained]["admission/num_groups"] == 0 and rows[-1]["admission/num_groups"] == GROUPS
