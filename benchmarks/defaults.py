@@ -170,7 +170,7 @@ def _by_setting(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[s
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """A line of Markdown for each setting; intervals are Student's 95 % over seeds."""
+    """A line of Markdown for each setting; intervals are Student's 95 % over seeds. Norm: the median of each run."""
     lines = [
         "| objective | setting | seeds | start | pass@1 | 95 % interval | rise | pass@8 | entropy | norm | diversity |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -183,9 +183,9 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             cells = [
                 *(objective, setting, str(len(found)), f"{statistics.mean(starts):.3f}", f"{mean:.3f}"),
                 *(f"{low:.3f} to {high:.3f}", f"{least:+.3f} to {most:+.3f}"),
-                f"{statistics.mean(row['pass@8'][-1] for row in found):.3f}",
-                f"{statistics.mean(row['entropy'][-1] for row in found):.4f}",
-                f"{statistics.median(row['norm'][1] for row in found):.2g}",
+                "{:.3f} [{:.3f}, {:.3f}]".format(*interval([row["pass@8"][-1] for row in found])),
+                "{:.3f} [{:.3f}, {:.3f}]".format(*interval([row["entropy"][-1] for row in found])),
+                "{:.2g} [{:.2g}, {:.2g}]".format(*interval([row["norm"][1] for row in found])),
                 _diversities(found),
             ]
             lines.append(f"| {' | '.join(cells)} |")
