@@ -7,6 +7,7 @@ import io
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from pacs_megatron.evaluation.sample_file import is_sample, read_samples
 from pacs_megatron.evaluation.statistics import bootstrap_mean
 from pacs_megatron.observability.page import page, safe_text
 from pacs_megatron.runtime.files import check_distinct, has_fields, is_file
-from pacs_megatron.runtime.json_reader import read_object
+from pacs_megatron.runtime.json_reader import parse_json, read_object, read_text
 from pacs_megatron.runtime.waiting import report_wait
 
 Embedder = Callable[[Sequence[str]], np.ndarray]
@@ -59,7 +60,10 @@ def question_scores(vectors: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def load_embedder(name: str) -> tuple[str, Embedder]:
-    """(description for outputs, embedder): `hashed`, or a Hugging Face folder or hub id of an embedding model."""
+    """(description for outputs, embedder): `hashed`, or a model in the format of sentence-transformers, folder or hub id.
+
+    A vector is that library's, without its last normalisation. Raises ConfigError.
+    """
     if name == HASHED:
         return f"hashed {_NGRAM}-grams of characters: for tests, no semantic model", _hashed
     import torch
@@ -68,9 +72,11 @@ def load_embedder(name: str) -> tuple[str, Embedder]:
     logging.set_verbosity_error()  # a report of unused tensors
     try:
         # Without the argument, transformers offers on the terminal to run a model's own code.
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="right", trust_remote_code=False)
         model = AutoModel.from_pretrained(name, trust_remote_code=False, use_safetensors=True).eval()
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        pooling, limit = _pooling(name)
+        limit = min(limit, _MAX_TOKENS, tokenizer.model_max_length, model.config.max_position_embeddings)
     except Exception as error:  # the library raises KeyError, SafetensorError, ... for damaged files
         reason = f"{type(error).__name__}: {shown(str(error), 200)}"
         raise ConfigError(f"--embedder {name}: {reason}; give the folder of an embedding model, or {HASHED}") from error
@@ -79,12 +85,45 @@ def load_embedder(name: str) -> tuple[str, Embedder]:
         found = []
         for start in range(0, len(texts), _BATCH):
             batch = list(texts[start : start + _BATCH])
-            ids = tokenizer(batch, padding=True, truncation=True, max_length=_MAX_TOKENS, return_tensors="pt")
-            with torch.inference_mode():  # the last token's state, as in Qwen3-Embedding's model card
-                found.append(model(**ids.to(model.device)).last_hidden_state[:, -1].float().cpu().numpy())
+            ids = tokenizer(batch, padding=True, truncation=True, max_length=limit, return_tensors="pt").to(
+                model.device
+            )
+            with torch.inference_mode():
+                states = model(**ids).last_hidden_state.float()
+            mask = ids["attention_mask"]
+            last = mask.sum(1, keepdim=True) - 1
+            positions = torch.arange(mask.shape[1], device=mask.device)
+            weights = {"mean": mask / (last + 1), "cls": positions.eq(0 * last), "lasttoken": positions.eq(last)}
+            found.append(torch.einsum("bt,bth->bh", weights[pooling].float(), states).cpu().numpy())
         return np.concatenate(found)
 
-    return name, embed
+    return f"{name}, pooling: {pooling}, at most {limit} tokens of a response", embed
+
+
+def _pooling(name: str) -> tuple[str, int]:
+    """(`mean`, `cls` or `lasttoken`, largest number of tokens) from the files of sentence-transformers.
+
+    Raises ValueError for another pooling, and for a model with further layers.
+    """
+    from transformers.utils import cached_file
+
+    modules = parse_json(read_text(Path(cached_file(name, "modules.json"))), "modules.json")
+    layers = [module["type"].rpartition(".")[2] for module in modules]
+    if layers not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise ValueError(f"modules.json lists {layers}; expected Transformer, Pooling and perhaps Normalize")
+    config = read_object(Path(cached_file(name, "1_Pooling/config.json")))
+    active = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+    modes = config.get("pooling_mode", [key[13:].removesuffix("_tokens").removesuffix("_token") for key in active])
+    if modes in ("mean", "cls", "lasttoken"):
+        modes = [modes]
+    if modes not in (["mean"], ["cls"], ["lasttoken"]):
+        raise ValueError(f"1_Pooling/config.json has pooling {modes}; expected mean, cls or lasttoken")
+    limit = _MAX_TOKENS
+    with suppress(OSError):  # Qwen3-Embedding has no such file
+        limit = read_object(Path(cached_file(name, "sentence_bert_config.json"))).get("max_seq_length") or limit
+    if not isinstance(limit, int) or limit < 1:
+        raise ValueError(f"sentence_bert_config.json has max_seq_length {limit}; expected a positive integer")
+    return modes[0], limit
 
 
 def _hashed(texts: Sequence[str]) -> np.ndarray:

@@ -125,6 +125,8 @@ case("diversity: an embedder with a broken tokenizer", *DIVERSITY[:3], "--embedd
 
 def _nan_embedder(world: World) -> None:
     shutil.copytree(world.model, world.folder / "e")
+    world.text("e/modules.json", '[{"type": "x.Transformer"}, {"type": "x.Pooling"}]')
+    world.text("e/1_Pooling/config.json", '{"pooling_mode": "mean"}')
     path = world.folder / "e" / "model.safetensors"
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])

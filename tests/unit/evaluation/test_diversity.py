@@ -3,14 +3,16 @@
 import itertools
 import json
 import math
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pacs_megatron.cli import main
-from pacs_megatron.errors import DataError
+from pacs_megatron.errors import ConfigError, DataError
 from pacs_megatron.evaluation.diversity import Embedder, load_embedder, question_scores, question_vectors
 
 
@@ -102,17 +104,78 @@ def test_the_command_on_two_evaluations(tmp_path: Path, capsys: pytest.CaptureFi
     assert "no results.json" in capsys.readouterr().err
 
 
-def test_an_embedding_model_by_transformers(
+MODULES = ["Transformer", "Pooling", "Normalize"]
+
+
+def embedding_model(
+    folder: Path, model: Path, config: dict[str, object], modules: Sequence[str] = MODULES, limit: object = None
+) -> Path:
+    """`model` in the format of sentence-transformers."""
+    shutil.copytree(model, folder)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"embedding_dimension": 8} | config))
+    listed = [{"idx": i, "type": f"sentence_transformers.models.{name}"} for i, name in enumerate(modules)]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    if limit is not None:
+        (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": limit}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "limit", "pool"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, None, lambda states: states.mean(0)),
+        ({"pooling_mode_cls_token": True, "include_prompt": True}, 4, lambda states: states[0]),
+        ({"pooling_mode_lasttoken": True, "include_prompt": True}, None, lambda states: states[-1]),
+        ({"pooling_mode": "mean"}, 4, lambda states: states.mean(0)),
+        ({"pooling_mode": ["lasttoken"]}, 4, lambda states: states[-1]),
+    ],
+    ids=["mean", "first", "last", "mean of 4 tokens", "last of 4 tokens"],
+)
+def test_an_embedding_model_is_pooled_as_its_files_state(
+    tmp_path: Path, tiny_qwen3: Path, config: dict[str, object], limit: int | None, pool: Callable[[Any], Any]
+) -> None:
+    """Each text alone through transformers, without padding, is the reference."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = embedding_model(tmp_path / "embedder", tiny_qwen3, config, limit=limit)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    name, embed = load_embedder(str(folder))
+    assert name.startswith(f"{folder}, pooling: ") and (limit is None or f"at most {limit} tokens" in name)
+    texts = ["short", "a text that is much longer than the other one", "x", *(["of another batch"] * 8)]
+    for text, vector in zip(texts, embed(texts), strict=True):
+        ids = torch.tensor([tokenizer(text)["input_ids"][:limit]])
+        with torch.inference_mode():
+            expected = pool(model(ids).last_hidden_state[0])
+        np.testing.assert_allclose(vector, expected.numpy(), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "modules", "limit", "complaint"),
+    [
+        ({"pooling_mode_max_tokens": True}, MODULES, None, "pooling ['max']; expected mean, cls or lasttoken"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, MODULES, None, "['mean', 'cls']"),
+        ({}, MODULES, None, "pooling []"),
+        ({"pooling_mode": {"a": 1}}, MODULES, None, "pooling {'a': 1}"),
+        ({"pooling_mode": "mean"}, [*MODULES, "Dense"], None, "'Dense']; expected Transformer, Pooling"),
+        ({"pooling_mode": "mean"}, [], None, "modules.json lists []"),
+        ({"pooling_mode": "mean"}, MODULES, -1, "max_seq_length -1; expected a positive integer"),
+    ],
+)
+def test_other_embedding_models_are_rejected(
+    tmp_path: Path, tiny_qwen3: Path, config: dict[str, object], modules: list[str], limit: object, complaint: str
+) -> None:
+    folder = embedding_model(tmp_path / "embedder", tiny_qwen3, config, modules, limit)
+    with pytest.raises(ConfigError) as caught:
+        load_embedder(str(folder))
+    assert complaint in str(caught.value) and f"--embedder {folder}" in str(caught.value)
+
+
+def test_a_model_without_pooling_is_rejected(
     tmp_path: Path, tiny_qwen3: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The vector of a text is the last token's state, for any padding."""
-    name, embed = load_embedder(str(tiny_qwen3))
-    texts = ["short", "a text that is much longer than the other one"]
-    together = embed(texts)
-    assert name == str(tiny_qwen3) and together.shape[0] == 2
-    for text, vector in zip(texts, together, strict=True):
-        np.testing.assert_allclose(embed([text])[0], vector, rtol=2e-4, atol=2e-5)
     run = write_evaluation(tmp_path / "run", {"sums/0": [("a", 1), ("b", 1)]})
-    out = ["--out", str(tmp_path / "page.html")]
-    assert main(["diversity", str(run), "--embedder", str(tmp_path / "none"), *out]) == 2
-    assert "--embedder" in capsys.readouterr().err
+    for folder in (tiny_qwen3, tmp_path / "none"):
+        assert main(["diversity", str(run), "--embedder", str(folder), "--out", str(tmp_path / "page.html")]) == 2
+        assert f"--embedder {folder}" in capsys.readouterr().err
