@@ -23,7 +23,7 @@ from pacs_megatron.runtime.run_folder import CONFIG_FILE, METRICS_FILE
 
 THRESHOLDS = tuple(percent / 100 for percent in range(101))
 MIN_SEEDS = 4
-"""Below it no difference can have p < 0.05 in a permutation of seeds."""
+"""With fewer on both sides no difference can have p < 0.05 in a permutation of seeds."""
 _SAME_METHOD = ("run.seed", "run.name", "run.dir", "run.nproc", "resources", "logging")
 _REWARD = "reward/mean"
 _MOST_KEYS = 3
@@ -55,7 +55,7 @@ class Method:
     runs: Sequence[Run]
     scores: np.ndarray
     iqm: statistics.Interval
-    profile: Sequence[float]
+    profile: Sequence[statistics.Interval]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,9 @@ class Comparison:
     def sentences(self) -> list[str]:
         """One sentence for each pair of methods: which is better, and whether the difference is significant."""
         found, methods = [], {method.label: method for method in self.methods}
+        ends = {run.rows[-1]["step"] for method in self.methods for run in method.runs}
+        if len(ends) > 1:
+            found.append(f"The runs end at different steps ({min(ends)} to {max(ends)}); a score is a run's last one.")
         for (x, y), chance in self.improvements.items():
             fewest = min(len(methods[x].runs), len(methods[y].runs))
             if fewest < MIN_SEEDS:
@@ -81,36 +84,36 @@ class Comparison:
             verdict = "significant" if p < 0.05 else "not significant"
             found.append(
                 f"A run of {x} is better than one of {y} with probability {chance.value:.2f} [{chance.low:.2f}, "
-                f"{chance.high:.2f}]. The difference in the mean score is {verdict} (p = {p:.3f} by permutation of seeds, "
+                f"{chance.high:.2f}]. The difference in the mean score is {verdict} (p = {p:.2g} by permutation of seeds, "
                 f"at least {fewest} seeds each)."
             )
         return found
 
 
 def compare(folders: Sequence[Path]) -> Comparison:
-    """Reads the runs and compares them. Raises DataError for a folder that is no run, or runs without a common score."""
+    """Reads the runs and compares them. Raises DataError for no run, no common score, or a seed twice in one method."""
     check_distinct(folders)
     runs = [_read(folder) for folder in folders]
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         groups[repr(sorted((key, repr(value)) for key, value in _own(run).items()))].append(run)
-    keys = {key for row in (*runs[0].rows, runs[0].results) for key in row if key.endswith("/pass@1")}
-    tasks = [key for key in sorted(keys) or [_REWARD] if all(run.score(key) is not None for run in runs)]
+    keys = [{key for row in (*run.rows, run.results) for key in row if key.endswith("/pass@1")} for run in runs]
+    common = sorted(set.intersection(*keys)) or [_REWARD]
+    tasks = [key for key in common if all(run.score(key) is not None for run in runs)]
     if not tasks:
-        raise DataError(
-            f"{', '.join(map(str, folders))}: no benchmark and no reward that all runs have; compare finished runs"
-        )
+        raise DataError(f"{', '.join(map(str, folders))}: no benchmark and no reward in common; compare finished runs")
     members = [sorted(found, key=lambda run: run.seed) for found in groups.values()]
+    for one, other in itertools.chain.from_iterable(map(itertools.pairwise, members)):
+        if one.seed == other.seed:
+            raise DataError(f"{one.name} and {other.name} have the same configuration and seed; leave one out")
     options = sorted({key for found in members for key in _own(found[0])})
     values = {key: [found[0].config.get(key) for found in members] for key in options}
     differences = {key: given for key, given in values.items() if any(value != given[0] for value in given)}
     methods = []
     for label, found in zip(_labels(members, differences), members, strict=True):
         scores = np.array([[run.score(task) for task in tasks] for run in found], dtype=np.float64)
-        iqm, profile = (
-            statistics.stratified(statistics.interquartile_mean, scores),
-            statistics.performance_profile(scores, THRESHOLDS),
-        )
+        iqm = statistics.stratified(statistics.interquartile_mean, scores)
+        profile = statistics.profile_intervals(scores, THRESHOLDS)
         methods.append(Method(label, found, scores, iqm, profile))
     return Comparison(
         tasks=tuple(task.removeprefix("eval/").removesuffix("/pass@1") for task in tasks),
@@ -130,7 +133,10 @@ def _read(folder: Path) -> Run:
             f"{folder}: no {CONFIG_FILE} with metrics.jsonl; give the folder of a run with at least one step"
         )
     config = _leaves(read_yaml(file, str(file)).plain(), "")
-    results = as_object(read_object(evaluated).get("metrics"), f"{evaluated}: metrics") if is_file(evaluated) else {}
+    evaluation = read_object(evaluated) if is_file(evaluated) else {"metrics": {}}
+    results = as_object(evaluation.get("metrics"), f"{evaluated}: metrics")
+    if (model := evaluation.get("model")) and folder.resolve().name not in Path(str(model)).parts:
+        raise DataError(f"{evaluated} is of {model}, not of this run; evaluate again with --model {folder}")
     numbered = {f"{folder / METRICS_FILE}:{number}": row for number, row in enumerate(rows, start=1)}
     for where, metrics in (numbered | {f"{evaluated}: metrics": results}).items():
         for key, value in metrics.items():
@@ -155,12 +161,13 @@ def _leaves(tree: Any, prefix: str) -> dict[str, Any]:
 
 def _own(run: Run) -> dict[str, Any]:
     """The options that make a method."""
-    return {k: v for k, v in run.config.items() if not f"{k}.".startswith(tuple(f"{same}." for same in _SAME_METHOD))}
+    same = tuple(f"{key}." for key in _SAME_METHOD)
+    return {key: v for key, v in run.config.items() if v is not None and not f"{key}.".startswith(same)}
 
 
 def _labels(members: Sequence[Sequence[Run]], differences: Mapping[str, Sequence[Any]]) -> list[str]:
     names = differences.get("objective.name", [])
-    if names and len(set(names)) == len(names):
+    if names and len(set(map(str, names))) == len(names):
         return [str(name) for name in names]
     if not 0 < len(differences) <= _MOST_KEYS:
         firsts = [runs[0].name for runs in members]

@@ -22,6 +22,7 @@ _CURVES = (
 _Places = dict[int, list[tuple[float, float]]]
 """Step or k -> (place on the x axis, value) of each run that has it"""
 _LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\~{}", "^": r"\^{}"})
+_LATEX |= str.maketrans({"[": "{[}", "\n": " "})  # after the end of a row, "[" starts an argument
 
 
 def compare_html(comparison: Comparison) -> str:
@@ -34,7 +35,7 @@ def compare_html(comparison: Comparison) -> str:
         differ.append([key, *("–" if value is None else str(value) for value in given)])
     parts = [
         f"<h1>{safe_text(title)}</h1>",
-        f'<p class="soft"><small>Score: final pass@1 of {tasks}. Brackets are 95 % intervals '
+        f'<p class="soft"><small>Score: final pass@1, or final reward, of {tasks}. Brackets are 95 % intervals '
         "by stratified bootstrap over seeds; bands are the standard error over seeds.</small></p>",
         f'<div class="card">{verdicts or "<p>One method: nothing to compare.</p>"}</div>',
         f"<h2>Scores</h2>{_table(_scores(comparison))}",
@@ -47,12 +48,12 @@ def compare_html(comparison: Comparison) -> str:
 
 
 def _scores(comparison: Comparison, mean: str = "{:.3f} ± {:.3f}") -> list[list[str]]:
-    """The rows of the table, the header first; `mean` shows a mean and its standard error."""
+    """The rows of the table, the header first; `mean` shows a mean and its standard error, if there is one."""
     rows = [["method", "seeds", *comparison.tasks, "interquartile mean"]]
     for m in comparison.methods:
-        cells = map(mean.format, m.scores.mean(axis=0), _standard_error(m.scores))
-        interval = f"{m.iqm.value:.3f} [{m.iqm.low:.3f}, {m.iqm.high:.3f}]"
-        rows.append([m.label, str(len(m.runs)), *cells, interval])
+        of_mean, of_iqm = (mean, "{:.3f} [{:.3f}, {:.3f}]") if len(m.runs) > 1 else ("{:.3f}", "{:.3f}")
+        cells = map(of_mean.format, m.scores.mean(axis=0), _standard_error(m.scores))
+        rows.append([m.label, str(len(m.runs)), *cells, of_iqm.format(*m.iqm)])
     return rows
 
 
@@ -73,15 +74,19 @@ def _sections(comparison: Comparison) -> Iterator[tuple[str, list[Chart]]]:
     yield "Wall-clock and tokens", [_curves(methods, *curve) for curve in by_cost]
     yield "Training", [_curves(methods, *curve) for curve in _CURVES[1:]]
     profile = [
-        Series(name=m.label, points=[(round(100 * t), v) for t, v in zip(THRESHOLDS, m.profile, strict=True)])
+        Series(
+            name=m.label,
+            points=[(round(100 * t), v.value) for t, v in zip(THRESHOLDS, m.profile, strict=True)],
+            half_width=[(v.high - v.low) / 2 for v in m.profile],
+        )
         for m in methods
     ]
-    note = "share of runs and tasks above the score"
+    note = "share of runs and tasks above the score; band: width of the 95 % interval"
     yield "Profiles", [Chart(title="performance profile", series=profile, note=note, x="score %")]
 
 
 def _curves(methods: Sequence[Method], key: str, title: str, note: str, x: str = "step") -> Chart:
-    """Mean over the seeds that have the step, and its standard error. The x axis has steps, or what they have used."""
+    """Mean and standard error over the seeds that have the step; over costs, which differ, of steps that all have."""
     series = []
     for method in methods:
         at: _Places = {}
@@ -92,7 +97,8 @@ def _curves(methods: Sequence[Method], key: str, title: str, note: str, x: str =
             for row, place in zip(run.rows, places, strict=True):
                 if row.get(key) is not None:
                     at.setdefault(row["step"], []).append((place, row[key]))
-        series += _series(method, at)
+        most = max(map(len, at.values()), default=0)
+        series += _series(method, {k: found for k, found in at.items() if x == "step" or len(found) == most})
     return Chart(title=title, series=series, note=note, x=x)
 
 
@@ -109,7 +115,8 @@ def _pass_at_k(methods: Sequence[Method], task: str) -> Chart:
     for method in methods:
         at: _Places = {}
         for run in method.runs:
-            for key in {key: None for row in (*run.rows, run.results) for key in row if key.startswith(prefix)}:
+            rows = [run.results] if f"{prefix}1" in run.results else run.rows  # never a curve of both
+            for key in {key: None for row in rows for key in row if key.startswith(prefix)}:
                 k, score = key.removeprefix(prefix), run.score(key)
                 if k.isdecimal() and score is not None:
                     at.setdefault(int(k), []).append((int(k), score))
@@ -128,7 +135,8 @@ def compare_json(comparison: Comparison) -> str:
                 "seeds": [run.seed for run in m.runs],
                 "scores": m.scores.tolist(),
                 "interquartile_mean": m.iqm._asdict(),
-                "performance_profile": list(m.profile),
+                "performance_profile": [found.value for found in m.profile],
+                "performance_profile_interval": [found[1:] for found in m.profile],
             }
             for m in comparison.methods
         },

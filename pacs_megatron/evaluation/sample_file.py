@@ -66,7 +66,7 @@ class SampleFile(Closing):
             self._size += len(line)
             if number > 1:
                 self._add(number, record)
-            elif record.get("digest") != self.digest:
+            elif record.get("digest") != self.digest or not has_fields(record, {"judged_by": dict}):
                 raise DataError(f"{self.path}:1: no header of these samples; remove the file")
             else:
                 self._judged_by = record["judged_by"]
@@ -129,7 +129,8 @@ class SampleFile(Closing):
                 prompt = self._prompts.get(record["prompt_id"])
                 if prompt is None:
                     raise ConfigError(
-                        f"{self.path} has samples of {record['source']}, which evaluation.benchmarks lacks; add it"
+                        f"{self.path} has samples of {record['prompt_id']}, which evaluation.benchmarks lacks; add "
+                        f"{record['source']}, or raise its `limit`"
                     )
                 sample = Sample(  # with the right lengths and without its tokens
                     id=record["id"],

@@ -13,8 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 RESAMPLES, _SPLITS, _CONFIDENCE = 2000, 20_000, 0.95
-_DRAWS = 400
-"""Random subsets for maj@k with k < n"""
 
 
 class Interval(NamedTuple):
@@ -46,7 +44,7 @@ def bootstrap_seeds(scores: np.ndarray, seed: int = 0) -> Interval | None:
 
 
 def majority_at_k(answers: Sequence[str | None], labels: Sequence[int | None], k: int, seed: int = 0) -> float:
-    """Share of k-subsets of a problem's responses whose most frequent answer is right; random subsets for k < n.
+    """Share of k-subsets of a problem's responses whose most frequent answer is right, as `_subsets` draws them.
 
     Responses without an answer do not vote; a tie counts as the mean over the tied answers, no vote as 0. An answer is
     right by the mean label of its judged responses.
@@ -54,20 +52,14 @@ def majority_at_k(answers: Sequence[str | None], labels: Sequence[int | None], k
     names = sorted({answer for answer in answers if answer is not None})
     if not names:
         return 0.0
-    index = np.array([-1 if answer is None else names.index(answer) for answer in answers])
+    votes_for = np.array([[answer == name for name in names] for answer in answers], dtype=np.int64)
     pairs = list(zip(answers, labels, strict=True))
     judged = [[label for answer, label in pairs if answer == name and label is not None] for name in names]
     right = np.array([np.mean(found) if found else 0.0 for found in judged])
-    if k >= len(index):
-        subsets = [np.arange(len(index))]
-    else:
-        rng = np.random.default_rng(seed)
-        subsets = [rng.choice(len(index), size=k, replace=False) for _ in range(_DRAWS)]
-    shares = []
-    for subset in subsets:
-        votes = np.bincount(index[subset][index[subset] >= 0], minlength=len(names))
-        shares.append(right[votes == votes.max()].mean() if votes.max() else 0.0)
-    return float(np.mean(shares))
+    subsets = _subsets(len(answers), min(k, len(answers)), RESAMPLES, seed)
+    votes = np.array([votes_for[subset].sum(axis=0) for subset in subsets])
+    tied = (votes == votes.max(axis=1, keepdims=True)) & (votes > 0)
+    return float(((tied @ right) / np.maximum(tied.sum(axis=1), 1)).mean())
 
 
 def interquartile_mean(scores: np.ndarray) -> float:
@@ -85,7 +77,16 @@ def probability_of_improvement(x: np.ndarray, y: np.ndarray) -> float:
 
 def performance_profile(scores: np.ndarray, thresholds: Sequence[float]) -> list[float]:
     """Share of the scores of all runs and tasks above each threshold."""
-    return [float((scores > threshold).mean()) for threshold in thresholds]
+    found: list[float] = (scores.reshape(-1, 1) > np.asarray(thresholds)).mean(axis=0).tolist()
+    return found
+
+
+def profile_intervals(scores: np.ndarray, thresholds: Sequence[float], seed: int = 0) -> list[Interval]:
+    """The performance profile with its interval at each threshold, by stratified bootstrap."""
+    rng = np.random.default_rng(seed)
+    found = np.array([performance_profile(_resampled(scores, rng), thresholds) for _ in range(RESAMPLES)])
+    values = performance_profile(scores, thresholds)
+    return [Interval(value, *_percentiles(drawn)) for value, drawn in zip(values, found.T, strict=True)]
 
 
 def stratified(aggregate: Callable[..., float], *scores: np.ndarray, seed: int = 0) -> Interval:
@@ -98,17 +99,22 @@ def stratified(aggregate: Callable[..., float], *scores: np.ndarray, seed: int =
 def permutation_p(x: np.ndarray, y: np.ndarray, seed: int = 0) -> float:
     """Two-sided p of the difference in the mean score over tasks, by exchanging runs between the two sides.
 
-    All splits where there are at most `_SPLITS`, else that many random ones. A bootstrap of few runs is too optimistic for
-    a verdict: with three against three no split can have p < 0.1.
+    The splits of `_subsets` contain the observed one, so p > 0. A bootstrap of few runs is too optimistic for a verdict:
+    with three against three no split can have p < 0.1.
     """
     runs = np.concatenate([x.mean(axis=1), y.mean(axis=1)])
-    if math.comb(len(runs), len(x)) <= _SPLITS:
-        splits = np.array(list(itertools.combinations(range(len(runs)), len(x))))
-    else:
-        splits = np.random.default_rng(seed).permuted(np.tile(np.arange(len(runs)), (_SPLITS, 1)), axis=1)[:, : len(x)]
-    sums = runs[splits].sum(axis=1)
+    sums = runs[_subsets(len(runs), len(x), _SPLITS, seed)].sum(axis=1)
     differences = np.abs(sums / len(x) - (runs.sum() - sums) / len(y))
     return float((differences >= abs(x.mean() - y.mean()) - 1e-12).mean())
+
+
+def _subsets(n: int, k: int, most: int, seed: int) -> np.ndarray:
+    """int [subsets, k]: all k-subsets of range(n), at most `most`, else that many random ones; range(k) is first."""
+    if math.comb(n, k) <= most:
+        return np.array(list(itertools.combinations(range(n), k)))
+    subsets: np.ndarray = np.random.default_rng(seed).permuted(np.tile(np.arange(n), (most, 1)), axis=1)[:, :k]
+    subsets[0] = np.arange(k)
+    return subsets
 
 
 def _resampled(scores: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -35,11 +35,11 @@ def label_of(reward: float, threshold: float | None) -> int:
     return int(reward)
 
 
-def check_failures(failures: Collection[str], num_samples: int, max_failure_frac: float) -> None:
+def check_failures(failures: Collection[str], num_samples: int, max_failure_frac: float, then: str = "") -> None:
     """Raises RewardError if more than `max_failure_frac` of a step's `num_samples` are unjudged; `failures`: their reasons."""
     if len(failures) > max_failure_frac * num_samples:
         raise RewardError(
             f"{len(failures)} of {num_samples} samples of this step could not be judged "
             f"(share {len(failures) / num_samples:.3f}, reward.max_failure_frac={max_failure_frac}); "
-            f"first reason: {next(iter(failures))}; correct the data or the reward, or raise reward.timeout_s"
+            f"first reason: {next(iter(failures))}; correct the data or the reward, or raise reward.timeout_s{then}"
         )

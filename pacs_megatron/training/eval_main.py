@@ -1,5 +1,6 @@
 """`pacs-megatron eval`: pass@k of Hugging Face folders and checkpoints of runs. Starts no Megatron."""
 
+import itertools
 import logging
 import queue
 import time
@@ -76,15 +77,16 @@ def run_eval(
 
 
 def _folder_of(model: str) -> HfFolder:
-    """The Hugging Face folder of an argument; a checkpoint is exported to the run's hf_exports/, once."""
+    """The Hugging Face folder of an argument; a checkpoint is exported to hf_exports/ of its run, once; it may be pruned then."""
     path = Path(model)
     if (path / CONFIG_FILE).is_file() and not (path / "config.json").exists():  # a run
         step = newest_step(path)
         if (path / "hf").is_dir() or step is None:
             return HfFolder(path / "hf")
         path = path / "checkpoints" / f"step_{step:06d}"
-    if position_of(path.name) is not None and (path / MANIFEST_NAME).is_file():
-        target = path.parents[1] / "hf_exports" / path.name
+    target = path.absolute().parent.parent / "hf_exports" / path.name
+    is_pruned = target.is_dir() and not path.is_dir()
+    if position_of(path.name) is not None and (is_pruned or (path / MANIFEST_NAME).is_file()):
         if not target.exists():
             logger.info("exporting %s to %s", path, target)
             megatron_to_hf(path, Options(out=target), step=None)
@@ -98,7 +100,8 @@ def _names(folders: Sequence[HfFolder]) -> list[str]:
     for folder in folders:
         parts = [part for part in folder.path.resolve().parts if part not in ("hf", "hf_exports", "snapshots")]
         name = "-".join(parts[-2:] if position_of(parts[-1]) is not None else parts[-1:])
-        names.append(name if name not in names else f"{name}-{len(names) + 1}")
+        numbered = (f"{name}-{number}" for number in itertools.count(len(names) + 1))
+        names.append(next(each for each in itertools.chain([name], numbered) if each not in names))
     return names
 
 
@@ -155,10 +158,10 @@ class _Evaluation:
             self._complete(samples, requests, prompts, folder, tokenizer)
             outcomes = [samples.outcomes[request.id] for request in requests]
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-        check_failures(failures, len(outcomes), reward.max_failure_frac)
+        check_failures(failures, len(outcomes), reward.max_failure_frac, then=f", and pass --rejudge ({samples.path})")
         results = summarize(options, sets, requests, samples.outcomes)
         facts = {
-            "model": str(folder.path),
+            "model": str(folder.path.resolve()),
             "weights_digest": produced_by["weights"],
             "verified": bool(certified),
             "engine": produced_by["engine"],

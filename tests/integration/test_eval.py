@@ -1,13 +1,17 @@
 """`pacs-megatron eval` on a real folder, with a real reward pool, through the command line's own entry point."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from pacs_megatron.cli import main
+from pacs_megatron.errors import CheckpointError
 from pacs_megatron.evaluation.passk import pass_at_k
+from pacs_megatron.training.eval_main import _folder_of, _names
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 
@@ -159,6 +163,35 @@ def test_another_verifier_judges_the_samples_again(config, tmp_path, capsys, mon
         file.write_bytes(b"\n".join([header, json.dumps(json.loads(first) | {name: value}).encode(), rest]))
         assert main(["eval", str(config), "--out", str(tmp_path / "out"), "--rejudge"]) == 2
         assert ":2: not a judged sample" in capsys.readouterr().err
+    header, rest = whole.split(b"\n", 1)
+    for judged_by in ({}, {"judged_by": [1]}):
+        changed = {key: value for key, value in json.loads(header).items() if key != "judged_by"} | judged_by
+        file.write_bytes(json.dumps(changed).encode() + b"\n" + rest)
+        assert main(["eval", str(config), "--out", str(tmp_path / "out")]) == 2
+        assert ":1: no header of these samples" in capsys.readouterr().err
+
+
+def test_a_failed_verdict_is_judged_again_by_rejudge(config, tmp_path, capsys):
+    reward, words = tmp_path / "reward.py", ["eval", str(config), "--out", str(tmp_path / "out")]
+    reward.write_text(REWARD.replace("return", "raise OSError('no judge'); return"))
+    assert main(words) == 1
+    assert "and pass --rejudge" in capsys.readouterr().err
+    reward.write_text(REWARD)
+    assert main([*words, "--rejudge"]) == 0
+    assert all(sample["failure"] is None for sample in read_samples(tmp_path / "out"))
+
+
+def test_results_of_each_model_have_a_folder_of_their_own():
+    folders = [SimpleNamespace(path=Path("/models", name)) for name in ("a/m-3", "b/m", "c/m", "d/m")]
+    assert _names(folders) == ["m-3", "m", "m-4", "m-5"]
+
+
+def test_the_export_of_a_pruned_checkpoint_is_evaluated(tmp_path, tiny_qwen3):
+    export = tmp_path / "run" / "hf_exports" / "step_000001"
+    shutil.copytree(tiny_qwen3, export)
+    assert _folder_of(str(tmp_path / "run" / "checkpoints" / "step_000001")).path == export
+    with pytest.raises(CheckpointError, match="no such folder"):
+        _folder_of(str(tmp_path / "run" / "checkpoints" / "step_000002"))
 
 
 def test_several_models_and_draws_of_each_benchmark(config, tmp_path, tiny_qwen3, tiny_qwen3_tied, capsys):

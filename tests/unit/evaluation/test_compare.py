@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from pacs_megatron.cli import main
+from pacs_megatron.errors import DataError
 from pacs_megatron.evaluation.compare import compare
 from pacs_megatron.evaluation.compare_page import compare_csv, compare_html, compare_json, compare_latex
 from pacs_megatron.observability.metrics import MetricsWriter
@@ -125,6 +126,80 @@ def test_hostile_names_and_bad_folders(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["compare", str(tmp_path / "empty"), "--out", str(tmp_path / "x.html")]) == 2
     assert "at least one step" in capsys.readouterr().err
     assert not (tmp_path / "x.html").exists()
+
+
+def change_config(run: Path, **parts: Any) -> Path:
+    (run / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load((run / "config.yaml").read_text()) | parts))
+    return run
+
+
+def drop_benchmark(run: Path, name: str) -> Path:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    rows = [{key: value for key, value in row.items() if f"/{name}/" not in key} for row in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+def test_runs_without_a_common_benchmark_are_compared_by_reward_in_any_order(tmp_path: Path) -> None:
+    one = drop_benchmark(write_run(tmp_path / "one", "pacs", 0, 0.5), "aime24")
+    other = drop_benchmark(write_run(tmp_path / "other", "pacs", 1, 0.5), "math500")
+    for runs in ([one, other], [other, one]):
+        assert compare(runs).tasks == ("reward/mean",)
+
+
+def test_an_absent_option_and_null_are_one_method(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"r{seed}", "pacs", seed, 0.5) for seed in range(3)]
+    change_config(runs[1], data={"prompt_suffix": None})
+    change_config(runs[2], optimizer={"lr": 1e-5})
+    assert [(m.label, len(m.runs)) for m in compare(runs).methods] == [("lr=1e-06", 2), ("lr=1e-05", 1)]
+
+
+def test_a_seed_counts_once(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, "pacs", 7, 0.5) for name in ("a", "b")]
+    with pytest.raises(DataError, match="a and b have the same configuration and seed; leave one out"):
+        compare(runs)
+
+
+def test_one_seed_has_no_standard_error(tmp_path: Path) -> None:
+    found = compare([write_run(tmp_path / "a", "pacs", 0, 0.5)])
+    assert r"pacs & 1" not in compare_latex(found) and "a & 1 & 0.500 & 0.800 & 0.650 \\\\" in compare_latex(found)
+    assert "±" not in compare_html(found)
+
+
+def test_the_evaluation_of_another_model_is_not_the_run_s(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", "pacs", 0, 0.5, results=True)
+    results = run / "eval" / "results.json"
+    metrics = json.loads(results.read_text())["metrics"]
+    results.write_text(json.dumps({"model": "/models/base", "metrics": metrics}))
+    with pytest.raises(DataError, match="is of /models/base, not of this run; evaluate again with --model"):
+        compare([run])
+    results.write_text(json.dumps({"model": str(run / "hf"), "metrics": metrics}))
+    assert compare([run]).methods[0].scores.tolist() == [[0.51, 0.5]]
+
+
+def test_runs_of_different_lengths(tmp_path: Path) -> None:
+    """A fast, long run and a slow, short one: the places on the axis of seconds rise."""
+    runs = [write_run(tmp_path / "short", "pacs", 200, 0.5, steps=20), write_run(tmp_path / "long", "pacs", 0, 0.5)]
+    found = compare(runs)
+    assert found.sentences() == ["The runs end at different steps (20 to 40); a score is a run's last one."]
+    for data in re.findall(r'<script type="application/json">(.*?)</script>', compare_html(found)):
+        chart = json.loads(data)
+        for series in chart["series"]:
+            places = [place for place, _ in series["points"]]
+            assert places == sorted(places), chart["x"]
+
+
+def test_pass_at_k_is_of_one_source(tmp_path: Path) -> None:
+    """Of the evaluation (k = 1, 16), not also of the last step (k = 1, 4)."""
+    page = compare_html(compare([write_run(tmp_path / "a", "pacs", 0, 0.5, results=True)]))
+    charts = map(json.loads, re.findall(r'<script type="application/json">(.*?)</script>', page))
+    [chart] = [chart for chart in charts if chart["x"] == "k"]
+    assert chart["series"][0]["points"] == [[1, 0.51], [16, 0.9]]
+
+
+def test_latex_of_hostile_labels(tmp_path: Path) -> None:
+    latex = compare_latex(compare([write_run(tmp_path / "[a_b&c]\n~x", "pacs", 0, 0.5)]))
+    assert "\n{[}a\\_b\\&c] \\~{}x & 1 &" in latex
 
 
 @pytest.mark.full

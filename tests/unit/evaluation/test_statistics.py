@@ -15,6 +15,7 @@ from pacs_megatron.evaluation.statistics import (
     performance_profile,
     permutation_p,
     probability_of_improvement,
+    profile_intervals,
     stratified,
 )
 
@@ -51,7 +52,11 @@ def test_majority_counts_every_subset() -> None:
         exact.append(
             0.0 if not best else np.mean([right for right, v in zip((1.0, 0.0), votes, strict=True) if v == best])
         )
-    assert majority_at_k(answers, labels, 3) == pytest.approx(np.mean(exact), abs=0.08)
+    assert majority_at_k(answers, labels, 3) == pytest.approx(np.mean(exact))
+    many = majority_at_k(answers * 8, labels * 8, 3)  # C(48, 3) subsets: a random part of them
+    assert many == pytest.approx(
+        np.mean([majority_at_k(answers * 8, labels * 8, 3, seed) for seed in (1, 2)]), abs=0.04
+    )
     assert majority_at_k(["7", "7", "3"], [1, None, 0], 3) == 1.0  # an unjudged response votes
 
 
@@ -79,6 +84,9 @@ def test_probability_of_improvement_is_the_mann_whitney_statistic_by_task() -> N
 def test_a_profile_is_the_share_of_scores_above() -> None:
     scores = np.array([[0.1, 0.5], [0.3, 0.9]])
     assert performance_profile(scores, [0.0, 0.3, 0.6, 1.0]) == [1.0, 0.5, 0.25, 0.0]
+    # Of a resample, each task has two draws of two runs: 0, 1 or 2 of them are above 0.2.
+    [sure, found] = profile_intervals(scores, [0.0, 0.2])
+    assert sure == (1.0, 1.0, 1.0) and found == (0.75, 0.5, 1.0)
 
 
 def test_the_bootstrap_is_stratified_by_task() -> None:
@@ -99,3 +107,4 @@ def test_the_permutation_test_counts_splits() -> None:
     assert false / 300 <= 0.08
     many = permutation_p(rng.normal(0.0, 1.0, (12, 1)), rng.normal(1.5, 1.0, (12, 1)))  # random splits
     assert many < 0.02
+    assert permutation_p(np.arange(12.0)[:, None], 50 + np.arange(12.0)[:, None]) == pytest.approx(1 / 20_000)
