@@ -4,6 +4,7 @@
 """
 
 import io
+import zipfile
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -140,12 +141,12 @@ def embedded(paths: Sequence[Path], embedder: str, benchmarks: Collection[str] =
 
     Raises DataError for a path without an evaluation.
     """
-    described, embed = load_embedder(embedder)
     check_distinct([_results_of(path).parent for path in paths])  # a run, and the folder of its evaluation
     responses = {path: _correct_responses(path) for path in paths}
     for path, found in responses.items():
         if missing := sorted(set(benchmarks) - set(found)):
             raise DataError(f"{path} has no samples of {missing[0]}; its benchmarks: {', '.join(sorted(found))}")
+    described, embed = load_embedder(embedder)  # a large model: after all other errors
     return described, {
         f"{path} {benchmark}": question_vectors(correct, embed)
         for path, found in responses.items()
@@ -163,14 +164,17 @@ def vectors_file(described: str, vectors: Vectors) -> bytes:
 
 
 def load_vectors(paths: Sequence[Path]) -> tuple[str, Vectors]:
-    """The files of `vectors_file` together."""
+    """The files of `vectors_file` together. Raises DataError for a damaged one."""
     described, found = "", defaultdict[str, dict[str, np.ndarray]](dict)
     for path in paths:
-        with np.load(path, allow_pickle=False) as file:
-            described = str(file["embedder"])
-            for key in set(file.files) - {"embedder"}:
-                name, _, question = key.partition("\t")
-                found[name][question] = file[key].astype("f8")
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                described = str(file["embedder"])
+                for key in set(file.files) - {"embedder"}:
+                    name, _, question = key.partition("\t")
+                    found[name][question] = file[key].astype("f8")
+        except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path}: no embeddings ({type(error).__name__}); remove it, and run it again") from error
     return described, {name: dict(sorted(questions.items())) for name, questions in found.items()}
 
 

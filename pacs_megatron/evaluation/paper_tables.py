@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from pacs_megatron.errors import DataError
 from pacs_megatron.evaluation.diversity import Vectors, question_scores
 from pacs_megatron.evaluation.passk import pass_at_k
 from pacs_megatron.evaluation.results import aligned
 from pacs_megatron.evaluation.statistics import Interval, bootstrap_seeds
-from pacs_megatron.runtime.json_reader import read_object
+from pacs_megatron.runtime.json_reader import parsing, read_object
 
 Folders = Mapping[str, Sequence[Path]]
 """Method -> a folder a seed"""
@@ -39,14 +40,21 @@ class Cell:
 def pass_cells(place: tuple[str, str], ks: Sequence[int], evaluations: Folders, published: Any) -> Iterator[Cell]:
     """pass@k over problems with k judged responses. `published`: method -> k -> per cent."""
     for method, folders in evaluations.items():
-        counts = [read_object(folder / "results.json")["problems"][place[1]] for folder in folders]
-        for k in ks:
-            scores = [
-                [pass_at_k(n, p["num_correct"], k) if (n := p["num_samples"]) >= k else np.nan for p in problems]
-                for problems in counts
-            ]
-            ours = bootstrap_seeds(100 * np.array(scores))
+        found = [_passes(folder / "results.json", place[1], ks) for folder in folders]
+        if len({passes.shape for passes in found}) > 1:
+            files = ", ".join(f"{folder}/results.json" for folder in folders)
+            raise DataError(f"{files}: {place[1]} has other numbers of problems; remove the wrong files, run it again")
+        for k, scores in zip(ks, np.stack(found, axis=1), strict=True):
+            ours = bootstrap_seeds(scores)
             yield Cell(place, method, f"pass@{k}", len(folders), ours, published.get(method, {}).get(k))
+
+
+def _passes(file: Path, benchmark: str, ks: Sequence[int]) -> np.ndarray:
+    """Per cent, float [ks, problems]; NaN with fewer than k judged responses. Raises DataError for a damaged file."""
+    with parsing(str(file), DataError):
+        counts = [(p["num_samples"], p["num_correct"]) for p in read_object(file)["problems"][benchmark]]
+        passes = [[100 * pass_at_k(n, correct, k) if n >= k else np.nan for n, correct in counts] for k in ks]
+    return np.array(passes)
 
 
 def diversity_cells(place: tuple[str, str], runs: Folders, vectors: Vectors, published: Any) -> Iterator[Cell]:

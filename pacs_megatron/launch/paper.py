@@ -20,8 +20,9 @@ from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.config.yaml_tree import parse_yaml
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError
+from pacs_megatron.launch.job import job_states, known_jobs
 from pacs_megatron.runtime.files import write_atomically
-from pacs_megatron.runtime.json_reader import read_object
+from pacs_megatron.runtime.json_reader import parsing, read_object
 from pacs_megatron.runtime.processes import die_with_parent
 from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, read_exit_code
 from pacs_megatron.runtime.run_lock import RunLock
@@ -30,6 +31,7 @@ from pacs_megatron.runtime.shipped import shipped_folder
 PRODUCT = ("-m", "pacs_megatron")
 VECTORS = "diversity.npz"
 _MAX_SEEDS = 256
+_SET = ("model", "model.path", "run", "run.dir", "run.name", "run.seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,26 +60,35 @@ class Study:
     def __init__(self, scale: str, base: Path, overrides: Sequence[str], seeds: int | None) -> None:
         self.scale, self.base, self.overrides = scale, base, tuple(overrides)
         for word in overrides:
-            if word.startswith(("model.path=", "run.dir=", "run.name=", "run.seed=")):
-                raise ConfigError(f"{word}: a study sets this key for every run; remove it")
+            if word.partition("=")[0].strip() in _SET:
+                raise ConfigError(f"{word}: a study sets this key or a part of it for every run; remove it")
+        if not str(base).isprintable() or any(part in f"{base} " for part in ('"', "\\", ": ", " #", "  ")):
+            raise ConfigError(f"--dir {base}: YAML reads {chr(34)}, \\, `: `, ` #` or two spaces otherwise; rename it")
         self._configs = shipped_folder("configs").resolve()
-        text = (self._configs / "paper" / "studies" / f"{scale}.yaml").read_text(encoding="utf-8")
-        spec: Any = parse_yaml(text.replace("{dir}", str(base)), f"{scale}.yaml").plain()
-        self.spec: dict[str, Any] = spec
-        self.seeds: int = seeds or self.spec["seeds"]
-        if self.seeds > _MAX_SEEDS:
-            raise ConfigError(f"--seeds {self.seeds}, expected at most {_MAX_SEEDS}")
-        self.evaluation_of = {
-            benchmark.name: name
-            for name, entry in self.spec["evaluations"].items()
-            for benchmark in load_config(*self._file(entry)).config.evaluation.benchmarks
-        }
+        self.file = self._configs / "paper" / "studies" / f"{scale}.yaml"
+        with parsing(str(self.file), ConfigError):
+            text = self.file.read_text(encoding="utf-8").replace("{dir}", str(base))
+            spec: Any = parse_yaml(text, f"{scale}.yaml").plain()
+            self.spec: dict[str, Any] = spec
+            self.seeds: int = seeds or self.spec["seeds"]
+            if self.seeds > _MAX_SEEDS:
+                raise ConfigError(f"--seeds {self.seeds}, expected at most {_MAX_SEEDS}")
+            self.evaluation_of = {
+                benchmark.name: name
+                for name, entry in self.spec["evaluations"].items()
+                for benchmark in load_config(*self._file(entry)).config.evaluation.benchmarks
+            }
+            for methods in self.spec.get("published", {}).values():
+                for row in (row for rows in methods.values() for row in rows.values()):
+                    assert len(row) in (1, len(self.spec["k"])) and sum(row) > 0, f"published: {row}"
         if "prepare" in self.spec and not (self._configs.parent / "examples").is_dir():
             raise ConfigError(f"--scale {scale} needs examples/quickstart/ of a checkout; run it there")
 
     def artefacts(self, names: Sequence[str]) -> dict[str, Any]:
         """Name -> its entry. Raises ConfigError for an unknown name."""
         known = self.spec["artefacts"]
+        if not names:
+            raise ConfigError(f"no table or figure is named; choose from {', '.join(known)}, or all")
         for name in set(names) - {*known, "all"}:
             raise ConfigError(f"{name}: unknown at scale {self.scale}; choose from {', '.join(known)}, or all")
         return {name: entry for name, entry in known.items() if name in names or "all" in names}
@@ -87,12 +98,12 @@ class Study:
         names = ["base"] if method == "base" else [f"{method}-s{seed}" for seed in range(self.seeds)]
         return [self.base / f"{model}-{name}" for name in names]
 
-    def _file(self, words: Sequence[str], model: str = "") -> tuple[Path, tuple[str, ...]]:
+    def _file(self, words: Sequence[str], model: str = "", common: Sequence[str] = ()) -> tuple[Path, tuple[str, ...]]:
         """(file, overrides) of an entry of the study."""
-        return (self._configs / words[0].replace("{model}", model)).resolve(), tuple(words[1:])
+        return (self._configs / words[0].replace("{model}", model)).resolve(), (*words[1:], *common)
 
     def nodes(self, entries: Sequence[Any]) -> tuple[list[Node], list[Chain]]:
-        """The nodes before all runs, and the runs that these artefacts need, each with all its evaluations."""
+        """The nodes before all runs, and the runs of these artefacts with all evaluations. Raises ConfigError."""
         first = [
             Node(name, tuple(entry["python"]), Path(entry["done"]).exists, self._configs.parent)
             for name, entry in self.spec.get("prepare", {}).items()
@@ -116,20 +127,22 @@ class Study:
         common = (*entry.get("overrides", ()), *place, *self.overrides)
         is_base = method == "base"
         words = self.spec["evaluations"]["eval"] if is_base else self.spec["methods"][method]
-        config, options = self._file(words, model)
-        overrides = (*options, *common)
+        config, overrides = self._file(words, model, common)
+        files = [(config, overrides)]
         if not is_base:
             is_done = partial(_is_trained, config, overrides, folder)
             nodes.append(Node("train", (*PRODUCT, "train", str(config), *overrides), is_done))
         for name in [name for name in self.spec["evaluations"] if name in wanted]:
-            file, options = self._file(self.spec["evaluations"][name])
+            files.append(self._file(self.spec["evaluations"][name], common=common))
             source = ("--model", entry["base"] if is_base else str(folder), "--out", str(folder / name))
-            words = (*PRODUCT, "eval", str(file), *options, *common, *source)
+            words = (*PRODUCT, "eval", str(files[-1][0]), *files[-1][1], *source)
             nodes.append(Node(name, words, (folder / name / "results.json").is_file))
         if "diversity" in wanted:
             words = (*PRODUCT, "diversity", str(folder), "--embedder", self.spec["embedder"])
             words += ("--benchmark", *self.spec["diversity"], "--out", str(folder / "diversity.html"))
             nodes.append(Node("diversity", (*words, "--save", str(folder / VECTORS)), (folder / VECTORS).is_file))
+        for file, changes in files if seed == 0 else ():  # before the first run starts; other seeds load too
+            load_config(file, changes)
         return Chain(folder, config, overrides, tuple(nodes))
 
 
@@ -146,14 +159,13 @@ def run_paper(study: Study, names: Sequence[str], *, cluster: Path | None, dry_r
 
     Raises ConfigError for a folder of another study, and PacsError with the exit code of a node that failed.
     """
-    found = study.artefacts(names)
-    first, chains = study.nodes(list(found.values()))
+    with parsing(str(study.file), ConfigError):
+        found = study.artefacts(names)
+        first, chains = study.nodes(list(found.values()))
     if not next(path for path in (study.base, *study.base.parents) if os.path.lexists(path)).is_dir():
         raise ConfigError(f"{study.base} is not a folder, or below a file; choose another --dir")
     if cluster is not None:
         load_cluster(cluster)
-    for chain in {chain.config: chain for chain in chains}.values():
-        load_config(chain.config, chain.overrides)  # before the first run starts
     if dry_run:
         for name, node in [("first", n) for n in first] + [(c.folder.name, n) for c in chains for n in c.nodes]:
             yield f"{name} {node.label}: {'done' if node.is_done() else 'missing'}  python {' '.join(node.words)}"
@@ -166,9 +178,13 @@ def run_paper(study: Study, names: Sequence[str], *, cluster: Path | None, dry_r
         for node in first:
             yield from _run("first", node)
         missing = [chain for chain in chains if not all(node.is_done() for node in chain.nodes)]
+        for chain in missing:
+            queued = ", ".join(job_states(list(known_jobs(chain.folder))))
+            if queued and cluster is None:
+                raise ConfigError(f"{chain.folder}: in the queue: {queued}; wait for these jobs, or pass --cluster")
+            if cluster is not None:
+                yield from [f"{chain.folder.name}: in the queue: {queued}"] if queued else _submit(chain, cluster)
         if cluster is not None and missing:
-            for chain in missing:
-                yield from _submit(chain, cluster)
             yield "the same command prints the tables when these jobs have ended"
             return
         for number, chain in enumerate(chains, start=1):
@@ -202,16 +218,13 @@ def _run(name: str, node: Node) -> Iterator[str]:
 
 
 def _submit(chain: Chain, cluster: Path) -> Iterator[str]:
-    """Submits the missing nodes of a chain as jobs that depend on each other, unless some are queued."""
+    """Submits the missing nodes of a chain as jobs that depend on each other."""
     from pacs_megatron.launch.batch_script import Request
-    from pacs_megatron.launch.job import job_states, known_jobs
     from pacs_megatron.launch.submit import submit
 
-    queued = job_states(list(known_jobs(chain.folder)))
-    if queued:
-        yield f"{chain.folder.name}: in the queue: {', '.join(queued)}"
-        return
     missing = [node for node in chain.nodes if not node.is_done()]
+    if not missing:  # its last job ended meanwhile
+        return
     later = tuple((node.label, node.words[len(PRODUCT) :]) for node in missing if node.label != "train")
     request = Request(
         config=chain.config, overrides=chain.overrides, cluster=load_cluster(cluster), later=later,

@@ -5,8 +5,10 @@ The same DAG with its real commands, killed and resumed: tests/integration/test_
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,3 +248,136 @@ def test_a_run_that_did_not_end_well_at_its_last_step_is_not_done(commands: Comm
     (chain.folder / "hf").mkdir()
     study = paper.Study("laptop", tmp_path, ("run.steps=50",), 1)
     assert not study.nodes([study.spec["artefacts"]["table2"]])[1][1].nodes[0].is_done()
+
+
+LAPTOP = ("--scale", "laptop", "--seeds", "1", "--dir")
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["run.steps=3"], "no table or figure is named; choose from table1"),
+        (["table2", "run={name: x}"], "run={name: x}: a study sets this key or a part of it"),
+        (["table2", " run.seed=1"], "a study sets this key"),
+        (["table9", "objective.score_std_floor=null"], "objective.score_std_floor=None"),
+        (["figure6", "reward.label_rule=last_box"], "reward.label_rule"),
+    ],
+)
+def test_a_mistake_starts_nothing(
+    words: list[str], complaint: str, commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["paper", *words, "--dir", str(tmp_path / "none")]) == 2
+    assert complaint in capsys.readouterr().err
+    assert not commands.called and not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a: b", "a #b", "a:", "a ", "a\tb"])
+def test_a_folder_that_yaml_reads_otherwise(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["paper", "table2", "--scale", "laptop", "--dir", str(tmp_path / name), "--dry-run"]) == 2
+    assert f"--dir {tmp_path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "complaint"),
+    [
+        ("methods: [base, pacs]", "methods: [base, pacs3]", "KeyError: 'pacs3'"),
+        ("models: [tiny]", "models: tiny", "KeyError: 't'"),
+        ("seeds: 3", "seeds: [3]", "TypeError"),
+        ("diversity: [test]", "diversity: [other]", "KeyError: 'other'"),
+        ("k: [1, 4, 8]\nart", "k: [1, 4, 8]\npublished: {tiny: {pacs: {test: [50, 60]}}}\nart", "published: [50, 60]"),
+        ("k: [1, 4, 8]\nart", "k: [1, 4, 8]\npublished: {tiny: {pacs: {test: ['50']}}}\nart", "TypeError"),
+    ],
+)
+def test_a_malformed_study_is_named(
+    before: str, after: str, complaint: str, commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    checkout = paper.shipped_folder("configs").resolve().parent
+    for name in ("configs", "examples"):
+        shutil.copytree(checkout / name, tmp_path / name)
+    file = tmp_path / "configs" / "paper" / "studies" / "laptop.yaml"
+    assert before in file.read_text()
+    file.write_text(file.read_text().replace(before, after))
+    monkeypatch.setattr(paper, "shipped_folder", lambda name: tmp_path / name)
+    assert main(["paper", "table1", "table3", "--scale", "laptop", "--dir", str(tmp_path / "runs")]) == 2
+    err = capsys.readouterr().err
+    assert f"{file} is malformed" in err and complaint in err and not commands.called
+
+
+def test_a_damaged_output_is_named_and_made_again(
+    commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["paper", "table2", "table3", *LAPTOP, str(tmp_path)]
+    assert main(call) == 0
+    tables = capsys.readouterr().out.partition("\ntable2")[2]
+    results, vectors = tmp_path / "tiny-pacs-s0" / "eval" / "results.json", tmp_path / "tiny-pacs-s0" / paper.VECTORS
+    array = io.BytesIO()
+    np.save(array, np.zeros(3))
+    damaged: list[tuple[Path, bytes]] = [(results, text) for text in (b"", b"{}", b'{"problems": []}')]
+    for n, correct in (("2", "5"), ('"2"', "1"), ("2", "null")):
+        counts = f'[{{"num_samples": {n}, "num_correct": {correct}}}]'
+        damaged.append((results, f'{{"problems": {{"test": {counts}}}}}'.encode()))
+    damaged += [(vectors, text) for text in (b"", b"text", vectors.read_bytes()[:-9], array.getvalue())]
+    for path, content in damaged:
+        whole = path.read_bytes()
+        path.write_bytes(content)
+        assert main(call) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"DataError: {path}")
+        path.write_bytes(whole)
+    results.unlink()
+    vectors.unlink()
+    assert main(call) == 0
+    assert commands.called[-2:] == ["eval tiny-pacs-s0", "diversity tiny-pacs-s0"]
+    assert capsys.readouterr().out.partition("\ntable2")[2] == tables
+
+
+def test_seeds_with_other_numbers_of_problems(
+    commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["paper", "table2", "--scale", "laptop", "--seeds", "2", "--dir", str(tmp_path)]
+    assert main(call) == 0
+    path = tmp_path / "tiny-pacs-s1" / "eval" / "results.json"
+    record = json.loads(path.read_text())
+    record["problems"]["test"].pop()
+    path.write_text(json.dumps(record))
+    assert main(call) == 2
+    err = capsys.readouterr().err
+    assert str(path) in err and "test has other numbers of problems" in err
+
+
+def test_no_right_answers(commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pass@k is 0 with an interval of 0; a diversity does not exist."""
+
+    def wrong(self: Commands, words: list[str]) -> None:
+        out = Path(words[words.index("--out") + 1])
+        out.mkdir(parents=True)
+        counts = [{"num_samples": 16, "num_correct": 0}] * 3
+        metrics = {"eval/test/pass@1": 0.0}
+        (out / "results.json").write_text(json.dumps({"metrics": metrics, "problems": {"test": counts}}))
+
+    def empty(self: Commands, words: list[str]) -> None:
+        vectors = {f"{words[1]} test": {f"test/{i}": np.empty((0, 0)) for i in range(3)}}
+        Path(words[words.index("--save") + 1]).write_bytes(vectors_file("hashed", vectors))
+
+    monkeypatch.setattr(Commands, "eval", wrong)
+    monkeypatch.setattr(Commands, "diversity", empty)
+    assert main(["paper", "table2", "figure5", *LAPTOP, str(tmp_path)]) == 0
+    assert {tuple(cell["ours"]) for cell in json.loads((tmp_path / "table2.json").read_text())} == {(0.0, 0.0, 0.0)}
+    assert {cell["ours"] for cell in json.loads((tmp_path / "figure5.json").read_text())} == {None}
+
+
+def test_jobs_in_the_queue(
+    commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call without --cluster does not train beside them; a chain whose last job ended meanwhile is not submitted."""
+    call = ["paper", "table1", *LAPTOP, str(tmp_path)]
+    monkeypatch.setattr(paper, "known_jobs", lambda folder: {"7": "train"} if folder.name == "tiny-pacs-s0" else {})
+    monkeypatch.setattr(paper, "job_states", lambda jobs: dict.fromkeys(jobs, "PENDING"))
+    assert main(call) == 2
+    assert f"{tmp_path}/tiny-pacs-s0: in the queue: 7" in capsys.readouterr().err
+    assert commands.called == ["-c inputs", "train warmstart"]
+    monkeypatch.setattr(paper, "job_states", lambda jobs: {})
+    assert main(call) == 0
+    study = paper.Study("laptop", tmp_path, (), 1)
+    [chain] = study.nodes([study.spec["artefacts"]["table1"]])[1][1:]
+    assert not list(paper._submit(chain, Path("none")))
