@@ -23,11 +23,11 @@ from pacs_megatron.runtime.run_folder import CONFIG_FILE, METRICS_FILE
 
 THRESHOLDS = tuple(percent / 100 for percent in range(101))
 MIN_SEEDS = 4
-"""Below it no difference can have p < 0.05 in a permutation of seeds."""
+"""With fewer seeds no difference can have p < 0.05 in a permutation of seeds."""
 _SAME_METHOD = ("run.seed", "run.name", "run.dir", "run.nproc", "resources", "logging")
 _REWARD = "reward/mean"
 _MOST_KEYS = 3
-"""Differing keys that fit into a label"""
+"""Maximum number of differing keys in a label"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Run:
     results: Mapping[str, Any]
 
     def score(self, key: str) -> float | None:
-        """The evaluation's value where there is one, else the last step's."""
+        """The value of the evaluation, else of the last step; None without either."""
         values = [row[key] for row in self.rows if row.get(key) is not None]
         value = self.results.get(key, values[-1] if values else None)
         return None if value is None else float(value)
@@ -154,7 +154,7 @@ def _leaves(tree: Any, prefix: str) -> dict[str, Any]:
 
 
 def _own(run: Run) -> dict[str, Any]:
-    """The options that make a method."""
+    """The options that distinguish methods: all but the seed and names."""
     return {k: v for k, v in run.config.items() if not f"{k}.".startswith(tuple(f"{same}." for same in _SAME_METHOD))}
 
 

@@ -20,7 +20,7 @@ _CURVES = (
     ("response/len_mean", "response length", "tokens"),
 )
 _Places = dict[int, list[tuple[float, float]]]
-"""Step or k -> (place on the x axis, value) of each run that has it"""
+"""Step or k -> (x value, value) of each run that has it"""
 _LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\~{}", "^": r"\^{}"})
 
 
@@ -81,7 +81,7 @@ def _sections(comparison: Comparison) -> Iterator[tuple[str, list[Chart]]]:
 
 
 def _curves(methods: Sequence[Method], key: str, title: str, note: str, x: str = "step") -> Chart:
-    """Mean over the seeds that have the step, and its standard error. The x axis has steps, or what they have used."""
+    """Mean over the seeds that have the step, and its standard error. The x axis has steps, seconds or tokens."""
     series = []
     for method in methods:
         at: _Places = {}
@@ -118,7 +118,7 @@ def _pass_at_k(methods: Sequence[Method], task: str) -> Chart:
 
 
 def compare_json(comparison: Comparison) -> str:
-    """All figures of the page but the curves."""
+    """All numbers of the page except the curves, as JSON."""
     record: dict[str, Any] = {
         "tasks": comparison.tasks,
         "differences": comparison.differences,
@@ -141,7 +141,7 @@ def compare_json(comparison: Comparison) -> str:
 
 
 def compare_csv(comparison: Comparison) -> str:
-    """One line a run and task: method, run, seed, task, score."""
+    """One line per run and task: method, run, seed, task, score."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["method", "run", "seed", "task", "score"])

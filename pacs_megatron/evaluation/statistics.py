@@ -14,7 +14,7 @@ import numpy as np
 
 RESAMPLES, _SPLITS, _CONFIDENCE = 2000, 20_000, 0.95
 _DRAWS = 400
-"""Random subsets for maj@k with k < n"""
+"""Number of random subsets for maj@k with k < n"""
 
 
 class Interval(NamedTuple):
@@ -48,8 +48,8 @@ def bootstrap_seeds(scores: np.ndarray, seed: int = 0) -> Interval | None:
 def majority_at_k(answers: Sequence[str | None], labels: Sequence[int | None], k: int, seed: int = 0) -> float:
     """Share of k-subsets of a problem's responses whose most frequent answer is right; random subsets for k < n.
 
-    Responses without an answer do not vote; a tie counts as the mean over the tied answers, no vote as 0. An answer is
-    right by the mean label of its judged responses.
+    Responses without an answer do not vote. A tie counts as the mean over the tied answers; a subset without votes
+    counts as 0. An answer counts by the mean label of its judged responses.
     """
     names = sorted({answer for answer in answers if answer is not None})
     if not names:
@@ -98,8 +98,8 @@ def stratified(aggregate: Callable[..., float], *scores: np.ndarray, seed: int =
 def permutation_p(x: np.ndarray, y: np.ndarray, seed: int = 0) -> float:
     """Two-sided p of the difference in the mean score over tasks, by exchanging runs between the two sides.
 
-    All splits where there are at most `_SPLITS`, else that many random ones. A bootstrap of few runs is too optimistic for
-    a verdict: with three against three no split can have p < 0.1.
+    Uses all splits if there are at most `_SPLITS`, else that many random ones. A bootstrap of few runs is too
+    optimistic for a verdict: with three against three runs no split can have p < 0.1.
     """
     runs = np.concatenate([x.mean(axis=1), y.mean(axis=1)])
     if math.comb(len(runs), len(x)) <= _SPLITS:
