@@ -1,6 +1,6 @@
-"""Turns rows into prompts: chat template, tokens, length limit.
+"""Converts rows to prompts: chat template, tokens, length limit.
 
-A special token that is spelled out in a problem (`<|im_end|>`) is encoded letter by letter: data cannot close a turn.
+A special token in the text of a problem (`<|im_end|>`) is encoded letter by letter, so that data cannot close a turn.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _BREAK = "\ue000"
 _TEMPLATE_LIMIT_S, _TOKENIZER_LIMIT_S = 5.0, 120.0
 """CPU time for one batch of prompts, which usually takes 0.02 s and 0.1 s."""
 _MEMORY_BYTES = 2 * 2**30
-"""For the texts of one batch"""
+"""Memory limit for the texts of one batch"""
 _MAX_TEMPLATE_CHARS = 1_000_000
 """Characters that the template may add to one problem."""
 
@@ -84,7 +84,7 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
 
 
 def digest_of(prompts: Iterable[Prompt]) -> str:
-    """Of what training uses of each prompt: id, tokens, answer, demonstration."""
+    """Digest of the fields that training uses of each prompt: id, tokens, answer, demonstration."""
     state = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         texts = (prompt.id, prompt.answer, prompt.solution or "")
