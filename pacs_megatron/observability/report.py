@@ -1,4 +1,4 @@
-"""`report.html`: one self-contained file that shows a run, made from the run folder alone."""
+"""Writes `report.html`, a self-contained page about a run, from the files of the run folder."""
 
 import itertools
 import os
@@ -47,7 +47,7 @@ _GUIDES = {
         "has nothing to separate; their share rises as the policy learns, and the curves return to 0.",
     ),
 }
-"""Section -> a metric, and how to read the section's charts in a run that has this metric."""
+"""Section -> (metric, text that explains the section's charts in a run with this metric)"""
 
 
 def write_report(run_dir: Path, *, num_samples: int = 8) -> Path:
