@@ -172,8 +172,7 @@ def megatron_options(target: type, options: MegatronOptions, machine: Machine, d
 
 
 def start_userbuffers(config: "TransformerConfig", tokens: int) -> None:
-    """Creates Transformer Engine's buffers of `tp_comm_overlap` for `tokens` per micro-batch. Call once a process.
-    Collective."""
+    """Creates Transformer Engine's buffers of `tp_comm_overlap` for `tokens` per micro-batch. Collective; once a run."""
     from transformer_engine.pytorch.module import base
 
     modes, has_fp8 = base.UserBufferQuantizationMode, config.fp8 is not None

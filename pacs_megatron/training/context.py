@@ -78,8 +78,7 @@ class RunContext:
 
 
 def join(config: RunConfig) -> ControlChannel:
-    """Creates the process groups and returns the control channel. Collective.
-    Raises ConfigError if this host has too few GPUs."""
+    """Creates the process groups; returns the control channel. Collective. Raises ConfigError for too few GPUs."""
     world_size = groups.started_place().world_size
     _check_gpus(config)
     sglang = config.rollout.sglang
