@@ -131,7 +131,7 @@ def _remove(folder: Path) -> None:
 def start_checkpoint(
     run_dir: Path, position: Position, rank: Rank, contents: Contents, *, keep_last: int, copy: Copy = lambda data: data
 ) -> Callable[[Rank], Path]:
-    """Writes the small files and takes the tensors, by `copy` of `prepare_sharded`; the returned function writes the rest.
+    """Writes the small files and copies the tensors (`copy` of `prepare_sharded`); the returned function writes the rest.
 
     Both are collective over `control` of their rank. They raise CheckpointError on all ranks if a rank cannot write;
     older checkpoints stay complete. An interrupted save leaves a `.partial` folder, which the next save removes.

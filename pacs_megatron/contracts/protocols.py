@@ -31,7 +31,7 @@ class TokenRecord:
     """Response tokens of one micro-batch, packed: tensors are [t], t = sum of the response lengths; nats."""
 
     logprobs: torch.Tensor
-    """float32, log pi_theta of the sampled token; carries the graph during an update"""
+    """float32, log pi_theta of the sampled token; with the autograd graph during an update"""
     mask: torch.Tensor
     """float32 in {0, 1}; 0 excludes a token from training"""
     sample_of_token: torch.Tensor

@@ -136,7 +136,7 @@ def as_plain_text(text: str, controls: re.Pattern[str] | None) -> str:
 
 def tokenize(texts: Sequence[str], tokenizer: Any) -> list[np.ndarray]:
     """int32 ids of each text. Adds no special tokens: the template has written them already."""
-    # Whole texts where nothing is cut: pieces of their own would be tokenized differently at their borders.
+    # Encodes texts without cuts as a whole, because separate pieces would be tokenized differently at their borders.
     pieces = [text.split(_BREAK) for text in texts]
     flat = [piece for parts in pieces for piece in parts]
     encoded = tokenizer(flat, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
@@ -149,7 +149,7 @@ def _encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
 
 
 def _apart(work: Callable[[], Any], seconds: float, where: str, fix: str) -> Any:
-    """`work()` in a process that may crash or be ended. Raises DataError with `fix`."""
+    """The result of `work()`, computed in a process that may crash or be ended. Raises DataError with `fix`."""
     try:
         with report_wait(f"for the {where}"):
             return run_limited(work, seconds=seconds, memory_bytes=_MEMORY_BYTES)

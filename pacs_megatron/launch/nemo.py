@@ -161,7 +161,7 @@ def _executor(run: Any, job: Job, cluster: ClusterConfig, *, nodes: int, tasks: 
     srun_args = ["--label", *([f"--cpu-bind={cluster.cpu_bind}"] if cluster.cpu_bind else []), *cluster.srun_args]
     cpus = None
     if cluster.cpus_per_task is not None:
-        # A task that is alone on its node gets the cores of all ranks. srun does not take the number from sbatch.
+        # A single task on a node gets the cores of all ranks. srun does not inherit the number from sbatch.
         cpus = cluster.cpus_per_task * (ranks_to_start(config) // config.resources.nodes) // tasks
         srun_args.insert(1, f"--cpus-per-task={cpus}")
     # NeMo-Run does not quote the words of srun.

@@ -136,7 +136,7 @@ def canonical_name(megatron_name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a family's table, inside a layer. `{e}` stands for the expert's number."""
+    """One line of a family's table, inside a layer. `{e}` is replaced by the expert's number."""
 
     megatron: str
     hf: tuple[str, ...]

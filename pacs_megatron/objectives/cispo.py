@@ -15,7 +15,7 @@ from pacs_megatron.objectives.shared.policy_gradient import PolicyGradient, Toke
 
 
 class CispoOptions(TokenMeanOptions):
-    """CISPO: policy gradient whose importance weights are clipped and carry no gradient."""
+    """CISPO: policy gradient whose importance weights are clipped and have no gradient."""
 
     name: Literal["cispo"]
     """Name of the objective."""

@@ -41,10 +41,10 @@ _GUIDES = {
         "the label. Both curves are means over the updates of a step.",
     ),
     "Scores": (
-        "pacs/psi_mean_pos",
-        "ψ compares the log-ratio of a response to the reference with the log-ratios of its siblings. PACS classifies the "
-        "label by σ(ψ), so ψ of right answers (pos) should lie above 0 and ψ of wrong ones (neg) below. A group of one class "
-        "has nothing to separate; their share rises as the policy learns, and the curves return to 0.",
+        "pacs/psi_mean_pos", "ψ compares the log-ratio of a response to the reference with the log-ratios of its
+        siblings. PACS classifies the " "label by σ(ψ), so ψ of right answers (pos) should be above 0 and ψ of wrong
+        ones (neg) below. In a group of one class " "ψ separates nothing; the share of such groups rises during
+        training, and the curves return to 0.",
     ),
 }
 """Section -> (metric, text that explains the section's charts in a run with this metric)"""

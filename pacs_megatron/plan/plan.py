@@ -296,7 +296,7 @@ def _advice(plan: Plan) -> Iterator[str]:
     if plan.peak.phase == "rollout":
         if config.policy.offload != "all" and config.rollout.on_trainer_gpus:
             yield "policy.offload=optimizer or all: the trainer's state is in host memory while the servers sample"
-        yield "rollout.servers.mem_fraction (lower), rollout.servers.tp (higher), or give rollout nodes of their own"
+        yield "rollout.servers.mem_fraction (lower), rollout.servers.tp (higher), or separate rollout nodes"
     if not parallel.distributed_optimizer and layout.dp > 1:
         yield "parallel.distributed_optimizer=true: optimizer state is divided over data-parallel ranks"
     if parallel.recompute.granularity != "full":

@@ -280,7 +280,7 @@ def _error_message(number: int, error: PacsError) -> dict[str, Any]:
 
 
 def _end_with_thread(args: threading.ExceptHookArgs) -> None:
-    """Ends the driver after a bug in a thread, because the main thread would wait for that thread forever."""
+    """Ends the driver after a bug in a thread, because the main thread would never stop waiting for it."""
     logger.critical("thread %s died", args.thread, exc_info=args.exc_value)
     logging.shutdown()
     os._exit(int(ExitCode.FAILED))

@@ -94,7 +94,7 @@ class TrainData:
         for prompt in loaded.prompts:
             if not prompt.solution:
                 raise DataError(
-                    f"{self._config.data.train.path}: prompt {prompt.id} has no solution to learn from; name the column "
+                    f"{self._config.data.train.path}: prompt {prompt.id} has no solution to train on; name the column "
                     "with data.train.columns.solution"
                 )
             [ids] = tokenize([as_plain_text(prompt.solution, controls)], self._tokenizer)

@@ -18,7 +18,7 @@ PACKAGES = (
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
 """Files of a host with an NVIDIA driver."""
 VISIBLE_GPUS = "PACS_VISIBLE_GPUS"
-"""CUDA_VISIBLE_DEVICES of the trainer, for the driver, which itself sees no GPU but starts servers."""
+"""CUDA_VISIBLE_DEVICES of the trainer, for the driver, which uses no GPU but starts servers."""
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:

@@ -16,7 +16,7 @@ _POLL_S = 1.0
 
 
 class Processes:
-    """Processes that run `action`, each with a log in `work`; with `world`, as ranks that meet by a file, not a port."""
+    """Processes that run `action`, each with a log in `work`; with `world`, as ranks whose rendezvous is a file."""
 
     def __init__(
         self,

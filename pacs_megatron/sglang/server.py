@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 GRACE_S, POLL_S = 1.5, 0.25
 """Seconds between SIGTERM and SIGKILL (a server has no state to save), and between two checks of a starting server."""
 START_ATTEMPTS = 3
-"""Another process may take the chosen port before the server binds it."""
+"""Number of attempts to start, because another process may bind the chosen port first."""
 API_KEY, MEM_FRACTION = "PACS_SGLANG_API_KEY", "PACS_SGLANG_MEM_FRACTION"
 """Environment variables that `sglang/start.py` turns into arguments."""
 FP8_BLOCKWISE_ARGS = (

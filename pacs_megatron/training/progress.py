@@ -17,7 +17,7 @@ from pacs_megatron.parallel.transfer import gather_arrays
 
 Source = LogprobSource | Literal["routes"]
 Logprobs = dict[Source, dict[int, np.ndarray]]
-"""Source -> row of the mini-batch's facts -> float32 [response], nats; for `routes` experts, see policy/passes.py"""
+"""Source -> row of the mini-batch's SampleFacts -> float32 [response], nats; `routes`: experts, see policy/passes.py"""
 
 
 @dataclass(slots=True, kw_only=True)
