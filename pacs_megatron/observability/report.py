@@ -33,7 +33,7 @@ _GUIDES = {
         "pacs/residual_mean",
         "reward is the share of right answers among the step's samples. pass@k is the share of held-out problems with a "
         "right answer in k draws. The distance to the label is 0.5 where ψ = 0, so also in the first update of a step whose "
-        "reference is the step's own start. It falls below 0.5 when an update separates right from wrong answers.",
+        "reference is the step-start policy. It falls below 0.5 when an update separates right from wrong answers.",
     ),
     "Optimization": (
         "pacs/residual_mean",
@@ -41,10 +41,10 @@ _GUIDES = {
         "the label. Both curves are means over the updates of a step.",
     ),
     "Scores": (
-        "pacs/psi_mean_pos", "ψ compares the log-ratio of a response to the reference with the log-ratios of its
-        siblings. PACS classifies the " "label by σ(ψ), so ψ of right answers (pos) should be above 0 and ψ of wrong
-        ones (neg) below. In a group of one class " "ψ separates nothing; the share of such groups rises during
-        training, and the curves return to 0.",
+        "pacs/psi_mean_pos",
+        "ψ compares the log-ratio of a response to the reference with the log-ratios of its siblings. PACS classifies the "
+        "label by σ(ψ), so ψ of right answers (pos) should be above 0 and ψ of wrong ones (neg) below. In a group of one "
+        "class ψ separates nothing. The share of such groups rises during training, and the curves return to 0.",
     ),
 }
 """Section -> (metric, text that explains the section's charts in a run with this metric)"""
