@@ -18,7 +18,7 @@ from pacs_megatron.runtime.shipped import cluster_file, run_file
 from pacs_megatron.runtime.waiting import report_wait
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Files of others are printed: none may control the terminal. Tabs and line ends stay."""
+"""Control characters, which printed files must not send to the terminal; tabs and line ends stay."""
 Verb = Callable[..., "str | Iterable[str] | int | tuple[str, int]"]
 """Receives the parsed arguments by name; returns the text or lines to print, the exit code, or both."""
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb and returns its exit code. Every error is one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a text of a file may not fit the terminal's encoding
+            stream.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack characters of a file
     return run_command(lambda: _run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -45,7 +45,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse, and accept overrides after options, which argparse does not."""
+    """Parses the arguments. Unlike argparse, accepts overrides after options."""
     parser = build_parser()
     parsed, rest = parser.parse_known_args(arguments)
     if rest and hasattr(parsed, "overrides") and all("=" in word and not word.startswith("-") for word in rest):
@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def function_of(place: Verb | str) -> Any:
-    """A function, which may be given as `module:function` of this package."""
+    """The function of a verb, which may be given as `module:function` of this package."""
     if not isinstance(place, str):
         return place
     module, _, name = place.partition(":")

@@ -1,4 +1,4 @@
-"""Splits a step into mini-batches and mini-batches into micro-batches. Deterministic: every rank computes the same.
+"""Splits a step into mini-batches and mini-batches into micro-batches. Every rank computes the same split.
 
 `cut_step` also sends each data-parallel replica its share of rank 0's samples, over gloo.
 """
@@ -19,7 +19,7 @@ from pacs_megatron.parallel.transfer import broadcast_arrays, receive_arrays, se
 
 def split_by_group(facts: SampleFacts, num_minibatches: int) -> list[np.ndarray]:
     """Rows (int64, ascending) of each mini-batch; whole groups, and sizes differ by at most one group.
-    With fewer groups than mini-batches the last mini-batches are left out, so none is empty."""
+    Omits the last mini-batches if there are fewer groups than mini-batches, so none is empty."""
     num_groups = facts.num_groups
     if num_groups == 0:
         return []
@@ -36,12 +36,13 @@ def plan_microbatches(
     rows: np.ndarray | None = None,
     owner_of_row: np.ndarray | None = None,
 ) -> MicroBatchPlan:
-    """Deal the samples to the data-parallel ranks and pack each rank's share into micro-batches within the token budget.
+    """Assigns samples to the data-parallel ranks and packs each rank's share into micro-batches within the token budget.
 
-    Longest first to the least loaded rank, then first fit: within 4/3 of the best balance. With `keep_groups` every group
-    that fits the budget stays in one micro-batch, among other whole groups. `rows` restricts the plan to some samples;
-    `owner_of_row` (int64 [n]) keeps each sample on the rank that has its tokens. Empty micro-batches are added where the
-    layout needs them; a rank without samples gets at least one. Raises ConfigError when one sample exceeds the budget.
+    The longest sample goes first, to the least loaded rank (within 4/3 of the best balance); packing is first fit. With
+    `keep_groups` every group that fits the budget stays in one micro-batch, which has whole groups only. `rows`
+    restricts the plan to some samples; `owner_of_row` (int64 [n]) keeps each sample on the rank that has its tokens.
+    Adds empty micro-batches if the layout needs them; a rank without samples gets at least one. Raises ConfigError if a
+    sample exceeds the budget.
     """
     lens = facts.lens
     rows = np.arange(facts.num_samples) if rows is None else rows
@@ -63,7 +64,7 @@ def plan_microbatches(
         chosen = [[item for item in share if together[item[0]] == is_together] for share in shares]
         return _with_padding([_first_fit(own, lens, tokens_per_microbatch) for own in chosen], layout)
 
-    # First the split groups, so their score pass has the same micro-batches at the same places on all ranks.
+    # Split groups come first, so their score pass has micro-batches with the same numbers on all ranks.
     pairs = zip(packed(is_together=False), packed(is_together=True), strict=True)
     return _plan([split + whole for split, whole in pairs], together, layout)
 
@@ -71,7 +72,7 @@ def plan_microbatches(
 def _items(
     facts: SampleFacts, rows: np.ndarray, budget: int, *, keep_groups: bool
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Rows that are dealt and packed as one item (a group that stays together, or one sample), and `together` [n]."""
+    """(rows of each item, `together` bool [n]); an item is a group that stays together, or one sample."""
     if not keep_groups:
         return [rows[k : k + 1] for k in range(len(rows))], np.zeros(facts.num_samples, dtype=np.bool_)
     together = np.bincount(facts.groups, weights=facts.lens)[facts.groups] <= budget
@@ -83,8 +84,8 @@ def _items(
 def _plan_with_groups(
     facts: SampleFacts, layout: Layout, budget: int, groups: Literal["together", "apart", "auto"]
 ) -> MicroBatchPlan:
-    """`auto` keeps groups together unless that costs more than the score pass that it saves: a third of an update. Raises
-    ConfigError with `together` when a group exceeds the budget."""
+    """The plan for `batch.groups`. `auto` keeps groups together unless that costs more than the score pass it saves (a
+    third of an update). With `together`, raises ConfigError if a group exceeds the budget."""
     apart = plan_microbatches(facts, layout=layout, tokens_per_microbatch=budget)
     if groups == "apart":
         return apart
@@ -127,13 +128,13 @@ _PADDING = np.empty(0, dtype=np.int64)
 
 
 def _plan(batches: list[list[np.ndarray]], together: np.ndarray, layout: Layout) -> MicroBatchPlan:
-    """A rank without micro-batches gets the fewest that it may have."""
+    """The plan of `batches`. A rank without micro-batches gets the fewest that the layout allows."""
     fewest = (_PADDING,) * layout.microbatch_multiple
     return MicroBatchPlan(by_dp_rank=tuple(tuple(own) or fewest for own in batches), together=together)
 
 
 def _with_padding(packed: list[list[np.ndarray]], layout: Layout) -> list[list[np.ndarray]]:
-    """Each rank's micro-batches, and empty ones up to a multiple of the pipeline's size or to equal counts."""
+    """Each rank's micro-batches, padded by empty ones to a multiple of the pipeline's size or to equal counts."""
     multiple = layout.microbatch_multiple
     counts = [-(-len(own) // multiple) * multiple for own in packed]
     if layout.needs_equal_microbatches:
@@ -142,7 +143,7 @@ def _with_padding(packed: list[list[np.ndarray]], layout: Layout) -> list[list[n
 
 
 def _first_fit(items: list[np.ndarray], lens: np.ndarray, budget: int) -> list[np.ndarray]:
-    """Rows, ascending, of each micro-batch of at most `budget` tokens, with the items of one rank, longest first."""
+    """Rows, ascending, of micro-batches of at most `budget` tokens each, from one rank's items, longest first."""
     batches: list[list[np.ndarray]] = []
     free: list[int] = []
     for rows in items:
@@ -161,8 +162,8 @@ def cut_step(
 ) -> list[MiniBatch]:
     """The mini-batches of a step, each with its plan and this rank's share of the tokens. Collective.
 
-    `facts`: of all admitted samples, on every rank; `tokens`: of all of them, on rank 0, None elsewhere. The coupling and
-    the statistics of the objective decide whether groups matter.
+    `facts`: all admitted samples, on every rank; `tokens`: all admitted samples, on rank 0, None elsewhere. The coupling
+    and the statistics of the objective determine whether groups stay together.
     """
     minibatches = []
     for index, rows in enumerate(split_by_group(facts, batch.updates_per_step)):
@@ -179,7 +180,7 @@ def cut_step(
 
 
 def _share(tokens: TokenBuffers | None, rows: np.ndarray, owners: np.ndarray, rank: Rank) -> TokenBuffers:
-    """Rank 0 sends each head its samples; every head broadcasts to its replica."""
+    """This rank's tokens. Rank 0 sends them to the first rank of each replica, which broadcasts to the replica."""
     own = None
     if rank.rank == 0:
         assert tokens is not None

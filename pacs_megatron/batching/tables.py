@@ -1,4 +1,4 @@
-"""Samples as flat arrays: SampleFacts and TokenBuffers from objects, selections, and the arrays for transport."""
+"""Converts samples to flat arrays (SampleFacts, TokenBuffers), selects samples, and lists arrays for transport."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -11,7 +11,7 @@ from pacs_megatron.errors import RolloutError
 
 
 def tabulate(groups: Sequence[Group], routing: RoutingKind = "own") -> tuple[SampleFacts, TokenBuffers]:
-    """Admitted groups (labels set) in the given order; samples of a group in the group's order.
+    """(facts, tokens) of admitted, labelled groups in the given order; samples of a group in the group's order.
     Raises RolloutError if `routing` replays the sampler's experts and a sample has none."""
     samples = [(number, sample) for number, group in enumerate(groups) for sample in group.samples]
     facts = SampleFacts(
@@ -79,6 +79,6 @@ def tokens_to_arrays(tokens: TokenBuffers) -> dict[str, np.ndarray]:
 
 
 def flat(parts: Sequence[np.ndarray], dtype: type) -> tuple[np.ndarray, np.ndarray]:
-    """The parts one after another, and int64 [parts + 1], where each starts and the last one ends."""
+    """(concatenated parts, int64 [parts + 1]: the start of each part, and the end of the last)"""
     offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
     return (np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype=dtype)), offsets

@@ -31,7 +31,7 @@ def certificate_folder(loaded: LoadedConfig) -> Path:
 
 
 def digest_of(config: RunConfig) -> str:
-    """SHA-256 of the keys that a certificate covers; not of names, timeouts, data, servers and outputs."""
+    """SHA-256 of the keys that a certificate covers: all but names, timeouts, data, servers and outputs."""
     tree = config.model_dump(mode="json")
     covered: dict[str, Any] = {name: tree[name] for name in _COVERED}
     covered["parallel"] = {key: value for key, value in tree["parallel"].items() if not key.endswith("_s")}
@@ -92,7 +92,7 @@ class Certificate:
         return f"certified ({c['precision']}): {total} numbers equal the reference, {c['seconds']} s; {self.folder}"
 
     def write(self) -> None:
-        """`certificate.json` and `certificate.html`; a certificate of an export is kept."""
+        """Writes `certificate.json` and `certificate.html`; does not replace the certificate of an export."""
         text = json.dumps(self.content, indent=1).encode() + b"\n"
         write_outputs([(self.folder / FILE, text), (self.folder / "certificate.html", self._page().encode())])
 
@@ -119,9 +119,9 @@ class Certificate:
 
 
 def certificate_line(loaded: LoadedConfig) -> str | None:
-    """A line for `train` on the certificate in the run's folder; None where there is none.
+    """A line for `train` about the certificate in the run's folder; None without a certificate.
 
-    Raises ConfigError if it is of another configuration, red or not valid JSON.
+    Raises ConfigError if the certificate is for another configuration, red, or not valid JSON.
     """
     file, digest = certificate_folder(loaded) / FILE, digest_of(loaded.config)
     if not file.exists():

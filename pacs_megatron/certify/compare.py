@@ -92,12 +92,12 @@ class Comparison:
                 self.check(name, f"{where}, {key}", found[key], value, max(abs(value), floor))
 
     def fail(self, line: str) -> None:
-        """A deviation without a number."""
+        """Records a deviation that has no number."""
         self.first = self.first or line
 
 
 def compare(folder: Path, *, updates_before_resume: int, is_bf16: bool) -> Comparison:
-    """All files of `folder/product` against those of `folder/reference`."""
+    """Compares all files of `folder/product` with those of `folder/reference`."""
     found = Comparison(is_bf16=is_bf16)
     product, reference = folder / "product", folder / "reference"
     updates = json.loads((reference / "updates.json").read_text())
@@ -179,7 +179,7 @@ def _compare_report(
 
 
 def _compare_rows(found: Comparison, product: Path, updates: list[dict[str, Any]]) -> None:
-    """The steps' rows: means over updates by their denominators, extremes, mismatch of the first update."""
+    """Compares the steps' rows: means over updates by their denominators, extremes, and mismatch of the first update."""
     rows = {step: row for k in (0, 1) for step, row in json.loads((product / f"rows_{k}.json").read_text()).items()}
     for step in sorted({update["step"] for update in updates}):
         own = [update for update in updates if update["step"] == step]

@@ -11,7 +11,7 @@ from torch import Tensor
 Logps = list[Tensor]
 """Per sample, float64 [response], nats"""
 Metrics = dict[str, tuple[float, float]]
-"""name -> (value, denominator); a denominator of 0 means that there is no value"""
+"""name -> (value, denominator); no value if the denominator is 0"""
 
 
 @dataclass(kw_only=True)
@@ -150,7 +150,7 @@ def policy_gradient(batch: Batch) -> tuple[Tensor, Metrics]:
     tokens, total = float(batch.lens.sum()), torch.zeros((), dtype=torch.float64)
     clipped, kl, weights, cut, corrected = 0.0, 0.0, 0.0, 0.0, 0.0
     for row, (logp, a) in enumerate(zip(batch.logps, of_tokens or list(advantage), strict=True)):
-        # Of a sample's ratio with a weight for each token, each token has the sample's loss with its own derivative.
+        # With a sample's ratio and a weight per token, each token has the sample's loss and its own derivative.
         by_token = name in ("gspo", "luspo", "rloo") and o["importance"] != "none"
         own = logp.detach().requires_grad_() if by_token else logp
         log_ratio, ones = own - batch.starts[row], torch.ones_like(own)
@@ -267,7 +267,7 @@ def skips_zero_gradient(o: Mapping[str, Any]) -> bool:
 
 
 def without_gradient(batch: Batch, slopes: Sequence[Tensor]) -> list[bool]:
-    """Samples whose gradient is 0 by their group. One whose tokens are all masked (`importance: mask`) is none of them."""
+    """Whether each sample's gradient is 0 by its group; ignores samples with masked tokens only (`importance: mask`)."""
     if OBJECTIVES[batch.options["name"]] is policy_gradient:
         return [not bool(a.any()) for a in batch.advantages or _advantages(batch)]
     least = 1e-12 * max(float(slope.abs().max()) for slope in slopes)

@@ -1,4 +1,4 @@
-"""One rank of a certified run: the real policy, training step, save, resume and export, on recorded samples."""
+"""Runs one rank of a certified run: the real policy, training step, save, resume and export, on recorded samples."""
 
 import hashlib
 import json
@@ -122,7 +122,7 @@ def _write_weights(model: MegatronPolicy, file: Path) -> None:
 
 
 class _Recorded:
-    """The samples of the case in the place of `rollout.collect.Rollouts`."""
+    """Replaces `rollout.collect.Rollouts` by the samples of the case."""
 
     def __init__(self, folder: Path, *, is_first: bool) -> None:
         self._ids = json.loads((folder / "case.json").read_text())["ids"]
@@ -146,7 +146,7 @@ class _Recorded:
         return DriverState(order={}, buffer=None)
 
     def load_state(self, saved: DriverState, trained: int) -> None:
-        """Nothing is in progress."""
+        """Does nothing, because no rollout is in progress."""
 
 
 def attempt(case: Case, folder: Path, number: int) -> None:
@@ -199,12 +199,12 @@ def attempt(case: Case, folder: Path, number: int) -> None:
     if number:
         loop.export_hf(run, policy, policy.folder / "hf")
         policy.write_moments()
-    dist.barrier(group=rank.control)  # a rank that leaves early resets the connections of the others
+    dist.barrier(group=rank.control)  # an early exit of a rank would reset the connections of other ranks
     groups.shutdown(keep_world=True)
 
 
 def convert(folder: Path) -> None:
-    """The last checkpoint to Hugging Face and back, and their tensors as the ranks write theirs."""
+    """Converts the last checkpoint to Hugging Face and back; writes the tensors of both in the ranks' format."""
     product = folder / "product"
     megatron_to_hf(folder / "run", Options(out=product / "to_hf"), step=None)
     hf_to_megatron(str(product / "to_hf"), Options(out=product / "to_megatron"))

@@ -1,6 +1,6 @@
-"""The reference of `certify`: a plain training loop that imports nothing from pacs_megatron but `formulas.py`, which
-imports nothing from it (a test reads the imports). transformers, one sample a forward, float64, autograd through the whole
-mini-batch, an AdamW and a schedule written from docs/configuration.md.
+"""The reference of `certify`: a plain training loop. It imports only `formulas.py` from pacs_megatron, which imports
+nothing from it (a test reads the imports). It uses transformers in float64, one sample per forward, autograd through
+the whole mini-batch, and an AdamW and a schedule written from docs/configuration.md.
 """
 
 import json
@@ -18,7 +18,7 @@ from pacs_megatron.certify import formulas
 from pacs_megatron.certify.formulas import Batch, Logps, Metrics
 
 CRITIC = "critic"
-"""The critic's folder, beside the policy's"""
+"""Name of the critic's folder, beside the policy's folder"""
 
 
 class Model:
@@ -46,7 +46,7 @@ class Model:
         return every.gather(1, tokens[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
     def values(self, ids: np.ndarray, prompt_len: int) -> Tensor:
-        """Of a critic: the values before each token of one sample's response, with graph. It chooses its own experts."""
+        """A critic's values before each token of one sample's response, with graph. Its own router selects experts."""
         return self._logits(ids, prompt_len, [None] * len(self.routers))[:, 0]
 
     def _logits(self, ids: np.ndarray, prompt_len: int, routes: Sequence[Tensor | None]) -> Tensor:
@@ -79,7 +79,7 @@ class Model:
 
 
 class _Router:
-    """The router of a Qwen3 layer with experts in float64; with `chosen` [tokens, top k] it takes these experts."""
+    """The router of a Qwen3 layer with experts, in float64. It uses the experts `chosen` [tokens, top k], if set."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -95,7 +95,7 @@ class _Router:
 
 
 def random_model(folder: Path, seed: int, *, with_critic: bool) -> None:
-    """Writes weights for the config.json in `folder`, wide enough that a wrong one shows; the critic's are beside it."""
+    """Writes random weights for the config.json in `folder`, and the critic's; their range is wide enough to show errors."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
     torch.manual_seed(seed)
@@ -135,7 +135,7 @@ class Adam:
             return float(o["lr"] * number / warmup)
         if o["schedule"] == "constant":
             return float(o["lr"])
-        last = self.total + (o["min_lr"] == 0)  # the last update has min_lr, unless it would change nothing
+        last = self.total + (o["min_lr"] == 0)  # the last update uses min_lr, unless min_lr is 0
         done = (number - warmup) / (last - warmup)
         share = 1 - done if o["schedule"] == "linear" else (1 + math.cos(math.pi * done)) / 2
         return float(o["min_lr"] + share * (o["lr"] - o["min_lr"]))
@@ -176,9 +176,9 @@ class Reference:
     def logps(
         self, step: int, rows: Sequence[int] | None = None, *, replays: bool = False, is_frozen: bool = False
     ) -> tuple[Logps, Logps]:
-        """(log-probs, entropies) of some samples, with a graph; None: of all, without.
+        """(log-probs, entropies) of some samples, with a graph; None: of all samples, without a graph.
 
-        With the sampler's experts where the case has them, unless `is_frozen`; `replays`: with those of `self.routes`.
+        Uses the sampler's experts if the case has them, unless `is_frozen`; `replays`: uses the experts of `self.routes`.
         """
         samples, found = self._samples(step), []
         with torch.set_grad_enabled(rows is not None):

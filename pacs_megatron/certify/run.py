@@ -1,4 +1,4 @@
-"""`certify`: make a tiny case, train it on the product's ranks and on the reference, compare, write the certificate."""
+"""`certify`: trains a tiny case on the product's ranks and on the reference, compares, writes a certificate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pacs_megatron.runtime.run_lock import RunLock
 from pacs_megatron.runtime.waiting import report_wait
 
 LIMIT_S = 900.0
-"""A process that takes longer hangs."""
+"""Seconds after which a process counts as hung."""
 
 
 class _FailedError(PacsError):
@@ -39,7 +39,7 @@ def certify(
 ) -> Certificate | None:
     """Certifies a configuration and writes the certificate to `out` (default: the run's folder).
 
-    With processes on this host's CPU; as a rank of a job, on its GPUs, and then None on all ranks but 0.
+    Runs in processes on this host's CPU, or as a rank of a job on its GPUs; then returns None on all ranks except 0.
     """
     loaded = load_config(config_path, overrides)
     place = find_rank(os.environ)
@@ -66,7 +66,7 @@ def certify(
         except _FailedError as error:
             if (disk := disk_error(work)) is not None:
                 with naming(work):
-                    raise disk from error  # not a fault of the configuration
+                    raise disk from error  # the configuration is not the cause
             found = Comparison(is_bf16=is_bf16, first=str(error))
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -89,7 +89,7 @@ def make_case(loaded: LoadedConfig, world: int | None) -> Case:
 
 
 def _import(case: Case, place: RankPlace | None) -> None:
-    """Sets the ranks' environment, then imports once, before the processes fork: each would need seconds."""
+    """Sets the ranks' environment, then imports the modules once before the fork, because an import takes seconds."""
     os.environ.update(rank_environment(1 if place is None else place.local_world_size, single_host=place is None))
     if place is None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

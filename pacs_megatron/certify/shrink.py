@@ -26,14 +26,14 @@ _ON_CPU = ("overlap_grad_reduce", "overlap_param_gather")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A tiny run in two attempts, each in one of `layouts`. `changes`: differences from the user's configuration."""
+    """A tiny run of two attempts, each with one of `layouts`. `changes`: differences from the user's configuration."""
 
     config: RunConfig
     layouts: tuple[Layout, Layout]
     hf_config: Mapping[str, Any]
     steps: int
     stop_after: int
-    """Updates of the first attempt. With several updates a step it ends inside a step."""
+    """number of updates of the first attempt, which ends inside a step if steps have several updates"""
     changes: tuple[str, ...]
 
     def parallel(self, attempt: int) -> Any:
@@ -155,7 +155,7 @@ def _changes(config: RunConfig, updates: int, epochs: int, steps: int, *, on_cpu
             "lr": 1e-3,
             "min_lr": optimizer.min_lr / optimizer.lr * 1e-3,
             "adam_eps": 1e-3,
-            "weight_decay": 10 * optimizer.weight_decay,  # else one update's decay is below the tolerance of a weight
+            "weight_decay": 10 * optimizer.weight_decay,  # otherwise one update's decay is below a weight's tolerance
             "warmup_updates": min(optimizer.warmup_updates, 3),
         },
         "parallel": {},
@@ -184,7 +184,7 @@ def _changes(config: RunConfig, updates: int, epochs: int, steps: int, *, on_cpu
 
 
 def _groups_of_step(step: int, updates: int) -> list[int]:
-    """Of each group the missing samples. A first step has fewer groups than updates; the others do not divide evenly."""
+    """Number of missing samples of each group. A first step has fewer groups than updates; others divide unevenly."""
     count = max(updates - 1, 1) if step == 1 and updates > 1 else 2 * updates + 1
     return [k % 3 for k in range(count)]
 

@@ -1,7 +1,7 @@
 """Saves and loads a sharded state dict in Megatron's `torch_dist` format, without helper processes.
 
-Megatron's own writer starts a manager process and a pool at the first save, which takes 7 to 11 s on a laptop, survives a
-killed rank and needs an importable `__main__`. This module uses Megatron's planner and format with torch's plain writer.
+Megatron's writer starts a manager process and a pool at the first save. They take 7 to 11 s on a laptop, survive a
+killed rank and need an importable `__main__`. This module uses Megatron's planner and format with torch's plain writer.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class PlainTorchDistSave(TorchDistSaveShardedStrategy):
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         if parallel_state.is_initialized():
-            # Tensors that several data-parallel ranks hold are divided among them, by size.
+            # Divides tensors that several data-parallel ranks have among them, by size.
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             distribution = determine_main_replica_uniform_distribution(sharded_state_dict, group)
             distribute_main_replicas_with_precomputed_distribution(sharded_state_dict, group, distribution)
@@ -64,7 +64,7 @@ class PlainTorchDistSave(TorchDistSaveShardedStrategy):
 
     @torch.no_grad()
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Collective over `group`, gloo over all ranks; None: the default group."""
+        """Writes this rank's files. Collective over `group`, a gloo group of all ranks; None: the default group."""
         save(
             self._state,
             storage_writer=FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1),
@@ -77,7 +77,7 @@ class PlainTorchDistSave(TorchDistSaveShardedStrategy):
 def prepare_sharded(state: dict[str, Any], folder: Path, copy: Copy = lambda data: data) -> PlainTorchDistSave:
     """Writes the common part of `state` to the existing, empty `folder`; `write` of the result writes the rest. Collective.
 
-    `copy` returns the values of a tensor that this rank writes, which may not change before `write` has returned.
+    `copy` returns the values of a tensor that this rank writes. They must not change before `write` returns.
     """
     strategy = PlainTorchDistSave(copy)
     with torch.no_grad():

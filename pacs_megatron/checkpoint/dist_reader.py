@@ -3,9 +3,9 @@
 Its index, `.metadata`, is a pickle of torch's `Metadata` record. Only a list of allowed classes is loaded from it, so a
 checkpoint of unknown origin cannot run code.
 
-torch's own reader (`torch.distributed.checkpoint.load` with FileSystemReader) is not used, because it copies a whole
-tensor before it returns, reads a stack of experts to get one of them, runs in one thread, and unpickles without a list of
-allowed classes. A conversion needs views of mapped files, which keep its memory at a few tensors.
+torch's own reader (`torch.distributed.checkpoint.load` with FileSystemReader) is not used. It copies a whole tensor
+before it returns, reads a whole stack to get one expert, runs in one thread, and unpickles any class. A conversion
+needs views of mapped files, which limit its memory to a few tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pacs_megatron.runtime.json_reader import read_bytes, read_object
 
 Shape = tuple[int, ...]
 _ZIP_HEADER_BYTES = 30
-"""Of a zip archive's local file header, before the name; the lengths of name and extra field are its last 4 bytes"""
+"""Bytes of a zip archive's local file header before the name; its last 4 bytes are the lengths of name and extra field"""
 _ZIP_LENGTHS_AT = 26
 UNREADABLE = (RuntimeError, ValueError, EOFError, OSError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile)
 
@@ -63,7 +63,7 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's own, not the faster C one, which allocates gigabytes for a damaged memo index."""
+    """Python's unpickler. The faster C unpickler allocates gigabytes for a damaged memo index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, "").split():
@@ -131,7 +131,7 @@ def _expect(value: Any, kind: type) -> Any:
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
-    """Raises unless all of them are integers from 0 to 2**62."""
+    """`values` as a tuple. Raises unless all of them are integers from 0 to 2**62."""
     for value in _expect(values, tuple):
         if not 0 <= _expect(value, int) < 2**62:
             raise ValueError(f"the size {value} is out of range")
@@ -139,7 +139,7 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 class DistReader:
-    """Raises CheckpointError if files are missing, truncated or unsafe. `get` reads the data."""
+    """Reads a `dist` folder. Raises CheckpointError if files are missing, truncated or unsafe. `get` reads the data."""
 
     def __init__(self, folder: Path) -> None:
         metadata = read_metadata(folder)
@@ -151,7 +151,7 @@ class DistReader:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Of the tensors; a training checkpoint also has other objects."""
+        """Keys of the tensors; a training checkpoint also has other objects."""
         return frozenset(self._tensors)
 
     def shape(self, key: str) -> Shape:

@@ -1,8 +1,8 @@
 """Writes a `torch_dist` checkpoint tensor by tensor; the model is never in memory.
 
 The result equals that of Megatron's `dist_checkpointing.save` for a GPTModel's sharded state dict, except for the number
-of files and the borders of the pieces. `dist_checkpointing.load` reads it in any layout. torch's writer is not used: it
-needs every tensor in one state dict and loses errors of its threads.
+of files and the borders of the pieces. `dist_checkpointing.load` reads it in any layout. torch's writer is not used,
+because it needs every tensor in one state dict and loses errors of its threads.
 """
 
 import io
@@ -51,7 +51,7 @@ class Piece:
 
 
 class DistWriter:
-    """Several threads may call `put`; as many write at once as there are files."""
+    """Writes a `dist` folder. Several threads may call `put`; one thread per file writes at a time."""
 
     def __init__(self, folder: Path, *, num_files: int) -> None:
         self._folder = folder
@@ -84,7 +84,7 @@ class DistWriter:
             self._storage[MetadataIndex(piece.key, piece.offset)] = info
 
     def finish(self) -> dict[str, FileFacts]:
-        """Checks that every tensor is complete, writes and flushes the index; returns the facts of all files by name."""
+        """Checks that every tensor is complete, flushes the index to disk; returns size and digest of files by name."""
         for key, tensor in self._tensors.items():
             covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
             if covered != math.prod(tensor.size):

@@ -24,7 +24,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_SHARD_BYTES = 5 * 10**9
-"""Of one file, unless a single tensor is larger."""
+"""Maximum size of one file, unless a single tensor is larger."""
 _METADATA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _METADATA_FOLDERS = ("additional_chat_templates",)
 
@@ -85,9 +85,9 @@ class HfFolder:
         return file_of
 
     def _check_dtypes(self) -> None:
-        """A weight is a floating-point number, and a 16-bit one has the format that config.json declares.
+        """Raises CheckpointError unless weights are floating-point, and 16-bit ones have the dtype of config.json.
 
-        Other bits would be converted without an error, into wrong numbers.
+        Otherwise a conversion would give wrong numbers without an error.
         """
         declared = str(self.config.get("dtype") or self.config.get("torch_dtype")).removeprefix("torch.")
         wrong = {"bfloat16": torch.float16, "float16": torch.bfloat16}.get(declared)

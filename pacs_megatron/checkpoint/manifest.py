@@ -1,5 +1,5 @@
-"""manifest.json: which checkpoint a folder contains, and its files with their digests. Written last: it marks a complete
-checkpoint.
+"""manifest.json: identifies the checkpoint in a folder and lists its files with digests. It is written last, so it
+marks a complete checkpoint.
 
 A checkpoint folder: `manifest.json`, `dist/` (Megatron's torch_dist format), `hf/` (config.json and tokenizer, what an
 export needs besides the weights). There may be other files.
@@ -45,7 +45,7 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """`files` maps paths relative to the folder to their facts."""
+    """`files` maps paths relative to the folder to size and digest."""
 
     step: Count | None
     """training steps; None for a conversion"""
@@ -73,7 +73,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError if it is missing, damaged or of another version, or does not list a file of `dist`."""
+    """The manifest of `folder`. Raises CheckpointError if it is missing, damaged, of another version, or incomplete."""
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; {folder} is no checkpoint, or was not written completely")
@@ -95,9 +95,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_identity(folder: Path, manifest: Manifest) -> None:
-    """Raises CheckpointError unless the folder's name and the run around it are those of the manifest.
+    """Raises CheckpointError unless the manifest has the folder's name and the identity of the run around it.
 
-    Two swapped checkpoints would otherwise pass, since each of them is complete.
+    This detects swapped checkpoints, which are complete.
     """
     position = position_of(folder.name)
     if position is not None and manifest.step is not None:
@@ -119,7 +119,7 @@ def check_identity(folder: Path, manifest: Manifest) -> None:
 def check_checkpoint(folder: Path, *, digests: bool = True, share: slice = slice(None)) -> Manifest:
     """The manifest of a complete checkpoint. Raises CheckpointError for a wrong identity or a missing or altered file.
 
-    `share`: of the files in order, those that this process checks.
+    `share`: slice of the files in order that this process checks.
     """
     manifest = read_manifest(folder)
     check_identity(folder, manifest)
@@ -130,7 +130,7 @@ def check_checkpoint(folder: Path, *, digests: bool = True, share: slice = slice
 
 
 def digest_file(path: Path) -> FileFacts:
-    """Reads the whole file."""
+    """Size and digest of a file, which it reads completely."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, xxhash.xxh3_128)
         return FileFacts(file.tell(), digest.hexdigest())

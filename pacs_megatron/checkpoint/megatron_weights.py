@@ -1,4 +1,4 @@
-"""The policy's weights in a Megatron checkpoint, by the weight table: for export, and under Hugging Face names."""
+"""Reads the policy's weights of a Megatron checkpoint through the weight table, also under Hugging Face names."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from pacs_megatron.errors import CheckpointError
 from pacs_megatron.models import Entry, load_config, read_spec, weight_table
 
 _NOT_WEIGHTS = "._extra_state"
-"""Objects that Megatron's linear layers add (FP8 scales, or empty ones)"""
+"""Objects that Megatron's linear layers add (FP8 scales or empty objects)"""
 
 
 class MegatronWeights:

@@ -13,20 +13,20 @@ from pacs_megatron.runtime.json_reader import read_text
 
 CHECKPOINTS_FOLDER = "checkpoints"
 MANIFEST_NAME = "manifest.json"
-"""Written last: a folder without it is not a checkpoint."""
+"""File that is written last; a folder without it is not a checkpoint."""
 RUN_IDENTITY_FILE = "run_id"
 _NAME = re.compile(r"step_(\d{6,})(?:_plus_(\d{2,}))?")
 
 
 class Position(NamedTuple):
-    """How far a run is: `step` complete steps, and `updates` of the next one."""
+    """Position of a run: `step` complete steps, and `updates` of the next step."""
 
     step: int
     updates: int = 0
 
     @property
     def name(self) -> str:
-        """of the checkpoint's folder"""
+        """Name of the checkpoint's folder."""
         return f"step_{self.step:06d}" + (f"_plus_{self.updates:02d}" if self.updates else "")
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ def position_of(name: str) -> Position | None:
 
 
 def whole_checkpoints(run_dir: Path) -> list[tuple[Position, Path]]:
-    """Every complete checkpoint, in order."""
+    """(position, folder) of every complete checkpoint, in order."""
     return sorted(
         (position, path)
         for path in (run_dir / CHECKPOINTS_FOLDER).glob("step_*")
@@ -49,19 +49,19 @@ def whole_checkpoints(run_dir: Path) -> list[tuple[Position, Path]]:
 
 
 def newest_position(run_dir: Path) -> Position | None:
-    """Of the newest complete checkpoint; None if there is none."""
+    """Position of the newest complete checkpoint; None if there is none."""
     whole = whole_checkpoints(run_dir)
     return whole[-1][0] if whole else None
 
 
 def describe_newest(run_dir: Path) -> str:
-    """For messages about a run that ends without a save."""
+    """Text about the newest checkpoint, for messages of a run that ends without a save."""
     newest = newest_position(run_dir)
     return f"the newest checkpoint is {newest.name}" if newest else "there is no checkpoint"
 
 
 def newest_step(run_dir: Path) -> int | None:
-    """Of the newest checkpoint at a step boundary; None if there is none."""
+    """Step of the newest checkpoint at a step boundary; None if there is none."""
     steps = [position.step for position, _ in whole_checkpoints(run_dir) if not position.updates]
     return steps[-1] if steps else None
 

@@ -1,6 +1,6 @@
-"""Files larger than memory, read and written once: used pages are dropped from the page cache.
+"""Reads and writes large files once, and drops used pages from the page cache.
 
-Otherwise a conversion fills the cache with pages that are not read again. Allocating them costs processor time, and the
+Otherwise a conversion fills the cache with pages that are not read again. Their allocation costs CPU time, and the
 kernel drops the cached files of other programs.
 """
 
@@ -50,7 +50,7 @@ class WriteBehind:
         self._mutex = threading.Lock()
 
     def wrote(self, descriptor: int, start: int, nbytes: int) -> None:
-        """Call this after writing bytes [start, start + nbytes) of the file."""
+        """Records that bytes [start, start + nbytes) of the file were written."""
         # On this advice Linux starts the write-back of dirty pages and drops only clean ones.
         os.posix_fadvise(descriptor, start, nbytes, os.POSIX_FADV_DONTNEED)
         done = []

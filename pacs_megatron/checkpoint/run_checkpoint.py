@@ -1,4 +1,4 @@
-"""A training checkpoint on disk: written to a `.partial` folder, digested in a manifest, renamed; the newest ones are kept.
+"""Writes and reads training checkpoints. Writes to a `.partial` folder, adds a manifest with digests, then renames it.
 
 `checkpoints/step_000010/`: `dist/` (Megatron's torch_dist: weights, optimizer, reference), `state.json` (counters, data
 position), `rng/` (one file a rank), `hf/` (config and tokenizer, for the export), `critic/` (with a critic: its `dist/`, `hf/`
@@ -65,7 +65,7 @@ _PARTIAL = ".partial"
 _BUFFER, _OPEN_STEP = "buffer", "open_step"
 _RESTORE = "restore it, or remove it to resume from what is older"
 Record = tuple[Mapping[str, Any], Mapping[str, np.ndarray]]
-"""Plain JSON values and flat arrays: `<name>.json` and `<name>.safetensors`."""
+"""Plain JSON values and flat arrays, stored as `<name>.json` and `<name>.safetensors`"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +77,15 @@ class Contents:
     state: Mapping[str, Any]
     """counters and data position: plain JSON values"""
     rng: Mapping[str, torch.Tensor]
-    """this rank's generators"""
+    """state of this rank's generators"""
     hf_metadata: Path
     """folder with config and tokenizer"""
     dtype: torch.dtype
-    """of the weights"""
+    """dtype of the weights"""
     buffer: Record | None
     """on rank 0: finished samples of later steps; None if there are none"""
     open_step: Record | None = None
-    """on rank 0: state of a step of which some updates are done; None at a step boundary"""
+    """on rank 0: state of a step in progress; None at a step boundary"""
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
@@ -95,9 +95,9 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def finish_interrupted(run_dir: Path) -> None:
-    """Renames a complete checkpoint whose writer was killed after the last byte and before the renaming.
+    """Renames a complete checkpoint whose writer was killed between the last write and the rename.
 
-    Raises CheckpointError where a checkpoint is not a folder.
+    Raises CheckpointError if a checkpoint is not a folder.
     """
     folder = run_dir / CHECKPOINTS_FOLDER
     for path in folder.glob("step_*"):
@@ -131,10 +131,10 @@ def _remove(folder: Path) -> None:
 def start_checkpoint(
     run_dir: Path, position: Position, rank: Rank, contents: Contents, *, keep_last: int, copy: Copy = lambda data: data
 ) -> Callable[[Rank], Path]:
-    """Writes the small files and takes the tensors, by `copy` of `prepare_sharded`; the returned function writes the rest.
+    """Writes the small files and copies the tensors (`copy` of `prepare_sharded`); the returned function writes the rest.
 
-    Both are collective over `control` of their rank. They raise CheckpointError on all ranks if one of them cannot write;
-    older checkpoints are whole then. An interrupted one leaves a `.partial` folder, which the next save removes.
+    Both are collective over `control` of their rank. They raise CheckpointError on all ranks if a rank cannot write;
+    older checkpoints stay complete. An interrupted save leaves a `.partial` folder, which the next save removes.
     """
     final = run_dir / CHECKPOINTS_FOLDER / position.name
     partial = final.with_name(final.name + _PARTIAL)
@@ -241,7 +241,7 @@ def read_open_step(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 def _prune(run_dir: Path, keep_last: int) -> None:
-    """Keeps the newest `keep_last` at step boundaries; one inside a step only while it is the newest of all."""
+    """Keeps the newest `keep_last` checkpoints at step boundaries, and one inside a step if it is the newest of all."""
     whole = whole_checkpoints(run_dir)
     between = [path for position, path in whole if not position.updates]
     kept = {*between[-keep_last:], whole[-1][1]}
@@ -251,7 +251,7 @@ def _prune(run_dir: Path, keep_last: int) -> None:
 
 
 def _run_identity(run_dir: Path) -> str:
-    """Of the run; created at its first save. A run that continues a copied checkpoint keeps that run's identity."""
+    """The run's identity, created at its first save. A run that resumes a copied checkpoint keeps its identity."""
     identity = read_run_identity(run_dir)
     if identity is None:
         newest = latest_checkpoint(run_dir)
@@ -316,7 +316,7 @@ def load_checkpoint(
 
 
 def _load(load: Callable[[Path], dict[str, T]], file: Path) -> dict[str, T]:
-    """Errors of safetensors become CheckpointError: a manifest can be made to fit a damaged file."""
+    """Loads a file; converts errors of safetensors to CheckpointError, because a manifest can match a damaged file."""
     try:
         return load(file)
     except SafetensorError as error:

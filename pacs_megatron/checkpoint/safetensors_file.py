@@ -1,6 +1,6 @@
-"""One .safetensors file: its header read and checked, its tensors as views of the mapped file.
+"""Reads and checks the header of a .safetensors file, and returns its tensors as views of the mapped file.
 
-safetensors' own reader checks the file. It does not read it: it gives no views that can be dropped from memory again.
+safetensors' own reader only checks the file, because it returns no views that can be dropped from memory.
 
 Layout (safetensors 0.x): 8 bytes little-endian header length, a JSON header, then the tensors without gaps.
 """

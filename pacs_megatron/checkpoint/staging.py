@@ -1,4 +1,4 @@
-"""A folder is written under a temporary name, then renamed: a folder with its final name is complete."""
+"""Writes folders under a temporary name and renames them, so a folder with its final name is complete."""
 
 import fcntl
 import logging
@@ -90,7 +90,7 @@ def check_free_disk(target: Path, needed_bytes: int) -> None:
 
 
 def _acquire(path: Path) -> IO[bytes]:
-    """Raises BlockingIOError if another process has the lock."""
+    """Locks the file at `path` and returns it. Raises BlockingIOError if another process has the lock."""
     file = path.open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

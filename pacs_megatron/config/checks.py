@@ -34,7 +34,7 @@ def layout_problems(config: RunConfig, world_size: int) -> list[str]:
 
 
 def changed(options: Options) -> list[str]:
-    """Options that differ from their default. Presence is no criterion: a resolved copy writes all defaults."""
+    """Options that differ from their default. A resolved copy lists all defaults, so presence is not a criterion."""
     fields = type(options).model_fields
     return [name for name, field in fields.items() if getattr(options, name) != field.default]
 
@@ -47,7 +47,7 @@ def seconds_of(time_limit: str) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors up to 4,096, ascending: no parallel size is larger."""
+    """Divisors up to 4,096, the largest parallel size, ascending."""
     return [candidate for candidate in range(1, min(number, 4096) + 1) if number % candidate == 0]
 
 
@@ -105,8 +105,8 @@ _REQUIREMENTS: tuple[tuple[str, str, int | tuple[str | int | None, ...]], ...] =
     ("mismatch.max_score_noise", "mismatch.score_noise_every", 0),
     ("mismatch.min_score_snr", "mismatch.score_noise_every", 0),
 )
-"""(option, the option that it needs where it is set to another value than its default, the values of that one: all of a
-tuple, or those above a number). None: that section is absent, or its default is chosen later."""
+"""(option, option that it requires if it differs from its default, allowed values of that option: a tuple, or a lower
+bound). None: that section is absent, or its default is set later."""
 
 
 def _requirements(config: RunConfig) -> Iterator[str]:
@@ -190,7 +190,7 @@ def _rollout_place(config: RunConfig) -> Iterator[str]:
 
 
 def _no_effect(config: RunConfig) -> Iterator[str]:
-    """Settings with which nothing trains the policy, or with which an option has no effect."""
+    """Settings that prevent training of the policy, or that make another option ineffective."""
     reward, dapo, limit = config.reward, config.objective, max_response_tokens(config)
     if config.admission.drop_one_class_groups and config.batch.samples_per_prompt == 1:
         yield "admission.drop_one_class_groups=true drops every group of batch.samples_per_prompt=1 sample; set it to false"

@@ -20,7 +20,7 @@ def show(config_path: Path, overrides: Sequence[str] = ()) -> str:
 
 
 def explain(config_path: Path, overrides: Sequence[str] = (), ranks: int | None = None) -> str:
-    """The derived values as a table, for `ranks` or as many as `train` starts."""
+    """The derived values as a table, for `ranks` (default: the number that `train` starts)."""
     loaded = load_config(config_path, overrides)
     world_size = ranks or ranks_to_start(loaded.config)
     problems = layout_problems(loaded.config, world_size)

@@ -1,7 +1,7 @@
 """Loads YAML files and `key=value` overrides into a validated `RunConfig` that records the origin of each value.
 
-Precedence, lowest first: included files in their order, the file itself, overrides. Mappings are merged key by key; lists
-and scalars are replaced. If a later layer selects another strategy, it replaces all options of that section. Paths in
+Precedence, lowest first: included files in order, the file itself, overrides. A later layer merges mappings key by key
+and replaces lists and scalars. If it selects another strategy, it replaces all options of that section. Paths in
 `include:` are relative to the including file, all other paths to the working directory.
 """
 
@@ -21,7 +21,7 @@ from pacs_megatron.config.yaml_tree import MAX_BYTES, MAX_DEPTH, Node, parse_yam
 from pacs_megatron.errors import ConfigError, shown
 
 MAX_FILES = 100
-"""Of one configuration, counted with repetition. Together they have at most MAX_BYTES."""
+"""Number of files of one configuration, counted with repetition. Together they have at most MAX_BYTES."""
 _INDEX = re.compile(r"[0-9]{1,9}")
 
 
@@ -58,7 +58,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     tree = _read(Path(path), (), [])
     if overrides:
         first, *rest = map(_parse_override, overrides)
-        for node in rest:  # overrides first: a strategy and its options may come in any order
+        for node in rest:  # merges overrides first, so a strategy and its options may have any order
             first = merge(first, node)
         tree = merge(tree, first)
     try:
@@ -107,7 +107,7 @@ def merge(base: Node, over: Node, section: str = "") -> Node:
 
 
 def _read(path: Path, chain: tuple[Path, ...], sizes: list[int]) -> Node:
-    """A file with its includes. `sizes`: of all files that were read, since includes of includes can multiply."""
+    """A file merged with its includes. `sizes`: sizes of all files so far, because nested includes can multiply."""
     display = _display(path)
     try:
         resolved = path.resolve()

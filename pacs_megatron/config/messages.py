@@ -13,7 +13,7 @@ from pacs_megatron.config.yaml_tree import Node
 from pacs_megatron.contracts.options import Options
 from pacs_megatron.errors import shown
 
-Detail = Mapping[str, Any]  # of `pydantic.ValidationError.errors()`
+Detail = Mapping[str, Any]  # an entry of `pydantic.ValidationError.errors()`
 
 TAGS: Mapping[str, str] = {"objective": "name", "rollout": "engine", "reward": "name"}
 """Section whose options belong to a strategy -> the key that selects the strategy."""
@@ -28,7 +28,7 @@ RENAMED_KEYS = {
 
 
 def all_keys(schema: type[Options] = RunConfig, prefix: str = "") -> Iterator[tuple[str, type[Options], FieldInfo]]:
-    """All keys as (dotted key, class, field), for each strategy of a section; a list's index is left out."""
+    """All keys as (dotted key, class, field), for each strategy of a section, without list indices."""
     for name, field in schema.model_fields.items():
         yield f"{prefix}{name}", schema, field
         for inner in options_classes(field.annotation):
@@ -36,7 +36,7 @@ def all_keys(schema: type[Options] = RunConfig, prefix: str = "") -> Iterator[tu
 
 
 def options_classes(annotation: object) -> list[type[Options]]:
-    """The sections that a value of this type may be: none for a plain value, several for strategies."""
+    """The section classes of a type: none for a plain value, several for strategies."""
     if isinstance(annotation, type) and issubclass(annotation, Options):
         return [annotation]
     return [found for part in get_args(annotation) for found in options_classes(part)]
@@ -70,7 +70,7 @@ def dotted(path: Iterator[str | int] | Sequence[str | int]) -> str:
 
 
 def explain_validation(details: Sequence[Detail], root: Node, schema: type[Options] = RunConfig) -> str:
-    """The first error as one line, with the number of others. Unknown keys come first, as they cause other errors."""
+    """The first error as one line, with the number of others. Unknown keys come first: they cause other errors."""
     causes = [detail for detail in details if detail["type"] != "default_factory_not_called"]
     first = min(causes, key=lambda detail: detail["type"] != "extra_forbidden")
     others = f" (and {len(causes) - 1} more)" if len(causes) > 1 else ""
@@ -104,7 +104,7 @@ def _explain(detail: Detail, root: Node, schema: type[Options]) -> str:
 
 
 def _validator_line(text: str, path: Sequence[str | int], root: Node, schema: type[Options]) -> str:
-    """A message of a validator: of one value, or of a section, whose message names the key."""
+    """The line of a validator's message: for one value, or for a section if the message names the key."""
     if path and not fields_at(path, root, schema):
         return f"{dotted(path)}: {text} ({where(path, root)})"
     named = named_key(text)

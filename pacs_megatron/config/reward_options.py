@@ -31,7 +31,7 @@ class RewardWorkerOptions(Options):
 
     @property
     def ends_itself(self) -> bool:
-        """Whether the reward ends at `timeout_s` by itself."""
+        """Whether the reward itself enforces `timeout_s`."""
         return isinstance(self, CodeReward | HttpReward)
 
     @property
@@ -96,7 +96,7 @@ class CodeReward(RewardWorkerOptions):
 
 
 class HttpReward(RewardWorkerOptions):
-    """Sends responses to a server of your own and takes its rewards (docs/rewards.md#http)."""
+    """Sends responses to your reward server, which returns the rewards (docs/rewards.md#http)."""
 
     name: Literal["http"]
     """Reward function: see `math`."""
@@ -132,7 +132,7 @@ class RewardComponent(Options):
     weight: float = Field(ge=-1e9, le=1e9)
     """Factor of its value in the sum."""
     reward: Annotated[SingleReward, Field(discriminator="name")]
-    """Reward function. Options of all rewards belong to the weighted one (`timeout_s` of `code` and `http` does not)."""
+    """Reward function. Set options of all rewards on the weighted one, except `timeout_s` of `code` and `http`."""
 
 
 class WeightedReward(RewardWorkerOptions):

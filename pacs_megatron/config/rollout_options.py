@@ -1,4 +1,4 @@
-"""Options of the rollout engines, and the facts about an engine that other packages read."""
+"""Options of the rollout engines, and the properties of an engine that other packages read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pacs_megatron.contracts.options import Options
 
 
 class RolloutEngineOptions(Options):
-    """Facts about a rollout engine that other packages read, so that they do not depend on its class."""
+    """Properties of a rollout engine that other packages read, so that they do not depend on its class."""
 
     @property
     def is_sampled(self) -> bool:
@@ -62,7 +62,7 @@ class EmbeddedRollout(RolloutEngineOptions):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the sampler's weights."""
     max_staleness: int = Field(default=0, ge=0)
-    """Maximum staleness, in steps, to study stale samples: sampling and training do not overlap on the same ranks."""
+    """Maximum staleness, in steps. Only useful to study stale samples: this engine does not overlap with training."""
 
 
 class DemonstrationRollout(RolloutEngineOptions):
@@ -115,7 +115,7 @@ class SglangServers(Options):
     context_length: PositiveInt | None = None
     """Maximum length of prompt and response, in tokens; null uses the model's."""
     colocated: bool = False
-    """Servers on the trainer's GPUs, whose memory is released while it trains; each of `resources.nodes` starts its share."""
+    """Run the servers on the trainer's GPUs; they release their memory during training. Each node starts its share."""
     start_timeout_s: float = Field(default=900.0, gt=0)
     """Timeout of a server's start, in seconds."""
     max_restarts: int = Field(default=3, ge=0)
@@ -151,15 +151,15 @@ class SglangSync(Options):
     folder: PathText | None = None
     """Folder for `transport: disk`, on a file system that the servers can read; null uses the run folder."""
     pause: Literal["abort", "retract", "in_place"] = "abort"
-    """Requests in flight during a weight update. `abort` restarts them, `retract` keeps their tokens, `in_place` their KV
-    cache too, of the old weights. The last two produce samples with several weight versions."""
+    """Requests in flight during a weight update. `abort` restarts them. `retract` keeps their tokens, `in_place` also
+    their KV cache of the old weights; both produce samples with several weight versions."""
     bucket_mib: PositiveInt = 512
     """Size of one transfer, in MiB. A larger tensor is sent whole."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Timeout of each request of a weight update, in seconds."""
     verify: Literal["off", "sample", "full"] = "sample"
-    """Compare the servers' checksums with the exported weights: `full` compares all parameters in every update, `sample` all
-    in an update with a server that was just started, else 8, others at each update."""
+    """Compare the servers' checksums with the exported weights. `full`: all parameters in every update. `sample`: all
+    parameters after a server's start, otherwise 8, different ones in each update."""
 
 
 class SglangRollout(RolloutEngineOptions):
@@ -176,7 +176,7 @@ class SglangRollout(RolloutEngineOptions):
     servers: SglangServers | None = None
     """Servers that the run starts and stops."""
     shares_gpus: bool = False
-    """The external servers run on the trainer's GPUs and release their memory during the training step."""
+    """Whether the external servers run on the trainer's GPUs and release their memory during the training step."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of the servers' weights. The policy's weights are cast to it for the transfer."""
     api_key_env: EnvironmentName | None = None
@@ -208,7 +208,7 @@ class SglangRollout(RolloutEngineOptions):
             raise ValueError("rollout.engine=sglang requires exactly one of `urls` and `servers`")
         if twice := [
             url for url in self.urls if self.urls.count(url) > 1
-        ]:  # it would get two concurrent weight updates
+        ]:  # a repeated server would get two concurrent weight updates
             raise ValueError(f"rollout.urls: {twice[0]} is named twice; name each server once")
         if self.shares_gpus and self.servers is not None:
             raise ValueError("shares_gpus applies to external servers (`urls`); use servers.colocated=true instead")

@@ -1,4 +1,4 @@
-"""Every option of a run: name, type, default and description. A default is written here and nowhere else.
+"""Every option of a run: name, type, default and description. No other file defines a default.
 
 Unknown keys are rejected, and so are options that the chosen strategy, a class of a tagged union, does not use.
 """
@@ -59,14 +59,14 @@ RECOMPUTED_WITH_TRANSFORMER_ENGINE = {"layernorm", "moe_act"}
 
 
 class MegatronOptions(Options):
-    """Options of Megatron-Core by its own names; an option that does not combine with the run is an error."""
+    """Options of Megatron-Core under Megatron's names. An option that is incompatible with the run is an error."""
 
     overlap_grad_reduce: bool | None = None
     """Reduce gradients over the data-parallel ranks during the last backward pass. null: on with CUDA."""
     overlap_param_gather: bool | None = None
-    """Gather the distributed optimizer's weights during the next forward pass. null: as overlap_grad_reduce."""
+    """Gather the distributed optimizer's weights during the next forward pass. null: same as overlap_grad_reduce."""
     gradient_accumulation_fusion: bool | None = None
-    """A product adds a weight's gradient to the fp32 buffer itself. null: on with Transformer Engine."""
+    """Fuse the addition of a weight's gradient to the fp32 buffer into the GEMM. null: on with Transformer Engine."""
     moe_permute_fusion: bool = False
     """Transformer Engine's fused permutation of tokens."""
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"  # noqa: S105  (no password)
@@ -74,15 +74,15 @@ class MegatronOptions(Options):
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = "deepep"
     """Kernels of `moe_token_dispatcher_type: flex`."""
     tp_comm_overlap: bool = False
-    """Overlap of tensor-parallel communication and products. Pads micro-batches to `batch.tokens_per_microbatch`."""
+    """Overlap tensor-parallel communication with GEMMs. Pads micro-batches to `batch.tokens_per_microbatch`."""
     use_precision_aware_optimizer: bool = False
-    """The optimizer itself keeps the fp32 weights, and its moments may be bf16."""
+    """Keep the fp32 weights in the optimizer, whose moments may be bf16."""
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Adam's first moment, in GPU memory; a checkpoint has fp32."""
+    """Type of Adam's first moment in GPU memory; checkpoints have fp32."""
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Adam's second moment, likewise."""
+    """Type of Adam's second moment in GPU memory; checkpoints have fp32."""
     optimizer_cpu_offload: bool = False
-    """fp32 weights and moments stay in host memory, and the CPU computes their update."""
+    """Keep fp32 weights and moments in host memory, and compute their update on the CPU."""
     optimizer_offload_fraction: float = Field(default=1.0, gt=0, le=1)
     """Share of the weights with `optimizer_cpu_offload`."""
 
@@ -108,11 +108,11 @@ RoutingKind = Literal["own", "replay_sampler"]
 
 class PolicyOptions(Options):
     offload: OffloadKind = "none"
-    """State of the trainer that is in pinned host memory while colocated servers on one node sample. `optimizer`: fp32
-    weights and moments; the gradients are freed. `all`: the weights too."""
+    """State of the trainer that moves to pinned host memory while colocated servers on one node sample. `optimizer`:
+    fp32 weights and moments; the gradients are freed. `all`: also the weights."""
     routing: RoutingKind = "own"
-    """Experts of a sample's tokens in training. `own`: the policy's at the step's start. `replay_sampler`: those of SGLang,
-    whose servers need `--enable-return-routed-experts`."""
+    """Experts of a sample's tokens in training. `own`: the policy's experts at the step's start. `replay_sampler`:
+    SGLang's experts; its servers need `--enable-return-routed-experts`."""
 
 
 class ParallelOptions(Options):
@@ -133,12 +133,12 @@ class ParallelOptions(Options):
     recompute: RecomputeOptions = RecomputeOptions()
     """Activation recomputation."""
     megatron: MegatronOptions = MegatronOptions()
-    """Options of Megatron-Core by its own names."""
+    """Options of Megatron-Core under Megatron's names."""
     control_timeout_s: float = Field(default=7200.0, gt=0)
     """Timeout of one phase of the driver, such as a rollout, in seconds."""
     hang_timeout_s: float = Field(default=1500.0, gt=0)
-    """Seconds without progress after which a rank writes all stacks and ends the job with exit code 70: below NCCL's
-    timeout (1,800 s), above the longest update, checkpoint or embedded generation."""
+    """Seconds without progress after which a rank writes all stacks and ends the job with exit code 70. Must be less
+    than NCCL's timeout (1,800 s) and more than the longest update, checkpoint or embedded generation."""
 
 
 Truncated = Literal["label0", "judge", "drop"]
@@ -146,16 +146,16 @@ Truncated = Literal["label0", "judge", "drop"]
 
 class AdmissionOptions(Options):
     truncated: Truncated = "label0"
-    """Handling of truncated responses: `label0` keeps them with label 0, `judge` with the verifier's label as the authors'
-    code does, `drop` removes them. Evaluation counts them as wrong, with `judge` by the verifier's label."""
+    """Handling of truncated responses. `label0` keeps them with label 0. `judge` keeps them with the verifier's label, as
+    the authors' code does. `drop` removes them. Evaluation counts them as wrong, unless `judge` is set."""
     drop_one_class_groups: bool = False
     """Drop groups whose labels are all equal (dynamic sampling)."""
     oversample: float = Field(default=1.0, ge=1)
     """Factor of over-sampling, with `drop_one_class_groups`. A step requests `oversample * batch.prompts_per_step` prompts,
     trains on the first admitted groups and cancels the other requests; a later step samples their prompts first."""
     refill_rounds: int = Field(default=0, ge=0)
-    """Maximum number of further requests of a step, with `drop_one_class_groups`: while groups are missing, a round requests
-    `oversample` times their number of new prompts (DAPO's dynamic sampling)."""
+    """Maximum number of refill rounds of a step, with `drop_one_class_groups` (DAPO's dynamic sampling). While groups
+    are missing, a round requests `oversample` times as many new prompts."""
 
 
 class ColumnOptions(Options):
@@ -233,12 +233,12 @@ class BatchOptions(Options):
     updates_per_step: PositiveInt = 1
     """Optimizer updates per step and epoch. Each uses an equal share of the groups."""
     epochs: PositiveInt = 1
-    """Passes over the samples of a step, in the same order, each of `updates_per_step` updates."""
+    """Number of passes over the samples of a step, in the same order. Each has `updates_per_step` updates."""
     tokens_per_microbatch: PositiveInt
     """Token budget of a micro-batch on one data-parallel rank. It must fit the longest sample."""
     groups: Literal["together", "apart", "auto"] = "auto"
-    """PACS and REAL need the scores of a whole group before the backward pass. `together`: each group is in one micro-batch,
-    whose forward computes them. `apart`: a score pass before the update. `auto`: together where budget and balance allow."""
+    """PACS and REAL need the scores of a whole group before the backward pass. `together`: each group is in one
+    micro-batch, whose forward computes them. `apart`: a score pass. `auto`: `together` if budget and balance permit."""
 
     @property
     def num_updates(self) -> int:
@@ -246,7 +246,7 @@ class BatchOptions(Options):
         return self.updates_per_step * self.epochs
 
     def updates_of(self, minibatch: int) -> range:
-        """The updates of a step that use the same mini-batch, one an epoch."""
+        """The updates of a step that use this mini-batch, one per epoch."""
         return range(minibatch, self.num_updates, self.updates_per_step)
 
 
@@ -301,12 +301,12 @@ class CheckpointOptions(Options):
 
 
 class MismatchOptions(Options):
-    """Differences of log-probs for the same tokens and weights, and the limits at which the run stops (docs/metrics.md)."""
+    """Limits of log-prob differences for the same tokens and weights, above which the run stops (docs/metrics.md)."""
 
     threshold: float = Field(default=0.1, gt=0)
     """Difference in nats above which a token counts in `mismatch/over_frac`."""
     max_abs_mean: float | None = Field(default=None, gt=0)
-    """Maximum mean difference of sampler and trainer in a step, in nats per token. About 0.01 is normal in bf16."""
+    """Maximum mean |difference| of sampler and trainer in a step, in nats per token. About 0.01 is normal in bf16."""
     max_kl: float | None = Field(default=None, gt=0)
     """Maximum `mismatch/kl` of a step, in nats per token."""
     max_over_frac: float | None = Field(default=None, gt=0, lt=1)
@@ -320,7 +320,7 @@ class MismatchOptions(Options):
 
 
 class WandbOptions(Options):
-    """Weights & Biases; the environment has the key and the team (WANDB_API_KEY, WANDB_ENTITY)."""
+    """Weights & Biases. WANDB_API_KEY and WANDB_ENTITY in the environment set the key and the team."""
 
     project: Line
     """Project name."""

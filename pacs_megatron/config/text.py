@@ -1,4 +1,4 @@
-"""Types of the schema's strings by meaning: strings that reach a file name, a shell or a batch script have one of these."""
+"""Types of the schema's strings by meaning. Strings for file names, shells and batch scripts have one of these types."""
 
 import os
 import re
@@ -16,11 +16,11 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 MAX_PATH_BYTES = 4095
 MAX_NAME_BYTES = 255
 MAX_RUN_NAME_BYTES = 200
-"""Leaves space for the suffixes of a sweep and of Slurm's logs in a file name."""
+"""Maximum length of a name, which leaves space for the suffixes of a sweep and of Slurm's logs in a file name."""
 
 
 def local_path(text: str | Path) -> Path:
-    """The path with `~` replaced by a home folder; unchanged for a user that does not exist, unlike `Path.expanduser`."""
+    """The path with `~` replaced by a home folder. For an unknown user the path stays, unlike `Path.expanduser`."""
     return Path(os.path.expanduser(text))
 
 
@@ -65,7 +65,7 @@ def _matching(pattern: str, expected: str, max_bytes: int = MAX_NAME_BYTES) -> A
 
 
 _HOST = re.compile(r"(?=.{1,253}$)([\w-]{1,63}(\.[\w-]{1,63})*\.?|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*)", re.ASCII)
-"""A name by its labels, or an address of version 6."""
+"""A host name (its labels), or an IPv6 address."""
 
 
 def _check_url(text: str) -> str:
@@ -107,7 +107,7 @@ PathText = Annotated[str, AfterValidator(_check_path)]
 Pattern = Annotated[str, AfterValidator(_check_pattern)]
 Url = Annotated[str, AfterValidator(_check_url)]
 ServerUrl = Annotated[str, AfterValidator(_check_server)]
-"""http://<host>:<port>, in one spelling."""
+"""http://<host>:<port>, in a normalised form."""
 Identifier = Annotated[str, _matching(r"[A-Za-z0-9_][\w.:@+-]*", "letters, digits and . : @ + - _")]
 """A name of Slurm: account, partition, qos."""
 _RUN_NAME = "letters, digits and . _ - + = , @ :, starting with a letter or digit"

@@ -1,4 +1,4 @@
-"""The only reader of YAML: a tree with the file and line of each value, in limits of size, depth and numbers.
+"""The only YAML reader. Returns a tree with the file and line of each value; limits size, depth and numbers.
 
 Plain scalars follow the core schema of YAML 1.2: `1e-6` is a number, `no` and `12:30` are strings (unlike YAML 1.1,
 PyYAML's default). Tags, anchors and merge keys are rejected. Every fault is a ConfigError.
@@ -22,7 +22,7 @@ MAX_BYTES = 256 * 1024
 """Maximum size of a file or an override."""
 MAX_DEPTH = 32
 MAX_DIGITS = 24
-"""Maximum number of digits of an integer. Products of several still fit into a float."""
+"""Maximum number of digits of an integer; products of several such integers still fit into a float."""
 
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _INT = re.compile(r"[-+]?[0-9]+")

@@ -1,7 +1,7 @@
-"""The digest of a set of exported weights: equal on every host, and computed where the weights are.
+"""The digest of exported weights, equal on every host. The device of the weights computes it.
 
-It shows which export a sample came from, not that a server has these weights: the server's checksums do
-(`rollout.sync.verify`). Weights on a GPU and the same weights on a CPU have different digests.
+It identifies the export that a sample came from. Only the server's checksums prove that a server has these weights
+(`rollout.sync.verify`). Equal weights on a GPU and on a CPU have different digests.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 TILE = 1 << 16
 _TILES_PER_CHUNK = 256
-"""Words and tiles that are multiplied at once: bounds the int64 products to 128 MiB."""
+"""Words and tiles of one product, so that the int64 products need at most 128 MiB."""
 
 
 class WeightDigest:
     """xxh3-128 over (name, dtype, shape, content) of every tensor, in export order.
 
-    The content of a CPU tensor is its bytes, of a GPU tensor `word_sum`: copying a whole model to host memory would take
-    longer than sending it to the servers.
+    The content of a CPU tensor is its bytes. The content of a GPU tensor is `word_sum`, because a copy of a whole model
+    to host memory takes longer than the transfer to the servers.
     """
 
     def __init__(self) -> None:
@@ -57,14 +57,14 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 [bytes], a view where the tensor is contiguous."""
+    """The tensor's bytes, uint8 [bytes]; a view if the tensor is contiguous."""
     import torch
 
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """int32 [words]: the bytes with zeros at the end to a multiple of 4; a copy where the memory is not aligned."""
+    """int32 [words], the bytes padded with zeros to a multiple of 4; a copy if the memory is not aligned."""
     import torch
 
     data = as_bytes(tensor)
@@ -76,8 +76,8 @@ def as_words(tensor: torch.Tensor) -> torch.Tensor:
 def word_sum(tensor: torch.Tensor) -> torch.Tensor:
     """int64 [], on the tensor's device: sum of word i of tile t times w_i times v_t, modulo 2**64.
 
-    A multilinear hash (Lemire and Kaser, arXiv:1202.4961) of 32-bit words with odd 64-bit multipliers: any single changed
-    bit changes it, and so does exchanging, moving or clearing words, but for about one case in 2**32.
+    A multilinear hash (Lemire and Kaser, arXiv:1202.4961) of 32-bit words with odd 64-bit multipliers. Any single
+    changed bit changes it. An exchange, a move or a removal of words changes it except in about one case in 2**32.
     """
     import torch
 

@@ -27,7 +27,7 @@ class Layout:
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that share one expert. Expert parallelism distributes whole experts; without it tensor parallelism cuts them."""
+        """Number of ranks that shard one expert: 1 with expert parallelism, which distributes whole experts, else tp."""
         return 1 if self.ep > 1 else self.tp
 
     @property
@@ -42,9 +42,9 @@ class Layout:
 
 
 def logits_per_chunk(device_bytes: float | None) -> int:
-    """Elements of one chunk of the output layer's logits on a GPU with this memory, or on the CPU (None).
+    """Number of elements of one chunk of logits, for a GPU with this memory or for the CPU (None).
 
-    Every chunk reads and writes the fp32 gradient of the whole output layer, so larger chunks move fewer bytes. 12 bytes
-    an element are 2.3 % of the GPU's memory. On the CPU 256 MiB in fp32.
+    Every chunk reads and writes the fp32 gradient of the whole output layer, so larger chunks move fewer bytes. At 12
+    bytes an element a chunk needs 2.3 % of the GPU's memory. On the CPU it needs 256 MiB in fp32.
     """
     return 1 << 26 if device_bytes is None else int(device_bytes / 512)

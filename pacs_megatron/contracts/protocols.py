@@ -1,4 +1,4 @@
-"""Data of an objective, and protocols of a receiver of weights and of a reward. torch is imported for typing only."""
+"""Inputs and outputs of an objective, and protocols of weight receivers and rewards. Imports torch for typing only."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     import torch
 
 LogprobSource = Literal["step_start", "reference", "value"]
-"""`step_start`: the policy's own weights at the start of the step. `reference`: the frozen snapshot. `value`: the critic at
-the start of the step, whose pass has a value in the place of each log-prob."""
+"""`step_start`: the policy with its weights at the start of the step. `reference`: the frozen snapshot. `value`: the
+critic at the start of the step, whose pass returns values instead of log-probs."""
 
 Coupling = Literal["token", "sample", "group", "minibatch"]
-"""The samples whose log-probs a token's coefficient depends on: none but the token's own, its sample's, its group's, all."""
+"""The log-probs that a token's coefficient depends on: only the token's, its sample's, its group's, or all."""
 
 Statistic = Literal["score", "sampler_ratio"]
-"""A number per sample, from log-probs, that coefficients depend on. `score`: the masked sum of `Objective.token_scores`.
-`sampler_ratio`: mean over the response tokens of log pi_step_start - log pi_sampler, nats."""
+"""A number per sample, computed from log-probs, that coefficients depend on. `score`: the masked sum of
+`Objective.token_scores`. `sampler_ratio`: mean over the response tokens of log pi_step_start - log pi_sampler, nats."""
 
 RewardFn = Callable[[Prompt, str], float | Judgement]
-"""Judges the response to a prompt. Raises RewardError when it cannot; never a silent 0.0."""
+"""Judges the response to a prompt. Raises RewardError if it cannot, instead of returning 0.0."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class TokenRecord:
     """Response tokens of one micro-batch, packed: tensors are [t], t = sum of the response lengths; nats."""
 
     logprobs: torch.Tensor
-    """float32, log pi_theta of the sampled token; carries the graph during an update"""
+    """float32, log pi_theta of the sampled token; with the autograd graph during an update"""
     mask: torch.Tensor
     """float32 in {0, 1}; 0 excludes a token from training"""
     sample_of_token: torch.Tensor
@@ -64,7 +64,7 @@ class SampleTable:
     group_of_sample: torch.Tensor
     """int64 [m], 0-based"""
     members: torch.Tensor
-    """int64 [g, largest group], positions in [m]; m in the unused places of smaller groups"""
+    """int64 [g, largest group], positions in [m]; smaller groups are padded with m"""
     num_samples: int
     """N, samples of the whole mini-batch"""
 
@@ -87,8 +87,8 @@ class SampleTable:
         return result
 
     def centred(self, values: torch.Tensor) -> torch.Tensor:
-        """[m], `values` minus their group's mean: exactly 0 where all are equal, since the first member is subtracted
-        before the mean is taken."""
+        """[m], `values` minus their group's mean. Subtracts the first member before it computes the mean, so the result
+        is exactly 0 in a group of equal values."""
         shifted = values - values[self.members[:, 0]][self.group_of_sample]
         return shifted - (self.total(shifted) / self.sizes)[self.group_of_sample]
 
@@ -107,14 +107,14 @@ class Prepared:
     """The true objective of the mini-batch, for reporting (nats per sample). None: the masked sum of `token_loss`."""
     metrics: dict[str, float] = field(default_factory=dict)
     denominators: dict[str, float] = field(default_factory=dict)
-    """of `metrics` and `token_metrics` whose denominator is not the number of samples"""
+    """denominators of `metrics` and `token_metrics`, if not the number of samples"""
     zero_gradient: torch.Tensor | None = None
     """bool [n], samples whose gradient (and `token_loss`) is exactly zero: the engine may leave them out. None: unknown"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """One optimizer update. `metrics` are global (the same on every rank)."""
+    """Result of one optimizer update. `metrics` are global (the same on every rank)."""
 
     grad_norm: float
     """before clipping"""
@@ -122,17 +122,17 @@ class UpdateReport:
     lr: float
     metrics: Mapping[str, float]
     denominators: Mapping[str, float] = field(default_factory=dict)
-    """weights of `metrics` in a mean over updates, where the weight is not the number of samples"""
+    """weights of `metrics` in a mean over updates, if not the number of samples"""
 
 
 @runtime_checkable
 class WeightReceiver(Protocol):
-    """Takes new weights; nothing is sampled between begin_update and end_update."""
+    """Receives new weights. It samples nothing between begin_update and end_update."""
 
     def begin_update(self, version: int) -> None: ...
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """One whole weight under its Hugging Face name. Raises SyncError."""
+        """Receives one whole weight under its Hugging Face name. Raises SyncError."""
 
     def end_update(self, digest: str) -> None:
-        """Raises SyncError unless every weight has arrived; afterwards samples carry (version, digest)."""
+        """Ends the update: later samples have (version, digest). Raises SyncError if a weight is missing."""

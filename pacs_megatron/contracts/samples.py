@@ -30,7 +30,7 @@ class Prompt:
     token_ids: np.ndarray
     """int32 [prompt]"""
     answer: str
-    """The reference answer, as the reward function reads it."""
+    """The reference answer, in the form that the reward function reads."""
     problem: str
     solution: str | None = None
     """A demonstration (used by `sft`)."""
@@ -87,7 +87,7 @@ class SampleRequest:
 
 
 def check_request(request: SampleRequest, vocab_size: int) -> None:
-    """Raises RolloutError for a request without a token, or with one outside the vocabulary, which crashes a server."""
+    """Raises RolloutError for a request without tokens, or with a token outside the vocabulary (it crashes a server)."""
     ids = request.token_ids
     if not len(ids):
         raise RolloutError(f"request {request.id}: the prompt has no tokens")

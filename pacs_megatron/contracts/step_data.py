@@ -1,4 +1,4 @@
-"""The samples of one step as flat arrays: facts on every rank, and the tokens of this rank's share."""
+"""The samples of one step as flat arrays: SampleFacts on every rank, and the tokens of this rank's share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -7,12 +7,12 @@ import numpy as np
 
 
 class Interrupted(Exception):  # noqa: N818  (not an error)
-    """A rank has a stop request. Raised on all ranks; the loop saves the position of the run and returns."""
+    """Raised on all ranks after a stop request on any rank; the loop saves the position of the run and returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFacts:
-    """Facts of the n samples of a step or mini-batch, on EVERY rank, ordered by (group, sample id)."""
+    """Labels, rewards, lengths, ... of the n samples of a step or mini-batch, on EVERY rank, by (group, sample id)."""
 
     ids: tuple[str, ...]
     groups: np.ndarray
@@ -72,7 +72,7 @@ class TokenBuffers:
     response_offsets: np.ndarray
     """int64 [m + 1], into sampler_logprobs"""
     routes: np.ndarray | None = None
-    """int16 [sum of (lens - 1), layers, top k], the sampler's experts that training replays; None: it chooses its own"""
+    """int16 [sum of (lens - 1), layers, top k], the sampler's experts that training replays; None: no replay"""
 
     def routes_of(self, position: int) -> np.ndarray:
         """int16 [prompt + response - 1, layers, top k] of the sample at `position`."""
@@ -90,7 +90,7 @@ class MicroBatchPlan:
     """bool [n], samples of groups that are kept in one micro-batch; such a micro-batch contains whole groups only"""
 
     def loads(self, facts: SampleFacts) -> list[int]:
-        """Tokens of each data-parallel rank."""
+        """Number of tokens of each data-parallel rank."""
         return [int(sum(facts.lens[rows].sum() for rows in batches)) for batches in self.by_dp_rank]
 
     def owners(self, num_samples: int) -> np.ndarray:
@@ -114,12 +114,12 @@ class MiniBatch:
     """`tokens.index` points into `facts`"""
     plan: MicroBatchPlan
     index: int = 0
-    """0-based number of its update in the step; at 0 the policy has the weights of the step's start"""
+    """0-based number of the update in the step; at 0 the policy has the step-start weights"""
     step_start_logprobs: dict[int, np.ndarray] | None = None
     """of the policy at the start of this step, from the trainer"""
     reference_logprobs: dict[int, np.ndarray] | None = None
     routes: dict[int, np.ndarray] | None = None
-    """experts of this rank's samples that score pass and update use (policy/passes.py); None: those of their own weights.
-    The sampler's are set before any pass, and the `step_start` pass uses them too"""
+    """experts of this rank's samples for the score pass and the update (policy/passes.py); None: the routers select
+    them. The sampler's experts are set before any pass, and the `step_start` pass also uses them"""
     estimates: Mapping[str, dict[int, np.ndarray]] = field(default_factory=dict)
     """with a critic: `value` at the step's start, whitened `advantage`, `return`; by row as log-probs"""

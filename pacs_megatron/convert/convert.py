@@ -39,7 +39,7 @@ class Options:
     dtype: str | None = None
     verify: bool = False
     verify_source: bool = True
-    """compare the files of a Megatron checkpoint with its manifest's digests before reading them"""
+    """whether to compare a Megatron checkpoint's files with its manifest's digests before reading them"""
 
 
 def _summary(options: Options, num_tensors: int, nbytes: int, seconds: float) -> str:

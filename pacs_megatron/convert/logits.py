@@ -15,7 +15,7 @@ from pacs_megatron.runtime.waiting import report_wait
 
 _PROMPT_LENS = (7, 33, 64, 18)
 _FP32_TOLERANCE = 2e-5
-"""Relative to the largest logit if that exceeds 1, else absolute. bf16 has no tolerance: the difference is reported."""
+"""Tolerance, relative to the largest logit if that exceeds 1, else absolute. bf16 has none: it reports the difference."""
 _TIMEOUT_S = 3600.0
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -54,7 +54,7 @@ def check_layout(table: WeightTable, options: LogitsOptions) -> None:
 
 
 def fixed_prompts(vocab_size: int) -> list[list[int]]:
-    """The same token ids in every release, so certificates are comparable."""
+    """Prompts with the same token ids in every release, so certificates are comparable."""
     generator = random.Random(20250902)  # noqa: S311  # not a secret
     return [[generator.randrange(vocab_size) for _ in range(length)] for length in _PROMPT_LENS]
 
@@ -109,7 +109,7 @@ def _transformers_logits(hf: Path, options: LogitsOptions) -> Any:
 
 
 def _rank(checkpoint: Path, options: LogitsOptions, scratch: Path) -> None:
-    """One rank: builds the model, loads its weights from the checkpoint, runs the prompts; the last stage writes."""
+    """Runs one rank: builds the model, loads the checkpoint's weights, runs the prompts; the last stage writes."""
     import torch.distributed as dist
     from safetensors.torch import save_file
 

@@ -93,14 +93,14 @@ def check_names(folder: HfFolder, table: WeightTable) -> list[str]:
 
 
 def files_check(weights: MegatronWeights, *, verified: bool) -> str:
-    """For the certificate: whether the files of the checkpoint were compared with its manifest."""
+    """The certificate's entry on the comparison of the checkpoint's files with its manifest."""
     return (
         f"{len(weights.manifest.files)} match the digests of the manifest" if verified else "not verified (--no-verify)"
     )
 
 
 def compare(folder: HfFolder, weights: MegatronWeights, certificate: Certificate) -> str:
-    """Compares every tensor of both sides and adds digests and result to the certificate. A cast is allowed and named.
+    """Compares every tensor of both sides and adds digests and result, with any casts, to the certificate.
 
     Raises ConversionError naming the first tensor that differs and by how much.
     """
@@ -143,5 +143,5 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """NaN equals itself, 0.0 differs from -0.0."""
+    """Whether the bits are equal: NaN equals itself, 0.0 differs from -0.0."""
     return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))

@@ -12,12 +12,12 @@ from pacs_megatron.errors import CheckpointError, ConfigError, shown
 class PromptOrder:
     """An endless order over prompts 0 .. num_prompts - 1: each epoch contains every prompt once.
 
-    The permutation of an epoch is a function of (seed, epoch) alone. One `take` never returns a prompt twice: one that
-    crosses into the next epoch skips those that it has. Skipped prompts, and those put back, come first in the next take.
+    The permutation of an epoch depends on (seed, epoch) only. One `take` never returns a prompt twice: if it reaches
+    the next epoch, it skips prompts that it has. Skipped and returned prompts come first in the next take.
     """
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool, digest: str = "") -> None:
-        """`digest`: of the prompts' content, so that a resumed run notices other ones."""
+        """`digest`: digest of the prompts' content, with which a resumed run detects other prompts."""
         self._fixed = {"num_prompts": num_prompts, "seed": seed, "shuffle": shuffle, "digest": digest}
         self._num_prompts, self._seed, self._shuffle = num_prompts, seed, shuffle
         self._epoch = 0

@@ -23,7 +23,7 @@ _STDIN = "Write a Python program that reads standard input and writes its answer
 _STARTER = "Write a Python program from this starter code:\n```python\n{}\n```"
 
 _MAX_PROBLEM_CHARS = 4 << 20
-"""A tokenizer takes up to 30 bytes of memory a character."""
+"""Maximum length of a problem; a tokenizer needs up to 30 bytes of memory per character."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

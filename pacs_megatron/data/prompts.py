@@ -1,6 +1,6 @@
-"""Turns rows into prompts: chat template, tokens, length limit.
+"""Converts rows to prompts: chat template, tokens, length limit.
 
-A special token that is spelled out in a problem (`<|im_end|>`) is encoded letter by letter: data cannot close a turn.
+A special token in the text of a problem (`<|im_end|>`) is encoded letter by letter, so that data cannot close a turn.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _BREAK = "\ue000"
 _TEMPLATE_LIMIT_S, _TOKENIZER_LIMIT_S = 5.0, 120.0
 """CPU time for one batch of prompts, which usually takes 0.02 s and 0.1 s."""
 _MEMORY_BYTES = 2 * 2**30
-"""For the texts of one batch"""
+"""Memory limit for the texts of one batch"""
 _MAX_TEMPLATE_CHARS = 1_000_000
 """Characters that the template may add to one problem."""
 
@@ -84,7 +84,7 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
 
 
 def digest_of(prompts: Iterable[Prompt]) -> str:
-    """Of what training uses of each prompt: id, tokens, answer, demonstration."""
+    """Digest of the fields that training uses of each prompt: id, tokens, answer, demonstration."""
     state = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         texts = (prompt.id, prompt.answer, prompt.solution or "")
@@ -136,7 +136,7 @@ def as_plain_text(text: str, controls: re.Pattern[str] | None) -> str:
 
 def tokenize(texts: Sequence[str], tokenizer: Any) -> list[np.ndarray]:
     """int32 ids of each text. Adds no special tokens: the template has written them already."""
-    # Whole texts where nothing is cut: pieces of their own would be tokenized differently at their borders.
+    # Encodes texts without cuts as a whole, because separate pieces would be tokenized differently at their borders.
     pieces = [text.split(_BREAK) for text in texts]
     flat = [piece for parts in pieces for piece in parts]
     encoded = tokenizer(flat, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
@@ -149,7 +149,7 @@ def _encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
 
 
 def _apart(work: Callable[[], Any], seconds: float, where: str, fix: str) -> Any:
-    """`work()` in a process that may crash or be ended. Raises DataError with `fix`."""
+    """The result of `work()`, computed in a process that may crash or be ended. Raises DataError with `fix`."""
     try:
         with report_wait(f"for the {where}"):
             return run_limited(work, seconds=seconds, memory_bytes=_MEMORY_BYTES)

@@ -20,7 +20,7 @@ from pacs_megatron.runtime.waiting import hub_wait, report_wait
 _FORMATS = ".json (an array of objects), .jsonl (one object per line), .parquet, a folder or a hub id"
 _MAX_JSON_BYTES = 2**30
 _MAX_CELL_BYTES = 2**26
-"""Of a .json file, which is read into memory whole; the lines of a .jsonl file are read one by one."""
+"""Maximum size of a .json file, which is read as a whole; a .jsonl file is read line by line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

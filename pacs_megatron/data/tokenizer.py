@@ -37,7 +37,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         if is_local:
             fix = "the folder needs tokenizer.json and tokenizer_config.json as save_pretrained writes them"
         if "trust_remote_code" in str(error):
-            fix = "it contains code of its own: set model.trust_remote_code=true only if you trust its author"
+            fix = "it contains Python code: set model.trust_remote_code=true only if you trust its author"
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise DataError(f"tokenizer {path}: transformers could not load it: {reason}; {fix}") from error
     return tokenizer

@@ -34,7 +34,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The tokenizer's part of the engine."""
+    """The tokenizer's data and functions that the engine needs."""
 
     eos_token_ids: frozenset[int]
     """Each of them ends a response and is its last token."""
@@ -83,8 +83,8 @@ class _Rows:
 class EmbeddedEngine(WeightInbox):
     """Sampler and WeightReceiver in the calling process. Not thread-safe.
 
-    The module is built from config.json only: weights come in through begin_update / put / end_update, as the policy
-    exports them, and nothing can be sampled before that. It shares no memory with the policy.
+    Builds the module from config.json only. Receives weights through begin_update / put / end_update, as the policy
+    exports them; sampling requires a complete update. Shares no memory with the policy.
     """
 
     def __init__(

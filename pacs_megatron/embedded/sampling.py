@@ -1,9 +1,9 @@
 """Samples one token for each row of a batch, with its own stream of random numbers.
 
-The distribution that is sampled from: softmax(logits / temperature), then only the `top_k` most likely tokens, then
-the smallest set of most likely tokens with at least `top_p` of the remaining probability, renormalised (the order of Hugging Face
-`generate`). The log-prob that is returned is of this distribution, so with filters on it is not the model's. With
-`temperature = 0` (greedy) there is no distribution: the log-prob is the model's own, at temperature 1.
+The sampling distribution is softmax(logits / temperature), then only the `top_k` most likely tokens, then the smallest
+set of most likely tokens with at least `top_p` of the remaining probability, renormalised (the order of Hugging Face
+`generate`). The returned log-prob is of this distribution, so with filters it is not the model's. With `temperature =
+0` (greedy) the log-prob is the model's, at temperature 1.
 """
 
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ MIN_SEEDS = 4
 _SAME_METHOD = ("run.seed", "run.name", "run.dir", "run.nproc", "resources", "logging")
 _REWARD = "reward/mean"
 _MOST_KEYS = 3
-"""Differing keys that fit into a label"""
+"""Maximum number of differing keys in a label"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Run:
     results: Mapping[str, Any]
 
     def score(self, key: str) -> float | None:
-        """The evaluation's value where there is one, else the last step's."""
+        """The value of the evaluation, else of the last step; None without either."""
         values = [row[key] for row in self.rows if row.get(key) is not None]
         value = self.results.get(key, values[-1] if values else None)
         return None if value is None else float(value)
@@ -160,7 +160,7 @@ def _leaves(tree: Any, prefix: str) -> dict[str, Any]:
 
 
 def _own(run: Run) -> dict[str, Any]:
-    """The options that make a method."""
+    """The options that distinguish methods: all but the seed and names."""
     same = tuple(f"{key}." for key in _SAME_METHOD)
     return {key: v for key, v in run.config.items() if v is not None and not f"{key}.".startswith(same)}
 

@@ -20,7 +20,7 @@ _CURVES = (
     ("response/len_mean", "response length", "tokens"),
 )
 _Places = dict[int, list[tuple[float, float]]]
-"""Step or k -> (place on the x axis, value) of each run that has it"""
+"""Step or k -> (x value, value) of each run that has it"""
 _LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\~{}", "^": r"\^{}"})
 _LATEX |= str.maketrans({"[": "{[}", "\n": " "})  # after the end of a row, "[" starts an argument
 
@@ -86,7 +86,7 @@ def _sections(comparison: Comparison) -> Iterator[tuple[str, list[Chart]]]:
 
 
 def _curves(methods: Sequence[Method], key: str, title: str, note: str, x: str = "step") -> Chart:
-    """Mean and standard error over the seeds that have the step; over costs, which differ, of steps that all have."""
+    """Mean over the seeds that have the step, and its standard error; over seconds or tokens, steps that all seeds have."""
     series = []
     for method in methods:
         at: _Places = {}
@@ -125,7 +125,7 @@ def _pass_at_k(methods: Sequence[Method], task: str) -> Chart:
 
 
 def compare_json(comparison: Comparison) -> str:
-    """All figures of the page but the curves."""
+    """All numbers of the page except the curves, as JSON."""
     record: dict[str, Any] = {
         "tasks": comparison.tasks,
         "differences": comparison.differences,
@@ -149,7 +149,7 @@ def compare_json(comparison: Comparison) -> str:
 
 
 def compare_csv(comparison: Comparison) -> str:
-    """One line a run and task: method, run, seed, task, score."""
+    """One line per run and task: method, run, seed, task, score."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["method", "run", "seed", "task", "score"])

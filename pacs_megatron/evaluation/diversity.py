@@ -31,7 +31,7 @@ _DIMENSIONS, _NGRAM, _BATCH, _MAX_TOKENS, _CELLS, _SIZE = 1024, 4, 8, 8192, 48, 
 
 
 def question_vectors(correct_responses: Mapping[str, Sequence[str]], embed: Embedder) -> dict[str, np.ndarray]:
-    """Question id -> float [its correct responses, dimension]; [0, 0] with fewer than two, which have no distance.
+    """Question id -> embeddings, float [correct responses, dimension]; [0, 0] with fewer than two correct responses.
 
     Raises DataError if an embedding has the wrong shape, is not finite or is zero.
     """
@@ -72,7 +72,7 @@ def load_embedder(name: str) -> tuple[str, Embedder]:
 
     logging.set_verbosity_error()  # a report of unused tensors
     try:
-        # Without the argument, transformers offers on the terminal to run a model's own code.
+        # Without this argument, transformers prompts on the terminal to run a model's code.
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="right", trust_remote_code=False)
         model = AutoModel.from_pretrained(name, trust_remote_code=False, use_safetensors=True).eval()
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -156,7 +156,7 @@ def embedded(paths: Sequence[Path], embedder: str, benchmarks: Collection[str] =
 
 
 def vectors_file(described: str, vectors: Vectors) -> bytes:
-    """An .npz file: an array a question, and `embedder`."""
+    """The content of an .npz file: one array per question, and `embedder`."""
     arrays = {f"{name}\t{question}": v.astype("f4") for name, found in vectors.items() for question, v in found.items()}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **{"embedder": np.array(described), **arrays})  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def vectors_file(described: str, vectors: Vectors) -> bytes:
 
 
 def load_vectors(paths: Sequence[Path]) -> tuple[str, Vectors]:
-    """The files of `vectors_file` together. Raises DataError for a damaged one."""
+    """(embedder, vectors) of all `paths`, files of `vectors_file`. Raises DataError for a damaged one."""
     described, found = "", defaultdict[str, dict[str, np.ndarray]](dict)
     for path in paths:
         try:

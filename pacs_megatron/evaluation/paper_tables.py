@@ -16,7 +16,7 @@ from pacs_megatron.evaluation.statistics import Interval, bootstrap_seeds
 from pacs_megatron.runtime.json_reader import parsing, read_object
 
 Folders = Mapping[str, Sequence[Path]]
-"""Method -> a folder a seed"""
+"""Method -> folders, one per seed"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def diversity_cells(place: tuple[str, str], runs: Folders, vectors: Vectors, pub
 
 
 def table_text(cells: Sequence[Cell]) -> str:
-    """A block a model and benchmark: a line a method, a column a metric."""
+    """The table as text: one block per model and benchmark, one line per method, one column per metric."""
     parts = []
     for place, block in itertools.groupby(cells, key=lambda cell: cell.place):
         lines = [list(row) for _, row in itertools.groupby(block, key=lambda cell: cell.method)]

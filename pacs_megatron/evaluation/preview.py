@@ -28,7 +28,7 @@ class Unverified(NamedTuple):
 
 
 def check_gold(prompts: Sequence[Prompt], reward: AnyReward) -> list[Unverified]:
-    """Gold answers that the reward's workers give no reward of 1, in the order of `prompts`."""
+    """Gold answers whose reward is not 1, in the order of `prompts`."""
     answers: queue.SimpleQueue[Verdict | RewardError] = queue.SimpleQueue()
     with RewardPool(reward) as pool:
         for prompt in prompts:

@@ -92,7 +92,7 @@ def results_json(results: Sequence[BenchmarkResult], facts: Mapping[str, Any]) -
 def harness_json(results: Sequence[BenchmarkResult], facts: Mapping[str, Any]) -> bytes:
     """The results in the form of lm-evaluation-harness's `results_*.json` (v0.4): `<metric>,<filter>` by task.
 
-    Standard errors are those of the mean over problems, as there.
+    Standard errors are of the mean over problems, as in lm-evaluation-harness.
     """
     tasks: dict[str, Any] = {}
     for result in results:
@@ -117,7 +117,7 @@ def harness_json(results: Sequence[BenchmarkResult], facts: Mapping[str, Any]) -
 
 
 def table(results: Sequence[BenchmarkResult]) -> str:
-    """One line a benchmark: problems, samples, pass@k with its interval, maj@n, lengths, truncated and unjudged responses."""
+    """One line per benchmark: problems, samples, pass@k with interval, maj@n, lengths, truncated and unjudged counts."""
     ks = sorted({k for result in results for k in result.ks})
     rows = [["benchmark", "problems", "samples", *(f"pass@{k}" for k in ks), "maj@n", "tokens", "cut", "unjudged"]]
     for result in results:

@@ -1,8 +1,8 @@
 r"""`samples-<digest>.jsonl`: every response of an evaluation, appended as it is judged.
 
-The first line has `produced_by` (weights, sampling, prompt template, ...) and `judged_by` (the verifier); the name has the
-digest of `produced_by`, so other weights or settings use another file. An evaluation that was killed resumes with the
-missing samples. Token ids are not kept: a verdict needs the text only.
+The first line has `produced_by` (weights, sampling, prompt template, ...) and `judged_by` (the verifier). The file name
+has the digest of `produced_by`, so other weights or settings use another file. A killed evaluation resumes with the
+missing samples. The file has no token ids, because a verdict needs the text only.
 """
 
 import itertools
@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
 
 class SampleFile(Closing):
-    """The samples of one model. Opening reads those of an earlier attempt."""
+    """The samples of one model. The constructor reads the samples of an earlier attempt."""
 
     def __init__(
         self, folder: Path, produced_by: Mapping[str, Any], judged_by: Mapping[str, Any], prompts: Mapping[str, Prompt]
@@ -58,7 +58,7 @@ class SampleFile(Closing):
         """by sample id"""
         self._prompts = prompts
         self._size = 0
-        """bytes of whole lines; an append removes a last line that a kill cut"""
+        """bytes of complete lines; an append removes an incomplete last line"""
         self._file: IO[bytes] | None = None
         self._header: dict[str, Any] = {"digest": self.digest, "produced_by": produced_by, "judged_by": judged_by}
         self._judged_by: Mapping[str, Any] = judged_by
@@ -93,7 +93,7 @@ class SampleFile(Closing):
                 )
 
     def append(self, sample: Sample, seed: int, text: str) -> None:
-        """Writes a judged sample; it is in the file when this returns, also if the process is killed then."""
+        """Writes a judged sample to the file before it returns, so that a later kill does not lose it."""
         record = rollout_record(sample, self._prompts[sample.prompt_id], lambda _: text) | {"seed": seed}
         lines = json_line(record)
         if self._file is None:
@@ -161,7 +161,7 @@ def read_samples(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def is_sample(record: Mapping[str, Any]) -> bool:
-    """Whether a line has what this program wrote of a judged sample."""
+    """Whether a line has all fields of a judged sample."""
     return (
         has_fields(record, _FIELDS)
         and record["stop"] in set(Stop)

@@ -46,8 +46,8 @@ def bootstrap_seeds(scores: np.ndarray, seed: int = 0) -> Interval | None:
 def majority_at_k(answers: Sequence[str | None], labels: Sequence[int | None], k: int, seed: int = 0) -> float:
     """Share of k-subsets of a problem's responses whose most frequent answer is right, as `_subsets` draws them.
 
-    Responses without an answer do not vote; a tie counts as the mean over the tied answers, no vote as 0. An answer is
-    right by the mean label of its judged responses.
+    Responses without an answer do not vote. A tie counts as the mean over the tied answers; a subset without votes
+    counts as 0. An answer counts by the mean label of its judged responses.
     """
     names = sorted({answer for answer in answers if answer is not None})
     if not names:
@@ -100,7 +100,7 @@ def permutation_p(x: np.ndarray, y: np.ndarray, seed: int = 0) -> float:
     """Two-sided p of the difference in the mean score over tasks, by exchanging runs between the two sides.
 
     The splits of `_subsets` contain the observed one, so p > 0. A bootstrap of few runs is too optimistic for a verdict:
-    with three against three no split can have p < 0.1.
+    with three against three runs no split can have p < 0.1.
     """
     runs = np.concatenate([x.mean(axis=1), y.mean(axis=1)])
     sums = runs[_subsets(len(runs), len(x), _SPLITS, seed)].sum(axis=1)

@@ -57,9 +57,9 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _listen_on_loopback() -> None:
-    """Makes the stores of a run on one host listen on 127.0.0.1. torchrun's listen on all interfaces.
+    """Makes the stores of a run on one host listen on 127.0.0.1; torchrun's stores listen on all interfaces.
 
-    A store executes the commands of every process that connects. torchrun's modules import the class after this.
+    A store executes the commands of every process that connects. Call this before torchrun's modules import the class.
     """
     from torch import distributed
 
@@ -80,7 +80,7 @@ def _listen_on_loopback() -> None:
 
 
 def _pass_on(number: int, _frame: FrameType | None) -> None:
-    """Slurm sends SIGUSR1 before the time limit to this process only."""
+    """Forwards SIGUSR1 to the ranks: before the time limit Slurm sends it to this process only."""
     for rank in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             rank.send_signal(number)

@@ -1,4 +1,4 @@
-"""A request of `submit`, and the shell text of its batch scripts.
+"""The arguments of `submit`, and the shell text of its batch scripts.
 
 Every value from a configuration, a cluster file or the environment is quoted.
 """
@@ -23,7 +23,7 @@ class Request:
     overrides: tuple[str, ...]
     cluster: ClusterConfig
     sweep: tuple[str, ...] = ()
-    """`key=a,b,c` each; each combination is a run."""
+    """texts `key=a,b,c`; each combination of values is a run"""
     seeds: int = 1
     convert: bool = False
     """Convert the model to a Megatron checkpoint in a job before training."""
@@ -47,7 +47,7 @@ class Job:
 
     @property
     def converted(self) -> Path:
-        """Checkpoint that the conversion job writes."""
+        """Path of the checkpoint that the conversion job writes."""
         return (run_folder(self.loaded) / "converted").resolve()
 
 
@@ -109,7 +109,7 @@ def setup_lines(job: Job, request: Request) -> str:
         'pacs_out=$(scontrol show job "$SLURM_JOB_ID" | sed -n "s/^ *StdOut=//p" | head -n 1)',
         'ln -sfn "$(dirname "$pacs_out")/log-${SLURM_JOB_NAME}_${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}.out" '
         '"$PACS_ATTEMPT/output.log"',
-        # A function: a trap's text in quotes could not contain quoted values.
+        # A function, because the quoted text of a trap cannot contain quoted values.
         "pacs_end() {",
         "pacs_code=$?",
         "trap - EXIT",

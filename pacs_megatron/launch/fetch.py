@@ -1,6 +1,6 @@
-"""`fetch`: download the model and data of a run to the local caches, so that jobs run offline.
+"""`fetch`: downloads the model and data of a run to the local caches, so that jobs run offline.
 
-An interrupted download resumes. A second call keeps complete files.
+Resumes an interrupted download, and keeps complete files.
 """
 
 import errno

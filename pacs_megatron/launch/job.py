@@ -29,9 +29,9 @@ JOBS_FILE = "jobs.jsonl"
 """One row per job that `submit` put into the queue."""
 LATEST = "latest"
 KILLED_WITHIN_S = 120.0
-"""Time limit for Slurm to end the script of a requeued job. The script must not exit before."""
+"""Seconds that a requeued job's script waits for Slurm to end it. The script must not exit earlier."""
 CANCEL_FILE = "CANCEL"
-"""Written by `cancel --save` beside STOP: save, stop, and do not requeue."""
+"""File that `cancel --save` writes beside STOP, so that the run saves, stops and is not requeued."""
 Row = dict[str, float | int | str]
 """One attempt, or one submitted job."""
 _BEGUN = {"attempt": int, "job_id": str | int, "begin": int | float, "begin_step": int}
@@ -91,8 +91,8 @@ def begin(run_dir: Path, job_id: str) -> Path:
 def end(run_dir: Path, code: int, max_attempts: int) -> tuple[int, bool, str]:
     """Closes the attempt; returns (exit code, whether to requeue, reason).
 
-    Rank 0's code in `<run>/exit_code`, or that of another rank in `<run>/failed_rank`, has precedence over `code`: srun
-    reports the largest code of all ranks, those that it ended included.
+    Rank 0's code in `<run>/exit_code`, or another rank's in `<run>/failed_rank`, has precedence over `code`, because
+    srun reports the largest code of all ranks, also of ranks that it ended.
     """
     rows = read_attempts(run_dir)
     if not rows:
@@ -115,7 +115,7 @@ def _progress(run_dir: Path, when: str) -> Row:
 
 
 def _position(row: Row, when: str) -> Position:
-    # Rows of version 0.1 have no updates: it saved between steps only.
+    # Rows of version 0.1 have no updates, because it saved between steps only.
     return Position(int(row[f"{when}_step"]), int(row.get(f"{when}_updates", 0)))
 
 
@@ -126,7 +126,7 @@ def _verdict(rows: Sequence[Row], code: int, max_attempts: int) -> tuple[bool, s
         return False, "invalid configuration or data; see the log"
     idle, after = 0, _position(rows[-1], "end")
     for row in reversed(rows):
-        # An attempt on a lost node has no `end_step`: use the next attempt's begin.
+        # An attempt on a lost node has no `end_step`, so this uses the begin of the next attempt.
         if after > _position(row, "begin"):
             break
         after = _position(row, "begin")
@@ -140,7 +140,7 @@ def _verdict(rows: Sequence[Row], code: int, max_attempts: int) -> tuple[bool, s
 
 
 def requeue(job_id: str) -> None:
-    """Requeues the running job, unless it is being cancelled: a requeue would undo that."""
+    """Requeues the running job, unless a cancellation is in progress, which a requeue would undo."""
     state = run_program(["squeue", "-h", "-j", job_id, "-o", "%T"])
     if state.stdout.split()[:1] != ["RUNNING"]:
         return
@@ -163,7 +163,7 @@ def job_states(job_ids: Sequence[str]) -> dict[str, str]:
 
 
 def note_jobs(run_dir: Path, jobs: Sequence[tuple[str, str]]) -> None:
-    """Append (name, job id) of submitted jobs to logs/jobs.jsonl."""
+    """Appends (name, job id) of submitted jobs to logs/jobs.jsonl."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     for name, job_id in jobs:
         _append(run_dir, {"name": name, "job_id": job_id, "submitted": time.time()}, JOBS_FILE)
@@ -187,7 +187,7 @@ def read_attempts(run_dir: Path) -> list[Row]:
 
 def _append(run_dir: Path, row: Row, name: str) -> None:
     with (run_dir / "logs" / name).open("a+b") as file:
-        # A lost node may have left a partial line. Start a new one.
+        # Starts a new line, because a lost node may leave a partial one.
         torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
         file.write((b"\n" if torn else b"") + json.dumps(row).encode() + b"\n")
 

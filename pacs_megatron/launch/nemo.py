@@ -1,4 +1,4 @@
-"""NeMo-Run: tasks and executors of an experiment, its dry run and its submission."""
+"""Uses NeMo-Run to create, print and submit the tasks of an experiment."""
 
 import os
 import re
@@ -24,12 +24,12 @@ from pacs_megatron.runtime.run_folder import run_folder
 from pacs_megatron.runtime.waiting import report_wait, run_program
 
 RESERVED = "/nemo_run"
-"""NeMo-Run replaces it in all scripts by the folder of the job."""
+"""Text that NeMo-Run replaces in all scripts by the job's folder."""
 _SAFE_FOLDER = re.compile(r"[\w/.+=@-]+", re.ASCII)
 
 
 def load(home: Path) -> Any:
-    """Import NeMo-Run with `home` as its folder and without its console output. Raises ConfigError."""
+    """Imports NeMo-Run with `home` as its folder and without its console output. Raises ConfigError."""
     os.environ.setdefault("NEMORUN_SKIP_CONFIRM_DRYRUN", "1")
     try:
         with report_wait("for NeMo-Run to load"):
@@ -47,7 +47,7 @@ def load(home: Path) -> Any:
 
 
 def check_folder(folder: Path, key: str) -> None:
-    """Raises ConfigError for a folder that NeMo-Run's commands and scripts cannot contain: they do not quote it."""
+    """Raises ConfigError for a folder that NeMo-Run's unquoted commands and scripts cannot contain."""
     if not _SAFE_FOLDER.fullmatch(str(folder)) or RESERVED in str(folder):
         raise ConfigError(
             f"{key}: NeMo-Run writes to {str(folder)!r} without quotes; use a folder of letters, digits and / . _ - + = @, "
@@ -99,7 +99,7 @@ def _job_id(task: Any) -> str:
 
 
 def add_tasks(run: Any, experiment: Any, job: Job, request: Request) -> dict[str, str]:
-    """Adds the tasks of a run, each after the one before; label -> task."""
+    """Adds the tasks of a run, each dependent on the previous one; returns label -> task."""
     python = f"cd {shlex.quote(os.getcwd())} && exec {python_command(request.cluster)} -m pacs_megatron"
     tasks: dict[str, str] = {}
 
@@ -161,7 +161,7 @@ def _executor(run: Any, job: Job, cluster: ClusterConfig, *, nodes: int, tasks: 
     srun_args = ["--label", *([f"--cpu-bind={cluster.cpu_bind}"] if cluster.cpu_bind else []), *cluster.srun_args]
     cpus = None
     if cluster.cpus_per_task is not None:
-        # A task that is alone on its node gets the cores of all ranks. srun does not take the number from sbatch.
+        # A single task on a node gets the cores of all ranks. srun does not inherit the number from sbatch.
         cpus = cluster.cpus_per_task * (ranks_to_start(config) // config.resources.nodes) // tasks
         srun_args.insert(1, f"--cpus-per-task={cpus}")
     # NeMo-Run does not quote the words of srun.
@@ -181,7 +181,7 @@ def _executor(run: Any, job: Job, cluster: ClusterConfig, *, nodes: int, tasks: 
         exclusive=True if cluster.exclusive else None,
         time=config.resources.time_limit,
         signal=f"USR1@{config.resources.signal_lead_s}",
-        # Without it a job whose dependency failed stays pending.
+        # Without this, a job whose dependency failed stays pending.
         additional_parameters={"requeue": True, "kill_on_invalid_dep": "yes"},
         retries=0,
         container_image=shlex.quote(pyxis.image) if pyxis else None,

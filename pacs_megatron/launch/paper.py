@@ -1,7 +1,7 @@
-"""`paper`: train -> evaluate -> diversity -> tables and figures of arXiv:2509.02522, here or through Slurm.
+"""`paper`: train -> evaluate -> diversity -> tables and figures of arXiv:2509.02522, on this host or through Slurm.
 
-`configs/paper/studies/` lists methods, artefacts and published numbers. A node is done when its own output is whole: a
-call runs the missing nodes, and a call of a finished study only prints its tables. Runs and evaluations resume by themselves.
+`configs/paper/studies/` lists methods, artefacts and published numbers. A node is done when its output is complete. A
+call runs the missing nodes; for a finished study it only prints the tables. Interrupted runs and evaluations resume.
 """
 
 import json
@@ -55,7 +55,7 @@ class Chain:
 
 
 class Study:
-    """A file of `configs/paper/studies/` with its folder of runs. Raises ConfigError without the checkout it needs."""
+    """A file of `configs/paper/studies/` and its folder of runs. Raises ConfigError without a required checkout."""
 
     def __init__(self, scale: str, base: Path, overrides: Sequence[str], seeds: int | None) -> None:
         self.scale, self.base, self.overrides = scale, base, tuple(overrides)
@@ -94,7 +94,7 @@ class Study:
         return {name: entry for name, entry in known.items() if name in names or "all" in names}
 
     def runs(self, model: str, method: str) -> list[Path]:
-        """The folders of a method, one a seed; the untrained model has one."""
+        """The folders of a method, one per seed; the untrained model has one folder."""
         names = ["base"] if method == "base" else [f"{method}-s{seed}" for seed in range(self.seeds)]
         return [self.base / f"{model}-{name}" for name in names]
 
@@ -103,7 +103,7 @@ class Study:
         return (self._configs / words[0].replace("{model}", model)).resolve(), (*words[1:], *common)
 
     def nodes(self, entries: Sequence[Any]) -> tuple[list[Node], list[Chain]]:
-        """The nodes before all runs, and the runs of these artefacts with all evaluations. Raises ConfigError."""
+        """(nodes before all runs, a chain with evaluations for each run that these artefacts need). Raises ConfigError."""
         first = [
             Node(name, tuple(entry["python"]), Path(entry["done"]).exists, self._configs.parent)
             for name, entry in self.spec.get("prepare", {}).items()
@@ -147,7 +147,7 @@ class Study:
 
 
 def _is_trained(config: Path, overrides: Sequence[str], folder: Path) -> bool:
-    """Whether the last attempt ended well at run.steps, with an export."""
+    """Whether the last attempt ended with exit code 0 at run.steps, with an export."""
     code = folder / EXIT_CODE_FILE
     ended_well = code.is_file() and read_exit_code(code, ExitCode.FAILED) == ExitCode.OK
     steps = load_config(config, overrides).config.run.steps
@@ -155,7 +155,7 @@ def _is_trained(config: Path, overrides: Sequence[str], folder: Path) -> bool:
 
 
 def run_paper(study: Study, names: Sequence[str], *, cluster: Path | None, dry_run: bool) -> Iterator[str]:
-    """Runs or submits the missing nodes of the artefacts, and yields lines to print: progress, then tables and paths of figures.
+    """Runs or submits the missing nodes of the artefacts; yields progress lines, then tables and paths of figures.
 
     Raises ConfigError for a folder of another study, and PacsError with the exit code of a node that failed.
     """
@@ -195,11 +195,11 @@ def run_paper(study: Study, names: Sequence[str], *, cluster: Path | None, dry_r
 
 
 def _run(name: str, node: Node) -> Iterator[str]:
-    """One node, unless it is done."""
+    """Runs a node, unless it is done; yields lines to print."""
     if node.is_done():
         return
     yield f"{name}: {node.label}"
-    # A killed `paper` leaves no run behind: the run gets SIGTERM, saves and stops.
+    # If `paper` is killed, the run gets SIGTERM, saves and stops.
     process = subprocess.Popen(
         [sys.executable, *node.words],
         cwd=node.cwd,
@@ -208,7 +208,7 @@ def _run(name: str, node: Node) -> Iterator[str]:
     )
     try:
         code = process.wait()
-    except KeyboardInterrupt:  # the terminal sends it to the run too, which saves and stops
+    except KeyboardInterrupt:  # the terminal also sends it to the run, which saves and stops
         process.wait()
         raise
     if code or not node.is_done():

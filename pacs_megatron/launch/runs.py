@@ -18,7 +18,7 @@ from pacs_megatron.runtime.waiting import report_wait, run_program
 
 LOG_NAME = "output.log"
 _MAX_LINES, _MAX_LETTERS = 10**6, 2**16
-"""Of a log, at once; a longer line is printed in pieces."""
+"""Bytes of a log that are read at once; a longer line is printed in pieces."""
 
 
 def _check(run_dir: Path) -> None:
@@ -54,7 +54,7 @@ def _attempt_line(row: Row, queued: dict[str, str]) -> str:
 
 
 def _last_change(run_dir: Path, attempts: list[Row]) -> float:
-    """Time of the last begin or end of an attempt. Older heartbeats are obsolete."""
+    """Time of the last begin or end of an attempt, to ignore older heartbeats."""
     code_file = run_dir / EXIT_CODE_FILE
     times = [code_file.stat().st_mtime] if code_file.exists() else []
     times.extend(float(row.get("end", row["begin"])) for row in attempts[-1:])
@@ -107,7 +107,7 @@ def log_lines(run_dir: Path, attempt: int | None, num_lines: int, *, follow: boo
     if path is None:
         raise ConfigError(f"no log in {folder} or {folder.parent}; `pacs-megatron status {run_dir}` shows the attempts")
     with path.open(encoding="utf-8", errors="replace") as file:
-        file.seek(max(0, path.stat().st_size - 4 * _MAX_LETTERS * num_lines))  # a letter has at most 4 bytes
+        file.seek(max(0, path.stat().st_size - 4 * _MAX_LETTERS * num_lines))  # a character has at most 4 bytes
         pieces = iter(lambda: file.readline(_MAX_LETTERS), "")
         yield from (line.rstrip("\n") for line in deque(pieces, min(num_lines, _MAX_LINES)))
         while follow:
@@ -148,7 +148,7 @@ def _scancel(jobs: list[str]) -> None:
 
 
 def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = True) -> str:
-    """Writes the weights of `step` (default: the newest checkpoint) to `out`, and those of its critic beside it.
+    """Writes the weights of `step` (default: the newest checkpoint) to `out`, and the critic's weights beside it.
 
     Returns the lines to print. Raises ConfigError without a checkpoint, or if `out` is None and the run folder is in use, and
     CheckpointError or ConversionError for an unreadable checkpoint.
@@ -167,7 +167,7 @@ def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = 
         raise ConfigError(f"{folder} does not exist or is incomplete; the newest checkpoint is step {newest}")
     target = out if out is not None else run_dir / "hf_exports" / chosen.name
     setup_logging(None, 0)
-    # A folder elsewhere needs no lock: readers of a run are never rejected.
+    # A target outside the run folder needs no lock, because reading a run is always allowed.
     with RunLock(run_dir, "export") if out is None else nullcontext():
         sources = {folder: target}
         if (folder / "critic" / MANIFEST_NAME).is_file():

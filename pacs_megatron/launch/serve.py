@@ -1,11 +1,11 @@
 """SGLang servers of one node: `python -m pacs_megatron.launch.serve <folder> <config> [key=value ...]`.
 
-srun starts one process on each rollout node; for colocated servers the first rank of each trainer node does (`attach`). It
-writes the URLs of this node's servers to `<folder>/<node>.urls` when all are ready, and restarts a server that exits.
-Servers listen on the node's network address: set rollout.api_key_env on a shared network.
+srun starts this process on each rollout node. For colocated servers the first rank of each trainer node starts it
+(`attach`). It writes the URLs of this node's servers to `<folder>/<node>.urls` when all are ready, and restarts a server
+that exits. Servers listen on the node's network address: set rollout.api_key_env on a shared network.
 
-It stops on `<folder>/stop`, which the batch script writes after the trainer has ended, or on SIGINT. On SIGTERM, which
-Slurm sends to the trainer too, it waits for the trainer's exit code, so that the trainer can save. It ignores SIGUSR1.
+It stops on SIGINT, or when the batch script writes `<folder>/stop` after the trainer has ended. Slurm sends SIGTERM to
+the trainer too, so after SIGTERM it waits for the trainer's exit code. It ignores SIGUSR1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pacs_megatron.sglang.server import ManagedServer
 
 STOP_FILE = "stop"
-"""File in the folder of URLs: the trainer has ended."""
+"""File in the folder of URLs that marks the end of the trainer."""
 POLL_S = 0.5
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def servers_here(config: RunConfig) -> int:
 
 
 class Ending:
-    """Decides when to stop; the module docstring has the rules."""
+    """Decides when the servers stop, by the rules of the module docstring."""
 
     def __init__(self, folder: Path, run_dir: Path) -> None:
         self._stop_file = folder / STOP_FILE
@@ -72,7 +72,7 @@ class Ending:
         self._interrupted = False
 
     def install(self) -> None:
-        """Handle the signals in this process."""
+        """Handles the signals in this process."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -111,14 +111,14 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
 
 
 def _node() -> str:
-    # With several slurmd on one host (tests), nodes differ in name but not in address.
+    # Several slurmd on one host (tests) have different node names and one address.
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _watch(servers: Sequence[ManagedServer], max_restarts: int, ending: Ending) -> int:
     """Restarts servers that exit, until `ending` is due. Returns 1 if one cannot be restarted at its URL.
 
-    A restarted server has the weights of the model folder: the trainer's probes recognize it as STALE.
+    A restarted server has the weights of the model folder, so the trainer's probes set it to STALE.
     """
     restarts = [0] * len(servers)
     while not ending.is_due():
@@ -147,8 +147,8 @@ def wait_for_urls(
 ) -> list[str]:
     """Waits until all nodes have published their servers, and returns the URLs.
 
-    `exit_code` returns the exit code of this node's own serve process, None while it runs. Raises the error that a node
-    wrote, or RolloutError on timeout or if the own process exits without an error file.
+    `exit_code` returns the exit code of this node's serve process, None while it runs. Raises the error that a node
+    wrote, or RolloutError after a timeout or if this node's process exits without an error file.
     """
     deadline = time.monotonic() + timeout_s
     code = None
@@ -179,8 +179,8 @@ def are_on_every_node(config: RunConfig) -> bool:
 def attach(config: RunConfig, config_path: Path, overrides: Sequence[str], place: RankPlace) -> list[str]:
     """Starts this node's servers, waits for those of all nodes, and returns the overrides that attach this rank to them.
 
-    The first rank of each node owns its servers: the driver cannot stop servers on other nodes. Raises ConfigError outside
-    of a batch script, the error of a node, or RolloutError on timeout.
+    The first rank of each node owns its servers, because the driver cannot stop servers on other nodes. Raises
+    ConfigError outside of a batch script, the error of a node, or RolloutError after a timeout.
     """
     attempt = os.environ.get(ATTEMPT_VARIABLE)
     if attempt is None:

@@ -1,8 +1,8 @@
-"""`submit`: submit a run or a sweep to Slurm as a NeMo-Run experiment, one job or a chain per run.
+"""`submit`: submits a run or a sweep to Slurm as a NeMo-Run experiment, one job or a chain per run.
 
-The job does the same as slurm/train.sbatch: it opens an attempt, srun starts each rank (or a torchrun on each node), the
-signal before the time limit reaches the ranks, and the end of the script decides on a requeue. NeMo-Run writes and
-submits the batch script. Its retries are off, because it also retries an invalid configuration.
+The job works as slurm/train.sbatch. It opens an attempt. srun starts each rank, or a torchrun on each node. The signal
+before the time limit reaches the ranks. The end of the script decides on a requeue. NeMo-Run writes and submits the
+batch script. Its retries are off, because it also retries an invalid configuration.
 """
 
 import fcntl
@@ -36,7 +36,7 @@ MAX_RUNS = 256
 
 
 def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
-    """Submits, and yields lines to print: the job ids, or for a dry run each batch script and resolved configuration.
+    """Submits the runs; yields lines to print: job ids, or for a dry run batch scripts and resolved configurations.
 
     A dry run writes nothing but a temporary folder, which it removes. Raises ConfigError before anything is submitted.
     """
@@ -47,7 +47,7 @@ def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
             raise ConfigError("`sbatch` is not on PATH; submit from the cluster's login node, or use --dry-run")
         for job in jobs:
             check_run_folder(run_folder(job.loaded))
-            if request.cluster.container is None:  # a container may have other folders
+            if request.cluster.container is None:  # not with a container, which may have other folders
                 check_files_are_here(job.loaded)
         with _alone(jobs):
             _refuse_what_is_queued(jobs)
@@ -87,7 +87,7 @@ def _submit(run: Any, jobs: Sequence[Job], request: Request) -> Iterator[str]:
 
 @contextmanager
 def _alone(jobs: Sequence[Job]) -> Iterator[None]:
-    """No other `submit` of this host looks into the queue for runs in these folders before this one is done."""
+    """Inside the block no other `submit` of this host checks the queue for runs in these folders."""
     with ExitStack() as stack:
         for folder in sorted({Path(job.loaded.config.run.dir).resolve() for job in jobs}):
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""`train`: check the configuration and start the ranks, or become a rank if torchrun or srun started this process.
+"""`train`: checks the configuration and starts the ranks, or becomes a rank if torchrun or srun started this process.
 
-Training runs as a command and is not imported, so a rank's environment is complete before Python loads torch.
+Runs training as a new command instead of importing it, so a rank's environment is complete before Python loads torch.
 """
 
 import math
@@ -49,14 +49,14 @@ _POLL_S = 1.0
 
 
 def run_train(config_path: Path, overrides: Sequence[str]) -> int:
-    """Trains and returns the exit code. Raises ConfigError before anything is started."""
+    """Trains and returns the exit code. Raises ConfigError before it starts a process."""
     loaded = load_config(config_path, overrides)
     place = find_rank(os.environ)
     if place is not None:
         try:
             become_rank(loaded, place, config_path, overrides)
         except PacsError as error:
-            if ATTEMPT_VARIABLE in os.environ:  # srun reports the signal of the ranks that it ends, not this code
+            if ATTEMPT_VARIABLE in os.environ:  # srun would report the signal of the ranks that it ends instead
                 file = EXIT_CODE_FILE if place.rank == 0 else FAILED_RANK_FILE
                 write_exit_code(run_folder(loaded), error.exit_code, file)
             raise
@@ -76,7 +76,7 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
 
 
 def become_rank(loaded: LoadedConfig, place: RankPlace, config_path: Path, overrides: Sequence[str]) -> NoReturn:
-    """This process of torchrun or srun becomes the rank of training. Raises ConfigError or DataError before."""
+    """Checks the configuration (ConfigError, DataError), then turns this process of torchrun or srun into a rank."""
     _check(loaded, place.world_size, place.rank)
     command = [TRAINING_MODULE, str(config_path), *overrides]
     if are_on_every_node(loaded.config):
@@ -86,10 +86,10 @@ def become_rank(loaded: LoadedConfig, place: RankPlace, config_path: Path, overr
 
 
 def _check(loaded: LoadedConfig, world_size: int, rank: int = 0) -> None:
-    """Raises ConfigError, ConversionError or DataError; rank 0 reports the run's certificate."""
+    """Checks the run; rank 0 reports its certificate. Raises ConfigError, ConversionError or DataError."""
     check_model_and_layout(loaded, world_size)
     check_files_are_here(loaded)
-    for part in _rewards(loaded) if rank == 0 else ():  # its host judges
+    for part in _rewards(loaded) if rank == 0 else ():  # rewards run on rank 0's host
         if isinstance(part, CodeReward) and part.sandbox != "none":
             sandbox.check(part.sandbox)
     line = certificate_line(loaded)
@@ -148,9 +148,9 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
 def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path, *, lead_s: float = math.inf) -> int:
     """Runs `python -m <command>` on `num_ranks` ranks of this host under torchrun; returns the exit code.
 
-    The first SIGTERM or SIGINT goes to the ranks only, which save and stop within `lead_s` (torchrun kills them after
-    30 s); processes that SIGSTOP holds continue. The second goes to torchrun too. The third, and the end of `lead_s`, kill
-    all.
+    The first SIGTERM or SIGINT goes to the ranks only, because torchrun kills them after 30 s; they save and stop within
+    `lead_s`. Processes that SIGSTOP has stopped continue. The second signal also goes to torchrun. The third signal, or
+    the end of `lead_s`, kills all.
     """
     before, lock = _stamp(exit_code_file), exit_code_file.with_name(LOCK_FILE)
     lock_before = _stamp(lock)
@@ -160,7 +160,7 @@ def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path, *,
         *("-m", *command),
     ]
 
-    def waits_for() -> str:  # a rank reports for what it waits after a stop request
+    def waits_for() -> str:  # a rank reports its waits after a stop request
         is_starting = _stamp(lock) == lock_before and not torchrun.signals
         return "for torchrun to start the ranks" if is_starting else ""
 
@@ -180,7 +180,7 @@ def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path, *,
 
 
 class _Torchrun:
-    """torchrun and its ranks. Forwards signals of this process to the ranks, with more force each time."""
+    """torchrun and its ranks. Forwards signals of this process; see `start_ranks`."""
 
     def __init__(self, command: Sequence[str], num_ranks: int) -> None:
         self.signals: list[int] = []
@@ -198,13 +198,13 @@ class _Torchrun:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Kills the remaining processes. torchrun gives every rank a session of its own."""
+        """Kills the remaining processes, also ranks, which torchrun starts in separate sessions."""
         _send(self._tree(), signal.SIGKILL)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
     def wait(self, lead_s: float) -> int:
-        """The exit code of torchrun. `lead_s` after a stop request, or after the death of torchrun, all is killed."""
+        """The exit code of torchrun. Kills all processes `lead_s` after a stop request or after the end of torchrun."""
         assert self._agent is not None
         code: int | None = None
         while code is None or (code < 0 and any(map(_is_alive, self._ranks))):
@@ -219,13 +219,13 @@ class _Torchrun:
             if len(self._ranks) < self._num_ranks:
                 self._tree()
             if self.signals:
-                _send(self._ranks, signal.SIGTERM)  # one that was starting has lost the first signal
+                _send(self._ranks, signal.SIGTERM)  # a starting rank may have missed the first signal
             if code is not None:
                 time.sleep(_POLL_S)
         return code
 
     def _tree(self) -> list[psutil.Process]:
-        """The processes of the run. The ranks are noted: once torchrun has died, they cannot be found any more."""
+        """The processes of the run. Records the ranks, which cannot be found after the end of torchrun."""
         if self._agent is None:
             return []
         with suppress(psutil.NoSuchProcess):

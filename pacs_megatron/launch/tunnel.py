@@ -1,4 +1,4 @@
-"""Runs NeMo-Run's commands for Slurm. Imports NeMo-Run: import this module where it is used."""
+"""Runs NeMo-Run's commands for Slurm. Import this module at the place of use, because it imports NeMo-Run."""
 
 import logging
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ _OUTPUT_BYTES = 4096
 
 @dataclass(kw_only=True)
 class BoundedTunnel(LocalTunnel):
-    """Reports a long wait, and reads the start of the output only: NeMo-Run takes all of it for the id of the job."""
+    """Reports a long wait. Returns the start of the output only, because NeMo-Run parses all of it as the job id."""
 
     def run(self, command: str, **options: Any) -> Any:
-        """As NeMo-Run's."""
-        logging.getLogger().handlers.clear()  # NeMo-Run's: it hides the report
+        """As `LocalTunnel.run`."""
+        logging.getLogger().handlers.clear()  # NeMo-Run's handler hides the report
         with report_wait(f"for `{command.partition(' ')[0]}`"):
             return super().run(f"set -o pipefail; {command} | head -c {_OUTPUT_BYTES}", **options)

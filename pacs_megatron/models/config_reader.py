@@ -1,4 +1,4 @@
-"""The architecture of a checkpoint, and the reader of its config.json, which rejects what the model would compute wrongly."""
+"""The architecture of a checkpoint, and the reader of its config.json, which rejects unsupported settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -62,9 +62,9 @@ _RANGES = {
 _DTYPES = ("float32", "bfloat16", "float16")
 
 MAX_SIZE = 2**31
-"""Of a dimension; the product of two fits into 64 bits."""
+"""Maximum size of a dimension; the product of two such sizes fits into 64 bits."""
 MAX_LAYERS, MAX_EXPERTS = 2**12, 2**14
-"""The weight table and the plan have a row for each."""
+"""Maximum number of layers or experts; the weight table and the plan have a row for each."""
 
 
 class ConfigReader:
@@ -92,7 +92,7 @@ class ConfigReader:
         return bool(value)
 
     def refuse(self, key: str, *, unless: tuple[Any, ...], reason: str) -> None:
-        """A missing or null key passes; any value outside `unless` is rejected."""
+        """Raises ConversionError if the key has a value outside `unless`; a missing or null key passes."""
         value = self.config.get(key)
         if value is not None and value not in unless:
             where, allowed = f"config.json: {key}={shown(value)}", " or ".join(repr(v) for v in unless)

@@ -1,7 +1,7 @@
-"""The weight table: every Megatron tensor with the Hugging Face tensors it is made of, in both directions.
+"""The weight table: maps every Megatron tensor to its Hugging Face tensors and back.
 
 No other list of names exists. Megatron names are those of the *local* layer spec, with global layer and expert numbers;
-`canonical_name` maps the names of Transformer Engine's spec onto them. A transform converts in both directions, exactly and
+`canonical_name` maps the names of Transformer Engine's spec to them. A transform converts exactly in both directions,
 without arithmetic. It has the full shapes of both sides and the tensor-parallel split of the Megatron side.
 """
 
@@ -136,7 +136,7 @@ def canonical_name(megatron_name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a family's table, inside a layer. `{e}` stands for the expert's number."""
+    """One line of a family's table, inside a layer. `{e}` is replaced by the expert's number."""
 
     megatron: str
     hf: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""CISPO (arXiv:2506.13585, MiniMax-M1, equations 4 and 5): clips the weight of a token, never its gradient.
+"""CISPO (arXiv:2506.13585, MiniMax-M1, equations 4 and 5): clips a token's importance weight, but never its gradient.
 
 l = -sg(min(rho, 1 + high)) A log pi_theta per token, mean over all tokens of the mini-batch, A = (R - mean) / s in the
-group, no KL term. The paper sets no lower bound and does not print its upper one; the default bounds rho at 5, as
+group, no KL term. The paper has no lower bound and does not state its upper bound. The default bounds rho at 5, as
 ms-swift's `epsilon_high=5.0` does.
 """
 
@@ -15,7 +15,7 @@ from pacs_megatron.objectives.shared.policy_gradient import PolicyGradient, Toke
 
 
 class CispoOptions(TokenMeanOptions):
-    """CISPO: policy gradient whose importance weights are clipped and carry no gradient."""
+    """CISPO: policy gradient whose importance weights are clipped and have no gradient."""
 
     name: Literal["cispo"]
     """Name of the objective."""
@@ -31,5 +31,5 @@ class Cispo(PolicyGradient, options=CispoOptions):
         return -weight * advantage * tokens.logprobs
 
     def is_clipped(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """Where the weight is not the ratio itself."""
+        """bool [t], tokens whose weight is the bound instead of the ratio."""
         return (ratio > 1.0 + self.options.clip_high) & (advantage != 0)

@@ -1,13 +1,13 @@
 """DAPO (arXiv:2503.14476): GRPO with a higher upper clip, a mean over tokens, and a soft punishment of long responses.
 
 l = -min(rho A, clip(rho, 1 - 0.2, 1 + 0.28) A) per token, mean over all tokens of the mini-batch (equation 8), A = (R -
-mean) / s in the group (equation 9), no KL term. To R is added (equation 13)
+mean) / s in the group (equation 9), no KL term. Equation 13 adds to R
     overlong_penalty * min(0, (overlong_length - overlong_buffer - |o|) / overlong_buffer),
-at least -overlong_penalty (as printed; verl's reward_manager/dapo.py has no lower bound, which is the same because
-responses end at overlong_length). The paper has overlong_length = 20480, overlong_buffer = 4096, and rewards of 1 and -1
-with a punishment of up to 1. With this project's rewards of 1 and 0 the same A needs 0.5, the default.
+but at least -overlong_penalty. verl's reward_manager/dapo.py has no lower bound, which gives the same value because
+responses end at overlong_length. The paper uses overlong_length = 20480, overlong_buffer = 4096, and rewards of 1 and
+-1 with a punishment of up to 1. This project's rewards are 1 and 0, so the same A needs 0.5, the default.
 
-Dynamic sampling, groups of one class replaced before the update, is `admission.drop_one_class_groups` with
+Dynamic sampling replaces groups of one class before the update. Its options are `admission.drop_one_class_groups` and
 `admission.refill_rounds`.
 """
 

@@ -1,4 +1,4 @@
-"""GRPO (arXiv:2402.03300, equations 3 and 4). Its rivals are files of their own.
+"""GRPO (arXiv:2402.03300, equations 3 and 4). Its variants are in separate files.
 
 l = -min(rho A, clip(rho, 1 - low, 1 + high) A) per token, mean over all tokens of the mini-batch (the paper's mean of
 sequence means is `loss_mean: sequence`), A = (R - mean) / (s + 1e-6) in the group, with the unbiased s. Defaults: clip 0.2;
@@ -18,4 +18,4 @@ class GrpoOptions(TokenMeanOptions, ClippedOptions):
 
 
 class Grpo(PolicyGradient, options=GrpoOptions):
-    """See the file."""
+    """The defaults of PolicyGradient are GRPO's."""

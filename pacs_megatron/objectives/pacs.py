@@ -1,8 +1,8 @@
 """PACS (arXiv:2509.02522): supervised learning of verifiable outcomes with the policy as its own critic.
 
-docs/objective.md has the formulas. L couples the siblings of a group, but depends on the model through one number per
-sample, the reward proxy r_j. So `prepare` differentiates L with respect to every r_j, and `token_loss` is the plain sum
-of coefficient times log-prob: its gradient is dL/dtheta for any split of the mini-batch.
+docs/objective.md has the formulas. L couples the siblings of a group, but it depends on the model only through one
+number per sample, the reward proxy r_j. So `prepare` differentiates L with respect to every r_j, and `token_loss`
+returns coefficient times log-prob. The gradient of its sum is dL/dtheta for any split of the mini-batch.
 """
 
 from typing import Any, Literal, Self
@@ -19,7 +19,7 @@ from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.scores import class_weights, group_scores, one_class, proxy_gradient, sample_loss
 
 SATURATED_SCORE = 8.0
-"""Above it sigmoid(psi) is within 4e-4 of 0 or 1: correct samples have no gradient left and wrong ones the full one."""
+"""Above this |psi|, sigmoid(psi) is within 4e-4 of 0 or 1: a right prediction has no gradient, a wrong one all of it."""
 
 
 class PacsOptions(ReferenceOptions):
@@ -96,7 +96,7 @@ class Pacs(Objective, options=PacsOptions):
         self.passes = {"reference": 0} if options.reference == "frozen" else {}
         if self._closed_form_first_update or options.importance_cap is not None:
             self.passes["step_start"] = 1
-        # At the first update against the step's own start r_j = 0 exactly.
+        # At the first update r_j = 0 exactly if the reference is the policy at the step's start.
         self.coupled_by = {"score": 1 if self._closed_form_first_update else 0}
         if options.importance_cap is not None:
             self.coupled_by["sampler_ratio"] = 0
@@ -142,9 +142,9 @@ class Pacs(Objective, options=PacsOptions):
         return {"coefficient": coefficient, "weight": weight, "loss": weight * loss} | found
 
     def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
-        """Loss, metrics, and per sample [n] float64 what `couple` finds.
+        """Loss, metrics, and the values of `couple` per sample, float64 [n].
 
-        Does not depend on the order of the rows, bit for bit: computed in the order of the sample ids.
+        Computes in the order of the sample ids, so the bits do not depend on the order of the rows.
         Raises NonFiniteError for a NaN or Inf in `scores`, ValueError on internal errors.
         """
         table = build_table(facts)
@@ -188,7 +188,7 @@ class Pacs(Objective, options=PacsOptions):
         return metrics
 
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
-        """[t], a_j log pi_theta: not the loss but a surrogate whose summed gradient is dL/dtheta."""
+        """[t], a_j log pi_theta. This is a surrogate, not the loss: the gradient of its sum is dL/dtheta."""
         return at_tokens(prepared.per_sample["coefficient"], tokens).to(tokens.logprobs.dtype) * tokens.logprobs
 
     def _checked_proxy(self, scores: Tensor | None, facts: SampleFacts) -> Tensor:
@@ -228,7 +228,7 @@ def _check_labels(table: SampleTable, facts: SampleFacts) -> None:
 def _metrics(
     found: dict[str, Tensor], table: SampleTable, facts: SampleFacts, cap: float | None
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Metrics and their denominators. A mean over no sample is left out."""
+    """Metrics and their denominators, without means over no sample."""
     psi, labels, num_samples = found["score"].numpy(), table.labels.numpy(), float(facts.num_samples)
     positives = float(labels.sum())
     sums = {

@@ -1,16 +1,17 @@
 """PPO with a critic (arXiv:1707.06347; advantages: GAE, arXiv:1506.02438).
 
-delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum_{l >= 0} (gamma lam)^l delta_{t+l}, return G_t = A_t + V_t. V_t is the critic's
-value before response token t, at the weights of the step's start. The value after the last token is 0, also where the
-response was cut: the length limit is a part of the task. r_t is the verifier's reward at the last token, and with `kl_in:
-reward` minus kl_coef * k_t at each token. A is whitened over all tokens of the rollout batch, (A - mean) / sqrt(var + 1e-8)
-with the unbiased variance; G is not. Policy: -min(rho A, clip(rho, 0.8, 1.2) A) per token. Critic: 0.5 max((V - G)^2,
-(clip(V, V_start - c, V_start + c) - G)^2) per token, with the mean of `loss_mean`.
+delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum_{l >= 0} (gamma lam)^l delta_{t+l}, return G_t = A_t + V_t. V_t is the
+critic's value before response token t, with the step-start weights. The value after the last token is 0, also for a
+truncated response, because the length limit is a part of the task. r_t is the verifier's reward at the last token;
+`kl_in: reward` subtracts kl_coef * k_t at each token. A is whitened over all tokens of the rollout batch, (A - mean) /
+sqrt(var + 1e-8) with the unbiased variance; G is not. Policy: -min(rho A, clip(rho, 0.8, 1.2) A) per token. Critic: 0.5
+max((V - G)^2, (clip(V, V_start - c, V_start + c) - G)^2) per token, with the mean of `loss_mean`.
 
-From the code that the authors' baseline runs, verl's core_algos.py (`compute_gae_advantage_return`, `compute_value_loss`) and
-torch_functional.py (`masked_whiten`); TRL's PPOTrainer has the same GAE. Defaults gamma = lam = 1, c = 0.5 and the critic's
-rate 1e-5 are verl's, and those of the authors' script (ritzz-ai/PACS, scripts/baseline/ppo.sh), which sets 1e-5 and no KL
-term. Its mean, `seq-mean-token-sum-norm` over 4,096 tokens, is `loss_mean: dr_grpo`. TRL has lam = 0.95 and c = 0.2.
+The formulas are those of the authors' baseline, verl's core_algos.py (`compute_gae_advantage_return`,
+`compute_value_loss`) and torch_functional.py (`masked_whiten`); TRL's PPOTrainer has the same GAE. Defaults gamma = lam
+= 1, c = 0.5 and the critic's rate 1e-5 are those of verl and of the authors' script (ritzz-ai/PACS,
+scripts/baseline/ppo.sh), which sets 1e-5 and no KL term. Its mean, `seq-mean-token-sum-norm` over 4,096 tokens, is
+`loss_mean: dr_grpo`. TRL has lam = 0.95, c = 0.2.
 """
 
 from collections.abc import Sequence
@@ -33,15 +34,16 @@ from pacs_megatron.objectives.shared.policy_gradient import (
 
 
 class CriticOptions(Options):
-    """The critic: a model of the policy's architecture and layout, with a value in the place of the output layer."""
+    """The critic: a model of the policy's architecture and layout, with a value head instead of the output layer."""
 
     path: str | None = Field(default=None, min_length=1)
-    """Folder or hub id of the critic's first weights: a model for token classification with one label, such as
-    `critic_hf` of a run, or a model without one, whose values start at 0. null: the policy's first weights."""
+    """Folder or hub id of the critic's initial weights: a token-classification model with one label, such as
+    `critic_hf` of a run, or a model without a value head, whose values start at 0. null: the policy's initial
+    weights."""
     lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate of the critic. Its other options are those of `optimizer`; min_lr has the same ratio to lr."""
+    """Peak learning rate of the critic. All other options are those of `optimizer`; min_lr has the same ratio to lr."""
     warmup_steps: int = Field(default=0, ge=0)
-    """First steps that update the critic only."""
+    """Number of first steps that update the critic only."""
 
 
 class PpoOptions(TokenMeanOptions, ClippedOptions):
@@ -88,7 +90,7 @@ class Ppo(PolicyGradient, options=PpoOptions):
     ) -> tuple[list[FloatArray], list[FloatArray]]:
         """(advantages before whitening, returns) of samples, float64 [response] each.
 
-        The last two, log-probs, are empty without a KL in the reward.
+        The log-probs (the last two arguments) are empty without a KL in the reward.
         """
         per_token = [np.zeros(len(value)) for value in values]
         for row, (own, reward) in enumerate(zip(per_token, rewards, strict=True)):
@@ -99,7 +101,7 @@ class Ppo(PolicyGradient, options=PpoOptions):
         return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
     def prepare_step(self, facts: SampleFacts) -> dict[str, float]:
-        """Mean |A| of each sample, from the engine."""
+        """Mean |A| of each sample id, from the engine."""
         return dict(zip(facts.ids, given(facts.advantage_abs, "facts.advantage_abs").tolist(), strict=True))
 
     def token_advantage(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
@@ -126,7 +128,7 @@ class ValueLoss(Objective):
         return 0.5 * weight * loss
 
     def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, Tensor]:
-        """Sums over tokens, for `explained_variance`, and `clip_frac`, the share of tokens whose clipped value counts."""
+        """Sums over tokens for `explained_variance`, and `clip_frac`, the share of tokens with a clipped loss."""
         returns = tokens.estimates["return"].double()
         error = returns - tokens.logprobs
         clipped = torch.zeros_like(returns)
@@ -137,7 +139,7 @@ class ValueLoss(Objective):
         return {f"sum/{name}": values for name, values in sums.items()} | {"critic/clip_frac": clipped / num_tokens}
 
     def _clipped(self, tokens: TokenRecord) -> Tensor:
-        """[t], V within value_clip of V_start; no gradient outside."""
+        """[t], V clipped to V_start +- value_clip, without gradient outside."""
         start, bound = tokens.estimates["value"], self.options.value_clip
         assert bound is not None
         return torch.minimum(torch.maximum(tokens.logprobs, start - bound), start + bound)
@@ -147,7 +149,7 @@ def gae(rewards: Sequence[FloatArray], values: Sequence[FloatArray], gamma: floa
     """A_t of every token, float64 [response] each."""
     lens = [len(value) for value in values]
     width = max(lens, default=0)
-    delta = np.zeros((len(values), width))  # on the right side: every last token is in the last column
+    delta = np.zeros((len(values), width))  # right-aligned: every last token is in the last column
     for row, (reward, value) in enumerate(zip(rewards, values, strict=True)):
         following = np.append(value[1:].astype(np.float64), 0.0)
         delta[row, width - lens[row] :] = reward + gamma * following - value

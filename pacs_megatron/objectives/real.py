@@ -1,10 +1,10 @@
 """REAL, rewards as labels (arXiv:2602.05630), and its BCE variant: classification of the mean log-ratio.
 
-s = mean_t(log pi_theta - log pi_step_start). REAL: per group log(1 + sum over correct i of exp(-s_i / tau)) + log(1 + sum over
-incorrect j of exp(s_j / tau)), summed over groups with both classes and divided by all groups of the mini-batch. BCE: cross
-entropy of sigmoid(s / tau) against the label, mean over the samples of groups with both classes. tau = 0.5. From the authors'
-code (Red-RL/REAL: compute_policy_loss_real, compute_policy_loss_bce; its scripts have no KL and no entropy term; its
-`delta` only counts in a metric).
+s = mean_t(log pi_theta - log pi_step_start). REAL: per group log(1 + sum over correct i of exp(-s_i / tau)) + log(1 +
+sum over incorrect j of exp(s_j / tau)), summed over groups with both classes and divided by all groups of the
+mini-batch. BCE: cross entropy of sigmoid(s / tau) against the label, mean over the samples of groups with both classes.
+tau = 0.5. The formulas are those of the authors' code (Red-RL/REAL: compute_policy_loss_real, compute_policy_loss_bce).
+Its scripts have no KL and no entropy term, and use `delta` in a metric only.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.scores import one_class, sample_loss
 
 MAX_EXPONENT = 500.0
-"""Exponents are clamped here: exp would overflow float64 at 709."""
+"""Upper limit of exponents, because exp overflows float64 at 709."""
 
 
 class RealOptions(CommonOptions):
@@ -78,15 +78,15 @@ class Real(Objective, options=RealOptions):
         )
 
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
-        """[t]: not the loss but a surrogate whose summed gradient is the loss's."""
+        """[t], a surrogate, not the loss: the gradient of its sum is the gradient of the loss."""
         return at_tokens(prepared.per_sample["coefficient"], tokens).to(tokens.logprobs.dtype) * tokens.logprobs
 
     def _divisor(self, counted: Tensor, num_groups: int) -> Tensor | int:
-        """Groups of one class count, though they have no loss."""
+        """Number of all groups: groups of one class count, although they have no loss."""
         return num_groups
 
     def _loss(self, logits: Tensor, table: SampleTable) -> tuple[Tensor, Tensor]:
-        """(shares of the samples in their groups' losses, derivatives of the group's loss by the sample's logit), [m]."""
+        """(each sample's share of its group's loss, derivative of the group's loss by the sample's logit), [m] each."""
         sign = 1.0 - 2.0 * table.labels
         terms = (sign * logits).clamp(max=MAX_EXPONENT).exp()
         own_class = torch.where(
@@ -108,7 +108,7 @@ class RealBce(Real, options=RealBceOptions):
     coupling: Coupling = "sample"
 
     def _divisor(self, counted: Tensor, num_groups: int) -> Tensor | int:
-        """Samples of groups with both classes."""
+        """Number of samples of groups with both classes."""
         return counted.sum().clamp(min=1.0)
 
     def _loss(self, logits: Tensor, table: SampleTable) -> tuple[Tensor, Tensor]:

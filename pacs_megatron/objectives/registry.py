@@ -28,7 +28,7 @@ else:
 
 
 def passes_of(objective: Objective, updates: Iterable[int]) -> set[LogprobSource]:
-    """The log-prob passes that a mini-batch needs before the first of its `updates`."""
+    """The log-prob passes that a mini-batch needs before its first update; `updates`: the indices of its updates."""
     return set().union(*(objective.logprob_passes(update) for update in updates))
 
 

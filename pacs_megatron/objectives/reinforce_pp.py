@@ -1,11 +1,12 @@
 """REINFORCE++ and its baseline variant (arXiv:2501.03262): advantages scaled over the whole rollout batch.
 
 REINFORCE++: A = (R - m) / sd, m and sd over all tokens of the rollout batch (each token has its sample's R). With
-`baseline: group` first R - mean of the group (REINFORCE++-baseline). l = -min(rho A, clip(rho, 0.8, 1.2) A) per token, mean
-over all tokens. From the authors' code: OpenRLHF's experience_maker.py, which weights samples by their tokens, takes the
-biased variance, at least 1e-8, and models/loss.py. Its KL terms are `kl_in: reward` with k1 (REINFORCE++; there from each
-token on, here over the whole response, which has the same mean gradient) and `kl_in: loss` with k2 (the baseline variant).
-`kl_coef` is 0.01 there and 0 here: verifiable labels need no reference.
+`baseline: group` first R - mean of the group (REINFORCE++-baseline). l = -min(rho A, clip(rho, 0.8, 1.2) A) per token,
+mean over all tokens. The formulas are those of the authors' code, OpenRLHF's models/loss.py and experience_maker.py;
+the latter weights samples by their tokens and uses the biased variance, at least 1e-8. Its KL terms are `kl_in: reward`
+with k1 (REINFORCE++; it sums from each token on, here the sum is over the whole response, with the same mean gradient)
+and `kl_in: loss` with k2 (the baseline variant). Its `kl_coef` is 0.01; here it is 0, as verifiable labels need no
+reference.
 """
 
 from typing import Literal

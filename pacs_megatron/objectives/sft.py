@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the mean negative log-likelihood of demonstrations. Groups have no effect."""
+"""Supervised fine-tuning: the mean negative log-likelihood of demonstrations. Does not use groups."""
 
 from typing import Any, ClassVar, Literal
 

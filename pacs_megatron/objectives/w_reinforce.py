@@ -1,9 +1,10 @@
-"""W-REINFORCE, PSR and NSR (arXiv:2506.01347): reinforce correct responses little, or not at all.
+"""W-REINFORCE, PSR and NSR (arXiv:2506.01347): different weights for correct and incorrect responses.
 
-A = positive_weight on correct samples and -1 on incorrect ones (W-REINFORCE); `classes: positive` (PSR) trains on the
-correct ones alone, A = 1; `negative` (NSR) on the incorrect ones alone, A = -1. l = -min(rho A, clip(rho, 0.8, 1.2) A) per
-token, mean over the tokens of the samples that are trained. Defaults: 0.1, no KL term. From the authors' code
-(TianHongZXY/RLVR-Decomposed: `compute_psr_nsr_outcome_advantage`, and the subset in ray_trainer.py).
+W-REINFORCE: A = positive_weight on correct samples and -1 on incorrect ones. `classes: positive` (PSR) trains on
+correct samples only, with A = 1. `negative` (NSR) trains on incorrect samples only, with A = -1. l = -min(rho A,
+clip(rho, 0.8, 1.2) A) per token, mean over the trained samples' tokens. Defaults: positive_weight 0.1, no KL term. The
+formulas are those of TianHongZXY/RLVR-Decomposed (`compute_psr_nsr_outcome_advantage`, and the subset in
+ray_trainer.py).
 """
 
 from typing import ClassVar, Literal, Self
@@ -18,14 +19,14 @@ from pacs_megatron.objectives.shared.policy_gradient import ClippedOptions, Poli
 
 
 class WReinforceOptions(ClippedOptions):
-    """W-REINFORCE: correct responses weigh little, incorrect ones fully. PSR and NSR train on one class."""
+    """W-REINFORCE: small weight on correct responses, full weight on incorrect ones. PSR and NSR train on one class."""
 
     compares_siblings: ClassVar[bool] = False
 
     name: Literal["w_reinforce"]
     """Name of the objective."""
     classes: Literal["both", "positive", "negative"] = "both"
-    """Samples that are trained. `both`: W-REINFORCE; `positive`: PSR; `negative`: NSR."""
+    """Classes of the trained samples. `both`: W-REINFORCE; `positive`: PSR; `negative`: NSR."""
     positive_weight: float | None = Field(
         default_factory=lambda given: 0.1 if given["classes"] == "both" else None, gt=0
     )

@@ -18,7 +18,7 @@ Point = tuple[float, float]
 WIDTH, HEIGHT = 420, 220
 LEFT, RIGHT, TOP, BOTTOM = 48, 18, 10, 26
 MAX_POINTS = 400
-"""A longer series is reduced to the extremes of each interval of steps, so that spikes remain visible."""
+"""Maximum number of points of a series. Longer ones are reduced to the extremes of intervals, so spikes stay visible."""
 MEANS_FROM = 120
 """A curve with at least this many points is drawn faint, under a line through means of neighbouring points."""
 _NUM_COLOURS, _NUM_MEANS, _TICKS, _DOTS_UP_TO = 8, 60, 5, 40

@@ -1,8 +1,8 @@
-"""Metrics: a value with its denominator, and `metrics.jsonl`, one JSON object a step.
+"""Metrics with their denominators, and `metrics.jsonl`, which has one JSON object per step.
 
-A row contains `step` and numbers. Keys are `<group>/<name>`; those that end in `_max` and `_min` are extremes, all others
-means or counts. A value is null where its denominator is zero in that step. Rows are written before the step's checkpoint,
-so every row up to the step of a checkpoint is on disk.
+A row contains `step` and numbers. Keys are `<group>/<name>`. Keys that end in `_max` and `_min` are extremes, all
+others means or counts. A value is null if its denominator is zero in that step. Rows are written before the step's
+checkpoint, so every row up to the step of a checkpoint is on disk.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""`report.html`: one self-contained file that shows a run, made from the run folder alone."""
+"""Writes `report.html`, a self-contained page about a run, from the files of the run folder."""
 
 import itertools
 import os
@@ -33,7 +33,7 @@ _GUIDES = {
         "pacs/residual_mean",
         "reward is the share of right answers among the step's samples. pass@k is the share of held-out problems with a "
         "right answer in k draws. The distance to the label is 0.5 where ψ = 0, so also in the first update of a step whose "
-        "reference is the step's own start. It falls below 0.5 when an update separates right from wrong answers.",
+        "reference is the step-start policy. It falls below 0.5 when an update separates right from wrong answers.",
     ),
     "Optimization": (
         "pacs/residual_mean",
@@ -43,11 +43,11 @@ _GUIDES = {
     "Scores": (
         "pacs/psi_mean_pos",
         "ψ compares the log-ratio of a response to the reference with the log-ratios of its siblings. PACS classifies the "
-        "label by σ(ψ), so ψ of right answers (pos) should lie above 0 and ψ of wrong ones (neg) below. A group of one class "
-        "has nothing to separate; their share rises as the policy learns, and the curves return to 0.",
+        "label by σ(ψ), so ψ of right answers (pos) should be above 0 and ψ of wrong ones (neg) below. In a group of one "
+        "class ψ separates nothing. The share of such groups rises during training, and the curves return to 0.",
     ),
 }
-"""Section -> a metric, and how to read the section's charts in a run that has this metric."""
+"""Section -> (metric, text that explains the section's charts in a run with this metric)"""
 
 
 def write_report(run_dir: Path, *, num_samples: int = 8) -> Path:

@@ -1,4 +1,4 @@
-"""`rollouts/step_000012.jsonl`: every sample of a step as readable text, one JSON object a line."""
+"""Writes and reads `rollouts/step_000012.jsonl`: every sample of a step as readable text, one JSON object per line."""
 
 import math
 import re
@@ -63,7 +63,7 @@ def rollout_record(sample: Sample, prompt: Prompt, decode: Callable[[np.ndarray]
 
 
 def verdict_fields(sample: Sample) -> dict[str, Any]:
-    """The verdict's part of a line; `reward_details` only where the verifier has a record."""
+    """The verdict's fields of a line; `reward_details` only if the verifier returned details."""
     fields: dict[str, Any] = {"reward": sample.reward, "label": sample.label, "failure": sample.failure}
     return fields if sample.reward_details is None else fields | {"reward_details": sample.reward_details}
 

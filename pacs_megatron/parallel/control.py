@@ -1,4 +1,5 @@
-"""The CPU control channel: rank 0 decides, every rank follows. gloo, never NCCL, whose watchdog would end a long wait.
+"""The CPU control channel, over which rank 0 sends decisions to all ranks. It uses gloo, because NCCL's watchdog ends
+long waits.
 
 Concurrency: while rank 0 waits for the driver it sends WAIT heartbeats, and the other ranks wait in `receive`. A signal
 on any rank reaches rank 0 with the next `poll`, and becomes a decision for all ranks.
@@ -30,7 +31,7 @@ class ControlChannel:
         self.broadcast_json(decision)
 
     def heartbeat(self) -> None:
-        """As `send`: this rank waits and is alive."""
+        """Sends a heartbeat, as `send`: rank 0 is alive and waits."""
         self.on_heartbeat()
         self.send({"kind": "wait"})
 
@@ -53,9 +54,9 @@ class ControlChannel:
         return bool(value)
 
     def run_together(self, action: Callable[[], T], *, only: int | None = None) -> T:
-        """Runs `action` on every rank, or on rank `only`, and returns its result (None on ranks that do not run it).
-        If ranks fail, the PacsError of the lowest one is raised on all ranks: none waits in a collective for a failed rank,
-        and all handle the same error. Collective."""
+        """Runs `action` on every rank, or on rank `only`, and returns its result (None on ranks that do not run it). If
+        ranks fail, raises the PacsError of the lowest failed rank on all ranks, so that no rank waits in a collective
+        for a failed one, and all handle the same error. Collective."""
         result, error = None, None
         if only is None or only == self.rank.rank:
             try:

@@ -17,7 +17,7 @@ import torch
 
 PREFIX = "megatron.core"
 _CUDA_ONLY = ("transformer_engine", "apex", "amp_C")
-"""May be installed on a host without GPU. Megatron would use their optimizers and norms, which need one."""
+"""Packages whose optimizers and norms need a GPU; Megatron would use them if they are installed."""
 _CPU = torch.device("cpu")
 _FACTORIES = ("arange", "as_tensor", "eye", "rand", "randint", "randn", "tensor")
 _FACTORIES_WITH_LIKE = ("empty", "full", "ones", "zeros")
@@ -39,7 +39,7 @@ class _Stream(torch.cpu.Stream):
 
 
 class _CudaOnCpu(ModuleType):
-    """Stands in for torch.cuda by torch.cpu; other attributes come from the real module."""
+    """Replaces torch.cuda by torch.cpu; other attributes come from the real module."""
 
     Event = _Event
     Stream = _Stream
@@ -58,7 +58,7 @@ class _CudaOnCpu(ModuleType):
 
 
 class _TorchOnCpu(ModuleType):
-    """Stands in for the name `torch` inside Megatron's modules."""
+    """Replaces the name `torch` inside Megatron's modules."""
 
     cuda = _CudaOnCpu("torch.cuda")
 

@@ -62,7 +62,7 @@ def _rendezvous(place: RankPlace, backend: str) -> None:
 
 
 def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
-    """Builds every process group of `layout` and seeds Megatron's generators. Collective; once per process.
+    """Creates every process group of `layout` and seeds Megatron's generators. Collective; once per process.
 
     Raises ConfigError if the number of started ranks does not fit the layout, ConnectError if the ranks cannot connect.
     """
@@ -120,7 +120,7 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
 
 @contextlib.contextmanager
 def _connecting(place: RankPlace) -> Iterator[None]:
-    """Raises ConnectError for an error of a store, of gloo or of NCCL, which have no classes of their own."""
+    """Converts an error of a store, of gloo or of NCCL, which have no exception classes, to ConnectError."""
     address = f"{place.master_addr}:{place.master_port}" if place.master_addr else "this process"
     try:
         with report_wait(f"for {place.world_size} ranks to connect to {address}"):

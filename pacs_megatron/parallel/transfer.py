@@ -46,14 +46,14 @@ def broadcast_arrays(arrays: Arrays | None, *, src: int, group: dist.ProcessGrou
 
 
 def send_arrays(arrays: Arrays, *, dst: int, group: dist.ProcessGroup) -> None:
-    """To global rank `dst`, which calls `receive_arrays`."""
+    """Sends arrays to global rank `dst`, which calls `receive_arrays`."""
     payload = _tensor(pack_arrays(arrays))
     dist.send(torch.tensor([payload.numel()]), dst=dst, group=group)
     dist.send(payload, dst=dst, group=group)
 
 
 def receive_arrays(*, src: int, group: dist.ProcessGroup) -> dict[str, np.ndarray]:
-    """From global rank `src`."""
+    """Receives the arrays of global rank `src`."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, src=src, group=group)
     payload = torch.empty(int(size), dtype=torch.uint8)
@@ -62,7 +62,7 @@ def receive_arrays(*, src: int, group: dist.ProcessGroup) -> dict[str, np.ndarra
 
 
 def gather_arrays(arrays: Arrays, *, group: dist.ProcessGroup) -> list[dict[str, np.ndarray]] | None:
-    """On global rank 0: the arrays of every rank, by rank; None elsewhere. Collective."""
+    """The arrays of every rank, by rank, on global rank 0; None elsewhere. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if rank:
         send_arrays(arrays, dst=0, group=group)
@@ -71,14 +71,14 @@ def gather_arrays(arrays: Arrays, *, group: dist.ProcessGroup) -> list[dict[str,
 
 
 def gather_json(value: Any, *, group: dist.ProcessGroup) -> list[Any] | None:
-    """On global rank 0: the plain JSON value of every rank, by rank; None elsewhere. Collective."""
+    """The plain JSON value of every rank, by rank, on global rank 0; None elsewhere. Collective."""
     data = {"json": np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)}
     shares = gather_arrays(data, group=group)
     return None if shares is None else [json.loads(share["json"].tobytes()) for share in shares]
 
 
 def _tensor(data: bytes) -> torch.Tensor:
-    """uint8; a copy, since torch has no read-only tensors."""
+    """The data as a uint8 tensor; a copy, because torch has no read-only tensors."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 

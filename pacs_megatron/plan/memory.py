@@ -1,4 +1,4 @@
-"""Bytes on one GPU, by pipeline stage and phase, as printed by `plan`. No torch.
+"""Computes the bytes on one GPU by pipeline stage and phase, for `plan`. Does not import torch.
 
 Parameters, gradients and optimizer state come from the weight table and are exact (a test compares them with the tensors
 of a live Megatron model). Activations follow the layers' saved tensors. All other numbers are constants with a source.
@@ -26,7 +26,7 @@ WIDTH = {"bf16": 2, "fp32": 4}
 
 @cache
 def table_of(spec: ModelSpec) -> WeightTable:
-    """`weight_table`: it takes a second with experts, and `--search` needs it hundreds of times."""
+    """`weight_table`, cached: with experts it takes a second, and `--search` needs it hundreds of times."""
     return weight_table(spec)
 
 
@@ -148,7 +148,7 @@ def trained_models(config: RunConfig, spec: ModelSpec) -> dict[str, ModelSpec]:
 
 
 def state_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) -> list[Item]:
-    """Parameters, gradients and optimizer state of one rank, which stay for the whole run."""
+    """Parameters, gradients and optimizer state of one rank, which exist for the whole run."""
     return [
         replace(item, name=item.name + suffix)
         for suffix, own in trained_models(config, spec).items()

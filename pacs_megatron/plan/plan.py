@@ -1,4 +1,4 @@
-"""`plan`: memory, time and fit of a run from its configuration alone. No GPU, no Slurm, no network, no torch."""
+"""`plan`: estimates memory, time and fit of a run from its configuration, without GPU, Slurm, network or torch."""
 
 import bisect
 import math
@@ -21,7 +21,7 @@ from pacs_megatron.plan.known_models import need_config
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Memory, time and disk space of a run. Without a GPU, memory is counted, but no times and no limits."""
+    """Memory, time and disk space of a run. For a run without GPUs it has memory, but no times and no limits."""
 
     config: RunConfig
     spec: ModelSpec
@@ -39,8 +39,8 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Seconds of one step: the sum of all phases; ahead of training, the longer of the servers' and the trainer's
-        phases (the sync belongs to both)."""
+        """Seconds of one step: the sum of all phases. With sampling ahead of training: the longer of the servers' and
+        the trainer's phases (the sync belongs to both)."""
         return self._step_s([phase.seconds for phase in self.phases])
 
     @property
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def small_cache(self) -> str | None:
-        """The key to change if one sample of the greatest length exceeds a server's KV cache; else None."""
+        """The key to change if a sample of maximum length exceeds a server's KV cache; else None."""
         rollout, servers = self.config.rollout.sglang, self.config.rollout.managed_servers
         if self.gpu is None or self.rollout is None or rollout is None or servers is None:
             return None
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def num_checkpoints(self) -> int:
-        """Maximum: the kept ones, the one being written, and possibly one in the middle of a step."""
+        """Maximum number of checkpoints: the kept ones, the one being written, and possibly one inside a step."""
         return self.config.checkpoint.keep_last + 1 + (self.config.batch.num_updates > 1)
 
     @property
@@ -296,7 +296,7 @@ def _advice(plan: Plan) -> Iterator[str]:
     if plan.peak.phase == "rollout":
         if config.policy.offload != "all" and config.rollout.on_trainer_gpus:
             yield "policy.offload=optimizer or all: the trainer's state is in host memory while the servers sample"
-        yield "rollout.servers.mem_fraction (lower), rollout.servers.tp (higher), or give rollout nodes of their own"
+        yield "rollout.servers.mem_fraction (lower), rollout.servers.tp (higher), or separate rollout nodes"
     if not parallel.distributed_optimizer and layout.dp > 1:
         yield "parallel.distributed_optimizer=true: optimizer state is divided over data-parallel ranks"
     if parallel.recompute.granularity != "full":

@@ -1,4 +1,4 @@
-"""FLOPs and expected seconds of a step's phases: rollout, score pass, update, sync. No torch.
+"""Computes FLOPs and expected seconds of a step's phases (rollout, score pass, update, sync). Does not import torch.
 
 FLOPs follow Megatron's formula: two per multiply-add, attention scores counted in full rows but halved for causality.
 Seconds come from the FLOPs and the constants' assumed efficiencies; they are estimates, not measurements.
@@ -94,7 +94,7 @@ def recomputed_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> tu
         in_mlp = matrices - queries_keys * spec.num_layers * lengths.total
         layers += in_mlp if {"mlp", "moe"} & set(recompute.modules) else 0.0
         layers += whole - head - matrices if "core_attn" in recompute.modules else 0.0
-    # Where a token's coefficient depends on this forward, the output layer's gradient waits for the whole forward pass.
+    # If a token's coefficient depends on this forward, the output layer's gradient needs the complete forward pass.
     updates = range(config.batch.num_updates)
     objective = build_objective(config.objective, updates_per_step=len(updates))
     is_together = keeps_groups_together(config, lengths)
@@ -192,8 +192,8 @@ def _inverse(rate: Constant) -> tuple[float, float]:
 def _rollout(
     config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu, sampling: StageMemory | None, lengths: Lengths
 ) -> Phase:
-    """Samples run in rounds of as many as fit into the cache; the last round continues to the response limit at low
-    concurrency."""
+    """The rollout phase. Samples run in rounds that fill the cache; the last round has low concurrency until the
+    response limit."""
     samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
     servers, rollout, embedded = config.rollout.managed_servers, config.rollout.sglang, config.rollout.embedded
     replicas, tp = (layout.world_size, 1) if servers is None else (servers.count, servers.tp)

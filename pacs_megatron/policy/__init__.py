@@ -2,5 +2,5 @@
 
 from pacs_megatron.parallel import cpu_redirects
 
-# Before this package imports Megatron: where there is no CUDA, Megatron must not find the optimizers that need it.
+# This runs before the package imports Megatron: without CUDA, Megatron must not find optimizers that need CUDA.
 cpu_redirects.install()

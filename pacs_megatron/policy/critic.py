@@ -1,4 +1,4 @@
-"""The critic: a MegatronPolicy whose model has a value in the place of each log-prob, and the advantages from its values."""
+"""The critic, a MegatronPolicy whose model returns values instead of log-probs, and the advantages from its values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.policy.engine import MegatronPolicy
 
 _FLOOR = 1e-8
-"""Added to a variance, or its least value"""
+"""Added to a variance before a division, or the smallest variance that counts as positive"""
 
 
 class Critic(MegatronPolicy):
@@ -36,9 +36,11 @@ class Critic(MegatronPolicy):
     def with_estimates(
         self, facts: SampleFacts, minibatches: Sequence[MiniBatch], objective: Objective
     ) -> tuple[SampleFacts, list[MiniBatch]]:
-        """The mini-batches of a step with advantages, whitened over all its tokens, and returns; the facts with |A|.
-        The same bits on every rank and for every layout that gives the same values. Collective. Raises NonFiniteError on
-        all ranks."""
+        """(facts with each sample's mean |A|, mini-batches with returns and advantages). Collective.
+
+        Whitens the advantages over the step's tokens. Equal values give the same bits on every rank and in every layout.
+        Raises NonFiniteError on all ranks.
+        """
         advantages: list[dict[int, np.ndarray]] = []
         returns: list[dict[int, np.ndarray]] = []
         for minibatch in minibatches:
@@ -69,12 +71,12 @@ def _float32(by_row: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
 
 
 def critic_optimizer(options: OptimizerOptions, lr: float) -> OptimizerOptions:
-    """The policy's `options` at another peak learning rate."""
+    """The policy's `options` with the critic's peak learning rate `lr`."""
     return options.model_copy(update={"lr": lr, "min_lr": options.min_lr * lr / options.lr})
 
 
 def critic_report(policy: UpdateReport | None, critic: UpdateReport) -> UpdateReport:
-    """One update of both models; without a policy's report one of the critic's warm-up."""
+    """The report of one update of both models, or of the critic alone during its warm-up (`policy` is None)."""
     report = policy or UpdateReport(grad_norm=0.0, is_clipped=False, lr=0.0, metrics={})
     own = {name: value for name, value in critic.metrics.items() if name.startswith("critic/")}
     own |= {"critic/grad_norm": critic.grad_norm, "critic/lr": critic.lr}

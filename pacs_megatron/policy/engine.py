@@ -73,7 +73,7 @@ class MegatronPolicy:
         self.config = transformer_config(spec, parallel, precision_options, machine)
         self.version = 0
         self.compare_with_sampler = True
-        """report the distance between the sampler's and the trainer's log-probs; off for demonstrations"""
+        """whether to report the distance between the sampler's and the trainer's log-probs; False for demonstrations"""
         self.mismatch_threshold = 0.0  # nats, for `mismatch/over_frac`
         self.num_passes: Counter[str] = Counter()
         """forward-only passes over a mini-batch so far, by kind: `step_start`, `reference`, `score`"""
@@ -153,7 +153,7 @@ class MegatronPolicy:
             padding=self._batch(minibatch, np.empty(0, dtype=np.int64)),
             should_stop=should_stop,
             num_polls=min(len(own) for own in minibatch.plan.by_dp_rank),
-            # One more than needed, so that data-parallel replicas need not run in step.
+            # One more than pp, so that data-parallel replicas do not wait for each other.
             lag=self.rank.layout.pp + 1,
             group=self.rank.control,
         )
@@ -162,7 +162,7 @@ class MegatronPolicy:
     def logprobs(
         self, minibatch: MiniBatch, source: LogprobSource, should_stop: StopTest | None = None
     ) -> dict[int, np.ndarray]:
-        """log pi of this rank's samples: row -> float32 [response], nats. Filled on the last pipeline stage only.
+        """log pi of this rank's samples: row -> float32 [response], nats; empty except on the last pipeline stage.
 
         Polls `should_stop` at each micro-batch on every rank; raises Interrupted on all ranks after a stop request on one.
         """
@@ -213,7 +213,7 @@ class MegatronPolicy:
         facts, plan = minibatch.facts, self._plan_of(minibatch, rows)
         if all(len(own) < 2 for batches in plan.by_dp_rank for own in batches):
             return {}
-        # Experts that an earlier pass recorded are, with sequence parallelism, those of this rank's tokens in its packing.
+        # With sequence parallelism an earlier pass recorded this rank's tokens of its own packing only.
         routes = None if minibatch.tokens.routes is None else minibatch.routes
         packed = replace(minibatch, index=1, plan=plan, routes=routes)
         packed = replace(packed, step_start_logprobs=self.logprobs(packed, "step_start", should_stop))
@@ -224,7 +224,7 @@ class MegatronPolicy:
         return objective.score_noise(before, after, facts, rows)
 
     def _gathered(self, statistics: SampleStatistics, facts: SampleFacts, rows: np.ndarray) -> dict[Statistic, Tensor]:
-        """float64 [n] each, the same bits on every rank; NaN at other rows than `rows`, which all must be in the pass.
+        """float64 [n] of each statistic, the same bits on every rank; NaN outside `rows`. The pass must have all `rows`.
         Raises NonFiniteError on all ranks."""
         gathered: dict[Statistic, Tensor] = {}
         for name in sorted(statistics.names):
@@ -259,11 +259,11 @@ class MegatronPolicy:
     def update(
         self, minibatch: MiniBatch, objective: Objective, step_inputs: Any, should_stop: StopTest | None = None
     ) -> UpdateReport:
-        """One optimizer update on the whole mini-batch.
+        """Runs one optimizer update on the whole mini-batch.
 
-        Coefficients that depend on this update's log-probs come from the forward of the micro-batch that contains the whole
-        group, or from a score pass over the groups that are not together. Raises, before any weight changes,
-        NonFiniteError on every rank if a statistic, coefficient or gradient is not finite, and Interrupted as `logprobs`.
+        Coefficients that depend on this update's log-probs come from the forward of the micro-batch that contains the
+        whole group. A score pass computes those of split groups. Before any weight changes, raises NonFiniteError on
+        every rank if a statistic, coefficient or gradient is not finite, and Interrupted as `logprobs`.
         """
         names = objective.statistics(minibatch.index)
         before: dict[Statistic, Tensor] = {}
@@ -324,7 +324,7 @@ class MegatronPolicy:
         )
 
     def _forward_backward(self, minibatch: MiniBatch, loss: UpdateLoss) -> list[Mapping[str, Tensor]]:
-        """The gradients of the mini-batch, and the reports of `loss`."""
+        """Computes the gradients of the mini-batch; returns the reports of `loss`."""
         self.optimizer.zero_grad(self.chunks)
         batches = self._batches(minibatch, with_tables=bool(loss.statistics.names))
         routing = None if minibatch.routes is None else self._routing(minibatch.routes)
@@ -344,9 +344,8 @@ class MegatronPolicy:
         return metrics | by_token, {**prepared.denominators, **dict.fromkeys(by_token, num_tokens)}
 
     def _without_zero_gradient(self, minibatch: MiniBatch, prepared: Prepared) -> MiniBatch:
-        """Leaves samples out whose gradient is exactly zero, if no earlier pass has used the plan.
-        N is in the coefficients already. After a log-prob pass the plan stays, so the update computes with the same
-        shapes."""
+        """The mini-batch without the samples whose gradient is exactly zero, if no earlier pass has used the plan.
+        The coefficients already contain N. After a log-prob pass the plan stays, so that the shapes stay the same."""
         if prepared.zero_gradient is None or minibatch.step_start_logprobs is not None:
             return minibatch
         return replace(minibatch, plan=self._plan_of(minibatch, np.flatnonzero(~prepared.zero_gradient.numpy())))
@@ -390,8 +389,8 @@ def _mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str,
 
 
 def _with_coupled_rows(minibatch: MiniBatch, objective: Objective) -> MiniBatch:
-    """The mini-batch whose plan's `together` are the samples with all coupled samples in their micro-batch.
-    All tokens of a sample are in one micro-batch, so with coupling `sample` that is every sample."""
+    """`minibatch` with a plan whose `together` marks the samples that share a micro-batch with all coupled samples.
+    With coupling `sample` that is every sample, because a micro-batch has all tokens of a sample."""
     if objective.coupling == "group":
         return minibatch
     together = np.full(minibatch.facts.num_samples, objective.coupling != "minibatch")

@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of given tokens from hidden states, with bounded memory at any vocabulary.
 
-The [chunk, v] logits exist for one chunk of positions at a time. Gradients come from the forward pass where the derivative
-of the loss is known there; else the backward pass computes the logits again. The vocabulary is split over the
-tensor-parallel ranks; its padded rows have probability 0. Hidden states in fp32 beside weights in bf16 give fp32 logits.
+The [chunk, v] logits exist for one chunk of positions at a time. The forward pass computes the gradients if it knows the
+derivative of the loss; otherwise the backward pass computes the logits again. The vocabulary is split over the
+tensor-parallel ranks; padded rows have probability 0. Hidden states in fp32 and weights in bf16 give fp32 logits.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch import Tensor
 from pacs_megatron.contracts.layout import logits_per_chunk
 
 LossGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""(positions, their log-probs and entropies [c]) -> derivatives of the loss by both, float32 [c]; None: not by entropies"""
+"""(positions, log-probs [c], entropies [c]) -> derivatives of the loss by both, float32 [c]; None: none by entropies"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class _Head:
         return max(0, min(self.weight.shape[0], self.vocab_size - self.vocab_start))
 
     def chunks(self, num_positions: int) -> list[slice]:
-        """The same in every pass: by the device's whole memory, because other chunks may give other bits."""
+        """Slices of the positions. They depend on the device's total memory only: other chunks may change the bits."""
         device = self.weight.device
         total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
         size = max(1, logits_per_chunk(total) // self.weight.shape[0])
@@ -52,7 +52,7 @@ class _Head:
         if hidden.dtype == self.weight.dtype:
             logits = F.linear(hidden, self.weight).float()
         elif self.weight.is_cuda:
-            # fp32 hidden states as the sum of two bf16 numbers: no fp32 copy of the weights.
+            # Splits fp32 hidden states into two bf16 summands, so the weights need no fp32 copy.
             high = hidden.to(self.weight.dtype)
             logits = _product(high, self.weight.t())
             _add_product(logits, (hidden - high).to(self.weight.dtype), self.weight.t())
@@ -75,7 +75,7 @@ class _Head:
             dist.all_reduce(tensor, op=op, group=self.group)
 
     def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(log-probs, log of the partition function, entropies), [c] each. With `loss_gradient` `logits` stay."""
+        """(log-probs, log of the partition function, entropies), [c] each. With `loss_gradient` keeps `logits`."""
         top = logits.max(dim=-1).values
         self.reduce(top, dist.ReduceOp.MAX)
         logits = logits.sub_(top[:, None]) if self.loss_gradient is None else logits - top[:, None]
@@ -101,11 +101,11 @@ class _Head:
         upstream: Tensor,
         by_entropy: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """[c, v / tp] in the weights' type. `by_entropy`: derivatives by the entropies, and these. Overwrites `logits`."""
+        """Gradient [c, v / tp] in the weights' dtype; overwrites `logits`. `by_entropy`: (derivatives, entropies)."""
         logits.sub_(log_z[:, None])
         slope = None
         if by_entropy is not None:
-            # dH/dlogit = -p (log p + H). Padding has p = 0 and log p = -inf: it is left out.
+            # dH/dlogit = -p (log p + H). Skips padding, where p = 0 and log p = -inf.
             slope = logits[:, : self.num_valid] + by_entropy[1][:, None]
             slope *= (by_entropy[0] / self.temperature)[:, None]
         gradient = logits.exp_().neg_()
@@ -125,7 +125,7 @@ class _Gradients:
     def __init__(self, head: _Head, hidden: Tensor) -> None:
         self._weight = head.weight
         self.of_hidden = torch.empty_like(hidden)
-        # Several chunks accumulate in fp32: bf16 would lose small contributions.
+        # Several chunks accumulate in fp32, because bf16 loses small contributions.
         is_one_chunk = len(head.chunks(hidden.shape[0])) <= 1
         self.of_weight = torch.zeros_like(head.weight, dtype=head.weight.dtype if is_one_chunk else torch.float32)
 
@@ -176,7 +176,7 @@ class _ChunkedLogProb(torch.autograd.Function):
             ctx.save_for_backward(hidden, targets, _join(log_z, hidden), all_entropies.detach())
         else:
             ctx.save_for_backward(gradients.of_hidden, gradients.of_weight.to(weight.dtype))
-        ctx.set_materialize_grads(False)  # None where the loss does not use the entropies
+        ctx.set_materialize_grads(False)  # None if the loss does not use the entropies
         if gradients is not None or not head.want_entropy:
             ctx.mark_non_differentiable(all_entropies)
         return joined, all_entropies
@@ -201,8 +201,8 @@ class _ChunkedLogProb(torch.autograd.Function):
 
 
 def _join(chunks: list[Tensor], like: Tensor) -> Tensor:
-    """A new tensor for each call. If log-probs and entropies of no rows were one object, marking the entropies as not
-    differentiable would also skip the backward pass of a micro-batch without targets, and peers would hang in it."""
+    """The chunks as one new tensor. Log-probs and entropies need separate tensors, also without rows: a shared one,
+    marked as not differentiable, would skip the backward pass of a padding micro-batch, and peers would hang."""
     return torch.cat(chunks) if chunks else like.new_zeros(0, dtype=torch.float32)
 
 

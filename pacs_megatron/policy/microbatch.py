@@ -1,4 +1,4 @@
-"""A micro-batch: the input of its forward pass, the objective's record of it, and its contribution to an update."""
+"""Micro-batches: the input of a forward pass, the objective's record of it, and the loss of an update."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -23,27 +23,27 @@ from pacs_megatron.policy.model import zigzag_index
 class MicroBatch:
     """Packed samples of one micro-batch, on the device.
 
-    The last token of a sample is not an input: it predicts no token. `t` counts this rank's input tokens and padding, `k`
-    all response tokens; with context parallelism this rank predicts some of them, `local`.
+    The last token of a sample is not an input, because it predicts no token. `t`: this rank's input tokens with padding.
+    `k`: all response tokens. With context parallelism this rank predicts a part of them, `local`.
     """
 
     rows: np.ndarray  # int64 [samples], rows in the mini-batch's SampleFacts
     input_ids: Tensor  # int64 [1, t]
     position_ids: Tensor  # int64 [1, t]
     labels: Tensor  # int64 [1, t], the response token that a position predicts, -1 elsewhere
-    place: Tensor  # int64 [t], number of the token among the samples' input tokens, -1 for padding
+    place: Tensor  # int64 [t], index of the token among the samples' input tokens, -1 for padding
     input_lens: np.ndarray  # int64 [samples]
     packed: PackedSeqParams
     sample_of_token: Tensor  # int64 [k], row in the mini-batch's SampleFacts
     response_lens: np.ndarray  # int64 [samples]
     all_response_lens: Tensor  # int64 [n], of the whole mini-batch
-    slots: Tensor  # int64 [k], place of each response token in a flattened [samples, longest response]
+    slots: Tensor  # int64 [k], index of each response token in a flattened [samples, longest response]
     sampler_logprobs: Tensor  # float32 [k]
     step_start_logprobs: Tensor | None  # float32 [k]
     reference_logprobs: Tensor | None  # float32 [k]
     estimates: Mapping[str, Tensor]  # float32 [k] each
     row_index: Tensor  # int64 [samples], `rows` on the device
-    table: SampleTable | None  # of `rows`, where their groups are whole and their coefficients depend on this forward
+    table: SampleTable | None  # of `rows`, if their groups are whole and their coefficients depend on this forward
     local: Tensor | None
     """int64 [k / cp, about], which of the k response tokens this rank predicts, in its order; None: all of them"""
 
@@ -74,9 +74,9 @@ def build_microbatch(
 ) -> MicroBatch:
     """Packs `rows` of `minibatch`, padded by one dummy sequence so that a rank has a multiple of `multiple` tokens.
 
-    Without rows: a padding micro-batch of dummy tokens that run the graph and predict nothing. With context parallelism
-    every sequence is padded on the right to a multiple of 2 cp, where causal attention hides the padding. `with_table`: the
-    coefficients of the rows depend on this forward, and the coupled samples are among them.
+    Without rows: a padding micro-batch of dummy tokens, which run the graph and predict nothing. With context
+    parallelism every sequence is padded on the right to a multiple of 2 cp; causal attention hides the padding.
+    `with_table`: the rows' coefficients depend on this forward, and all coupled samples are among the rows.
     """
     facts, cp = minibatch.facts, parallel_state.get_context_parallel_world_size()
     position_of_row = {int(row): position for position, row in enumerate(minibatch.tokens.index)}
@@ -125,7 +125,7 @@ def build_microbatch(
 def _pack(
     minibatch: MiniBatch, rows: np.ndarray, positions: Sequence[int], *, multiple: int, cp: int
 ) -> tuple[Tensor, Tensor]:
-    """int64 [4, t] input ids, position ids, labels and places of all ranks; int32 [sequences + 1] bounds, on the CPU."""
+    """(input ids, position ids, labels, places of all ranks: int64 [4, t]; bounds: int32 [sequences + 1]), on the CPU"""
     sequence_multiple = 2 * cp if cp > 1 else 1
     multiple = math.lcm(multiple * cp, sequence_multiple)
     tokens, offsets = minibatch.tokens.token_ids, minibatch.tokens.offsets
@@ -154,9 +154,9 @@ def _dummy_tokens(length: int) -> np.ndarray:
 
 
 def packed_params(bounds: Tensor, device: torch.device, *, padded: bool = False) -> PackedSeqParams:
-    """Megatron's parameters of sequences with int32 bounds [n + 1] on the CPU.
-    `padded`: with context parallelism. Padding counts as a part of its sequence, so the padded bounds that Transformer
-    Engine's context parallelism requires are the same."""
+    """Megatron's parameters of packed sequences with int32 bounds [n + 1] on the CPU.
+    `padded`: with context parallelism, for which Transformer Engine requires padded bounds. They equal the bounds here,
+    because padding counts as a part of its sequence."""
     longest = int(bounds.diff().max())
     bounds = bounds.to(device)
     return PackedSeqParams(
@@ -173,8 +173,8 @@ def packed_params(bounds: Tensor, device: torch.device, *, padded: bool = False)
 def build_record(
     batch: MicroBatch, logprobs: Tensor, entropy: Tensor | None, *, is_step_start: bool, tokens: slice | None = None
 ) -> TokenRecord:
-    """The objective's view of a micro-batch: `logprobs` of this rank's response tokens, or of a part of them, `tokens`.
-    `is_step_start`: the policy has the weights of the step's start, so `logprobs` are the step-start log-probs too."""
+    """The objective's record of a micro-batch, with `logprobs` of this rank's response tokens, or of the slice `tokens`.
+    `is_step_start`: the policy still has the step-start weights, so `logprobs` are also the step-start log-probs."""
     part = slice(None) if tokens is None else tokens
 
     def pick(values: Tensor) -> Tensor:
@@ -202,18 +202,18 @@ def _concat(pieces: list[np.ndarray]) -> Tensor:
 
 
 MAX_LOG_RATIO = 60.0
-"""Nats; exponents are clamped here, so sums are finite in fp32 and the circuit breaker can compare them."""
+"""Upper limit of exponents, in nats: sums stay finite in fp32, so the circuit breaker can compare them."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SampleStatistics:
-    """Statistics of the samples of a pass, on the device until `by_row` reads them."""
+    """Statistics of the samples of a pass; they stay on the device until `by_row` reads them."""
 
     names: Collection[Statistic]
     found: list[tuple[np.ndarray, dict[Statistic, Tensor]]] = field(default_factory=list)
 
     def add(self, batch: MicroBatch, record: TokenRecord, objective: Objective) -> dict[Statistic, Tensor]:
-        """float64 [samples] of one micro-batch. Collective over context-parallel ranks."""
+        """Adds a micro-batch; returns its statistics, float64 [samples] each. Collective over context-parallel ranks."""
         values: dict[Statistic, Tensor] = {}
         if "score" in self.names:
             values["score"] = batch.sums(objective.token_scores(record) * record.mask)
@@ -248,7 +248,7 @@ def coupled(
 
 @dataclass(slots=True, kw_only=True)
 class UpdateLoss:
-    """The loss function of one update's forward_backward. It neither raises for a value nor waits for the device."""
+    """The loss function of one update's forward_backward. Raises for no value; does not synchronise with the device."""
 
     prepared: Prepared  # coefficients that are known before the pass, on the device
     objective: Objective
@@ -281,7 +281,7 @@ class UpdateLoss:
         return loss, report
 
     def gradient(self, batch: MicroBatch) -> LossGradient | None:
-        """The loss's derivatives by log-probs and entropies; None where this forward's log-probs of other tokens couple it."""
+        """The loss's derivatives by log-probs and entropies; None if they depend on other tokens of this forward."""
         if batch.table is not None:
             return None
 
@@ -298,7 +298,7 @@ class UpdateLoss:
 
     def _coupled(self, batch: MicroBatch, table: SampleTable, found: Mapping[Statistic, Tensor]) -> Prepared:
         """Coefficients of the micro-batch's groups from this forward.
-        A value that is not finite gives coefficients of 0 here; all ranks raise together after the backward pass."""
+        Replaces values that are not finite by 0; all ranks raise together after the backward pass."""
         in_order = torch.searchsorted(batch.row_index, table.rows)  # rows ascend in a micro-batch
         of_rows = {name: values[in_order] for name, values in found.items()}
         per_sample = coupled(self.objective, table, of_rows, self.known, len(batch.all_response_lens))

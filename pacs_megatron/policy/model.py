@@ -1,7 +1,7 @@
-"""Megatron model chunks, wrapped in DistributedDataParallel, from a ModelSpec and a layout, and the layers of their local spec.
+"""Builds Megatron model chunks, wrapped in DistributedDataParallel, from a ModelSpec and a layout.
 
-Megatron's torch norm does not support sequence parallelism, and its local attention no packed (THD) input. With
-Transformer Engine neither of the layers here is used.
+Also has a norm and an attention for models without Transformer Engine: Megatron's torch norm does not support sequence
+parallelism, and its local attention does not support packed (THD) input.
 """
 
 import copy
@@ -16,7 +16,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.extensions import transformer_engine as te_extension
-from megatron.core.models.common.embeddings import rope_utils  # noqa: F401  (imported early: the redirects see it)
+from megatron.core.models.common.embeddings import rope_utils  # noqa: F401  (the redirects need it imported)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -42,7 +42,7 @@ from pacs_megatron.policy import precision
 from pacs_megatron.policy.head import LossGradient, token_logprobs
 
 _MAX_PADDING_FACTOR = 2.0
-"""Sequences are padded to one batch if that costs at most this factor in tokens; otherwise one call each."""
+"""Sequences are padded to one batch if that multiplies the tokens by at most this factor; otherwise one call each."""
 
 
 class RMSNorm(torch.nn.Module):
@@ -116,8 +116,8 @@ def gather_sequence(local: Tensor, index: Tensor, group: dist.ProcessGroup) -> T
 
 class PackedAttention(MegatronModule):
     """Causal attention over packed sequences with torch's scaled_dot_product_attention.
-    With context parallelism every rank gathers and computes the whole sequence, which is exact but not economical: this
-    is the CPU path. On a GPU, Transformer Engine passes keys and values around the ring."""
+    With context parallelism every rank gathers and computes the whole sequence. This CPU path is exact, not efficient.
+    On a GPU, Transformer Engine passes keys and values around the ring."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [t, heads, d], key and value [t, kv heads, d] -> [t, heads * d]; sequences by `cu_seqlens_q`."""
+        """query [t, heads, d], key and value [t, kv heads, d] -> [t, heads * d]; bounds of sequences: `cu_seqlens_q`."""
         assert packed_seq_params is not None, "the policy always packs"
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         cp = self.cp_group.size()
@@ -167,7 +167,7 @@ class PackedAttention(MegatronModule):
         )
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, lens: list[int]) -> Tensor:
-        """One call for all sequences. Padding follows each sequence, where the causal mask hides it."""
+        """Attends in one call for all sequences. Padding follows each sequence, so the causal mask hides it."""
         num, longest = len(lens), max(lens)
         slot = torch.cat([torch.arange(n) + k * longest for k, n in enumerate(lens)]).to(query.device)
 
@@ -188,7 +188,7 @@ class PolicyModel(GPTModel):
     temperature: float = 1.0
     want_entropy: bool = False
     loss_gradient: LossGradient | None = None
-    """of the next forward pass, where it is known before it; see `token_logprobs`"""
+    """of the next forward pass, if it is known before the pass; see `token_logprobs`"""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         labels = kwargs.get("labels")
@@ -271,8 +271,8 @@ def transformer_config(
             "moe_grouped_gemm": precision.uses_transformer_engine(dtype, machine),
         }
     if parallel.vpp is not None:
-        # The batched exchange of the interleaved schedule mismatches sends and receives where both neighbours are the
-        # same rank (pp = 2); one direction at a time works at any size.
+        # The interleaved schedule's batched exchange mismatches sends and receives if both neighbours are the same rank
+        # (pp = 2). One direction at a time works for any pp.
         arguments |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     recompute = parallel.recompute
     if recompute.granularity != "none":
@@ -356,14 +356,13 @@ def build_chunks(
     *,
     fp32_head: bool = False,
 ) -> list[torch.nn.Module]:
-    """This rank's model chunks (one, or `vpp`), on its device, in bf16 wrapped in Float16Module. Weights are arbitrary.
-    `fp32_head`: final norm, output layer and log-softmax in fp32, in a model of bf16 weights."""
-    # Defect of megatron-core 0.16: the router tests `te_general_gemm is not None`, a name that is unbound without
-    # Transformer Engine (NameError).
+    """This rank's model chunks (one, or `vpp`) on its device, with arbitrary weights; bf16 ones in a Float16Module.
+    `fp32_head`: final norm, output layer and log-softmax compute in fp32 in a model with bf16 weights."""
+    # megatron-core 0.16: the router tests `te_general_gemm is not None`, a NameError without Transformer Engine.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    # Megatron's output layer rejects the fused weight gradient without Apex's kernel. Its own forward pass computes no
-    # gradient here: the head reads its weight. Transformer Engine's layers have their own kernel.
+    # Megatron's output layer rejects the fused weight gradient without Apex's kernel. This layer computes no gradient,
+    # because the head reads its weight. Transformer Engine's layers have their own kernel.
     layers._grad_accum_fusion_available = True
     chunks: list[torch.nn.Module] = []
     vpp = config.virtual_pipeline_model_parallel_size
@@ -383,7 +382,7 @@ def build_chunks(
                 position_embedding_type="rope",
                 rotary_base=spec.rope_theta,  # scaled below
             )
-        RouterReplay.clear_global_router_replay_instances()  # `routing.py` has each router's own
+        RouterReplay.clear_global_router_replay_instances()  # `Routing` uses each router's own instance
         model.spec = spec
         if spec.head == "value" and model.post_process:
             model.output_layer = torch.nn.Linear(spec.hidden_size, 1, dtype=config.params_dtype)

@@ -1,8 +1,8 @@
 """The trainer's state in host memory while colocated servers use the GPU.
 
-A storage is copied, set to size 0, and later grown and filled again, so every view of it stays valid. Meanwhile the
-optimizer's tensors show the host copy, and `readable` returns it for a weight. A weight's own data stays on the device:
-another device would replace its gradient accumulator, which has Megatron's hooks (`VariableHooks::set_data`).
+A storage is copied, set to size 0, and later resized and filled again, so every view of it stays valid. Meanwhile the
+optimizer's tensors refer to the host copy, and `readable` returns it for a weight. A weight's own data stays on the
+device: another device would replace its gradient accumulator, which has Megatron's hooks (`VariableHooks::set_data`).
 """
 
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ class Offload:
 
     @torch.no_grad()
     def to_host(self) -> None:
-        """Does nothing if the state is in host memory. Raises PacsError if host memory cannot be pinned."""
+        """Moves the state to host memory, if it is on the device. Raises PacsError if host memory cannot be pinned."""
         if self._kind == "none" or self._moved:
             return
         complete(self._chunks)

@@ -41,7 +41,7 @@ class Optimizer:
             clip_grad=clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
-            # Checkpoints have fp32 weights: every optimizer reads those of every other.
+            # Checkpoints have fp32 weights, so every optimizer reads the checkpoints of every other one.
             store_param_remainders=False,
             **megatron_options,
         )
@@ -57,7 +57,7 @@ class Optimizer:
             max_lr=options.lr,
             min_lr=options.lr if options.schedule == "constant" else options.min_lr,
             lr_warmup_steps=min(options.warmup_updates, max(total_updates - 1, 0)),
-            # The last update has min_lr. A rate of 0 comes after it, or the last update would change nothing.
+            # The last update uses min_lr. A min_lr of 0 comes one update later: a rate of 0 changes nothing.
             lr_decay_steps=max(total_updates, 1) + (options.min_lr == 0),
             lr_decay_style=options.schedule,
             start_wd=options.weight_decay,
@@ -78,7 +78,7 @@ class Optimizer:
         yield from getattr(self.megatron, "chained_optimizers", [self.megatron])
 
     def adams(self) -> Iterator[Any]:
-        """The optimizers inside them; one that is partly off-loaded to the CPU has several."""
+        """The optimizers inside Megatron's; one that is partly off-loaded to the CPU has several."""
         for part in self.optimizers():
             if part.optimizer is not None:
                 yield from getattr(part.optimizer, "sub_optimizers", [part.optimizer])
@@ -91,12 +91,12 @@ class Optimizer:
             yield from (value for state in adam.state.values() for value in state.values() if torch.is_tensor(value))
 
     def advance_schedule(self, position: int) -> None:
-        """Moves the schedule to `position`, in planned updates: a step with fewer groups than updates skips some."""
+        """Moves the schedule to `position`, in planned updates; a step with too few groups skips some of its updates."""
         self.schedule.step(increment=max(0, position - self.num_updates))
 
     @property
     def adam_step(self) -> int:
-        """Adam's updates since its moments were 0, for the bias correction."""
+        """Number of Adam's updates since its moments were 0, for the bias correction."""
         entries = (entry for adam in self.adams() for entry in (*adam.state.values(), *adam.param_groups))
         return max((int(entry.get("step", 0)) for entry in entries), default=0)
 
@@ -124,7 +124,7 @@ class Optimizer:
         self.share_state(is_loaded=False)
 
     def share_state(self, *, is_loaded: bool = True) -> None:
-        """The optimizer with a part on the CPU has a second record of the state, which checkpoints read and fill."""
+        """Copies the state of a partly off-loaded optimizer to or from the second record that checkpoints use."""
         for part in self.optimizers():
             if isinstance(part.optimizer, HybridDeviceOptimizer):
                 if is_loaded:
@@ -137,10 +137,10 @@ class Optimizer:
         for adam in self.adams():
             for parameter, state in adam.state.items():
                 if "master_param" in state and state["master_param"] is not parameter:
-                    state["master_param"].copy_(parameter.detach())  # Megatron leaves those of FusedAdam
+                    state["master_param"].copy_(parameter.detach())  # Megatron does not reload FusedAdam's
 
     def reset_moments(self) -> None:
-        """Adam's moments and step to 0 (after a reference reset); master weights and schedule stay."""
+        """Sets Adam's moments and step to 0 (after a reference reset); master weights and schedule stay."""
         for adam in self.adams():
             for state in adam.state.values():
                 state["exp_avg"].zero_()
@@ -154,13 +154,13 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self) -> tuple[float, float]:
-        """Clip by the global norm and update. Returns (norm before clipping, learning rate used). Collective.
+        """Clips by the global norm and updates. Returns (norm before clipping, learning rate). Collective.
         Raises NonFiniteError on every rank, before any weight changes, when the norm is not finite."""
         found_inf = self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
         if found_inf or not math.isfinite(norm):
             raise NonFiniteError(
-                f"gradient norm is {norm} at update {self.num_updates + 1}; no weight was changed; look at the last "
+                f"gradient norm is {norm} at update {self.num_updates + 1}; no weight was changed; check the last "
                 "rows of metrics.jsonl (score drift, lengths), lower optimizer.lr, or train in fp32 to find the cause"
             )
         self.schedule.step(increment=1)

@@ -1,8 +1,8 @@
-"""Forward and backward over a plan of micro-batches, through Megatron's own schedules, and the routing of experts in them.
+"""Forward and backward passes over a plan of micro-batches with Megatron's schedules, and expert routing in them.
 
-Routing is recorded in one pass over a mini-batch and replayed in the later ones, so that all use the same experts.
+One pass over a mini-batch records the routing, and the later passes replay it, so all passes use the same experts.
 Megatron's RouterReplay has one recording in each router. Here the recording belongs to a sample, a layer and a token, so
-another packing, stage or layout can replay it. A recomputed forward takes the micro-batches in the order of their forwards.
+another packing, stage or layout can replay it. Recomputed forwards replay the micro-batches in their first order.
 """
 
 import contextlib
@@ -26,11 +26,12 @@ from pacs_megatron.policy.microbatch import MicroBatch, UpdateLoss, packed_param
 from pacs_megatron.policy.model import PolicyModel, unwrap
 
 Routes = dict[int, np.ndarray]
-"""row -> int16 [input tokens, layers, top k], the experts of each token; -1 where another rank has them. May be flat."""
+"""row -> int16 [input tokens, layers, top k], the experts of each token; -1 if another rank has them. May be flat."""
 
 
 class Routing:
-    """One pass: replays `given` in micro-batches whose samples all have it, and records the others. Then call `finish`."""
+    """Routing of one pass: replays `given` in micro-batches whose samples all have routes, and records the others.
+    Call `finish` after the pass."""
 
     def __init__(self, spec: ModelSpec, models: Sequence[PolicyModel], given: Routes | None) -> None:
         assert spec.moe is not None
@@ -41,7 +42,7 @@ class Routing:
 
     @contextlib.contextmanager
     def around(self, model: PolicyModel, batch: MicroBatch) -> Iterator[None]:
-        """The forward pass of a micro-batch through a chunk."""
+        """Wraps the forward pass of a micro-batch through a chunk."""
         routers, place = dict(_routers(model)), batch.place
         if model.config.sequence_parallel:
             tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -63,21 +64,21 @@ class Routing:
             router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
     def _at(self, batch: MicroBatch, place: Tensor, given: Routes) -> Tensor:
-        """int64 [t, layers, top k]. Padding takes the first experts."""
+        """Experts, int64 [t, layers, top k]. Padding uses the first experts."""
         padding = np.broadcast_to(np.arange(self._shape[1]), (1, *self._shape))
         pieces = [given[int(row)].reshape(-1, *self._shape) for row in batch.rows]
         experts = torch.from_numpy(np.concatenate([*pieces, padding]).astype(np.int16)).to(place.device)
-        return experts[place].long()  # a place of -1 is the last entry
+        return experts[place].long()  # index -1 selects the last entry, the padding
 
     def finish(self) -> None:
-        """The routers choose by themselves again."""
+        """Ends recording and replay: the routers select experts again."""
         for model in self._models:
             for _, router in _routers(model):
                 router.clear_indices()
                 router.clear_router_replay_action()
 
     def recorded(self) -> Routes:
-        """The choice of this rank's routers: of its own layers, and with sequence or context parallelism of its own tokens."""
+        """Routes that this rank recorded: its layers only; with sequence or context parallelism its tokens only."""
         found: Routes = {}
         for batch, place, by_layer in self._recorded:
             ends, known = np.cumsum(batch.input_lens), (place >= 0).cpu()
@@ -102,10 +103,10 @@ StopTest = Callable[[], bool]
 
 @dataclass(kw_only=True, eq=False)
 class StoppablePass:
-    """The micro-batches of one forward-only pass, shortened on every rank from the same one on after a stop request on any.
+    """The micro-batches of one forward-only pass. A stop request on any rank replaces the rest by padding on every rank.
 
-    Collective: every rank iterates, then calls `finish`. A rank must not leave Megatron's schedule in the middle: its peers
-    wait for its output. So the schedule runs to its end, with micro-batches of padding, which cost almost nothing.
+    Collective: every rank iterates, then calls `finish`. A rank must not leave Megatron's schedule early, because its
+    peers wait for its output. So the schedule continues with padding micro-batches, which cost almost nothing.
 
     Concurrency: at micro-batch i every rank starts an asynchronous maximum of its flag over all ranks (gloo) and reads the
     result of micro-batch i - lag. The last pipeline stage is at most pp - 1 micro-batches behind, so no rank blocks.
@@ -115,13 +116,13 @@ class StoppablePass:
     padding: MicroBatch
     should_stop: StopTest
     num_polls: int  # the smallest number of micro-batches of a rank
-    lag: int  # at least the pipeline's size
+    lag: int  # at least pp
     group: dist.ProcessGroup
     _polls: list[tuple[Tensor, dist.Work]] = field(default_factory=list, init=False)
     _first_skipped: float = field(default=math.inf, init=False)
 
     def iterate(self, *, polls: bool) -> Iterator[MicroBatch]:
-        """For one model chunk. The first polls; the others run after it and use its decision."""
+        """Yields the micro-batches of a chunk. The first chunk polls; the others run later and use its decision."""
         for index, batch in enumerate(self.batches):
             if polls and index < self.num_polls:
                 flag = torch.tensor([int(self.should_stop())])
@@ -138,7 +139,7 @@ class StoppablePass:
         return bool(flag)
 
     def finish(self) -> None:
-        """Call after the schedule. Raises Interrupted on every rank if any rank had a stop request during the pass."""
+        """Raises Interrupted on every rank if any rank had a stop request during the pass. Call after the schedule."""
         stops = [self._is_stop(index) for index in range(len(self._polls))]  # a list: every reduction must complete
         if any(stops):
             raise Interrupted
@@ -153,7 +154,7 @@ def _run(
     loss: UpdateLoss | None = None,
     routing: Routing | None = None,
 ) -> list[Any]:
-    """For each micro-batch what `after` (-> loss, result) returns second, on the last pipeline stage; [] elsewhere."""
+    """The results of `after` (which returns loss, result) by micro-batch on the last pipeline stage; [] elsewhere."""
 
     def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
         batch, inner = next(iterator), unwrap(model)
@@ -194,7 +195,7 @@ def forward(
     stoppable: StoppablePass | None = None,
     routing: Routing | None = None,
 ) -> list[Tensor]:
-    """Log-probs float32 [local] of every micro-batch, on the last pipeline stage; an empty list elsewhere. No grad.
+    """Log-probs, float32 [local] without gradient, of every micro-batch on the last pipeline stage; [] elsewhere.
     Raises Interrupted on every rank after a stop request during `stoppable`, which has the same micro-batches."""
     iterators = [
         iter(batches) if stoppable is None else stoppable.iterate(polls=chunk == 0) for chunk in range(len(chunks))
@@ -210,7 +211,7 @@ def forward(
 def forward_backward(
     chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], loss: UpdateLoss, routing: Routing | None = None
 ) -> list[Mapping[str, Tensor]]:
-    """Gradients of the SUM of the losses over micro-batches and data-parallel ranks, into Megatron's buffers.
+    """Adds the gradients of the SUM of the losses over micro-batches and data-parallel ranks to Megatron's buffers.
     Returns the report of `loss` for every micro-batch on the last pipeline stage, [] elsewhere."""
     iterators = [iter(batches) for _ in chunks]
     return _run(chunks, iterators, len(batches), lambda batch, out: loss(batch, *out), loss=loss, routing=routing)
@@ -237,12 +238,12 @@ def _unchanged_fp8_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
         with torch.no_grad():
             for amax in _newest_amax(chunks):
                 saved = before.get(amax.data_ptr())
-                # A first pass creates the state: its newest row starts at 0.
+                # The first pass creates the state; its newest row starts at 0.
                 amax.zero_() if saved is None else amax.copy_(saved)
         if any(hasattr(module, "fp8_meta") for chunk in chunks for module in chunk.modules()):
             from transformer_engine.pytorch import distributed as te
 
-            # No backward pass is pending here: what is queued is of this pass.
+            # No backward pass is pending, so all queued entries come from this pass.
             te.activation_recompute_forward._is_first_fp8_module.clear()
             for queue in te.FP8GlobalStateManager.fp8_tensors_recompute_buffer:
                 queue.clear()
@@ -250,7 +251,7 @@ def _unchanged_fp8_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def logits(chunks: Sequence[torch.nn.Module], spec: ModelSpec, sequences: Sequence[Sequence[int]]) -> Tensor | None:
-    """All logits by one packed forward, for comparison with another implementation. Collective over the model's ranks.
+    """All logits from one packed forward, for comparison with another implementation. Collective over the model's ranks.
 
     float32 [t, v] of all sequences one after the other, v without padding; None except on the last pipeline stage.
     """

@@ -1,4 +1,4 @@
-"""Accelerator software of this machine (Transformer Engine, NVIDIA Apex, FP8), and Megatron's precision arguments."""
+"""Finds the accelerator software (Transformer Engine, NVIDIA Apex, FP8) and sets Megatron's precision arguments."""
 
 import dataclasses
 import importlib.util
@@ -26,7 +26,7 @@ _NEEDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Facts about this process's accelerator software."""
+    """Accelerator software that this process can use."""
 
     cuda: bool
     capability: tuple[int, int] | None  # compute capability of the current device
@@ -172,7 +172,7 @@ def megatron_options(target: type, options: MegatronOptions, machine: Machine, d
 
 
 def start_userbuffers(config: "TransformerConfig", tokens: int) -> None:
-    """Transformer Engine's buffers of `tp_comm_overlap`, for `tokens` of every micro-batch. Collective, once a process."""
+    """Creates Transformer Engine's buffers of `tp_comm_overlap` for `tokens` per micro-batch. Collective; once a run."""
     from transformer_engine.pytorch.module import base
 
     modes, has_fp8 = base.UserBufferQuantizationMode, config.fp8 is not None

@@ -61,7 +61,7 @@ def sharded_state(policy: MegatronPolicy, *, is_loading: bool, with_reference: b
         if part.optimizer is not None:
             tensors = _optimizer_tensors(part, state, readable, is_loading=is_loading)
             optimizer |= {f"part{number}": tensors} if tensors else {}
-    _set_data(state, readable)  # now: the optimizer finds parameters by identity
+    _set_data(state, readable)  # after the optimizer, which finds parameters by identity
     state[OPTIMIZER] = optimizer
     if with_reference:
         assert policy.reference is not None
@@ -86,7 +86,7 @@ def _optimizer_tensors(
             if is_loading:
                 flat = {name: torch.empty(stop - start) for name in _STATE}
             else:
-                # In host memory now: the precision-aware optimizer returns new fp32 tensors on the GPU.
+                # Copies to host memory at once: the precision-aware optimizer returns new fp32 tensors on the GPU.
                 own = part._get_main_param_and_optimizer_states(weight)
                 flat = {name: readable(own[name]).detach().float().cpu() for name in _STATE}
             found[number] = {name: _boxes(by_weight[id(weight)], name, start, data) for name, data in flat.items()}
@@ -95,7 +95,7 @@ def _optimizer_tensors(
     for number, master in enumerate(part.get_parameters()):
         found[number] = {}
         for name, tensor in _tensors_of(part, master).items():
-            # Not an fp32 weight itself, into which its `model.` tensor is read too.
+            # A new tensor: in fp32 the master weight is the weight, which the load of `model.` also fills.
             data = torch.empty(tensor.shape) if is_loading else readable(tensor)
             key = f"optimizer.state.{name}"
             found[number][name] = make_sharded_optimizer_tensor(by_master[id(master)], data, key)
@@ -103,7 +103,7 @@ def _optimizer_tensors(
 
 
 def _ranges(part: Any) -> Iterator[tuple[Tensor, int, int]]:
-    """The weights of which this rank has optimizer state, each with the range of its flattened elements."""
+    """(weight, start, end): the ranges of flattened elements of which this rank has optimizer state."""
     for by_type in part.gbuf_ranges:
         for buckets in by_type.values():
             for bucket in buckets:
@@ -112,7 +112,7 @@ def _ranges(part: Any) -> Iterator[tuple[Tensor, int, int]]:
 
 
 def _boxes(weight: ShardedTensor | ShardedTensorFactory, name: str, start: int, data: Tensor) -> list[ShardedTensor]:
-    """`data`, flat elements from `start` on of the local shard `weight`, as views with a place in the whole tensor.
+    """`data`, the flat elements of the local shard `weight` from `start` on, as views with offsets in the whole tensor.
     Megatron's own fully reshardable form gathers whole weights on one data-parallel rank, or on every GPU
     (distrib_optimizer.py:977-1124). Here each rank writes its own elements, and torch's planner reads any boxes."""
     whole = torch.empty(weight.data.shape, device="meta")
@@ -202,7 +202,7 @@ def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
             tensors = state[OPTIMIZER].get(f"part{number}", {})
             if isinstance(part, DistributedOptimizer) and tensors:
                 for entry in part.optimizer.state.values():
-                    entry.pop("step", None)  # Megatron takes every entry for a moment tensor
+                    entry.pop("step", None)  # Megatron treats every entry as a moment tensor
                 for index, (weight, _, _) in enumerate(_ranges(part)):
                     flat = {name: torch.cat([box.flatten() for box in boxes]) for name, boxes in tensors[index].items()}
                     part._set_main_param_and_optimizer_states(weight, flat)
@@ -221,7 +221,7 @@ def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
 
 
 def rng_state() -> dict[str, Tensor]:
-    """Every generator of this rank, as uint8 tensors."""
+    """The state of every generator of this rank, as uint8 tensors."""
     tracked = get_cuda_rng_tracker().get_states()
     return {
         "cpu": torch.get_rng_state(),
@@ -231,7 +231,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def load_rng_state(state: dict[str, Tensor], where: Path) -> None:
-    """Inverse of `rng_state`. Raises CheckpointError for tensors, read from `where`, that are no state of a generator."""
+    """Inverse of `rng_state`. Raises CheckpointError for tensors (from `where`) that are no generator state."""
     try:
         torch.set_rng_state(state["cpu"])
         if "cuda" in state and torch.cuda.is_available():

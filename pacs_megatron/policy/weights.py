@@ -19,8 +19,8 @@ TIED_OUTPUT = "output_layer.weight"
 
 
 def named_parameters(model: PolicyModel, table: WeightTable) -> dict[str, torch.nn.Parameter]:
-    """This chunk's parameters under the table's names, with global layer and expert numbers.
-    The copy of a tied embedding on the last pipeline stage is left out."""
+    """This chunk's parameters by the table's names, with global layer and expert numbers.
+    Skips the copy of a tied embedding on the last pipeline stage."""
     global_layer = {index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)}
     ep_rank = parallel_state.get_expert_model_parallel_rank()
     found: dict[str, torch.nn.Parameter] = {}
@@ -70,7 +70,7 @@ def load(models: Sequence[PolicyModel], table: WeightTable, read: Callable[[str]
 
 @torch.no_grad()
 def complete(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Gathers the weights where `overlap_param_gather` leaves that to the next forward pass. Collective."""
+    """Gathers the weights, which `overlap_param_gather` delays to the next forward pass. Collective."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
@@ -157,7 +157,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Hard reset: the snapshot becomes the current policy."""
+        """Copies the current policy into the snapshot (hard reset)."""
         for tensor, parameter in zip(self.tensors, self._parameters, strict=True):
             tensor.copy_(self._readable(parameter.detach()))
 
@@ -175,7 +175,7 @@ class Snapshot:
         for tensor, parameter in zip(self.tensors, self._parameters, strict=True):
             place = self._readable(parameter.detach())
             current = place.clone()
-            # In stream order: the copy to the host follows the copy from it.
+            # In stream order, the copy from the host ends before the copy to it.
             place.copy_(tensor, non_blocking=True)
             tensor.copy_(current, non_blocking=True)
         if torch.cuda.is_available():

@@ -29,7 +29,7 @@ _TIMEOUT_S = 30.0
 
 
 def report() -> str:
-    """The findings as a table, and a summary of what this machine can do; `none`: optional and absent."""
+    """The findings as a table, and a summary of the machine's abilities; `none`: optional and absent."""
     own = (cuda(), transformer_engine(), apex(), _sglang(), _sandbox(), _slurm(), _nemo_run())
     rows = [*python(), *packages(), *own]
     width = max(len(row.key) for row in rows)

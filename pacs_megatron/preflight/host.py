@@ -56,7 +56,7 @@ def needs_gpus(loaded: LoadedConfig) -> bool:
 
 
 def in_a_job() -> bool:
-    """Whether this is a compute node, so that a problem here is a problem of the run."""
+    """Whether this is a compute node, where a problem affects the run."""
     return "SLURM_JOB_ID" in os.environ or "RANK" in os.environ
 
 
@@ -95,7 +95,7 @@ def check_gpus(loaded: LoadedConfig) -> Iterator[Check]:
 
 
 def _no_gpu(wanted: int) -> Check:
-    """The reason why torch sees no GPU: none installed, a CPU build of torch, hidden GPUs, or a driver that is too old."""
+    """The reason why torch finds no GPU: none installed, a CPU build of torch, hidden GPUs, or an old driver."""
     key = "resources.gpus_per_node"
     if not any(path.exists() for path in DRIVER_FILES):
         if in_a_job():

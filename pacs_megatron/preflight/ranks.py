@@ -30,7 +30,7 @@ ALL_REDUCE_TRIES = 5
 SLOW_FRAC = 0.25
 """Share of the plan's bandwidth below which the network gets a warning."""
 PROBE_S = 10.0
-"""Timeout: a shared file system may show a new file on other nodes with a delay."""
+"""Timeout for a new file to appear on other nodes, which a shared file system may delay"""
 WEIGHT_SAMPLE_BYTES = 1 << 20
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "pydantic", "transformer-engine")
 
@@ -38,7 +38,7 @@ PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "pydantic",
 def run_everywhere(
     config_path: Path, overrides: Sequence[str], *, cluster: Path | None = None, start_servers: bool = True
 ) -> list[Check]:
-    """All checks on rank 0 or outside a job; failures only on other ranks.
+    """Results of all checks on rank 0 or outside a job; only failures on other ranks.
 
     Collective under torchrun or srun: one rank of each node checks its host, then all ranks compare.
     """
@@ -115,7 +115,7 @@ def _gpu(rank: Any) -> str:
 
 
 def _model_digest(path: str) -> str:
-    """Small files completely; of weight files name, size, header and both ends: separates two downloads in a second."""
+    """Digest of the small files, and of name, size, header and both ends of weight files; takes about a second."""
     try:
         folder = local_model(path)
     except PacsError as error:
@@ -136,7 +136,7 @@ def _model_digest(path: str) -> str:
 
 
 def _shared_folder(loaded: LoadedConfig, rank: Any) -> list[Check]:
-    """Checks that run.dir is the same folder on every node: all ranks must see a file that rank 0 writes."""
+    """Checks that run.dir is the same folder on every node: a file that rank 0 writes must appear on all ranks."""
     from pacs_megatron.parallel.transfer import broadcast_json
 
     folder = existing_parent(Path(loaded.config.run.dir))

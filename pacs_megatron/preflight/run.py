@@ -1,7 +1,7 @@
-"""`preflight`: checks before a run is queued; each result line is ok, warn or fail, with key and fix.
+"""`preflight`: checks a run before it is queued; each result line is ok, warn or fail, with key and fix.
 
 On a login node it checks the configuration, the files and the software. Inside a job (`srun pacs-megatron preflight`)
-every rank takes part, and it also checks equality and connections between nodes.
+all ranks take part, and it also checks equality and connections between nodes.
 """
 
 import json
@@ -54,7 +54,7 @@ NUM_GOLD = 32
 def run_preflight(
     path: Path, overrides: Sequence[str] = (), *, cluster: Path | None = None, start_servers: bool = True
 ) -> list[Check]:
-    """All checks in order; only one result if the configuration does not load."""
+    """Runs all checks in order and returns their results: a single one if the configuration does not load."""
     try:
         loaded = load_config(path, overrides)
     except PacsError as error:

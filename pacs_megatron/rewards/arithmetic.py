@@ -8,7 +8,7 @@ from pacs_megatron.contracts import Prompt, RewardFn
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.boxed import last_boxed
 
-# Lengths are limited and exponents rejected: no response can request a gigabyte of digits.
+# Limits lengths and rejects exponents, so that no response can cause a gigabyte of digits.
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3}){1,100}|\d{1,400})(?:\.\d{1,400})?|\.\d{1,400}"
 _NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*(?P<top>{_DECIMAL})(?:\s*/\s*(?P<bottom>{_DECIMAL}))?", re.ASCII)
 _FRAC = re.compile(

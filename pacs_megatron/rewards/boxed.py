@@ -4,7 +4,7 @@ import re
 
 _OPEN = re.compile(r"\\boxed\s*\{")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-"""Or an escaped character, which is skipped"""
+"""a brace, or an escaped character, which is skipped"""
 
 
 def last_boxed(text: str) -> str | None:

@@ -1,8 +1,8 @@
-"""Programs, judged by the tests of the data set: standard input and output, or calls of a function.
+"""Judges programs by the tests of the data set: standard input and output, or calls of a function.
 
-The answer of a row is `{"inputs": [...], "outputs": [...], "fn_name": null or name}` (APPS' `input_output`, and the form in
-which LiveCodeBench hands its tests to its judge). The program is the last fenced block of the response. The judge
-compares outside of the sandbox; the sandbox never receives an expected output.
+The answer of a row is `{"inputs": [...], "outputs": [...], "fn_name": null or name}`, the form of APPS' `input_output`
+and of LiveCodeBench's runner. The program is the last fenced block of the response. The comparison runs outside of the
+sandbox, which never receives an expected output.
 """
 
 import json
@@ -29,7 +29,7 @@ class Tests(NamedTuple):
 
 
 class Code:
-    """1.0 if the program passes every test, else 0.0, also without a program. The details name the first failed test."""
+    """Reward 1.0 if the program passes every test, else 0.0 (also without a program). Details: the first failed test."""
 
     def __init__(self, options: CodeReward) -> None:
         """Raises ConfigError if the sandbox does not work here."""

@@ -86,7 +86,7 @@ def _load_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses look their module up there
+    sys.modules[name] = module  # before the module runs, because dataclasses look it up there
     spec.loader.exec_module(module)
     return module
 

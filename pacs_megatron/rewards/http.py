@@ -1,4 +1,4 @@
-"""Rewards of a server over HTTP.
+"""Gets rewards from a server over HTTP.
 
 Request, as JSON: `{"samples": [{"prompt_id", "problem", "prompt", "answer", "response"}, ...]}`. Response: `{"rewards":
 [number, ...]}` in the same order, and optionally `model` and `version` as text, which the rollout file records.
@@ -24,7 +24,7 @@ _LABEL_CHARS = 200
 
 
 class Http:
-    """Judges batches with one request each, and retries it. Every response is checked before one of its rewards counts."""
+    """Judges each batch with one request, with retries. Checks a response completely before it returns a reward."""
 
     def __init__(self, options: HttpReward) -> None:
         """Raises ConfigError if the key's environment variable is not set."""
@@ -48,7 +48,7 @@ class Http:
         return [{"reward": reward, "details": facts | labels} for reward in rewards]
 
     async def _request(self, payload: bytes) -> tuple[bytes, dict[str, Any]]:
-        """The response of status 200, and facts about its attempts."""
+        """(response of status 200, record of the attempts)"""
         url, attempts = self._options.url, self._options.attempts
         share_s = self._options.timeout_s / attempts
         reason = ""

@@ -1,4 +1,4 @@
-"""Builds rewards, one or several, and calls them: a verifier that fails loses its own samples only."""
+"""Builds one or several rewards and calls them. A failed verifier affects its own samples only."""
 
 import importlib
 import json
@@ -20,13 +20,13 @@ _MAX_DETAILS = 1 << 20
 
 @runtime_checkable
 class BatchRewardFn(Protocol):
-    """A reward that judges several samples with one call: the results of `judge_all`. A RewardError fails all of them."""
+    """A reward that judges several samples in one call, with the results of `judge_all`. A RewardError fails all."""
 
     def judge_batch(self, jobs: Sequence[Job]) -> list[dict[str, Any]]: ...
 
 
 def judge_all(reward: RewardFn | BatchRewardFn, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """For each job `{"reward": float}`, with `details` where the verifier has a record, or `{"failure": reason}`."""
+    """For each job `{"reward": float}`, with the verifier's `details` if any, or `{"failure": reason}`."""
     if not isinstance(reward, BatchRewardFn):
         return [_judge(reward, *job) for job in jobs]
     try:
@@ -57,7 +57,7 @@ def _failure(error: Exception) -> dict[str, Any]:
 
 
 def build_reward(options: AnyReward) -> RewardFn | BatchRewardFn:
-    """`build(options)` of the module with the reward's name, in this process and without time limit.
+    """The reward of `options`, in this process and without time limit, by `build` of the module with the reward's name.
 
     Raises ConfigError (pattern, function, sandbox, key of a server).
     """
@@ -73,7 +73,7 @@ def _component(options: RewardComponent) -> tuple[str, float, RewardFn | BatchRe
 
 
 class Weighted:
-    """sum_k weight_k reward_k. A sample that one of them cannot judge is not judged. The details have every component."""
+    """sum_k weight_k reward_k. Fails if a component fails. The details have every component."""
 
     def __init__(self, parts: Sequence[tuple[str, float, RewardFn | BatchRewardFn]]) -> None:
         """`parts`: name, weight and reward of each component."""

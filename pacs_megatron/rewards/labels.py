@@ -1,4 +1,4 @@
-"""Rewards as numbers, labels of rewards, and the limit of unjudged samples in a step."""
+"""Converts rewards to numbers and labels, and limits the unjudged samples of a step."""
 
 import math
 from collections.abc import Collection

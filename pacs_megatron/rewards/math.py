@@ -1,7 +1,7 @@
 r"""Mathematical equality by math-verify, on the last `\boxed{}` of a response.
 
-math-verify's own time limits are off, because the pool limits the worker process. Only its LaTeX grammar is used: the
-grammar for plain expressions evaluates the model's text as Python.
+math-verify's time limits are off, because the pool limits the worker process. Only its LaTeX grammar is used, because
+its grammar for plain expressions evaluates the model's text as Python.
 """
 
 import logging
@@ -29,8 +29,8 @@ _BASED = re.compile(r"(?P<digits>-?[0-9A-Za-z]+)_\{?(?:\\text\{)?(?P<base>\d+)\}
 def last_box(prompt: Prompt, response: str) -> float:
     r"""1.0 if the last `\boxed{}` equals the gold answer mathematically, else 0.0 (also without a box).
 
-    Raises RewardError if the gold answer cannot be parsed or the comparison fails. The gold answer is parsed first:
-    otherwise a malformed one would fail only the responses that have a box.
+    Raises RewardError if the gold answer cannot be parsed or the comparison fails. Parses the gold answer first, so a
+    malformed one fails all responses, not only those with a box.
     """
     gold = _parse_gold(prompt.answer)
     if not gold:
@@ -54,10 +54,10 @@ def last_box(prompt: Prompt, response: str) -> float:
 def authors_rule(prompt: Prompt, response: str) -> float:
     r"""The label rule of the PACS authors' code: math-verify's metric on the whole response.
 
-    The final expression counts wherever it stands, in a `\boxed{}` or not: LaTeX or plain numbers, with math-verify's own
-    priorities and time limits. Source: ritzz-ai/PACS, src/reward_function.py (bbe1dc6). One difference: an error, such as a
-    gold answer without LaTeX, is a 0 there and a RewardError here. math-verify evaluates plain expressions as Python; its
-    grammar lets only digits, operators and parentheses through.
+    The final expression counts anywhere in the text, with or without `\boxed{}`: LaTeX or plain numbers, with
+    math-verify's priorities and time limits. Source: ritzz-ai/PACS, src/reward_function.py (bbe1dc6). One difference:
+    an error, such as a gold answer without LaTeX, is a 0 there and a RewardError here. math-verify evaluates plain
+    expressions as Python; its grammar accepts only digits, operators and parentheses.
     """
     try:
         return float(_METRIC([f"\\boxed{{{prompt.answer}}}"], [response])[0])

@@ -1,7 +1,7 @@
 """Worker processes that judge responses under a time limit.
 
-One thread per worker takes a job, sends it over a socket, waits for the verdict and calls the job's `done`. If that exceeds
-the time limit or the worker dies, the thread kills the worker with everything that it started, and starts another one.
+One thread per worker takes a job, sends it over a socket, waits for the verdict and calls the job's `done`. After the
+time limit or the death of the worker, the thread kills the worker with all its child processes and starts a new one.
 """
 
 import contextlib
@@ -34,16 +34,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _START_LIMIT_S = 120.0
-"""For importing the reward's modules; a user's module may be large and the host busy."""
+"""Timeout of a worker's imports; a user's module may be large and the host busy."""
 _POLL_S = 0.1
-"""Interval at which a waiting thread checks that its worker is alive: a grandchild may keep the socket of a dead one."""
+"""Interval of the checks that a worker is alive, because a grandchild may keep the socket of a dead worker open."""
 _KILL_S = 10.0
 _MEMORY_INTERVAL_S = _OUTPUT_S = 1.0
-"""Between measurements of a worker's memory; and the wait for the last output of a killed process."""
+"""Seconds between measurements of a worker's memory, and timeout for the last output of a killed process."""
 _OUTPUT_BYTES = 64 << 10
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}  # one thread each: the workers are the parallelism
 _MARK = "PACS_REWARD_WORKER"
-"""Environment variable of a worker: a daemon that the reward function starts leaves the worker's session and its tree."""
+"""Environment variable that identifies a worker's processes: a daemon leaves the worker's session and process tree."""
 
 
 class Verdict(NamedTuple):
@@ -66,8 +66,8 @@ class RewardPool(Closing):
     """`options.workers` processes that judge submitted responses. A context manager; it must be closed."""
 
     def __init__(self, options: AnyReward) -> None:
-        """Returns once the workers are ready (about a second). Raises ConfigError if the reward cannot be built, RewardError
-        if a worker does not start."""
+        """Starts the workers and waits until all are ready (about a second). Raises ConfigError if the reward cannot be
+        built, RewardError if a worker does not start."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         """None: the pool has ended"""
         self._lock = threading.Lock()
@@ -89,15 +89,15 @@ class RewardPool(Closing):
                     raise error
 
     def submit(self, key: str, prompt: Prompt, response: str, done: Callable[[Verdict | RewardError], None]) -> None:
-        """Queues one response, from any thread. A thread of the pool calls `done` with its verdict, which has the same `key`
-        (the sample id), or with the RewardError that ended the pool. Raises RewardError if the pool has ended."""
+        """Queues one response, from any thread. A thread of the pool calls `done` with the verdict of `key` (the sample
+        id), or with the RewardError that ended the pool. Raises RewardError if the pool has ended."""
         with self._lock:
             if self._error is not None:
                 raise self._error
             self._jobs.put(_Job(key, prompt, response, done))
 
     def close(self) -> None:
-        """Kills every worker with the processes that it started. Every `done` was called when this returns."""
+        """Kills every worker with its child processes. Returns after every `done` was called."""
         self._end(RewardError("reward pool: it is closed"))
         for thread in self._threads:
             thread.join()
@@ -114,7 +114,7 @@ class RewardPool(Closing):
         try:
             worker.start()
             ready.put(None)
-        except Exception as error:  # noqa: BLE001  # carried to the caller, who would not return otherwise
+        except Exception as error:  # noqa: BLE001  # passed to the caller, which would wait otherwise
             self._end(error)
             ready.put(error)
         while jobs := self._take():
@@ -130,15 +130,15 @@ class RewardPool(Closing):
             if self._error is None:
                 with report_wait(self._options.waits_for):
                     verdicts = worker.judge(jobs)
-                if self._error is None:  # else `end` killed this worker: the failure is not the verifier's
+                if self._error is None:  # `end` killed this worker, so the verifier did not fail
                     return verdicts
-        except Exception as error:  # noqa: BLE001  # carried to the callers
+        except Exception as error:  # noqa: BLE001  # passed to the callers
             self._end(error)
         assert self._error is not None
         return [self._error] * len(jobs)
 
     def _take(self) -> list[_Job]:
-        """At least one job, and further waiting ones up to the reward's batch; empty: the pool has ended."""
+        """One job, and further queued jobs up to the reward's batch size; empty if the pool has ended."""
         jobs: list[_Job] = []
         with contextlib.suppress(queue.Empty):
             while len(jobs) < self._options.num_per_call:
@@ -151,7 +151,7 @@ class RewardPool(Closing):
 
 
 def received(answers: "queue.SimpleQueue[T | RewardError]", count: int) -> list[T]:
-    """Waits for `count` answers. Raises a RewardError that comes instead of one."""
+    """The next `count` items of the queue. Raises a RewardError in the queue."""
     found: list[T] = []
     with report_wait(lambda: f"for {count - len(found)} verdicts of the reward"):
         for _ in range(count):
@@ -163,7 +163,7 @@ def received(answers: "queue.SimpleQueue[T | RewardError]", count: int) -> list[
 
 
 class _Worker:
-    """One process in a session of its own, and the socket to it. One thread owns it; `end` may be called by others."""
+    """One process in its own session, and the socket to it. One thread owns it; other threads may call `end`."""
 
     def __init__(self, options: AnyReward) -> None:
         self._options = options
@@ -211,7 +211,7 @@ class _Worker:
             raise RewardError(f"reward worker did not start: {reply['failure']}; its stderr has the reason")
 
     def _copy_output(self, source: IO[bytes]) -> None:
-        """Copies the process's output to stderr, a limited part per response: a flood would fill the disk."""
+        """Copies the process's output to stderr, up to a limit per response, so that it cannot fill the disk."""
         with source:
             while data := source.read(1 << 16):
                 allowed = self._output_left
@@ -227,7 +227,7 @@ class _Worker:
         self._output_left = _OUTPUT_BYTES
         line = encode_jobs([(job.prompt, job.response) for job in jobs])
         reply = self._exchange(line, self._options.call_limit_s)
-        if reply.get("killed"):  # by the kernel or a person, rarely by the response: a fresh process judges once more
+        if reply.get("killed"):  # the kernel or a user killed it, rarely the response: a new process retries once
             self.start()
             reply = self._exchange(line, self._options.call_limit_s)
         verdicts = reply["verdicts"] if "verdicts" in reply else [reply] * len(jobs)
@@ -265,7 +265,7 @@ class _Worker:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no verdict within {limit_s:g} s")
-            if time.monotonic() > check:  # its own limit does not count its child processes
+            if time.monotonic() > check:  # the worker's rlimit does not count child processes
                 check = time.monotonic() + _MEMORY_INTERVAL_S
                 limit_gib = self._options.memory_limit_gib
                 if _memory_bytes(self._process.pid, self._mark) > limit_gib * 2**30:
@@ -283,7 +283,7 @@ class _Worker:
         return bytes(reply)
 
     def end(self) -> None:
-        """Kills the process; `start` raises RewardError from now on."""
+        """Kills the process; a later `start` raises RewardError."""
         with self._lock:
             self._has_ended = True
             if self._process is not None:
@@ -305,7 +305,7 @@ class _Worker:
 
 
 def _is_running(pid: int) -> bool:
-    """False for an ended child; it stays unreaped, so that its process group keeps its number."""
+    """Whether a child runs. Does not reap an ended child, so that its process group keeps its number."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
@@ -320,7 +320,7 @@ def _kill_tree(pid: int, mark: str) -> None:
 
 
 def _tree(pid: int, mark: str) -> Iterator[psutil.Process]:
-    """The worker, its descendants, and daemons that carry its mark in their environment."""
+    """The worker, its descendants, and daemons with the worker's mark in their environment."""
     with contextlib.suppress(psutil.NoSuchProcess):
         yield from psutil.Process(pid).children(recursive=True)
     for entry in Path("/proc").glob("[0-9]*"):
@@ -330,7 +330,7 @@ def _tree(pid: int, mark: str) -> Iterator[psutil.Process]:
 
 
 def _memory_bytes(pid: int, mark: str) -> int:
-    """Memory of a worker's processes together; a shared page counts once."""
+    """Total memory of a worker's processes, bytes; a shared page counts once."""
     total = 0
     for process in set(_tree(pid, mark)):
         with contextlib.suppress(psutil.Error, OSError):

@@ -1,6 +1,7 @@
-"""A sandbox of bubblewrap for programs of the policy: namespaces of their own for processes, network, IPC and host name; a
-read-only root of nothing but Python, its libraries and numpy; a /tmp in memory; a user of its own; a filter of system calls;
-limits of CPU, memory, processes, files, output and wall clock. The kernel kills everything in it when this process ends."""
+"""Runs programs of the policy in a bubblewrap sandbox: separate namespaces for processes, network, IPC and host name; a
+read-only root with only Python, its libraries and numpy; a /tmp in memory; a separate user; a filter of system calls;
+and limits of CPU, memory, processes, files, output and time. The kernel kills all processes in it when this process
+ends."""
 
 import contextlib
 import importlib.util
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 _NOT_ISOLATED = "read and write your files, use the network, and end your processes"
 _START_LIMIT_S = 20.0
 _GRACE_S = 1.0
-"""For the runner's own work in a test"""
+"""Seconds for the runner's own work in a test"""
 _MEMORY_POLL_S = 0.2
 _FRAME_BYTES = 50 << 20
 """The runner's limit of output, escaped as JSON"""
@@ -58,7 +59,7 @@ _SYSTEM_CALLS = {
 
 
 def find_problem() -> str | None:
-    """The reason why bubblewrap does not isolate programs on this host, or None: it runs a program to find out."""
+    """Runs a program in bubblewrap; returns the reason why it is not isolated on this host, or None."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed (Debian, Ubuntu: apt-get install bubblewrap)"
     if platform.machine() not in _SYSTEM_CALLS:
@@ -73,7 +74,7 @@ def find_problem() -> str | None:
 
 
 def check(sandbox: str) -> None:
-    """Raises ConfigError where `sandbox` does not work; there is no silent fallback."""
+    """Raises ConfigError if `sandbox` does not work on this host; there is no silent fallback."""
     if sandbox == "none":
         logger.warning("reward.sandbox=none: programs of the policy can %s", _NOT_ISOLATED)
         return
@@ -105,7 +106,8 @@ def run_tests(program: Program, limits: Limits, sandbox: str) -> Iterator[dict[s
     """One result for each input, `{"output": text}` or `{"error": reason}`, until the first error. Raises RewardError if the
     sandbox does not start."""
     isolated = sandbox != "none"
-    # A user of its own for every worker: the kernel counts processes by user. Root only; others have a user namespace.
+    # Every worker has its own user, because the kernel counts processes by user. Root only; others use a user
+    # namespace.
     uid = 60_000 + os.getpid() % 5_000 if isolated and os.geteuid() == 0 else None
     memory_bytes = int(limits.memory_gib * 2**30)
     job = {**program._asdict(), "uid": uid, "isolated": isolated}
@@ -146,7 +148,7 @@ def run_tests(program: Program, limits: Limits, sandbox: str) -> Iterator[dict[s
 
 
 def _reader(process: "subprocess.Popen[bytes]", memory_bytes: int) -> Callable[[float], dict[str, Any]]:
-    """A function of a deadline: the next line of the runner as a dict, or `{"error": reason}`."""
+    """A function that reads the runner's next line until a deadline; it returns a dict, or `{"error": reason}`."""
     assert process.stdout is not None
     source = process.stdout.fileno()
     os.set_blocking(source, False)
@@ -192,7 +194,7 @@ def _memory(pid: int) -> int:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Bubblewrap ends, and with it everything inside; without a sandbox: all descendants."""
+    """Kills bubblewrap and with it all processes inside; without a sandbox kills all descendants."""
     for child in [*_descendants(process.pid), process]:
         with contextlib.suppress(psutil.Error):
             child.kill()
@@ -207,7 +209,7 @@ def _interpreter() -> str:
 
 def _bubblewrap(rules: int) -> list[str]:
     command = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-    if os.geteuid() == 0:  # the runner takes its user itself: root's processes are not counted
+    if os.geteuid() == 0:  # the runner changes its user itself, because root's processes are not counted
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]

@@ -1,6 +1,6 @@
-"""Runs one program on its tests, inside the sandbox: a script of the standard library, never imported by the package.
+"""Runs one program on its tests inside the sandbox. A script that uses the standard library only; no module imports it.
 
-It receives the inputs of the tests and not the expected outputs: a program that takes over this process gains nothing.
+It receives the inputs of the tests without the expected outputs, so a program that controls this process gains nothing.
 Standard input: the job as JSON. Standard output: a line `{"ready": true}`, then one line for each test.
 """
 
@@ -28,7 +28,7 @@ STAR, PLAIN = [*BOTH.split(), "typing", "builtins"], [*BOTH.split(), "time", "fr
 
 
 def main() -> None:
-    """Answers every test of the job; a fork that has run a program does not return."""
+    """Writes a result for every test of the job; a fork that has run a program does not return."""
     job = json.loads(sys.stdin.buffer.read())
     frames = os.dup(1)
     if job["uid"] is not None:
@@ -71,7 +71,7 @@ def _run(job: dict[str, Any], names: dict[str, Any], test: Any, frames: int) -> 
         return _collect(pid, source, deadline)
     finally:
         os.close(source)
-        # In a namespace of its own: every process but this one. Without: the program's session.
+        # In a process namespace: every process except this one. Otherwise the program's session.
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL) if job["isolated"] else os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -105,7 +105,7 @@ def _collect(pid: int, source: int, deadline: float) -> dict[str, Any]:
 
 
 def _child(job: dict[str, Any], names: dict[str, Any], test: Any, target: int) -> int:
-    """In the fork: limits, standard streams, the program. Returns the exit code."""
+    """Sets limits and standard streams in the fork, runs the program, returns the exit code."""
     os.setsid()
     text = test if job["function"] is None else ""
     if text:
@@ -129,7 +129,7 @@ def _child(job: dict[str, Any], names: dict[str, Any], test: Any, target: int) -
     own = program.__dict__
     own.update(names, __name__="__main__" if job["function"] is None else "program")
     with contextlib.suppress(SystemExit) if job["function"] is None else contextlib.nullcontext():
-        exec(compile(job["code"], "program", "exec"), own)  # noqa: S102  (it is what the sandbox is for)
+        exec(compile(job["code"], "program", "exec"), own)  # noqa: S102  (the purpose of the sandbox)
     if job["function"] is None:
         atexit._run_exitfuncs()
         sys.stdout.flush()

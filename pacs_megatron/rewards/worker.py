@@ -1,7 +1,7 @@
 """One reward worker process: `main()` with the pool's process id and a socket's descriptor as arguments.
 
-JSON lines in both directions; nothing is unpickled. First the options, which the worker answers with `{"ready": true}` or
-`{"error"}`; then lists of jobs, answered with `{"verdicts": [...]}` of `judge_all`. It ends when the socket closes.
+Both directions use JSON lines, no pickle. The worker receives the options and sends `{"ready": true}` or `{"error"}`.
+Then it receives lists of jobs and sends `{"verdicts": [...]}` of `judge_all`. It ends when the socket closes.
 """
 
 import json
@@ -56,7 +56,7 @@ def main() -> None:
         _send(replies, {"error": str(error)})
         return
     _send(replies, {"ready": True})
-    with suppress(ConnectionResetError):  # the pool has closed the socket with a text that it had not read
+    with suppress(ConnectionResetError):  # the pool closed the socket before it read all data
         for line in jobs:
             _send(replies, {"verdicts": judge_all(reward, decode_jobs(line))})
 
@@ -67,5 +67,5 @@ def _send(replies: TextIO, message: dict[str, Any]) -> None:
     try:
         replies.write(json.dumps(message) + "\n")
         replies.flush()
-    except (BrokenPipeError, ConnectionResetError):  # the pool has closed the socket: it received another text
+    except (BrokenPipeError, ConnectionResetError):  # the pool closed the socket after an unexpected text
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Judges samples while sampling continues, selects those to train, and counts those of a benchmark by problem."""
+"""Judges samples while sampling continues, selects samples for training, and counts a benchmark's samples by problem."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ def label_sample(
 
 
 Judged = Callable[[Sample | RewardError], None]
-"""Called in a thread of the pool with the judged sample, or with the reason why there is no verdict."""
+"""Called in a thread of the pool with the judged sample, or with the error that prevented a verdict."""
 
 
 class Judge(Closing):
@@ -39,7 +39,7 @@ class Judge(Closing):
         self._pool.close()
 
     def submit(self, sample: Sample, prompt: Prompt, done: Judged, text: str | None = None) -> None:
-        """Submits `sample` and returns; `done` is called later. `text` is its response, if it is decoded already.
+        """Submits `sample` and returns; `done` is called later. `text` is the response if it is already decoded.
         Raises RewardError if the pool has ended."""
         response = self._decode(sample.response_ids) if text is None else text
         self._pool.submit(sample.id, prompt, response, lambda verdict: done(self._apply(sample, verdict)))
@@ -75,7 +75,7 @@ def admit(
     Args:
         groups: every sample has a label or a failure.
         min_group_size: 2 where the objective compares siblings, else 1.
-        stale: ids of samples from weights older than the run allows. Their groups are dropped whole. None: no count.
+        stale: ids of samples above `max_staleness`; their whole groups are dropped. None: the count is not reported.
     """
     counts = {"unjudged": 0, "truncated": 0, "aborted": 0, "small_groups": 0, "one_class_groups": 0}
     if stale is not None:
@@ -123,9 +123,9 @@ class ProblemCounts:
     """n: responses that the verifier judged"""
     num_correct: int
     num_unjudged: int = 0
-    """responses without a verdict, in neither number"""
+    """responses without a verdict; `num_samples` and `num_correct` exclude them"""
     num_truncated: int = 0
-    """of all responses, as the tokens"""
+    """of all responses, judged or not; `num_tokens` likewise"""
     num_tokens: int = 0
 
 

@@ -1,9 +1,9 @@
-"""The steps in progress: dispatched, sampled, judged, and kept until they are trained.
+"""The rollout buffer: it dispatches steps, adds their samples and verdicts, and keeps them until they are trained.
 
 Concurrency: the driver's main thread dispatches steps and reads their state. With SGLang, one thread per step takes samples
-from the engine's stream. The judge runs the verifiers; its threads deliver verdicts. All threads change a step under one lock
-and then call `wake`, which notifies the driver's main thread. Each sample is stored once: after its arrival its id is in
-`sampled`, and such ids are not requested again.
+from the engine's stream. The judge runs the verifiers; its threads deliver verdicts. All threads change a step under one
+lock and then call `wake`, which notifies the driver's main thread. Each sample is stored once: after its arrival its id
+is in `sampled`, and such ids are not requested again.
 """
 
 import logging
@@ -131,7 +131,7 @@ class RolloutBuffer:
         prompts: Mapping[str, Prompt],
         requests_of: Callable[[Sequence[Prompt], int], Sequence[SampleRequest]],
     ) -> None:
-        """Continues with saved steps; submits the samples without a verdict to the judge."""
+        """Loads saved steps and submits their samples without a verdict to the judge."""
         header, arrays = saved
         self.sent.load_state_dict(header["sent"])
         for rollouts in rollouts_from_message(header, arrays, prompts, requests_of):

@@ -1,4 +1,4 @@
-"""A step's samples on every rank: requests to the driver, sampling with the embedded engine, distribution of the facts.
+"""Collects a step's samples on every rank: sends requests to the driver, samples with the embedded engine, shares facts.
 
 Concurrency: collective. Rank 0 exchanges messages with the driver. The other ranks wait in `ControlChannel.receive` until
 `generate` (sample this rank's share) or the last decision of the request.
@@ -54,7 +54,7 @@ class Rollouts:
         """sends the weights after the given number of steps to the rollout engine again; collective. The loop sets it"""
 
     def collect(self, step: int) -> StepSamples:
-        """The step's samples. Raises the driver's error on every rank."""
+        """The admitted samples of `step`. Raises the driver's error on every rank."""
         header, arrays = self._exchange({"op": "rollout", "step": step}, trained=step - 1)
         own, tokens = None, None
         if self._rank.rank == 0:
@@ -103,8 +103,8 @@ class Rollouts:
             self._orders[trained] = order
 
     def _exchange(self, request: Mapping[str, Any], trained: int) -> Message:
-        """The response to `request` on every rank, its arrays on rank 0. If all servers restarted meanwhile, sends them the
-        weights after `trained` steps and repeats the request."""
+        """The response to `request` on every rank, its arrays on rank 0. If all servers restarted meanwhile, sends the
+        weights after `trained` steps to them and retries."""
         for resends in range(_MAX_RESENDS + 1):
             if resends:
                 self.send_weights(trained)
@@ -122,11 +122,11 @@ class Rollouts:
         header, arrays = self._response(partial(driver.send, request))
         while header["kind"] == "generate":
             self._channel.send(header)
-            # Outside of `_response`: `_generate` raises its errors on every rank.
+            # Not inside `_response`, because `_generate` already raises its errors on every rank.
             samples, payload, stopped = self._generate(header, arrays)
             if stopped:
                 # Every rank stops. The finished samples go into the checkpoint.
-                with suppress(RolloutError):  # a lost driver: `state` reports it
+                with suppress(RolloutError):  # `state` reports a lost driver
                     driver.reply({"op": "samples", **samples}, payload, lambda: None)
                     driver.abandon()
                 raise Interrupted
@@ -175,9 +175,9 @@ class Rollouts:
     def _generate(
         self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None
     ) -> tuple[dict[str, Any], dict[str, np.ndarray], bool]:
-        """Every rank samples its chunks; rank 0 returns all samples as one message for the driver.
+        """(header, arrays, is stopped): all samples on rank 0, and whether any rank has a stop request. Collective.
 
-        The last value, the same on every rank: whether a rank has a stop request. Such a rank stops between chunks.
+        Every rank samples its chunks; a rank with a stop request stops between two chunks.
         """
         assert self._engine is not None
         shared = broadcast_arrays(arrays, src=0, group=self._rank.control)
@@ -199,7 +199,7 @@ class Rollouts:
             for sample in self._engine.stream(requests, self._should_stop):
                 samples.append(sample)
                 self._channel.on_heartbeat()
-                if self._driver is not None:  # assumes that the other ranks have sampled as much as this one
+                if self._driver is not None:  # an estimate: other ranks sample about as fast
                     done = min(len(requests), len(samples) * self._rank.layout.world_size)
                     self._driver.on_progress(done, len(requests), False)
         except Interrupted:

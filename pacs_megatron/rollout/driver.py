@@ -43,10 +43,10 @@ from pacs_megatron.sglang.build import open_engine
 from pacs_megatron.sglang.client import SglangEngine
 from pacs_megatron.sglang.fleet import Health
 
-logger = logging.getLogger("pacs_megatron.rollout.driver")  # `__main__` has no lines below a warning in the log
+logger = logging.getLogger("pacs_megatron.rollout.driver")  # not `__main__`: its info lines are dropped
 _RESTART_POLL_S = 0.5
 _START_DELAY_S = 0.02
-"""Delay of requests for later steps after a weight update: they hold the GIL, and rank 0 first requests a finished step."""
+"""Delay of requests for later steps after a weight update. They hold the GIL, but rank 0 needs a finished step first."""
 
 
 class Driver:
@@ -59,10 +59,10 @@ class Driver:
         self._benchmarks = [load_prompts(b, config.data, self._tokenizer) for b in config.evaluation.benchmarks]
         self._request: OpenRequest | None = None
         self._to_start: list[StepRollouts] = []
-        """SGLang: rollouts that may be sampled and are not requested yet"""
+        """SGLang: rollouts that may be sampled, but whose samples are not requested yet"""
         self._start_at = 0.0
         self._failure: RolloutError | None = None
-        """of the samples' files"""
+        """error of writing the samples' files; the next response reports it"""
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._engine: SglangEngine | None = None
@@ -70,7 +70,7 @@ class Driver:
         if config.reward is not None:
             self._judge = Judge(config.reward, self._decode, truncated=config.admission.truncated)
         if config.rollout.sglang is not None:
-            # A server that starts before the ranks have built (and off-loaded) the model measures memory that the model takes.
+            # Servers start after the ranks have built and off-loaded the model: a server measures the free memory.
             if config.rollout.starts_servers_on_trainer_gpus and connection.receive()[0]["op"] != "start_servers":
                 raise RolloutError("the trainer ended before the servers started")
             model = config.model.model_copy(update={"path": str(model_dir)})
@@ -90,8 +90,8 @@ class Driver:
     def begin_update(self, *, is_release: bool) -> Message:
         """Pauses requests to the servers until `set_current`; returns the servers of the update, each with its trainer rank.
 
-        `is_release`: they release their memory for the training step. Waits for a server that is restarting, which would
-        take memory during the step; none is restarted before the next update.
+        `is_release`: the servers release their memory for the training step. Waits for a restarting server, because it
+        would use memory during the step; no server restarts before the next update.
         """
         rollout = self._config.rollout.sglang
         assert self._engine is not None and rollout is not None
@@ -108,7 +108,7 @@ class Driver:
             time.sleep(_RESTART_POLL_S)
 
     def set_current(self, version: int, digest: str, trained: int) -> Message:
-        """The rollout engine has the weights after `trained` steps. Servers sample the steps that may now be sampled."""
+        """Records that the rollout engine has the weights after `trained` steps; starts SGLang on all allowed steps."""
         self._buffer.sent.add(digest, trained)
         self._buffer.forget(trained)
         if self._engine is not None:
@@ -119,14 +119,14 @@ class Driver:
         return {"kind": "current"}, {}
 
     def _dispatch(self, step: int) -> list[StepRollouts]:
-        """The rollouts of `step` and of the later steps that may be sampled with the same weights."""
+        """Dispatches `step` and the later steps that may be sampled with the same weights; returns their rollouts."""
         return self._buffer.dispatch(step, min(step + self._config.rollout.steps_ahead, self._config.run.steps))
 
     def rollout(self, number: int, step: int) -> None:
-        """Opens the request for a step's admitted samples. The earlier steps are trained."""
+        """Opens the request for a step's admitted samples. All earlier steps are already trained."""
         self._buffer.forget(step - 1)
         steps = self._dispatch(step)
-        # The ranks sample all allowed steps before they train: the update replaces these weights.
+        # The ranks sample all allowed steps before they train, because the update replaces these weights.
         for_ranks = [rollouts for rollouts in steps if rollouts.missing and self._engine is None]
         if self._engine is not None:
             self._buffer.start(steps[0])
@@ -166,7 +166,7 @@ class Driver:
         self._request = OpenRequest(number, rollouts, respond, [rollouts] if self._engine is None else [])
 
     def _abandon(self) -> None:
-        """Closes the request without a response. Finished samples of steps stay; an evaluation starts over later."""
+        """Closes the request without a response. Steps keep their finished samples; an evaluation restarts later."""
         if self._engine is not None and self._request is not None and not self._request.rollouts.is_train:
             self._engine.cancel([request.id for request in self._request.rollouts.missing])
         self._request = None
@@ -174,7 +174,7 @@ class Driver:
     def state(self, trained: int, *, final: bool) -> Message:
         """The position in the data and the rollouts of later steps, for a checkpoint after `trained` steps.
 
-        `final` ends the reward workers first: the run would not keep later verdicts.
+        `final` ends the reward workers first, because the run keeps no later verdict.
         """
         if final and self._judge is not None:
             self._judge.close()
@@ -211,7 +211,7 @@ class Driver:
             self._do_later_work()
 
     def _do_later_work(self) -> None:
-        """Work that follows a response: requests for later steps, and the samples' files."""
+        """Does the work that follows a response: requests samples of later steps and writes the samples' files."""
         if time.monotonic() >= self._start_at:
             for rollouts in self._to_start:
                 self._buffer.start(rollouts)
@@ -271,7 +271,7 @@ class Driver:
             self._connection.send({**header, "request": number}, arrays)
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # enough bytes to wake up are already there
+        with suppress(BlockingIOError):  # the buffer is full, so the main thread will wake up anyway
             self._waker.send(b"\0")
 
 
@@ -280,14 +280,14 @@ def _error_message(number: int, error: PacsError) -> dict[str, Any]:
 
 
 def _end_with_thread(args: threading.ExceptHookArgs) -> None:
-    """A bug in a thread ends the driver: the main thread would wait for that thread without end."""
+    """Ends the driver after a bug in a thread, because the main thread would never stop waiting for it."""
     logger.critical("thread %s died", args.thread, exc_info=args.exc_value)
     logging.shutdown()
     os._exit(int(ExitCode.FAILED))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m pacs_megatron.rollout.driver <run folder> <model folder> <socket fd>`: started by rank 0 only."""
+    """`python -m pacs_megatron.rollout.driver <run folder> <model folder> <socket fd>`, which rank 0 starts."""
     die_with_parent()
     ignore_job_signals()
     run_dir, model_dir, fd = Path(arguments[0]), Path(arguments[1]), int(arguments[2])
@@ -300,7 +300,7 @@ def main(arguments: Sequence[str]) -> int:
     except PacsError as error:
         connection.send(_error_message(0, error))
         return int(error.exit_code)
-    # Scanning the half a million objects of the imports holds the GIL for 0.2 s and more, so they are frozen.
+    # Freezes the half a million objects of the imports: to scan them holds the GIL for 0.2 s and more.
     gc.collect()
     gc.freeze()
     try:

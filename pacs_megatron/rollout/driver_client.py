@@ -1,6 +1,6 @@
-"""Rank 0's end of the driver: starts the process, sends requests, waits with a heartbeat, ends the process.
+"""Rank 0's client of the driver: starts the process, sends requests, waits with a heartbeat, ends the process.
 
-Every request has a number, and so do its responses: responses to an abandoned request are discarded.
+Every request has a number, and its responses repeat it. Responses to an abandoned request are discarded.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from pacs_megatron.runtime.waiting import report_wait
 logger = logging.getLogger(__name__)
 _CLOSE_GRACE_S = 10.0
 STOPPED_PATIENCE_S = 10.0
-"""after a stop request, for a driver that SIGSTOP holds"""
+"""timeout after a stop request for a driver that SIGSTOP has stopped"""
 PATIENCE_S = 60.0
-"""after a stop request, for any other driver"""
+"""timeout after a stop request for any other driver"""
 _POLL_S = 1.0
 
 
@@ -36,7 +36,7 @@ class DriverClient:
         self.is_lost = False
         """the driver died or exceeded its timeout; further requests fail"""
         self.on_progress: Callable[[int, int, bool], None] = lambda _done, _total, _waits_for_rewards: None
-        """called with finished samples, all samples, and whether only verdicts are missing"""
+        """called with the numbers of finished and of all samples, and whether only verdicts are missing"""
         self.should_stop: Callable[[], bool] = lambda: False
         self._timeout_s = timeout_s
         ours, theirs = socket.socketpair()
@@ -64,7 +64,7 @@ class DriverClient:
     def reply(self, header: Mapping[str, Any], arrays: Arrays = None, on_wait: OnWait = None) -> None:
         """Sends data for the open request. Calls `on_wait` every second until the driver has read it.
 
-        With `on_wait` a stop request ends the wait only if the driver reads nothing for a while.
+        With `on_wait` a stop request ends the wait only after the driver reads nothing for `_patience_s`.
         """
         if self.is_lost:
             raise errors.RolloutError("the rollout driver is lost; see logs/driver.log in the run's folder")
@@ -81,7 +81,7 @@ class DriverClient:
         self.is_lost = False
 
     def abandon(self) -> None:
-        with contextlib.suppress(errors.RolloutError):  # the driver is lost; the next request raises that
+        with contextlib.suppress(errors.RolloutError):  # a lost driver: the next request raises the error
             self.reply({"op": "abandon"})
 
     @property
@@ -97,7 +97,7 @@ class DriverClient:
         The timeout restarts with every progress report; without `on_wait` a stop request shortens it. Raises the driver's
         error, or RolloutError.
         """
-        # With `on_wait` the caller shows progress.
+        # With `on_wait` the caller reports progress.
         with report_wait(lambda: self._described if on_wait is None or is_stopped(self._process.pid) else ""):
             header, arrays = self._wait(on_wait)
         if header["kind"] == "error":

@@ -1,9 +1,9 @@
-"""The request that rank 0 waits for, as a state machine.
+"""A state machine for the request that rank 0 waits for.
 
-    SAMPLE --a `generate` message goes out--> IN_RANKS --the ranks' samples arrive--> SAMPLE, for the next step ahead
-    SAMPLE --nothing left for the ranks--> WAIT --every sample is judged--> closed, with the response
+    SAMPLE --`generate` is sent--> IN_RANKS --the ranks' samples arrive--> SAMPLE, for the next step ahead
+    SAMPLE --the ranks have nothing left to sample--> WAIT --every sample is judged--> closed, with the response
 
-With SGLang and with demonstrations nothing is left for the ranks from the start.
+With SGLang and with demonstrations the ranks sample nothing.
 """
 
 import time
@@ -27,7 +27,7 @@ class OpenRequest:
         for_ranks: Sequence[StepRollouts] = (),
         refill: Callable[[StepRollouts], Sequence[StepRollouts] | None] = lambda _rollouts: None,
     ) -> None:
-        """`respond` makes the response once `rollouts` are judged; the ranks sample `for_ranks` before that.
+        """`respond` returns the response after all of `rollouts` are judged. The ranks sample `for_ranks` before.
 
         `refill` may add prompts to the judged rollouts. It returns the rollouts that the ranks sample next, or None.
         """
@@ -38,7 +38,7 @@ class OpenRequest:
         self._reported, self._reported_at = (0, 0, False), 0.0
 
     def advance(self) -> Message | None:
-        """The next message to rank 0, if there is one. Raises the error of the rollouts."""
+        """The next message to rank 0, or None. Raises the error of the rollouts."""
         if self._in_ranks is not None:
             return None
         if self._for_ranks:
@@ -59,7 +59,7 @@ class OpenRequest:
         return rollouts
 
     def _progress(self) -> Message | None:
-        """At most one message per second, and only after a change: rank 0's timeout restarts with each of them."""
+        """A progress message, at most one per second and only after a change, because each restarts rank 0's timeout."""
         if time.monotonic() - self._reported_at < PROGRESS_INTERVAL_S:
             return None
         report = (len(self.rollouts.judged), self.rollouts.num_wanted, not self.rollouts.missing)

@@ -1,6 +1,6 @@
-"""Sample requests for a rollout engine: one for each sample, with its id and seed.
+"""Creates one request for each sample of a rollout engine, with its id and seed.
 
-A seed is a function of the request, not of the server or of the batch that the sample is in.
+A seed depends on the request only, not on the server or on the batch of the sample.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def evaluation_requests(
     options: EvaluationOptions, benchmarks: Sequence[PromptSet], *, run_seed: int, step: int
 ) -> list[SampleRequest]:
     """The requests of an evaluation; `benchmarks` are the prompts of `options.benchmarks`, in their order."""
-    assert options.sampling is not None  # the config rejects benchmarks without it
+    assert options.sampling is not None  # the config requires it with benchmarks
     requests: list[SampleRequest] = []
     for benchmark, found in zip(options.benchmarks, benchmarks, strict=True):
         num = draws_of(options, benchmark)[0]
@@ -48,6 +48,6 @@ def evaluation_requests(
 
 def sample_seed(run_seed: int, step: int, prompt_id: str, index: int, *, purpose: str = "train") -> int:
     """63-bit seed of a sample. `purpose` separates an evaluation from the training step with the same number."""
-    # prompt_id is last: it is the only free text, so different requests never give the same bytes.
+    # prompt_id, the only free text, comes last, so different requests never give the same bytes.
     key = f"{purpose}|{run_seed}|{step}|{index}|{prompt_id}".encode()
     return int.from_bytes(blake2b(key, digest_size=8, person=b"pacs-sample").digest(), "big") >> 1

@@ -1,8 +1,8 @@
 """Requests and samples as flat arrays and a JSON header, for messages between driver and ranks, checkpoints and records.
 
-A record, `rollouts/step_000012.safetensors`, has the samples of a step bit for bit: arrays of int32 token ids, float32
-log-probs and the sampler's experts; ids, prompt lengths, stop reasons and spans are JSON in the metadata.
-A run can train the step again from it. A sample's seed follows from its id and the run's seed (`requests`).
+A record, `rollouts/step_000012.safetensors`, has the exact samples of a step. Its arrays are int32 token ids, float32
+log-probs and the sampler's experts; its metadata has ids, prompt lengths, stop reasons and spans as JSON. A run can
+train the step again from it. A sample's seed follows from its id and the run's seed (`requests`).
 """
 
 import json
@@ -23,7 +23,7 @@ Message = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 def requests_to_message(prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> Message:
-    """`requests` share their sampling parameters and belong to `prompts`."""
+    """The message of `requests`, which share their sampling parameters and belong to `prompts`."""
     number = {prompt.id: k for k, prompt in enumerate(prompts)}
     token_ids, offsets = flat([prompt.token_ids for prompt in prompts], np.int32)
     header = {
@@ -47,7 +47,7 @@ def requests_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.nda
 
 
 def samples_to_message(samples: Sequence[Sample]) -> Message:
-    """Token ids, log-probs, experts and weight versions, without rewards and labels."""
+    """The message of samples: token ids, log-probs, experts and weight versions, without rewards and labels."""
     header = {
         "ids": [s.id for s in samples],
         "prompt_ids": [s.prompt_id for s in samples],
@@ -91,7 +91,7 @@ def samples_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.ndar
 
 
 def check_saved(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray], steps: range, vocab_size: int) -> None:
-    """Raises ValueError for samples of a checkpoint that no sampler returned, although their digest fits."""
+    """Raises ValueError for samples of a checkpoint that no sampler can return, although the digest is right."""
     for values, bounds in (("token_ids", "offsets"), ("logprobs", "logprob_offsets")):
         offsets = arrays[bounds]
         if offsets[0] != 0 or offsets[-1] != len(arrays[values]) or (np.diff(offsets) < 0).any():
@@ -108,6 +108,6 @@ def check_saved(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray], ste
 
 
 def write_record(path: Path, samples: Sequence[Sample]) -> None:
-    """Record of samples without their verdicts, in the given order; equal samples give equal bytes."""
+    """Writes a record of samples without verdicts, in the given order; equal samples give equal bytes."""
     header, arrays = samples_to_message(samples)
     write_atomically(path, [save(arrays, metadata={"samples": json.dumps(header)})])

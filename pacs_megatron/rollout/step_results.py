@@ -1,4 +1,4 @@
-"""Responses to `rollout` and `evaluate`: admission, metrics and counts of judged samples, and their files."""
+"""Computes the responses to `rollout` and `evaluate` (admitted samples, metrics, counts) and writes sample files."""
 
 import logging
 import time
@@ -33,7 +33,7 @@ class StepResults:
         self._to_write: Callable[[], None] | None = None
 
     def admits(self, group: Group) -> bool:
-        """Whether a judged group will be trained, its staleness aside."""
+        """Whether a judged group will be trained, if it is not too stale."""
         return bool(admit([group], self._config.admission, min_group_size=self._min_group_size).groups)
 
     def step(self, rollouts: StepRollouts, sent: SentWeights) -> Message:
@@ -48,7 +48,7 @@ class StepResults:
             rollouts.is_returned = True
         staleness = {s.id: sent.staleness(s, step) for s in judged} if is_sampled else {}
         stale = {sample_id for sample_id, age in staleness.items() if age > max_staleness}
-        # Synchronous training has stale samples only after an attempt with max_staleness; otherwise no such metric.
+        # Synchronous training has stale samples only after an attempt with max_staleness; otherwise it omits the metric.
         checked = stale if stale or max_staleness else None
         admitted = admit(rollouts.groups(), config.admission, min_group_size=self._min_group_size, stale=checked)
         kept = admitted.groups[: rollouts.enough]
@@ -67,7 +67,7 @@ class StepResults:
             trained = [sample for group in kept for sample in group.samples]
             metrics |= staleness_metrics(trained, [staleness[sample.id] for sample in trained])
         logger.info("step %d: %d samples in %.2f s", step, len(judged), time.perf_counter() - rollouts.since)
-        # Rank 0 keeps it: a run whose driver dies later can still save the boundary after this step.
+        # Rank 0 keeps it, so that a run whose driver dies later can still save the checkpoint after this step.
         order = None if max_staleness else self._data.order.state_dict()
         return {"kind": "groups", "ids": facts.ids, "metrics": metrics, "order": order}, arrays
 
@@ -85,8 +85,8 @@ class StepResults:
         return {"kind": "evaluation", "benchmarks": counts}, {}
 
     def write_pending(self) -> None:
-        """Writes the samples of the last step, between its response and the next request: while rank 0 trains, and before it
-        writes the row of the step."""
+        """Writes the samples of the last step. Called between its response and the next request: rank 0 trains then, and
+        writes the step's metrics later."""
         if self._to_write is not None:
             self._to_write()
             self._to_write = None

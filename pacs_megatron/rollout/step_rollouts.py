@@ -1,4 +1,4 @@
-"""The samples of one dispatched step, finished or not, their form in a checkpoint, and the weights that sampled them."""
+"""The samples of a dispatched step, their form in a checkpoint, and the weight versions that sampled them."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from pacs_megatron.rollout.sample_arrays import Message, samples_from_message, s
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepRollouts:
-    """A step or an evaluation, from its dispatch to its training. The owner's lock guards changes of its samples."""
+    """The samples of a step or an evaluation, from dispatch to training. The owner's lock guards changes."""
 
     step: int
     prompts: tuple[Prompt, ...]
@@ -24,7 +24,7 @@ class StepRollouts:
     """False: an evaluation after `step`"""
     epoch: int = 0
     sampled: dict[str, Sample] = field(default_factory=dict)
-    """by id, in order of arrival; with the verdict once there is one"""
+    """samples by id, in order of arrival; a verdict replaces the sample by the judged one"""
     judged: set[str] = field(default_factory=set)
     cancelled: set[str] = field(default_factory=set)
     """requests that over-sampling does not need, because enough groups are admitted"""
@@ -32,7 +32,7 @@ class StepRollouts:
     """number of admitted groups that the step needs; None: all groups"""
     refills: int = 0
     is_returned: bool = False
-    """the prompts of unfinished groups are back in the data's order"""
+    """whether the prompts of unfinished groups were returned to the data"""
     num_admitted: int = 0
     """complete, judged groups that will be admitted"""
     started: bool = False
@@ -80,7 +80,7 @@ class StepRollouts:
         return [group for group in groups if group is not None]
 
     def whole_group(self, prompt_id: str) -> Group | None:
-        """The group of a prompt, or None if a sample of it is not judged yet."""
+        """The group of a prompt, or None until all of its samples are judged."""
         ids = self._ids_of[prompt_id]
         if not self.judged.issuperset(ids):
             return None
@@ -93,7 +93,7 @@ class StepRollouts:
         return in_flight
 
     def in_order(self) -> list[Sample]:
-        """Judged samples in the order of the prompts, not of arrival."""
+        """Judged samples in the order of the prompts."""
         ids = [sample_id for of_prompt in self._ids_of.values() for sample_id in of_prompt]
         return [self.sampled[sample_id] for sample_id in ids if sample_id in self.judged]
 
@@ -102,7 +102,7 @@ _SAVED = ("step", "epoch", "enough", "is_returned", "refills")
 
 
 def rollouts_to_message(steps: Sequence[StepRollouts]) -> Message:
-    """All samples, judged or not. Inverse of `rollouts_from_message`."""
+    """The message of all samples, judged or not. Inverse of `rollouts_from_message`."""
     samples = [sample for rollouts in steps for sample in rollouts.sampled.values()]
     header, arrays = samples_to_message(samples)
     header["steps"] = [
@@ -125,7 +125,7 @@ def rollouts_from_message(
     prompts: Mapping[str, Prompt],
     requests_of: Callable[[Sequence[Prompt], int], Sequence[SampleRequest]],
 ) -> list[StepRollouts]:
-    """Saved steps. A sample whose verifier failed is unjudged and will be judged again. Raises CheckpointError."""
+    """The saved steps. Samples whose verifier failed will be judged again. Raises CheckpointError."""
     verdicts = zip(samples_from_message(header, arrays), header["rewards"], arrays["labels"].tolist(), strict=True)
     samples = [
         sample if label < 0 else replace(sample, reward=reward, label=label, reward_details=details)
@@ -161,7 +161,7 @@ def rollouts_from_message(
 
 
 def rollout_metrics(samples: Sequence[Sample], dropped: Mapping[str, int]) -> dict[str, float]:
-    """Means of rewards and labels over the samples that have a reward, before admission; lengths over all samples."""
+    """Metrics before admission: means of rewards and labels over judged samples, lengths over all samples."""
     rewarded = [s for s in samples if s.reward is not None]
     lens = np.array([s.response_len for s in samples], dtype=np.float64)
     metrics = {
@@ -186,7 +186,7 @@ class SentWeights:
         self._step_of: dict[str, int] = {}
 
     def add(self, digest: str, step: int) -> None:
-        """The rollout engine has the weights after `step`."""
+        """Records that the rollout engine has the weights after `step`."""
         self._step_of[digest] = step
 
     def check(self, sample: Sample) -> None:

@@ -1,4 +1,4 @@
-"""Training prompts in their order, sample requests for them, or the data's own solutions as samples."""
+"""Training prompts in order, with sample requests for them or with the data's solutions as samples."""
 
 import logging
 import math
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 class TrainData:
     def __init__(self, config: RunConfig, model_dir: Path, tokenizer: Any) -> None:
-        """Raises DataError if the data cannot be read or contain nothing to train on."""
+        """Raises DataError if the data cannot be read or have no prompt to train on."""
         self._config = config
         self._tokenizer = tokenizer
         self._demonstrations: dict[str, np.ndarray] = {}
@@ -94,7 +94,7 @@ class TrainData:
         for prompt in loaded.prompts:
             if not prompt.solution:
                 raise DataError(
-                    f"{self._config.data.train.path}: prompt {prompt.id} has no solution to learn from; name the column "
+                    f"{self._config.data.train.path}: prompt {prompt.id} has no solution to train on; name the column "
                     "with data.train.columns.solution"
                 )
             [ids] = tokenize([as_plain_text(prompt.solution, controls)], self._tokenizer)

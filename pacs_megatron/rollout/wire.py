@@ -24,7 +24,7 @@ OnWait = Callable[[], None] | None
 
 
 class Connection:
-    """One end of a stream socket. `timeout_s` limits a pause in the middle of a message; `poll` waits for its first byte."""
+    """One end of a stream socket. `timeout_s` limits a pause inside a message; `poll` waits for the first byte."""
 
     def __init__(self, sock: socket.socket, peer: str, timeout_s: float | None = None) -> None:
         self._sock = sock
@@ -32,7 +32,7 @@ class Connection:
         self._sock.settimeout(timeout_s)
 
     def send(self, header: Mapping[str, Any], arrays: Arrays = None, on_wait: OnWait = None) -> None:
-        """Calls `on_wait` every second while the peer reads nothing. Raises RolloutError if it has ended."""
+        """Sends a message. Calls `on_wait` every second until the peer reads. Raises RolloutError if it has ended."""
         head = json.dumps(header).encode()
         payload = pack_arrays(arrays) if arrays else b""
         with self._named():
@@ -48,7 +48,7 @@ class Connection:
         return self._sock.fileno()
 
     def poll(self, timeout_s: float) -> bool:
-        """Whether something can be read within `timeout_s` (end of file counts)."""
+        """Whether data or the end of the stream arrives within `timeout_s`."""
         return bool(select.select([self._sock], [], [], timeout_s)[0])
 
     def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

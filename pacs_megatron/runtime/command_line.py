@@ -23,7 +23,7 @@ _SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential)")
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser whose usage errors are one line, and whose help does not ignore a full disk."""
+    """An ArgumentParser whose usage errors are one line, and whose help reports a full disk."""
 
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError."""
@@ -89,7 +89,7 @@ def run_command(command: Callable[[], int]) -> int:
 
 
 def report_error(error: Exception) -> int:
-    """Prints `error` as one line, with a crash report if it is not of a path or of the disk; returns the exit code."""
+    """Prints `error` as one line, with a crash report unless a path or the disk is the cause; returns the exit code."""
     kind, text = type(error).__name__, _message(error)[:300]
     if isinstance(error, PacsError):
         _print_line(f"{kind}: {error}")
@@ -112,7 +112,7 @@ def report_error(error: Exception) -> int:
 
 
 def write_report(error: BaseException) -> str:
-    """Writes a crash report to the folder of temporary files; returns where it is, for the message."""
+    """Writes a crash report to the folder of temporary files; returns a text with its path for the message."""
     lines = [
         f"pacs-megatron {__version__}, Python {platform.python_version()}, {platform.platform()}",
         ", ".join(f"{name} {installed(name) or 'not installed'}" for name in PACKAGES),
@@ -133,7 +133,7 @@ def write_report(error: BaseException) -> str:
 
 
 def _print_line(text: str) -> None:
-    """To standard error; a full disk and a closed pipe do not change the exit code."""
+    """Prints to standard error; a full disk or a closed pipe does not change the exit code."""
     try:
         sys.stderr.write(one_line(text) + "\n")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""How a command was started (alone, by torchrun, by srun), the environment variables of ranks, and installed versions."""
+"""Finds a process's rank (torchrun, srun or alone), the environment variables of ranks, and installed versions."""
 
 import os
 from collections.abc import Mapping
@@ -18,17 +18,17 @@ PACKAGES = (
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
 """Files of a host with an NVIDIA driver."""
 VISIBLE_GPUS = "PACS_VISIBLE_GPUS"
-"""CUDA_VISIBLE_DEVICES of the trainer, for the driver, which itself sees no GPU but starts servers."""
+"""CUDA_VISIBLE_DEVICES of the trainer, for the driver, which uses no GPU but starts servers."""
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Names of the GPUs that the trainer's ranks see, by local rank; empty without CUDA_VISIBLE_DEVICES (all GPUs)."""
+    """Names of the GPUs of the trainer's ranks, by local rank; empty without CUDA_VISIBLE_DEVICES (all GPUs)."""
     text = environ.get(VISIBLE_GPUS, environ.get("CUDA_VISIBLE_DEVICES", ""))
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def hide_gpus() -> bool:
-    """Keeps torch, which has not used CUDA yet, from this host's GPUs. Returns whether there may be some."""
+    """Hides this host's GPUs from torch, which has not used CUDA yet. Returns whether there may be some."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return any(path.exists() for path in DRIVER_FILES)
 

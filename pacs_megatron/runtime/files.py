@@ -33,7 +33,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
-    """`path` has either its old content or all of `chunks`, also after a kill. Creates parent folders."""
+    """Writes `chunks` to `path`, which has its old or its new content, also after a kill. Creates parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + PARTIAL_SUFFIX)
     try:

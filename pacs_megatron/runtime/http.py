@@ -14,7 +14,7 @@ class ResponseTooLongError(aiohttp.ClientPayloadError):
 
 
 def open_session(**options: Any) -> aiohttp.ClientSession:
-    """Without proxies of the environment, and without compression: a few bytes could expand to gigabytes."""
+    """A session without the environment's proxies and without compression (a few bytes could expand to gigabytes)."""
     return aiohttp.ClientSession(
         trust_env=False, read_bufsize=1 << 20, auto_decompress=False, skip_auto_headers=("Accept-Encoding",), **options
     )
@@ -50,6 +50,6 @@ async def exchange(
             data += chunk
             if len(data) > limit:
                 if response.status != 200:
-                    break  # its status is the reason
+                    break  # the status is the reason
                 raise ResponseTooLongError(f"response longer than {limit} bytes")
         return response.status, bytes(data)

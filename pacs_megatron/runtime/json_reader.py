@@ -1,6 +1,6 @@
-"""The one entry point for JSON that this program did not just write itself.
+"""Reads all JSON that comes from outside of this process.
 
-Every fault ends in one line of the caller's error class: special files, size, encoding, malformed JSON, text after the
+Every fault raises the caller's error class with one line: special files, size, encoding, malformed JSON, text after the
 value, repeated keys, depth, huge numbers, NaN, and strings that no file name can contain (NUL, lone surrogates).
 """
 

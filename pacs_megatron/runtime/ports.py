@@ -11,8 +11,8 @@ _ATTEMPTS = 64
 
 
 def free_port(host: str, wanted: int = 0) -> int:
-    """`wanted`, or another port where it has a listener: one below those that the kernel gives to outgoing connections,
-    which could take it before a slow server binds it."""
+    """`wanted`, or another port if `wanted` has a listener. The port is below the kernel's ports for outgoing
+    connections, which could use it before a slow server binds it."""
     try:
         below = range(_LOWEST, int(_KERNEL_RANGE.read_text().split()[0]))
     except (OSError, ValueError, IndexError):
@@ -26,7 +26,7 @@ def free_port(host: str, wanted: int = 0) -> int:
 
 
 def _bound(host: str, port: int) -> int:
-    """The number of a port that has no listener. Raises OSError where it has one."""
+    """Binds `port` and returns its number. Raises OSError if it has a listener."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
         probe.bind((host, port))

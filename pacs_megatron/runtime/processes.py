@@ -1,4 +1,4 @@
-"""Child processes that end with their parent, and code from outside in a child with limits."""
+"""Ends child processes with their parent, and runs untrusted code in a child with limits."""
 
 import ctypes
 import json
@@ -27,14 +27,14 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL, parent_pid: int | N
 
 
 def ignore_job_signals() -> None:
-    """For helper processes: their owner decides when they end."""
+    """Ignores the job's signals in a helper process, whose owner ends it."""
     for number in JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def run_limited(work: Callable[[], Any], *, seconds: float, memory_bytes: int) -> Any:
-    """`work()`, a JSON value, computed in a fork of this process, which the kernel ends after `seconds` of CPU time. Raises
-    TimeoutError, and RuntimeError with type and message of an exception in `work`."""
+    """The JSON value of `work()`, computed in a fork that the kernel ends after `seconds` of CPU time. Raises
+    TimeoutError, or RuntimeError with type and message of an exception in `work`."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -54,7 +54,7 @@ def run_limited(work: Callable[[], Any], *, seconds: float, memory_bytes: int) -
 
 
 def _report_and_exit(work: Callable[[], Any], writer: int, seconds: float, memory_bytes: int) -> None:
-    """In the fork. Calls nothing that may wait for a lock of another thread of the parent."""
+    """Runs `work` in the fork. Calls nothing that may wait for a lock of the parent's other threads."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library of Rust prints its own report
         for number in (*JOB_SIGNALS, signal.SIGPROF):
@@ -75,7 +75,7 @@ def _report_and_exit(work: Callable[[], Any], writer: int, seconds: float, memor
 
 
 def limit_memory(limit_bytes: int) -> None:
-    """A larger allocation raises MemoryError in this process, before the host's out-of-memory killer ends one."""
+    """Limits this process's memory: a larger allocation raises MemoryError instead of starting the OOM killer."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     soft = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
@@ -97,5 +97,5 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP (or a debugger) holds the process."""
+    """Whether SIGSTOP (or a debugger) has stopped the process."""
     return (stat_fields(pid) or "-")[0] in "Tt"

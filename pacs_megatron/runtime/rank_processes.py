@@ -1,4 +1,4 @@
-"""Child processes of a command on this host, as ranks of a world if wanted. They end with the command."""
+"""Starts child processes of a command on this host, optionally as ranks of a world. They end with the command."""
 
 import os
 import time
@@ -16,7 +16,7 @@ _POLL_S = 1.0
 
 
 class Processes:
-    """Processes that run `action`, each with a log in `work`; with `world`, as ranks that meet by a file, not a port."""
+    """Processes that run `action`, each with a log in `work`; with `world`, as ranks whose rendezvous is a file."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Processes:
         )
 
     def wait(self, error: type[PacsError]) -> None:
-        """Until all have ended. Raises `error` when one fails or the limit has passed."""
+        """Waits until all processes have ended. Raises `error` if one fails or the time limit has passed."""
         from torch.multiprocessing.spawn import ProcessException
 
         try:

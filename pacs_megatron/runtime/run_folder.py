@@ -1,4 +1,4 @@
-"""The run folder as a whole: its names, cutting it back to a checkpoint, and what software made it."""
+"""Names of the files of a run folder, exit codes, checks of the folder, and the record of software versions."""
 
 import json
 import os
@@ -21,9 +21,9 @@ METRICS_FILE = "metrics.jsonl"
 LOG_FOLDER = "logs"
 HEARTBEAT_FOLDER = "heartbeats"
 EXIT_CODE_FILE = "exit_code"
-"""Rank 0 writes its exit code here: torchrun hides it."""
+"""File with rank 0's exit code, which torchrun hides"""
 FAILED_RANK_FILE = "failed_rank"
-"""The exit code of another rank that failed before training: rank 0 learns of it only by a SIGTERM."""
+"""File with the exit code of another rank that failed before training; rank 0 receives only a SIGTERM then"""
 ATTEMPT_VARIABLE = "PACS_ATTEMPT"
 """Set by batch scripts: the log folder of the attempt."""
 TENSORBOARD_FOLDER = "tensorboard"
@@ -33,11 +33,11 @@ FIXED_KEYS = (
     *("run.seed", "model.path", "objective.name", "objective.critic.path", "data."),
     *("batch.prompts_per_step", "batch.samples_per_prompt"),
 )
-"""A resumed run may not change these: its metrics would mix two experiments."""
+"""Keys that a resumed run may not change, because its metrics would mix two experiments"""
 
 
 def write_exit_code(run_dir: Path, code: int, name: str = EXIT_CODE_FILE) -> None:
-    """How the run ended; not on a full disk, which is a reason of the code."""
+    """Writes the exit code of the run; ignores a full disk, because that may be the cause of the code."""
     with suppress(OSError):
         write_atomically(run_dir / name, [f"{int(code)}\n".encode()])
 
@@ -55,7 +55,7 @@ def run_folder(loaded: LoadedConfig) -> Path:
 
 
 def check_run_folder(run_dir: Path) -> None:
-    """Raises ConfigError for a folder inside another run's, and for a file or a link where the run's own belong."""
+    """Raises ConfigError for a folder inside another run's folder, and for a file or link at the path of a run's file."""
     for outer in run_dir.absolute().parents:
         if (outer / CONFIG_FILE).is_file() and (outer / HEARTBEAT_FOLDER).is_dir():
             raise ConfigError(f"{run_dir} is inside the folder of the run {outer}; choose another run.dir or run.name")

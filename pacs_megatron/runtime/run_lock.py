@@ -1,7 +1,7 @@
-"""One writer per run folder: an flock on `<run>/run.lock`, and a lease inside the file with a heartbeat.
+"""Ensures one writer per run folder with an flock on `<run>/run.lock`, and with a lease in the file with a heartbeat.
 
-flock alone does not reach other hosts on every file system (Lustre without `-o flock`, NFS with `local_lock`); the lease
-does. Readers take no lock. Libraries such as filelock have either the one or the other.
+On some file systems (Lustre without `-o flock`, NFS with `local_lock`) an flock does not reach other hosts, so the
+lease is needed too. Readers take no lock. Libraries such as filelock have only one of the two.
 """
 
 import fcntl
@@ -29,9 +29,9 @@ LOCK_FILE = "run.lock"
 _MAX_BYTES = 1 << 16
 _HEARTBEAT_S = 5.0
 _STALE_S = 20.0
-"""A lease of another host without a new heartbeat for this long is stale."""
+"""Seconds without a heartbeat after which another host's lease is stale"""
 _CERTAINLY_STALE_S = 900.0
-"""Age of the file beyond any difference between two hosts' clocks: stale without waiting."""
+"""Age of the file, larger than any difference between clocks of hosts, above which a lease is stale at once"""
 
 
 class FolderInUseError(ConfigError):
@@ -59,7 +59,7 @@ class Lease:
 
 
 class RunLock(Closing):
-    """Holds the lock of `run_dir`, which it creates, until `close`; takes a dead process's over. Raises FolderInUseError."""
+    """Creates `run_dir` and holds its lock until `close`; takes over a dead process's lock. Raises FolderInUseError."""
 
     def __init__(self, run_dir: Path, command: str) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)

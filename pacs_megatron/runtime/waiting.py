@@ -1,4 +1,4 @@
-"""Reports a wait that takes long, from a thread: the waiting thread may be inside a C++ call."""
+"""Reports long waits from a separate thread, because the waiting thread may be inside a C++ call."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ def next_notice_s(waited_s: float) -> float:
 
 
 NO_PROGRAM = 127
-"""Status of `try_program`, as of a shell."""
+"""Exit status of `try_program` for a program that did not run, as in a shell"""
 _open = threading.local()
 
 

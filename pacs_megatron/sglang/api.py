@@ -1,5 +1,5 @@
-"""SGLang's control endpoints (version 0.5.23; sessions are probed for older ones), one blocking call each, from any thread.
-Generation is in `sglang/client.py`."""
+"""Client of SGLang's control endpoints (version 0.5.23; older servers may lack sessions). A method is one blocking call and
+may run in any thread. Generation is in `sglang/client.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pacs_megatron.runtime.http import CONNECTION_ERRORS, exchange, open_session
 
 T = TypeVar("T")
 _MAX_BYTES = 64 << 20
-"""Of a response"""
+"""Size limit of a response"""
 FRESH_VERSION = "default"
 """The `weight_version` of a newly started server."""
 
@@ -48,7 +48,7 @@ class WeightVersion:
 
     @classmethod
     def parse(cls, text: str) -> WeightVersion | None:
-        """None for any other text: a fresh server's `default`, or the mark of an update in progress."""
+        """Inverse of `str`. None for other texts: `default` of a new server, or `updating_version` during an update."""
         number, _, digest = text.partition(":")
         if not number.isdecimal() or len(number) > 18 or not digest or digest == UPDATING:
             return None
@@ -130,7 +130,7 @@ class SglangApi:
             ) from error
 
     def ready(self, timeout_s: float = 2.0) -> bool:
-        """Whether it accepts requests. Cheap; `/health` sleeps a second by design."""
+        """Whether the server accepts requests. Fast, unlike `/health`, which sleeps for a second."""
         try:
             self.call("/ready", timeout_s=timeout_s)
         except (ServerUnreachableError, ServerRefusedError):

@@ -35,7 +35,7 @@ def api_key(options: SglangRollout) -> str | None:
 
 
 def server_apis(options: SglangRollout, urls: tuple[str, ...]) -> tuple[SglangApi, ...]:
-    """Control access to these servers, for the process that pushes weights."""
+    """Clients of these servers' control endpoints, for the process that pushes weights."""
     key = api_key(options)
     return tuple(SglangApi(url=url, api_key=key, timeout_s=options.sync.timeout_s) for url in urls)
 
@@ -69,8 +69,8 @@ def server_specs(
 
 
 def devices_of(servers: SglangServers, index: int, visible: Sequence[str]) -> str:
-    """CUDA_VISIBLE_DEVICES of server `index`: configured, or `tp` GPUs in order of those that the trainer sees (ConfigError
-    if it sees fewer)."""
+    """CUDA_VISIBLE_DEVICES of server `index`: the configured value, or the next `tp` of the trainer's `visible` GPUs.
+    Raises ConfigError for too few GPUs."""
     if servers.visible_devices:
         return servers.visible_devices[index]
     numbers = range(index * servers.tp, (index + 1) * servers.tp)
@@ -83,7 +83,7 @@ def devices_of(servers: SglangServers, index: int, visible: Sequence[str]) -> st
 
 
 def trainer_rank_of(devices: str | None, visible: Sequence[str]) -> int:
-    """Trainer rank on the first of a server's GPUs, which alone can pass it CUDA IPC handles; 0 for servers without GPUs.
+    """Trainer rank on a server's first GPU, the only rank that can pass CUDA IPC handles to it; 0 without GPUs.
     Raises ConfigError for a GPU that no rank uses."""
     if devices is None:
         return 0
@@ -111,17 +111,17 @@ def start_servers(
         for server in servers:
             server.start()
         _await({pool.submit(server.wait_ready, timeout_s) for server in servers}, is_over)
-    except BaseException:  # also on Ctrl-C, no server may be left behind
+    except BaseException:  # also after Ctrl-C, so that no server is left running
         for server in servers:
             server.close()
         raise
     finally:
-        pool.shutdown()  # only here: it blocks until all `wait_ready` calls end
+        pool.shutdown()  # last, because it blocks until all `wait_ready` calls end
     return servers
 
 
 def _await(waiting: set[Future[None]], is_over: Callable[[], bool]) -> None:
-    """Returns when all are done. Raises the first error at once, and RolloutError when `is_over` becomes true."""
+    """Waits for all futures. Raises the first error at once, and RolloutError when `is_over` becomes true."""
     while waiting:
         done, waiting = wait(waiting, POLL_S, FIRST_COMPLETED)
         for one in done:
@@ -157,8 +157,8 @@ def open_engine(
 
 
 def _feeder(options: SglangRollout, index: int, own: ManagedServer | None = None) -> int:
-    """Trainer rank that sends the weights. `broadcast`: the ranks take turns, so that each GPU's network link has its share;
-    the rank is modulo the number of ranks on rank 0's host (training/sync.py)."""
+    """Trainer rank that sends weights to the server. `broadcast` distributes servers over ranks, and so over the GPUs'
+    network links; training/sync.py takes the number modulo the ranks on rank 0's host."""
     if options.sync.transport == "broadcast":
         return index
     if options.sync.transport == "disk" or own is None:

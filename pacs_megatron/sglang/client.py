@@ -35,14 +35,14 @@ from pacs_megatron.sglang.fleet import Fleet, Health, Server
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 2.0
-"""Below the server's 5 s, so that no request uses a connection that the server is closing."""
+"""Less than the server's 5 s, so that no request uses a connection that the server is closing."""
 MONITOR_S = 0.5
 ALIVE_S = 1.0
 """Interval in which blocked callers check that the loop still runs."""
 RESPONSE_BYTES, TOKEN_BYTES = 1 << 20, 1024
-"""Size limit of a response: the first, plus the second per requested token. A token takes about 30 bytes."""
+"""Size limit of a response: RESPONSE_BYTES, plus TOKEN_BYTES per requested token. A token needs about 30 bytes."""
 OTHER_FILES, MAX_FILES = 256, 1 << 20
-"""Open files besides the connections (logs, workers, data), and the most that this process sets as its limit."""
+"""Open files besides the connections (logs, workers, data), and the largest limit that this process sets."""
 T = TypeVar("T")
 
 
@@ -55,7 +55,7 @@ class _ServerFaultError(RolloutError):
 
 
 _Stream = queue.SimpleQueue["Sample | BaseException | None"]
-"""The receiving end of one `stream` call; None: a cancelled request."""
+"""Results of one `stream` call; None for a cancelled request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,9 +63,9 @@ class _Job:
     request: SampleRequest
     stream: _Stream
     tries: int = 0
-    """failed attempts that count towards `retries`"""
+    """number of failed attempts that count towards `retries`"""
     sent: int = 0
-    """all attempts; makes request ids unique on the server"""
+    """number of all attempts; makes request ids unique on the server"""
     avoid: frozenset[str] = frozenset()
     errors: list[str] = field(default_factory=list)
     server: Server | None = None
@@ -81,7 +81,7 @@ class SglangEngine(Closing):
     def __init__(
         self, servers: Sequence[Server], options: SglangRollout, *, vocab_size: int, routes: RoutesShape | None = None
     ) -> None:
-        """`routes`: samples for training have the experts of their tokens."""
+        """`routes`: shape of the experts of training samples; None: samples have no experts."""
         self._routes = routes
         self._options = options
         self._vocab_size = vocab_size
@@ -128,7 +128,7 @@ class SglangEngine(Closing):
         self._run(self._cancel(tuple(ids)))
 
     def begin_update(self, *, is_release: bool = False) -> None:
-        """Call before new weights are pushed, or memory is released: no request is dispatched until `set_current`."""
+        """Stops the dispatch of requests until `set_current`. Call before a push of weights or a release of memory."""
         self._call(lambda: self._fleet.begin_update(is_release=is_release))
 
     def set_current(self, version: int, digest: str) -> None:
@@ -172,7 +172,7 @@ class SglangEngine(Closing):
                     return RolloutError("the rollout engine was closed")
 
     def _call(self, function: Callable[[], T]) -> T:
-        """`function()`, on the loop."""
+        """Calls `function` on the loop and returns its result."""
 
         async def call() -> T:
             return function()
@@ -223,7 +223,7 @@ class SglangEngine(Closing):
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Starts as many pending jobs as servers have capacity for. Called whenever that may have changed."""
+        """Starts as many pending jobs as the servers have capacity for. Called after every change of capacity."""
         waiting: list[_Job] = []
         while self._pending and self._fleet.current is not None and self._fleet.pick(None, frozenset()) is not None:
             job = self._pending.popleft()
@@ -233,7 +233,7 @@ class SglangEngine(Closing):
             if server is None:
                 waiting.append(job)  # only the server where it failed has capacity; other jobs may use it
                 continue
-            # Samples of a group share a server, so its prompt is computed once. If the server dies, they move together.
+            # Samples of a group share a server, so the prompt is computed once. If the server dies, all move to another.
             self._home[job.request.prompt_id] = server
             server.in_flight += 1
             job.server, job.epoch, job.min_version = server, self._fleet.epoch, self._fleet.current.version
@@ -245,7 +245,7 @@ class SglangEngine(Closing):
             self._home.clear()
 
     def _rid(self, job: _Job) -> str:
-        """The id of a job's latest attempt. A server rejects one that is in progress, also of a client that was just killed."""
+        """The id of a job's latest attempt. A server rejects an id in progress, even after its client was killed."""
         return f"{job.request.id}/{job.sent}-{self._tag}"
 
     async def _try(self, job: _Job, server: Server, rid: str) -> None:
@@ -280,7 +280,7 @@ class SglangEngine(Closing):
             self._pending.appendleft(job)
 
     def _check(self, job: _Job, task: asyncio.Task[None]) -> None:
-        """Passes an unexpected error to the caller, so that a job is never lost with its task."""
+        """Passes an unexpected error of a job's task to the caller, so that the job still gets a result."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._fail_stream(job.stream, error)
@@ -405,8 +405,8 @@ class SglangEngine(Closing):
 
 
 def allow_connections(num: int) -> None:
-    """Raises this process's limit of open files; warns if it is too low for `num` connections: further ones would fail
-    and look like server faults."""
+    """Raises this process's limit of open files. Warns if the limit is too low for `num` connections, because failed
+    connections look like server faults."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return

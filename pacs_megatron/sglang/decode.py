@@ -1,4 +1,4 @@
-"""The text of a `/generate` request, and its response with every token checked."""
+"""Builds the body of a `/generate` request, and parses its response with a check of every token."""
 
 import base64
 import math
@@ -19,7 +19,7 @@ class BadResponseError(RolloutError):
 
 
 class RoutesShape(NamedTuple):
-    """Of the experts of one sample; `experts` is their number in a layer."""
+    """Shape of the experts of one sample; `experts` is the number of experts in a layer."""
 
     layers: int
     top_k: int
@@ -27,7 +27,7 @@ class RoutesShape(NamedTuple):
     prompt_len: int = 0
 
     def num_bytes(self, max_tokens: int) -> int:
-        """Of the JSON text: int32 in base64."""
+        """Size of the JSON text, int32 in base64."""
         return (self.prompt_len + max_tokens) * self.layers * self.top_k * 4 * 4 // 3
 
 
@@ -44,7 +44,7 @@ class Response:
 
 
 def request_body(request: SampleRequest, rid: str, *, with_routes: bool = False) -> bytes:
-    """The JSON of `/generate` for one sample, under the id `rid`. `with_routes`: with the experts of its tokens."""
+    """The JSON of a `/generate` request with the id `rid`. `with_routes`: also requests the experts of the tokens."""
     params = request.params
     sampling: dict[str, Any] = {
         "temperature": params.temperature,
@@ -79,7 +79,7 @@ def decode(body: bytes, rid: str, max_tokens: int, routes: RoutesShape | None = 
         entry_ids = [entry[1] for entry in entries]
         if type(ids) is not list or not set(map(type, ids)) <= {int} or logprobs.ndim != 1:
             raise BadResponseError("output_ids or output_token_logprobs contain values that are not numbers")
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:  # orjson's is a ValueError
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:  # ValueError: also orjson's error
         text = " ".join(body[:80].decode(errors="replace").split())
         reason = f"malformed response of {len(body)} bytes ({type(error).__name__}: {error}): {text}"
         raise BadResponseError(reason) from error
@@ -101,7 +101,7 @@ def decode(body: bytes, rid: str, max_tokens: int, routes: RoutesShape | None = 
 
 
 def _routes(text: object, shape: RoutesShape, num_tokens: int) -> np.ndarray:
-    """SGLang's text (srt/state_capturer/routed_experts.py in 0.5.23): int32 in base64, of every token but the last."""
+    """The experts of every token but the last, from SGLang's base64 of int32 (srt/state_capturer/routed_experts.py)."""
     if not isinstance(text, str):
         raise BadResponseError(
             "no routed_experts, which policy.routing=replay_sampler needs; start the server with "

@@ -41,8 +41,8 @@ class Server:
     api: SglangApi
     own: ManagedServer | None = None
     trainer_rank: int = 0
-    """trainer rank that sends it weights: with `sync.transport: ipc` the one on its first GPU, with `broadcast` modulo the
-    ranks of rank 0's host"""
+    """trainer rank that sends weights to the server: with `sync.transport: ipc` the rank on its first GPU, with
+    `broadcast` modulo the ranks on rank 0's host"""
     health: Health = Health.STALE
     reason: str = "not probed yet"
     in_flight: int = 0
@@ -51,7 +51,7 @@ class Server:
     restarts: int = 0
     restarting: bool = False
     returning: bool = False
-    """in a copy: DEAD, but it is being restarted, will be restarted, or is external and may be restarted by its owner"""
+    """set in copies (`status`): DEAD, but being restarted, to be restarted, or external (its owner may restart it)"""
     last_ok: float = field(default_factory=time.monotonic)
     """monotonic time of the last successful probe"""
 
@@ -127,7 +127,7 @@ class Fleet:
         for server in self.servers:
             if server.health is Health.HEALTHY:
                 self._set(server, Health.STALE, "not probed since the update")
-            if self._unprobed_since is not None:  # the update's duration does not count as silence
+            if self._unprobed_since is not None:  # the update's duration does not count towards `dead_after_s`
                 server.last_ok = min(now, server.last_ok + now - self._unprobed_since)
         self._unprobed_since = None
         self._settling = True
@@ -144,8 +144,8 @@ class Fleet:
             await asyncio.wait_for(self._has_current.wait(), timeout_s)
 
     def pick(self, prefer: Server | None, avoid: frozenset[str]) -> Server | None:
-        """A HEALTHY server with capacity: `prefer`, else the least loaded. Uses a server in `avoid` only if no other is
-        HEALTHY: waiting for capacity costs less than one of the few retries."""
+        """A HEALTHY server with capacity (`prefer`, else the least loaded), or None. Uses a server in `avoid` only if no
+        other is HEALTHY, because a wait for capacity costs less than one of the few retries."""
         if self.current is None or self._settling:
             return None
         healthy = [s for s in self.servers if s.health is Health.HEALTHY]
@@ -176,7 +176,7 @@ class Fleet:
         managed = self._options.servers
         copies = [replace(server) for server in self.servers]
         for server in copies:
-            # The owner of an external server may restart it: `all_down_after_s` bounds that wait.
+            # The owner of an external server may restart it; `all_down_after_s` limits the wait.
             may_return = managed is None or server.restarting or server.restarts < managed.max_restarts
             server.returning = server.health is Health.DEAD and may_return
         return tuple(copies)
@@ -196,7 +196,7 @@ class Fleet:
             self._notice_exit(server)
             if server.health is Health.DEAD and server.own is not None and not self._holds_restarts:
                 await self._restart(server, server.own)
-            # An update leaves out DEAD servers; an external one that responds again takes part in the next.
+            # An update skips DEAD servers. An external server that responds again receives the next update.
             if self.current is not None or (server.health is Health.DEAD and server.own is None):
                 await self._probe(server)
 
@@ -216,7 +216,7 @@ class Fleet:
                 self._set(server, Health.SUSPECT, str(error))
             return
         if epoch != self.epoch:
-            return  # an update began or ended meanwhile: the response may be outdated
+            return  # an update started or ended meanwhile, so the response may be outdated
         server.last_ok = time.monotonic()
         if server.health is Health.DEAD:
             server.failures = 0
@@ -224,7 +224,7 @@ class Fleet:
             behind = f"has weights {reported!r}, current are {str(self.current)!r}"
             self._set(server, Health.STALE, "responds again" if self.current is None else behind)
             if server.in_flight and WeightVersion.parse(reported) is None:
-                # An update left it paused, or it was restarted: its running requests are lost.
+                # The server is paused after an update, or was restarted, so its running requests are lost.
                 self._on_lost(server)
         elif server.health is not Health.HEALTHY:
             self._set(server, Health.HEALTHY, "")

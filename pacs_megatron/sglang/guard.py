@@ -24,7 +24,7 @@ PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.2
 SHARED = "/dev/shm/"  # noqa: S108  # listed, and cleaned of our own servers' files
 SHARED_FAMILIES = ("sglang_", "sgl_shm_", "multi_tokenizer_args_", "sem.mp-", "psm_", "nccl-", "cuda.shm.")
-"""Name prefixes of shared memory that a killed server and its libraries leave behind; a trainer's buckets differ."""
+"""Name prefixes of shared memory that a killed server and its libraries leave behind; the trainer uses others."""
 SCAN_S = 10.0
 """Interval in which the guard records the shared memory of its server."""
 
@@ -46,7 +46,7 @@ def members(group: int, ancestor: int | None = None) -> list[int]:
 
 
 def shared_inodes(pids: list[int]) -> set[int]:
-    """Of the shared-memory files that these processes have mapped; glibc maps a semaphore before it names it."""
+    """Inodes of the shared-memory files that these processes have mapped; glibc maps a semaphore before it names it."""
     found: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -58,7 +58,7 @@ def shared_inodes(pids: list[int]) -> set[int]:
 
 
 def remove_shared(inodes: set[int]) -> None:
-    """Unlinks those of them whose name is in SHARED_FAMILIES. tmpfs does not reuse inodes."""
+    """Unlinks the files of these inodes whose name is in SHARED_FAMILIES. tmpfs does not reuse inodes."""
     with contextlib.suppress(OSError), os.scandir(SHARED) as entries:
         for entry in entries:
             if entry.name.startswith(SHARED_FAMILIES) and entry.inode() in inodes:
@@ -66,7 +66,7 @@ def remove_shared(inodes: set[int]) -> None:
 
 
 def end_all(server: subprocess.Popen[bytes], grace_s: float) -> None:
-    """SIGTERM, `grace_s`, SIGKILL to the server's process group and all descendants. Returns when none is left."""
+    """Sends SIGTERM, and SIGKILL after `grace_s`, to the server's group and all descendants; returns when all ended."""
     group, guard = server.pid, os.getpid()
     for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
         deadline = time.monotonic() + wait_s
@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
     shared: set[int] = set()
     write_pid_file(pid_file, server.pid, store, shared)
     scan_at = time.monotonic() + SCAN_S
-    # A forked sibling of the launcher may keep the pipe open; the changed parent pid still shows the launcher's end.
+    # A forked sibling of the launcher may keep the pipe open. A changed parent pid shows that the launcher ended.
     while not stop and server.poll() is None and os.getppid() == launcher:
         if select.select([sys.stdin], [], [], POLL_S)[0]:
             break

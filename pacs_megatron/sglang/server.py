@@ -1,4 +1,4 @@
-"""A managed SGLang server: its command line, start and shutdown."""
+"""Starts, watches and stops a managed SGLang server."""
 
 import contextlib
 import logging
@@ -28,9 +28,9 @@ from pacs_megatron.sglang.api import SglangApi
 logger = logging.getLogger(__name__)
 
 GRACE_S, POLL_S = 1.5, 0.25
-"""Between SIGTERM and SIGKILL (a server has no state to save); between two looks at a starting server."""
+"""Seconds between SIGTERM and SIGKILL (a server has no state to save), and between two checks of a starting server."""
 START_ATTEMPTS = 3
-"""Another process may take the chosen port before the server binds it."""
+"""Number of attempts to start, because another process may bind the chosen port first."""
 API_KEY, MEM_FRACTION = "PACS_SGLANG_API_KEY", "PACS_SGLANG_MEM_FRACTION"
 """Environment variables that `sglang/start.py` turns into arguments."""
 FP8_BLOCKWISE_ARGS = (
@@ -120,8 +120,8 @@ def tail(path: Path) -> str:
 
 
 def reap(folder: Path) -> list[int]:
-    """Ends leftover processes of an earlier, killed launcher, named by `folder`'s pid files; returns their pids. Call it
-    before the first start in a folder only."""
+    """Ends processes that a killed launcher left running, by the pid files in `folder`; returns their pids. Call only
+    before the first start in a folder."""
     ended = [pid for path in sorted(folder.glob("*.pid")) for pid in _reap_file(path)]
     if ended:
         logger.warning("ended %d leftover server processes of an earlier run: %s", len(ended), ended)
@@ -196,7 +196,7 @@ class ManagedServer:
         self.spec.folder.mkdir(parents=True, exist_ok=True)
         self._port = free_port(self.spec.host, self._port)
         nccl_port = free_port(self.spec.host)
-        # In memory: file locks do not work on every cluster file system, and containers have this folder as well.
+        # A folder in memory: file locks do not work on every cluster file system, and containers also have this folder.
         store = Path(f"/dev/shm/pacs-server-{uuid.uuid4().hex}")  # noqa: S108  # the name cannot be guessed
         environment = self.spec.environment(os.environ, store, nccl_port)
         command = self.spec.command(self._port, nccl_port)
@@ -215,7 +215,7 @@ class ManagedServer:
         logger.info("starting rollout server %s at %s, log %s", self.spec.name, self.url, self.log_path)
 
     def exit_code(self) -> int | None:
-        """None while it runs (or before the first start)."""
+        """The server's exit code; None while it runs or before the first start."""
         guard = self._guard
         return None if guard is None else guard.poll()
 
@@ -241,7 +241,7 @@ class ManagedServer:
             time.sleep(POLL_S)
 
     def close(self) -> None:
-        """`stop`; afterwards `start` raises RolloutError."""
+        """Stops the server for good: a later `start` raises RolloutError."""
         with self._lock:
             self._closed = True
             self.stop()
@@ -267,6 +267,6 @@ class ManagedServer:
 
 
 def _with_values_from_environment(command: list[str]) -> list[str]:
-    """The same command; `sglang/start.py` inside the server's process adds the values that the environment has."""
+    """The command that runs `sglang/start.py`, which adds the arguments that are in the server's environment."""
     at = command.index("-m")
     return [*command[:at], "-c", Path(start.__file__).read_text(encoding="utf-8"), *command[at + 2 :]]

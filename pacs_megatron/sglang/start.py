@@ -12,7 +12,7 @@ import sys
 import time
 
 RESERVE = 3 * 2**30
-"""Bytes that must be free beside the budget: CUDA context, graphs and activations of the server."""
+"""Bytes that must be free in addition to the budget: CUDA context, graphs and activations of the server."""
 REPORT_S = 10.0
 
 

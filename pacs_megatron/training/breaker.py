@@ -1,4 +1,4 @@
-"""Limits of a run's metrics: it saves and stops when log-probs cannot be trusted, and warns when clipping sets the updates."""
+"""Checks a step's metrics against the limits of `mismatch`, and warns when most updates are clipped."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from pacs_megatron.config.schema import MismatchOptions
 
 logger = logging.getLogger(__name__)
 _SAMPLER_ADVICE = (
-    "Look at weight sync (rollout.sync.verify=full), the sampler's dtype or quantisation, temperature and filters, then "
+    "Check weight sync (rollout.sync.verify=full), the sampler's dtype or quantisation, temperature and filters, then "
     "packing and layout (mismatch/* in metrics.jsonl)"
 )
 _SCORE_ADVICE = (
@@ -47,8 +47,8 @@ def with_signal_to_noise(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def warn_of_clipping(shares: Sequence[float]) -> None:
-    """At the end of an attempt (the first updates from random weights are clipped in a healthy run too), for the steps'
-    `optimizer/clipped_frac`: warns if more than half of the updates were clipped."""
+    """Warns if more than half of an attempt's updates were clipped; `shares`: `optimizer/clipped_frac` of its steps.
+    Called at the end only: a healthy run that starts from random weights clips its first updates too."""
     if sum(shares) > len(shares) / 2:
         logger.warning(
             "%.0f %% of the updates were clipped to a gradient norm of objective.clip_grad, so large and small "

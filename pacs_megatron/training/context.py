@@ -1,4 +1,4 @@
-"""The parts of one rank of a run, built in an order in which cheap failures come first."""
+"""Builds the components of one rank of a run. The cheap checks run first."""
 
 import logging
 import os
@@ -78,7 +78,7 @@ class RunContext:
 
 
 def join(config: RunConfig) -> ControlChannel:
-    """Process groups, and the control channel with this rank. Collective. Raises ConfigError if this host has too few GPUs."""
+    """Creates the process groups; returns the control channel. Collective. Raises ConfigError for too few GPUs."""
     world_size = groups.started_place().world_size
     _check_gpus(config)
     sglang = config.rollout.sglang
@@ -121,7 +121,7 @@ def build_on_all_ranks(
     def await_driver() -> None:
         assert driver is not None
         if config.rollout.starts_servers_on_trainer_gpus:
-            with suppress(RolloutError):  # it has ended; its error is the next message
+            with suppress(RolloutError):  # if the driver ended, `receive` raises its error
                 driver.reply({"op": "start_servers"})
         driver.receive()  # "ready", or the driver's error
 
@@ -140,7 +140,7 @@ def build_policy(
         raise ConfigError(f"{got}; use a causal language model")
     policy = _build_model(config, rank, spec, config.optimizer, kind)
     if latest_checkpoint(run_dir) is None:
-        stored = open_weights(_weights_dir(model_dir), digests=False)  # all ranks have shared the check
+        stored = open_weights(_weights_dir(model_dir), digests=False)  # already checked, a share by each rank
         policy.load_weights(lambda name: stored.get(name).to(policy.config.params_dtype))
     policy.mismatch_threshold = config.mismatch.threshold
     policy.compare_with_sampler = config.rollout.is_sampled
@@ -150,7 +150,7 @@ def build_policy(
 def build_critic(
     config: RunConfig, run_dir: Path, model_dir: Path, rank: Rank, kind: type[Critic] = Critic
 ) -> Critic | None:
-    """The critic with its first weights, as `build_policy`; None where the objective has none. Raises ConfigError."""
+    """The critic with its initial weights, as `build_policy`; None if the objective has none. Raises ConfigError."""
     objective = config.objective
     if not isinstance(objective, PpoOptions):
         return None

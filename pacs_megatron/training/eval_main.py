@@ -50,9 +50,9 @@ def run_eval(
     """Evaluates `models` (default: model.path) on the configured benchmarks and returns a table for each of them.
 
     A model is a Hugging Face folder or hub id, a run folder, or a checkpoint of a run, which is exported first. Writes
-    to `out` (default: `<run folder>/eval`), with several models to a folder each: results.json, lm_eval_results.json
-    and the samples, which are appended while sampling. The same command continues an evaluation that was ended. The
-    draws are those of an evaluation at step 0 of a run. `rejudge`: judges existing samples again. Raises PacsError.
+    results.json, lm_eval_results.json and the samples to `out` (default: `<run folder>/eval`); several models get one
+    subfolder each. Samples are appended while sampling. The same command resumes an interrupted evaluation. Sample seeds
+    equal those of a run's evaluation at step 0. `rejudge`: judges existing samples again. Raises PacsError.
     """
     setup_logging(None, 0)
     loaded = load_config(config_path, overrides)
@@ -141,7 +141,7 @@ class _Evaluation:
         certified = certified_digests(folder) if self.verify else {}
         template = {"template": tokenizer.chat_template, "args": config.data.chat_template_args}
         template |= {"system": config.data.system_prompt, "suffix": config.data.prompt_suffix}
-        produced_by = {  # all that changes a response, but for the problem and the number of draws
+        produced_by = {  # every setting that changes a response to a problem
             "weights": push_folder(folder, None, 0, certified),
             **self.sampler.describe(),
             "seed": config.run.seed,
@@ -185,7 +185,7 @@ class _Evaluation:
             if missing:
                 raise ConfigError(
                     f"--rejudge: {samples.path} does not have all samples of these weights and settings; first finish the "
-                    "evaluation without it, with the reward that judged the others"
+                    "evaluation without --rejudge, with the reward of the existing samples"
                 )
             assert self.config.reward is not None
             samples.rejudge(self.judge, self.config.reward.max_failure_frac)

@@ -79,13 +79,13 @@ class EmbeddedSampler(Closing):
         return self._engine.stream(requests)
 
     def close(self) -> None:
-        """Nothing: the engine has no processes."""
+        """Does nothing: the engine has no processes."""
 
 
 class ServerSampler(Closing):
-    """SGLang servers, managed or external, with the weights of one folder at a time, whose checksums are compared.
+    """SGLang servers, managed or external, with the weights of one folder at a time. Every update compares checksums.
 
-    Managed servers are started again for a model of another shape. A thread sends the weights to a restarted server.
+    Managed servers restart for a model of another architecture. A thread sends the weights to a restarted server.
     """
 
     chunk = 1
@@ -101,7 +101,7 @@ class ServerSampler(Closing):
         self._sync: ServerSync
         self._engine: SglangEngine | None = None
         self._lock, self._ended = threading.Lock(), threading.Event()
-        """of a weight update; of the thread"""
+        """the lock: one weight update at a time; the event: `close` was called"""
         self._thread = threading.Thread(target=self._watch, name="eval weights", daemon=True)
         self._thread.start()
 
@@ -137,7 +137,7 @@ class ServerSampler(Closing):
                 status = [] if self._engine is None else self._engine.status()
                 behind = [s.url for s in status if s.health is Health.STALE and not s.restarting]
                 if behind:
-                    logger.info("sending the weights to %s, restarted since the last time", ", ".join(behind))
+                    logger.info("sending the weights to %s, which restarted", ", ".join(behind))
                     with contextlib.suppress(SyncError):  # logged by the update; the next round tries again
                         self._push(behind)
 

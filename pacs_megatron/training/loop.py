@@ -1,4 +1,4 @@
-"""Steps in order: evaluation, metrics, checkpoints, and how a run ends."""
+"""Runs the steps of training with evaluation, metrics and checkpoints, and ends the run."""
 
 import logging
 import shutil
@@ -85,10 +85,10 @@ def train(run: RunContext) -> ExitCode:
         stack.callback(run.saver.close)
         out = Outputs(run, progress, stack)
         run.rollouts.send_weights = partial(sync, run)
-        if not progress.open_step.updates:  # else these are no step's weights: nothing may be sampled from them
+        if not progress.open_step.updates:  # weights from inside a step must not sample
             sync(run, progress.step)
         run.timer.take()
-        # All ranks are here: a stop request on one of them now needs the others.
+        # A barrier: from here on all ranks handle a stop request together.
         run.channel.any_rank(False)
         run.stop.defer()
         try:
@@ -98,7 +98,7 @@ def train(run: RunContext) -> ExitCode:
                 progress.complete_step(train_step(run, progress))
                 sync(run, progress.step)
                 _finish_step(run, progress, out)
-        except (Interrupted, RolloutError, RewardError, SyncError) as error:  # of all ranks
+        except (Interrupted, RolloutError, RewardError, SyncError) as error:  # raised on all ranks
             saved = _save_before_exit(run, progress, error)
             if not isinstance(error, Interrupted) and not run.channel.any_rank(run.stop.is_set()):
                 raise
@@ -207,7 +207,7 @@ def resume(run: RunContext) -> RunProgress | None:
     if run.rank.rank == 0:
         run_checkpoint.finish_interrupted(run.run_dir)
         found = run_checkpoint.latest_checkpoint(run.run_dir)
-    # Rank 0's word counts: on a shared file system other ranks may see a new folder later.
+    # Rank 0 selects: on a shared file system a new folder can appear later for other ranks.
     found = run.channel.broadcast_json(None if found is None else str(found))
     if found is None:
         if run.has_reference:
@@ -236,13 +236,13 @@ def resume(run: RunContext) -> RunProgress | None:
     if rng is not None:
         policy_state.load_rng_state(rng, folder / "rng")
     if run.has_reference and run.policy.reference is None:
-        logger.warning("%s has no frozen reference: it is the policy of this checkpoint from now on", folder)
+        logger.warning("%s has no frozen reference: the policy of this checkpoint becomes the reference", folder)
         run.policy.take_reference(reset_optimizer=False)
     run.policy.version = saved["policy_version"]
     buffer = run_checkpoint.read_record(folder) if run.rank.rank == 0 else None
     if buffer is not None:
         with parsing(f"{folder}/buffer.json or buffer.safetensors", CheckpointError):
-            # More steps than it samples ahead from now on: max_staleness was lowered.
+            # After max_staleness was lowered, the checkpoint has more steps than the run now samples ahead.
             ahead = max(run.config.rollout.steps_ahead + 1, len(buffer[0]["steps"]))
             steps = range(saved["step"] + 1, saved["step"] + 1 + ahead)
             check_saved(*buffer, steps, run.policy.spec.vocab_size)
@@ -252,7 +252,7 @@ def resume(run: RunContext) -> RunProgress | None:
     record = run_checkpoint.read_open_step(folder)
     with parsing(f"{folder}/open_step.json", CheckpointError):
         open_step = OpenStep() if record is None else OpenStep.from_record(record, _settings(run))
-    for model in run.models:  # of updates as this attempt counts them: batch.updates_per_step may be another
+    for model in run.models:  # in this attempt's updates: batch.updates_per_step can differ
         model.optimizer.advance_schedule(saved["step"] * run.config.batch.num_updates + open_step.updates)
     return RunProgress(step=saved["step"], row=saved["row"], open_step=open_step)
 

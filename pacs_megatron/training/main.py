@@ -33,7 +33,7 @@ _PRINT_AFTER_S = 10.0
 
 
 def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
-    """One rank from its configuration to its exit code. Raises PacsError."""
+    """Runs one rank of the configuration and returns its exit code. Raises PacsError."""
     loaded = load_config(config_path, overrides)
     return _run(loaded, folders.run_folder(loaded))
 
@@ -80,10 +80,10 @@ def _train(loaded: LoadedConfig, run_dir: Path, rank_number: int, lock: RunLock 
                     stack.callback(run.server_sync.close)
         except PacsError as error:
             stack.close()
-            if is_new and not isinstance(error, RolloutError | RewardError):  # whose messages name a log in the folder
-                # Nothing was computed: a wrong input leaves no folder behind.
+            if is_new and not isinstance(error, RolloutError | RewardError):  # their messages name a log in the folder
+                # Nothing was computed: invalid input leaves no folder behind.
                 shutil.rmtree(run_dir, ignore_errors=True)
-                with suppress(OSError):  # other runs are in it
+                with suppress(OSError):  # the folder has other runs
                     run_dir.parent.rmdir()
             raise
         setup_logging(run_dir / folders.LOG_FOLDER, rank_number)
@@ -99,7 +99,7 @@ def _train(loaded: LoadedConfig, run_dir: Path, rank_number: int, lock: RunLock 
 
 
 def _end_during_start(run_dir: Path, lock: RunLock | None, reason: str) -> None:
-    """Ends this process: nothing was computed, and the main thread may wait for other ranks or read a model for minutes."""
+    """Ends this process at once: there is nothing to save, and the main thread may block for minutes (ranks, I/O)."""
     code = int(ExitCode.PREEMPTED)
     if lock is not None:
         failed = run_dir / folders.FAILED_RANK_FILE
@@ -116,15 +116,15 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments:
         sys.stderr.write("usage: python -m pacs_megatron.training.main <config> [key=value ...]\n")
         return int(ExitCode.MISCONFIGURED)
-    # TensorBoard's thread on a full disk: one line, and the main thread raises the error too.
+    # One line for an error of TensorBoard's thread (disk full); the main thread raises the same error.
     threading.excepthook = lambda args: logger.error("%s: %r", args.thread and args.thread.name, args.exc_value)
     if AGENT_PID in os.environ:
-        # torchrun gives each rank a session of its own, where it would outlive torchrun.
+        # torchrun starts each rank in its own session, so a rank would outlive torchrun.
         die_with_parent(signal.SIGTERM, int(os.environ[AGENT_PID]))
     config_path, overrides = Path(arguments[0]), arguments[1:]
     is_first = os.environ.get("RANK", "0") == "0"
     exit_code_file = folders.EXIT_CODE_FILE if is_first else folders.FAILED_RANK_FILE
-    is_refused = False  # the run folder belongs to another process, so nothing is written there
+    is_refused = False  # another process uses the run folder, so nothing is written there
     run_dir: Path | None = None  # known once the configuration is read
     try:
         loaded = load_config(config_path, overrides)
@@ -133,16 +133,16 @@ def main(arguments: Sequence[str]) -> int:
     except PacsError as error:
         logger.debug("%s", traceback.format_exc())
         if not is_first:
-            # Rank 0 prints errors that all ranks have and exits first: torchrun ends every rank as soon as one has exited.
+            # Rank 0 prints an error that all ranks raise, and exits first: torchrun then ends the other ranks.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_PRINT_AFTER_S)
         where = "" if is_first else f"rank {os.environ['RANK']}: "
         sys.stderr.write(f"{type(error).__name__}: {where}{error}\n")
         code = error.exit_code
         is_refused = isinstance(error, FolderInUseError)
-    except Exception as error:  # noqa: BLE001  a bug: one line and a report, and no interpreter that waits for collectives
+    except Exception as error:  # noqa: BLE001  a bug: one line and a report, then an exit that skips collectives
         logger.debug("%s", traceback.format_exc())
-        # gloo has no exception class of its own.
+        # gloo does not define its own exception class.
         if "/gloo/transport/" in str(error) or type(error).__name__ in ("DistBackendError", "DistNetworkError"):
             what = f"lost the connection to another rank, whose message has the cause ({str(error).splitlines()[0]})"
             sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {one_line(what)}\n")
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str]) -> int:
     is_written = not is_refused and (is_first or code not in (ExitCode.OK, ExitCode.PREEMPTED))
     if is_written and run_dir is not None and run_dir.is_dir():
         folders.write_exit_code(run_dir, code, exit_code_file)
-    # Other ranks may hang in a collective that this one left: exit without waiting for them.
+    # Other ranks may hang in a collective that this rank left, so exit without waiting for them.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -47,7 +47,7 @@ def logprobs(run: RunContext, minibatch: MiniBatch) -> Logprobs:
 
 
 def with_logprobs(minibatch: MiniBatch, found: Logprobs) -> MiniBatch:
-    """`minibatch` with its log-probs and values, and the experts of its `step_start` pass if it has no other ones."""
+    """`minibatch` with its log-probs and values, and the experts of its `step_start` pass if it has none yet."""
     return replace(
         minibatch,
         step_start_logprobs=found.get("step_start"),
@@ -58,7 +58,7 @@ def with_logprobs(minibatch: MiniBatch, found: Logprobs) -> MiniBatch:
 
 
 def measure_noise(run: RunContext, minibatch: MiniBatch, step: int) -> dict[str, float]:
-    """Metrics of the scores' noise if a measurement is due: of four groups, spread over the mini-batch."""
+    """Metrics of the scores' noise, measured on four groups of the mini-batch; empty if no measurement is due."""
     every = run.config.mismatch.score_noise_every
     if every is None or step % every or not isinstance(run.objective, Pacs):
         return {}
@@ -69,7 +69,7 @@ def measure_noise(run: RunContext, minibatch: MiniBatch, step: int) -> dict[str,
 
 
 def step_inputs(run: RunContext, samples: StepSamples, minibatches: Sequence[MiniBatch]) -> tuple[list[MiniBatch], Any]:
-    """The mini-batches of every epoch, and inputs of every update from all samples of the step, such as advantages."""
+    """(mini-batches of all epochs, values that every update needs from all samples of the step, such as advantages)"""
     facts = samples.facts
     if not minibatches:
         return [], None
@@ -83,9 +83,9 @@ def step_inputs(run: RunContext, samples: StepSamples, minibatches: Sequence[Min
 
 
 def update(run: RunContext, step: int, minibatch: MiniBatch, step_inputs: Any) -> UpdateReport:
-    """One optimizer update of the policy and of the critic, with a score pass where one is needed.
+    """Runs one optimizer update of the policy and of the critic, with a score pass if the objective needs one.
 
-    Raises Interrupted in the score pass and NonFiniteError, both before any weight of that model changes.
+    Raises Interrupted (during the score pass) or NonFiniteError, both before any weight of that model changes.
     """
     options = run.config.objective
     with run.timer.span("update"):
@@ -96,11 +96,11 @@ def update(run: RunContext, step: int, minibatch: MiniBatch, step_inputs: Any) -
             assert report is not None
             return report
         assert run.objective.critic is not None
-        own = replace(minibatch, routes=None)  # of the policy's experts
+        own = replace(minibatch, routes=None)  # they are the policy's experts
         return critic_report(report, run.critic.update(own, run.objective.critic, None))
 
 
 def poll(run: RunContext) -> None:
-    """Raises Interrupted on all ranks when one has a stop request."""
+    """Raises Interrupted on all ranks if any rank has a stop request."""
     if run.channel.any_rank(run.stop.is_set()):
         raise Interrupted

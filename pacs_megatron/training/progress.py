@@ -17,7 +17,7 @@ from pacs_megatron.parallel.transfer import gather_arrays
 
 Source = LogprobSource | Literal["routes"]
 Logprobs = dict[Source, dict[int, np.ndarray]]
-"""Of one mini-batch, by source: row of its facts -> float32 [response], nats; `routes`: experts, see policy/passes.py"""
+"""Source -> row of the mini-batch's SampleFacts -> float32 [response], nats; `routes`: experts, see policy/passes.py"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,12 +26,12 @@ class OpenStep:
 
     updates: int = 0
     sums: MetricSums = field(default_factory=MetricSums)
-    """of the updates that are done"""
+    """of the completed updates"""
     logprobs: list[Logprobs] | None = None
-    """By mini-batch. Those of the step's start cannot be computed again once its weights have changed."""
+    """By mini-batch. Step-start log-probs cannot be computed again after the first update changed the weights."""
 
     def add(self, report: UpdateReport, num_samples: int) -> None:
-        # Later updates compute with other weights than those of the step's start: `mismatch/*` would include their changes.
+        # First update only: later updates have changed weights, which `mismatch/*` would include.
         metrics = {k: v for k, v in report.metrics.items() if self.updates == 0 or not k.startswith("mismatch/")}
         for name, value in metrics.items():
             self.sums.add_means({name: value}, report.denominators.get(name, num_samples))
@@ -41,7 +41,7 @@ class OpenStep:
 
     def to_record(self, rank: Rank, settings: Mapping[str, Any]) -> Record | None:
         """The checkpoint's record on rank 0, None elsewhere; `settings` must not change inside the step. Collective."""
-        # The last pipeline stage has log-probs; its tensor- and context-parallel ranks have the same ones.
+        # Log-probs are on the last pipeline stage, equal on its tensor- and context-parallel ranks.
         is_sender = rank.rank == rank.model_parallel_ranks[-1]
         own: dict[str, np.ndarray] = {}
         for index, found in enumerate(self.logprobs or []):
@@ -99,5 +99,5 @@ class RunProgress:
         return Position(self.step, self.open_step.updates)
 
     def complete_step(self, row: dict[str, float | None]) -> None:
-        """All updates of the step in progress are done; `row` has its metrics."""
+        """Moves the position to the end of the step in progress; `row` has its metrics."""
         self.step, self.open_step, self.row = self.step + 1, OpenStep(), row

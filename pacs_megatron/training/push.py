@@ -17,8 +17,8 @@ def stream(
 ) -> tuple[str, SyncError | None]:
     """Streams an export into every receiver; returns its digest, and the error of the first receiver that failed.
 
-    The export is collective, so it is always iterated to its end: a receiver that fails must not block the other ranks.
-    Ranks without a receiver only take part in it. `on_exported` is called before the receivers' `end_update`.
+    The export is collective, so every rank iterates it to the end, also without a receiver or after a receiver failed.
+    `on_exported` is called before the receivers' `end_update`.
     """
     live = list(receivers)
     errors: list[SyncError] = []
@@ -42,7 +42,7 @@ def stream(
 
 
 def push(version: int, export: Iterable[tuple[str, torch.Tensor]], receivers: Sequence[WeightReceiver]) -> str:
-    """`stream` for receivers that must all succeed. Raises the first one's SyncError, on this rank only."""
+    """`stream` for receivers that must all succeed. Raises the first SyncError of a receiver, on this rank only."""
     digest, error = stream(version, export, receivers)
     if error is not None:
         raise error

@@ -1,8 +1,8 @@
-"""Writes checkpoints, with `checkpoint.async_save` in a thread of every rank while the next step runs.
+"""Writes checkpoints; with `checkpoint.async_save` a thread of every rank writes while the next step runs.
 
 Concurrency: the main thread copies the tensors that a later update changes. The thread writes them, the digests and the
-manifest, and renames the folder; its collectives use a process group of their own. The main thread waits for it at the end
-of the next step, so all ranks raise its error at the same place, and before the run ends.
+manifest, and renames the folder. Its collectives use a separate process group. The main thread waits for it at the end
+of the next step and before the run ends, so all ranks raise its error at the same point.
 """
 
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Runs functions of `start_checkpoint`; `finish` comes before the next one."""
+    """Runs the functions that `start_checkpoint` returns. Call `finish` before the next `write`."""
 
     def __init__(self, config: RunConfig, rank: Rank) -> None:
         """Collective."""
@@ -30,7 +30,7 @@ class Saver:
         self._running: Future[None] | None = None
 
     def write(self, write: Callable[[Rank], Path], *, in_background: bool) -> None:
-        """Writes the checkpoint, or lets the thread write it. Collective; raises as `start_checkpoint`."""
+        """Writes the checkpoint, here or in the thread. Collective; raises as `start_checkpoint`."""
         if in_background:
             self._running = self._threads.submit(self._write, write)
         else:

@@ -12,7 +12,7 @@ from types import FrameType
 from pacs_megatron.runtime.processes import JOB_SIGNALS
 
 STOP_FILE = "STOP"
-"""`cancel --save` creates `<run>/STOP`, and a batch script where signals do not reach the ranks."""
+"""File in the run folder, created by `cancel --save`, or by a batch script whose signals do not reach the ranks."""
 FILE_CHECK_S = 1.0
 """Seconds between two checks of the file: ranks poll at every micro-batch, and the file system is shared."""
 
@@ -29,13 +29,13 @@ class StopFlag:
     def install(self, end_now: Callable[[str], None] | None = None, *, with_file: bool = False) -> None:
         """Handles the signals in this process. A second SIGINT raises KeyboardInterrupt.
 
-        Until `defer` a thread calls `end_now` with the reason of a stop request, to end a process that has nothing to save.
-        `with_file`: also for the file; on rank 0, which has removed that of an earlier attempt.
+        Until `defer`, a thread calls `end_now` with the reason of a stop request: there is nothing to save yet.
+        `with_file`: the thread also checks the file; for rank 0, which removes the file of an earlier attempt.
         """
         self._end_now, self._with_file = end_now, with_file
         for number in JOB_SIGNALS:
             signal.signal(number, self._on_signal)
-        # Python's handlers do not run while the main thread waits in a collective; a thread receives the signal then.
+        # Python runs no handler while the main thread waits in a collective, so a thread reads the signal.
         self._wakeup, notify = socket.socketpair()
         self._wakeup.settimeout(FILE_CHECK_S)
         notify.setblocking(False)
@@ -43,7 +43,7 @@ class StopFlag:
         threading.Thread(target=self._listen, name="stop flag", daemon=True).start()
 
     def defer(self) -> None:
-        """From now on a stop request only sets the flag: there is something to save."""
+        """Makes later stop requests only set the flag, because the run has a state to save."""
         self._end_now = None
 
     def _listen(self) -> None:

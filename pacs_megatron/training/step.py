@@ -19,16 +19,16 @@ from pacs_megatron.training.sync import release_memory
 def train_step(run: RunContext, progress: RunProgress) -> dict[str, float | None]:
     """Trains the step after `progress.step` and returns its metrics. Collective.
 
-    Raises on all ranks: Interrupted when a rank has a stop request, RolloutError, RewardError or SyncError (of colocated
-    servers), and NonFiniteError before the update changes a weight of that model. `progress.open_step` counts the updates
-    that are done. A later call, also after a resume, gets the same samples and continues with the next update.
+    Raises on all ranks: Interrupted after a stop request on any rank, RolloutError, RewardError, SyncError (of colocated
+    servers), and NonFiniteError before the update changes a weight of that model. `progress.open_step` counts the
+    completed updates. A later call, also after a resume, gets the same samples and continues with the next update.
     """
     step, done = progress.step + 1, progress.open_step
     samples = collect(run, step)  # admitted groups: facts on all ranks, tokens on rank 0
     poll(run)  # for stop requests
     release_memory(run)  # of colocated servers
     minibatches = cut(run, samples)  # whole groups, this rank's tokens, micro-batches for all passes of a mini-batch
-    if done.logprobs is None:  # else they come from the checkpoint: the weights of the step's start no longer exist
+    if done.logprobs is None:  # a checkpoint inside the step has them: the step-start weights no longer exist
         done.logprobs = [logprobs(run, minibatch) for minibatch in minibatches]
     minibatches = [with_logprobs(*pair) for pair in zip(minibatches, done.logprobs, strict=True)]
     # If admission dropped every group, there is no mini-batch: the step is counted but no weight changes.

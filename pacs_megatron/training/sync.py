@@ -1,4 +1,4 @@
-"""New weights from the policy to the rollout engine: the embedded engines of all ranks, or SGLang servers."""
+"""Sends new weights of the policy to the rollout engine: the embedded engines of all ranks, or SGLang servers."""
 
 import logging
 import os
@@ -25,14 +25,14 @@ def sync(run: RunContext, step: int) -> None:
         except SyncError as error:
             if run.engine is not None:
                 raise
-            # By now a dead server is restarted and a broken process group is created again.
+            # For the retry, dead servers are restarted and broken process groups created again.
             logger.warning("weight update failed, retrying once: %s", error)
             digest = _push(run)
         first = run.channel.broadcast_json(digest)
 
         def check_equal() -> None:
             if digest != first:
-                # Not a SyncError, on which the loop saves a checkpoint: these weights are not worth keeping.
+                # Not a SyncError: the loop saves a checkpoint then, and these weights must not be saved.
                 raise PacsError(
                     f"rank 0 exported weights with digest {first}, rank {run.rank.rank} exported {digest}: the replicas have "
                     "drifted apart; resume from the last checkpoint"
@@ -44,11 +44,11 @@ def sync(run: RunContext, step: int) -> None:
                 run.driver.call({"op": "set_current", **weights, "trained": step})
 
         run.channel.run_together(check_equal)
-        run.channel.run_together(set_current)  # the driver accepts samples of these weights from now on
+        run.channel.run_together(set_current)  # the driver now accepts samples of these weights
 
 
 def _push(run: RunContext) -> str:
-    """The digest of an export that reached at least one receiver. Collective; raises on every rank."""
+    """Exports to all receivers; returns the digest. Collective. Raises on every rank if no receiver has the weights."""
     if (engine := run.engine) is not None:
         return run.channel.run_together(lambda: push(run.policy.version, run.policy.export_weights(), [engine]))
     for model in run.models:
@@ -63,7 +63,7 @@ def _push(run: RunContext) -> str:
 
 
 def release_memory(run: RunContext) -> None:
-    """Colocated servers free their GPU memory until the next `sync`; off-loaded state returns. Collective."""
+    """Frees the GPU memory of colocated servers until the next `sync` and loads off-loaded state. Collective."""
     if not run.config.rollout.on_trainer_gpus:
         return
     error = None
@@ -81,8 +81,8 @@ def release_memory(run: RunContext) -> None:
 def _targets(run: RunContext, *, is_release: bool = False) -> list[ServerSync]:
     """The weight sync of this rank with its servers as targets; empty on ranks without servers. Collective.
 
-    With `sync.transport: disk` rank 0 updates all servers, with `ipc` each rank those on its own GPU, with `broadcast` each
-    rank of rank 0's host its share.
+    `sync.transport: disk`: rank 0 updates all servers. `ipc`: each rank updates the servers on its GPU. `broadcast`: the
+    ranks on rank 0's host update a share of the servers each.
     """
     rollout = run.config.rollout.sglang
     assert rollout is not None
@@ -105,7 +105,7 @@ def _targets(run: RunContext, *, is_release: bool = False) -> list[ServerSync]:
 
 
 def _require_a_server(run: RunContext, has_servers: bool, error: SyncError | None) -> None:
-    """Returns if a server of any rank was reached; otherwise raises the first rank's error on all. Collective."""
+    """Raises the first rank's error on all ranks, unless a server of any rank was updated. Collective."""
 
     def raise_it() -> None:
         if error is not None:
@@ -116,7 +116,7 @@ def _require_a_server(run: RunContext, has_servers: bool, error: SyncError | Non
 
 
 def _empty_caches(run: RunContext) -> None:
-    """Before colocated servers allocate their memory, every rank returns its unused memory to the GPU. Collective."""
+    """Returns every rank's unused memory to the GPU before colocated servers allocate theirs. Collective."""
     if run.config.rollout.on_trainer_gpus and run.rank.device.type == "cuda":
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # blocks whose readers are done
         torch.cuda.empty_cache()

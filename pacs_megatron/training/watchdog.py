@@ -2,8 +2,8 @@
 
 torch's own watchdogs cover NCCL calls only, and faulthandler's timer reports neither phases nor other ranks.
 
-Concurrency: a daemon thread in every rank. The main thread reports phases and progress. Every rank decides alone, without
-messages from a rank that hangs. Ranks read each other's phases from small files in the run folder.
+Concurrency: every rank has a daemon thread. The main thread reports phases and progress to it. Each rank decides alone,
+because a rank that hangs sends no message. Ranks read each other's phases from small files in the run folder.
 """
 
 import faulthandler
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 _WRITE_EVERY_S = 10.0
 _NOTICE_EVERY_S = 10.0
 _LEAD_SHARE = 0.95
-"""Of the lead: the rest is for the report and the exit."""
+"""Share of the lead before the watchdog ends a rank; the report and the exit use the rest."""
 _GRACE_S = 2.0
-"""Between the report of a rank and its exit: slower ranks write theirs."""
+"""Time between a rank's report and its exit, in which slower ranks write their reports."""
 
 
 class Watchdog:
@@ -42,8 +42,8 @@ class Watchdog:
         self, run_dir: Path, rank: int, world_size: int, timeout_s: float, stop_reason: Callable[[], str] = str,
         lead_s: float = math.inf,
     ) -> None:  # fmt: skip
-        """`stop_reason`: of this rank's stop request, empty without one; called from the thread. `lead_s`: time between a
-        stop request and the end of the job; a rank that has not saved by then ends."""
+        """`stop_reason`: returns the reason of this rank's stop request, or ""; the thread calls it. `lead_s`: seconds
+        between a stop request and the end of the job; the watchdog ends a rank that has not saved by then."""
         self._run_dir, self._rank, self._world_size, self._timeout_s = run_dir, rank, world_size, timeout_s
         self._stop_reason = stop_reason
         self._lead_s = lead_s * _LEAD_SHARE
@@ -65,7 +65,7 @@ class Watchdog:
         self._thread.join()
 
     def phase(self, names: tuple[str, ...]) -> None:
-        """The main thread entered or left a phase; a callback for `Timer.on_change`."""
+        """Records that the main thread entered or left a phase; a callback for `Timer.on_change`."""
         self._phase = " ".join(names) or "between phases"
         self._phase_since, self._next_phase_notice_s = time.monotonic(), NOTICE_S
         self.alive()
@@ -91,14 +91,14 @@ class Watchdog:
                 last_write = time.monotonic()
 
     def _notice_phase(self) -> None:
-        """Rank 0, where no live bar shows it: a phase that lasts."""
+        """Logs a long phase on rank 0, for output without a live progress bar."""
         lasts_s = time.monotonic() - self._phase_since
         if self._rank == 0 and lasts_s > self._next_phase_notice_s:
             self._next_phase_notice_s = lasts_s + next_notice_s(lasts_s)
             logging.getLogger(PROGRESS_LOGGER).info("in phase '%s' for %.0f s", self._phase, lasts_s)
 
     def _notice_stop(self, silent_s: float) -> float:
-        """Seconds since the stop request; 0 without one. Rank 0 logs the phase that delays the end, every 10 s."""
+        """Seconds since the stop request; 0 without one. Rank 0 logs the phase that delays the exit every 10 s."""
         now = time.monotonic()
         if not (reason := self._stop_reason()):
             return 0.0

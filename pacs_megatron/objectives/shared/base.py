@@ -2,8 +2,8 @@
 
     class Mine(Objective, options=MineOptions): ...
 
-`MineOptions.name: Literal["mine"]` is its name in the configuration. The schema, its reference, `plan` and the engine
-read everything else from these classes (docs/objective.md#adding-an-objective).
+`MineOptions.name: Literal["mine"]` is the objective's name in the configuration. The schema, the configuration
+reference, `plan` and the engine read all other properties from these classes (docs/objective.md#adding-an-objective).
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ class CommonOptions(Options):
     """Options of every objective."""
 
     compares_siblings: ClassVar[bool] = True
-    """Groups of one sample are dropped."""
+    """whether admission drops groups of one sample"""
     trains_on_demonstrations: ClassVar[bool] = False
-    """`rollout.engine: demonstrations` is required; where this is False, it is rejected."""
+    """True: `rollout.engine: demonstrations` is required; False: it is rejected"""
 
     name: str
     """Name of the objective."""
@@ -37,7 +37,7 @@ class CommonOptions(Options):
     (docs/measurements/defaults.md)."""
 
     def refuse_unused(self, key: str, *, is_used: bool, by: str) -> None:
-        """Raises ValueError if option `key`, null where it is not used, is set elsewhere or missing."""
+        """Raises ValueError if option `key` is set although not `is_used`, or is null although `is_used`."""
         if (getattr(self, key) is not None) != is_used:
             raise ValueError(
                 f"objective.{key}={getattr(self, key)} does not go with {by}: it is "
@@ -62,10 +62,10 @@ REGISTRY: dict[str, type["Objective"]] = {}
 class Objective:
     """Pure tensor functions; no process groups, no Megatron. `updates_per_step` is known at construction.
 
-    An objective declares its coupling and the statistics that its coefficients depend on. The engine then computes the
-    statistics at the lowest exact cost: in the update's own forward where the coupled samples are in one micro-batch
-    (`couple`), else in a forward-only pass before the update. The defaults: no passes, no statistics, coefficients that are
-    known before the update.
+    An objective declares its coupling and the statistics that its coefficients depend on. The engine computes the
+    statistics exactly at the lowest cost: in the update's own forward if the coupled samples are in one micro-batch
+    (`couple`), otherwise in a forward-only pass before the update. By default an objective has no passes and no
+    statistics, and its coefficients are known before the update.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Objective:
     coupling: Coupling = "token"
     passes: Mapping[LogprobSource, int] = {}
     """Log-prob pass -> first update of a step (0-based) that needs it. The first update's own forward computes the
-    `step_start` log-probs; it needs that pass only for its advantages."""
+    `step_start` log-probs, so the first update needs that pass only for its advantages."""
     coupled_by: Mapping[Statistic, int] = {}
     """Statistic -> first update whose coefficients depend on it."""
     kl_in_reward: bool = False
@@ -120,7 +120,7 @@ class Objective:
         raise ValueError(f"objective: {self.name} has no coupling")
 
     def sample_kl(self, step_start: "np.ndarray", reference: "np.ndarray") -> float:
-        """With `kl_in_reward`: a sample's estimate of the KL to the reference, from its log-probs, float32 [response]."""
+        """A sample's estimate of the KL to the reference, for `kl_in_reward`; log-probs are float32 [response]."""
         raise ValueError(f"objective: {self.name} has no KL in the reward")
 
     def estimate(
@@ -130,14 +130,14 @@ class Objective:
         step_starts: Sequence["np.ndarray"],
         references: Sequence["np.ndarray"],
     ) -> tuple[list["np.ndarray"], list["np.ndarray"]]:
-        """With a critic: (advantages, returns) of samples from its values and, where declared, log-probs; float64 [response].
+        """(advantages, returns) of samples from a critic's values and the declared log-probs; float64 [response] each.
 
         The engine whitens the advantages over all tokens of the step.
         """
         raise ValueError(f"objective: {self.name} has no critic")
 
     def prepare_step(self, facts: SampleFacts) -> Any:
-        """Once a step, over the whole rollout batch (advantages, batch-wide norms). Input of `prepare`."""
+        """Inputs of `prepare` from the whole rollout batch (advantages, batch-wide norms), computed once a step."""
 
     def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
         """The whole mini-batch: coefficients, true loss and metrics. `scores` float64 [n] as `facts`; None: not declared.
@@ -149,19 +149,20 @@ class Objective:
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
         """[t], dtype of `tokens.logprobs`; the engine masks it and sums it over the mini-batch, without any division.
 
-        A token's value depends on no other token's log-prob: the engine evaluates any part of a micro-batch alone. What
-        couples tokens or samples is a statistic, and enters through `prepared`.
+        A token's value depends on no other token's log-prob, because the engine evaluates parts of a micro-batch alone.
+        Values that couple tokens or samples are statistics; `prepared` has them.
         """
         raise NotImplementedError
 
     def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, Tensor]:
-        """Metrics from the update's own log-probs: name -> [t], already divided by the mini-batch's count, so the engine
-        masks and sums them like `token_loss`. Called without grad. The same keys for every micro-batch; may be empty."""
+        """Metrics from the update's own log-probs: name -> [t], already divided by the mini-batch's count. The engine
+        masks and sums them like `token_loss`. Called without grad. Every micro-batch has the same keys; there may be
+        none."""
         return {}
 
 
 def given(value: T | None, what: str) -> T:
-    """The value, which the engine has to fill. Raises ValueError (an internal error) if it is None."""
+    """`value`, which the engine provides. Raises ValueError (an internal error) if it is None."""
     if value is None:
         raise ValueError(f"objective: this objective with its options needs {what} from the engine, got none")
     return value

@@ -13,9 +13,8 @@ IntArray = npt.NDArray[np.int64]
 def build_table(
     facts: SampleFacts, rows: IntArray | None = None, device: "torch.device | str" = "cpu", *, whole_groups: bool = True
 ) -> SampleTable:
-    """The table of the samples `rows` (None: all), in the order of their ids.
+    """The table of the samples `rows` (None: all) in the order of their ids: sums are equal for any order of arrival.
 
-    Sums in this order have the same bits for any order of arrival.
     Raises ValueError (an internal error) if group numbers are not dense, or with `whole_groups` if a group has one sample.
     """
     rows = np.arange(facts.num_samples) if rows is None else rows

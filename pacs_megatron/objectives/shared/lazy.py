@@ -1,4 +1,4 @@
-"""`torch`, imported at its first use: the schema reads the options in these files, and `config` stays fast."""
+"""`torch`, imported at its first use, because the schema imports these files for their options and must load fast."""
 
 from typing import TYPE_CHECKING, Any
 

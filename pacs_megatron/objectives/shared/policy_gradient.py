@@ -1,15 +1,15 @@
-"""The clipped policy gradient, which most rivals of PACS share. They differ in the advantage, in the ratio (of a token or
-of a sample), in the clipping and in the mean.
+"""The clipped policy gradient, the base of most other objectives. They differ in the advantage, in the ratio (of a
+token or of a sample), in the clipping and in the mean.
 
-Minimised: sum over trained tokens of u_i * (w * l(rho, A_i) + kl_coef * k - entropy_coef * H), where u_i contains every
-divisor, l = -min(rho A, clip(rho, 1 - low, 1 + high) A) and rho is exp(log pi_theta - log pi_step_start) of the token, or
-of its sample (`ratio_of`). A sample's ratio couples its own tokens only, which are all in one micro-batch, so it
-comes from the update's own forward.
+The loss is the sum over trained tokens of u_i * (w * l(rho, A_i) + kl_coef * k - entropy_coef * H). u_i contains every
+divisor, l = -min(rho A, clip(rho, 1 - low, 1 + high) A), and rho is exp(log pi_theta - log pi_step_start) of the token
+or of its sample (`ratio_of`). A sample's ratio couples its own tokens only. They are all in one micro-batch, so the
+ratio comes from the update's own forward.
 
 - w is 1, or the ratio of `importance` exp(log pi_step_start - log pi_sampler), without gradient, of the token or of the
   whole sample (the product), truncated (as in IMPALA, arXiv:1802.01561) or masked outside a band.
-- k estimates KL(pi_theta || reference) of a token (joschu.net/blog/kl-approx.html), see `kl_estimator`. `kl_in: reward` is
-  that of TRL's RLOO; verl's apply_kl_penalty subtracts it token by token.
+- k estimates KL(pi_theta || reference) of a token (joschu.net/blog/kl-approx.html), see `kl_estimator`. `kl_in: reward`
+  works as in TRL's RLOO; verl's apply_kl_penalty subtracts the KL token by token.
 - H is the entropy of the whole next-token distribution, with gradient.
 """
 
@@ -26,7 +26,7 @@ from pacs_megatron.objectives.shared.groups import FloatArray, IntArray, build_t
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 
 MAX_LOG_RATIO = 20.0
-"""Nats. Log-ratios are clamped here (no gradient above): exp would overflow, and Inf * 0 in a clipped branch is NaN."""
+"""Upper limit of log-ratios, nats, without gradient above: exp would overflow, and Inf * 0 in a clipped branch is NaN."""
 
 
 class PolicyGradientOptions(ReferenceOptions):
@@ -44,8 +44,8 @@ class PolicyGradientOptions(ReferenceOptions):
     kl_in: Literal["loss", "reward"] | None = Field(
         default_factory=lambda given: "loss" if given["kl_coef"] > 0 else None
     )
-    """Where the KL term enters. `loss`: added to every token's loss; `reward`: its sum over a sample, at the weights of the
-    step's start, is subtracted from the sample's reward before the advantages. Default loss."""
+    """Place of the KL term. `loss` adds it to every token's loss. `reward` subtracts its sum over a sample, with the
+    step-start weights, from the sample's reward before the advantages are computed. Default loss."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus: entropy_coef times the entropy of each token's distribution is subtracted from its loss."""
     importance: Literal["none", "truncate", "mask"] = "none"
@@ -99,7 +99,7 @@ class ClippedOptions(PolicyGradientOptions):
 
 
 class TokenMeanOptions(PolicyGradientOptions):
-    """Options of a policy gradient whose mean can be chosen."""
+    """Options of a policy gradient with a choice of the mean."""
 
     loss_mean: Literal["token", "sequence", "dr_grpo"] = "token"
     """Averaging of token losses. `token`: over all tokens of the mini-batch; `sequence`: mean of sequence means; `dr_grpo`:
@@ -114,7 +114,7 @@ class TokenMeanOptions(PolicyGradientOptions):
 
 
 class PolicyGradient(Objective):
-    """A policy gradient; see `Objective` for the protocol. GRPO's, unless a subclass changes a part."""
+    """A policy gradient; see `Objective` for the protocol. It is GRPO's unless a subclass changes a part."""
 
     ratio_of: ClassVar[Literal["token", "mean", "product"]] = "token"
     """rho of a token, or of its sample: the geometric mean over the sample's tokens, or their product."""
@@ -136,9 +136,9 @@ class PolicyGradient(Objective):
             self.coupling = "sample"
 
     def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
-        """float64 [m], of the samples of a whole rollout batch: (R - mean) / (s + 1e-6) in the group, with the unbiased s.
+        """float64 [m], advantages of a whole rollout batch: (R - mean) / (s + 1e-6) in the group, with the unbiased s.
 
-        `rewards` [m] include `rewards` and the KL."""
+        `rewards` [m]: the result of `self.rewards`, minus the KL of `kl_in: reward`."""
         centred = table.centred(rewards)
         return centred / (table.std(centred) + 1e-6)[table.group_of_sample]
 
@@ -147,12 +147,12 @@ class PolicyGradient(Objective):
         return np.asarray(facts.rewards)
 
     def token_weights(self, facts: SampleFacts, advantages: Tensor) -> FloatArray:
-        """float64 [n], u_i with every divisor."""
+        """float64 [n], u_i, which contains every divisor."""
         assert isinstance(self.options, TokenMeanOptions)
         return mean_weights(facts.response_lens, self.options.loss_mean, self.options.constant_length)
 
     def token_advantage(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
-        """[t], A of each token: its sample's."""
+        """[t], the advantage of each token's sample."""
         return at_tokens(prepared.per_sample["advantage"], tokens)
 
     def surrogate(self, ratio: Tensor, advantage: Tensor, tokens: TokenRecord) -> Tensor:
@@ -162,7 +162,7 @@ class PolicyGradient(Objective):
         return -torch.minimum(ratio * advantage, clipped * advantage)
 
     def is_clipped(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """bool [t], where clipping stops the gradient."""
+        """bool [t], tokens whose gradient is clipped to 0."""
         assert isinstance(self.options, ClippedOptions)
         too_high = (advantage > 0) & (ratio > 1.0 + self.options.clip_high)
         return too_high | ((advantage < 0) & (ratio < 1.0 - self.options.clip_low))
@@ -181,7 +181,7 @@ class PolicyGradient(Objective):
     def prepare_step(self, facts: SampleFacts) -> dict[str, float]:
         """Advantage of each sample id, from the rewards of the whole rollout batch.
 
-        Does not depend on the order of the rows, bit for bit. Raises NonFiniteError for a NaN or Inf among the rewards.
+        The bits do not depend on the order of the rows. Raises NonFiniteError for a NaN or Inf among the rewards.
         """
         table = build_table(facts, whole_groups=self.options.compares_siblings)
         order = table.rows.numpy()
@@ -201,7 +201,7 @@ class PolicyGradient(Objective):
         """Per sample [n] float64: `advantage`, `token_weight` u_i with every divisor inside, `importance_share`."""
         advantage = torch.tensor([step_inputs[sample_id] for sample_id in facts.ids], dtype=torch.float64)
         has_gradient = advantage != 0.0
-        # The engine may leave samples of zero advantage out, so importance is a mean over the tokens of the others.
+        # The engine may skip samples of zero advantage, so importance is a mean over the tokens of the other samples.
         num_tokens = float(facts.response_lens[has_gradient.numpy()].sum())
         return {
             "advantage": advantage,
@@ -212,7 +212,7 @@ class PolicyGradient(Objective):
     def couple(
         self, table: SampleTable, scores: Tensor | None, sampler_ratios: Tensor | None, known: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """[m] float64: `ratio` rho of each sample, and `sampler_ratio` w; `known`, which they do not change, as it is."""
+        """float64 [m]: `ratio` rho and `sampler_ratio` w of each sample, and `known` unchanged."""
         found = dict(known)
         lens = table.response_lens.clamp(min=1.0)
         if self.ratio_of != "token":
@@ -265,9 +265,9 @@ class PolicyGradient(Objective):
         return weight * loss
 
     def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, Tensor]:
-        """`clip_frac`, the share of all trained tokens where clipping stops the gradient, and with kl_coef > 0 `kl` (nats),
-        their mean. With importance: `importance_mean` and `importance_cut_frac`, over the tokens of samples whose
-        advantage is not zero: groups with equal rewards are not in it. Each after the objective's name."""
+        """`clip_frac`, the share of trained tokens whose gradient is clipped, and with kl_coef > 0 the mean `kl`
+        (nats). With importance: `importance_mean` and `importance_cut_frac` over the tokens of samples with a nonzero
+        advantage, so without groups of equal rewards. The objective's name precedes each name."""
         num_tokens = tokens.response_lens.sum().clamp(min=1)
         advantage = self.token_advantage(tokens, prepared)
         ratio = self._ratio(tokens, prepared)
@@ -285,9 +285,9 @@ class PolicyGradient(Objective):
         return {f"{self.name}/{name}": value for name, value in values.items()}
 
     def _ratio(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
-        """[t], rho, with gradient, also where its value is 1 by construction.
+        """[t], rho with gradient, also if its value is 1 by construction.
 
-        Of a sample: its value, and the gradient of the sample's u_i |o_i| l(rho) by the token's own log-prob.
+        A sample's rho has the sample's value, and the gradient of its u_i |o_i| l(rho) by the token's own log-prob.
         """
         if self.ratio_of == "token":
             return torch.exp((tokens.logprobs - self._step_start(tokens)).clamp(max=MAX_LOG_RATIO))
@@ -312,7 +312,7 @@ class PolicyGradient(Objective):
         return ratio.clamp(max=cap)
 
     def _is_cut(self, ratio: Tensor) -> Tensor:
-        """bool [t], where `_importance` is not the ratio itself."""
+        """bool [t], tokens whose `_importance` is a bound or 0 instead of the ratio."""
         cap, floor = self.options.importance_cap, self.options.importance_floor
         assert cap is not None
         return ratio > cap if floor is None else (ratio > cap) | (ratio < floor)
@@ -325,7 +325,7 @@ class PolicyGradient(Objective):
         return torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
 
     def _kl(self, tokens: TokenRecord) -> Tensor:
-        """[t], nats."""
+        """[t], estimate of each token's KL to the reference, nats."""
         reference = given(tokens.reference_logprobs, "reference log-probs")
         return self._estimate((reference - tokens.logprobs).clamp(max=MAX_LOG_RATIO))
 

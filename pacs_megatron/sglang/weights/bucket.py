@@ -1,5 +1,5 @@
-"""Weights are sent packed without gaps in one flat byte buffer, linear ones optionally as blockwise FP8
-(the format of Hugging Face checkpoints with `quant_method: fp8`, `weight_block_size: [128, 128]`)."""
+"""Packs weights without gaps into one flat byte buffer, linear ones optionally as blockwise FP8 (the format of Hugging
+Face checkpoints with `quant_method: fp8`, `weight_block_size: [128, 128]`)."""
 
 import re
 
@@ -10,7 +10,7 @@ _LINEAR = re.compile(r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_p
 
 
 class Bucket:
-    """Up to `capacity` bytes, or one larger tensor. `clear` keeps the memory for reuse."""
+    """A buffer of up to `capacity` bytes, or of one larger tensor. `clear` keeps the memory for reuse."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -20,7 +20,7 @@ class Bucket:
         self.num_bytes = 0
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether `add` may be called. A view in the tensor's dtype must start at a multiple of its item size."""
+        """Whether `add` accepts the tensor. A view in its dtype must start at a multiple of the item size."""
         if not self.tensors:
             return True
         aligned = self.num_bytes % tensor.element_size() == 0
@@ -78,7 +78,7 @@ def quantize_blockwise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def is_quantized(name: str) -> bool:
-    """True for linear layers of attention and MLP; embeddings, norms, router and lm_head are not quantized."""
+    """Whether a weight is quantized: linear layers of attention and MLP, not embeddings, norms, router and lm_head."""
     return _LINEAR.fullmatch(name) is not None
 
 

@@ -172,7 +172,7 @@ def word_hash(tensor: torch.Tensor) -> str:
             mixed = _mix32(chunk ^ mixed)
             tiles = torch.nn.functional.pad(mixed, (0, -len(mixed) % _TILE)).reshape(-1, _TILE).sum(1) & _MASK
             halves.append(_mix32(tiles ^ (num_words * 4 & _MASK)))
-        # Sums of halves stay below 2**63; the carry of the low half is added by Python's integers.
+        # Sums of halves stay below 2**63; Python's integers add the carry of the low half.
         total += (int(halves[0].sum()) << 32) + int(halves[1].sum())
     return f"{_mix64(total):016x}"
 

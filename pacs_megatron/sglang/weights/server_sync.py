@@ -1,11 +1,11 @@
-"""Weight updates of SGLang servers, in an order that rules out samples of mixed or unverified weights:
+"""Updates the weights of SGLang servers, in an order that prevents samples of mixed or unverified weights:
 
-    pause        no token is sampled from here on
+    pause        the server samples no more tokens
     mark         `weight_version` becomes a text that no client accepts
-    load         bucket by bucket
-    verify       the server's checksums against the export
-    version      only now the server reports the new version, and the fleet's probes find it current
-    resume
+    load         the server loads the weights, bucket by bucket
+    verify       compares the server's checksums with the export
+    version      the server reports the new version, so the fleet's probes find it current
+    resume       the server samples again
 
 A server that fails in any step stays paused and marked, so the fleet sets it to STALE, until the next update or a restart.
 The update continues with the other servers and raises SyncError if none is left.
@@ -34,7 +34,7 @@ from pacs_megatron.sglang.weights.transports import BroadcastTransport, DiskTran
 logger = logging.getLogger(__name__)
 
 SAMPLE_SIZE = 8
-"""Parameters that `verify: sample` compares in an update (the first one after a server's start compares all)."""
+"""Number of parameters that `verify: sample` compares in an update; a server's first update compares all."""
 FLUSH_TRIES = 20
 FLUSH_WAIT_S = 0.25
 
@@ -59,7 +59,7 @@ class _Target:
     expected: ExpectedChecksums | None = None
     num_equal: int = 0
     is_verified: bool = False
-    """all of its parameters were compared once since its start"""
+    """whether all parameters were compared since the server's start"""
 
 
 class ServerSync:
@@ -69,7 +69,7 @@ class ServerSync:
         """Floating-point tensors are cast to `options.dtype` before they are sent; FP8 blocks are not verified."""
         self._sync = options.sync
         self._probe_timeout_s = min(options.dead_after_s, options.sync.timeout_s)
-        """An update skips a server whose scheduler does not respond within this time."""
+        """seconds after which an update skips a server whose scheduler does not respond"""
         self._dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype]
         self._quantizes = options.sync.quantize == "fp8_blockwise"
         self._dims = dims
@@ -81,14 +81,14 @@ class ServerSync:
         """servers' parameter names, known after the first verified update"""
         self._sample: frozenset[str] | None = None
         self._expected: dict[tuple[int, str], ExpectedChecksums] = {}
-        """by (tensor-parallel size, device): servers of one kind share the hashing"""
+        """by (tensor-parallel size, device), because equal servers have equal hashes"""
         self._released: dict[str, set[str]] = {}
         """url -> memory that the server has released to the trainer"""
         self._began = 0.0
         self.report = SyncReport(version=-1)
 
     def set_targets(self, apis: Sequence[SglangApi]) -> None:
-        """Sets the servers of the next update: all that are not DEAD, or only those that missed an update."""
+        """Sets the servers of the next update: all servers that are not DEAD, or only those that missed an update."""
         self._targets = {api.url: self._targets.get(api.url, _Target(api)) for api in apis}
 
     def begin_update(self, version: int) -> None:
@@ -142,8 +142,8 @@ class ServerSync:
         self._transport.close()
 
     def release_memory(self) -> None:
-        """Before a training step (colocated): servers release weights and KV cache, and are marked as during an update, which
-        restores both."""
+        """Makes colocated servers release weights and KV cache before a training step; marks them as during an update.
+        The next update restores both."""
         self._live = dict(self._targets)
         self._each(self._release)
 
@@ -151,7 +151,7 @@ class ServerSync:
         api = target.api
         api.post("/pause_generation", {"mode": "abort"}, self._sync.timeout_s)
         api.set_weight_version(updating_version(self.report.version))
-        # The server rejects this while a cancelled request still runs; releasing memory then would crash it.
+        # The server rejects this while a cancelled request still runs: a release of memory would crash it.
         _flush_cache(api, required=True)
         api.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
         self._released[api.url] = {"kv_cache", "weights"}
@@ -165,7 +165,7 @@ class ServerSync:
         api, sync = target.api, self._sync
         kind = api.placement(self._probe_timeout_s)
         if api.weight_version() == FRESH_VERSION:
-            # (Re)started: its memory is allocated, and earlier process groups no longer exist.
+            # A (re)started server has its memory allocated, and its earlier process groups no longer exist.
             self._released.pop(api.url, None)
             self._transport.forget(api)
             target.is_verified = False
@@ -249,8 +249,8 @@ def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> Server
 
 
 def _flush_cache(api: SglangApi, required: bool) -> None:
-    """Drops KV cache of the old weights; a request that is about to end may delay it. Not `required`: the server keeps all of
-    it while requests that are paused in place need the cache."""
+    """Drops the KV cache of the old weights; a request that is about to end may delay this. If not `required`, the
+    server may keep the cache for requests that are paused in place."""
     for attempt in range(FLUSH_TRIES):
         try:
             api.post("/flush_cache", {})

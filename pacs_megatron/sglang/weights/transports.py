@@ -40,8 +40,8 @@ KEEP = {"flush_cache": False, "abort_all_requests": False}
 CUDA_ARG_DEVICE = 6
 """Position of the device in the arguments of torch's `rebuild_cuda_tensor`; SGLang expects a GPU's UUID there."""
 GROUP_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Read by the constructor of an NCCL group. 2 is CleanUpOnly (ProcessGroupNCCL.hpp:167-170): if a server dies inside a
-broadcast, the group's watchdog aborts the group. With the default it ends the whole process, rank 0."""
+"""The constructor of an NCCL group reads it. 2 is CleanUpOnly (ProcessGroupNCCL.hpp:167-170): if a server dies inside a
+broadcast, the group's watchdog aborts the group only. The default would end the whole process, rank 0."""
 _environment_lock = threading.Lock()
 
 
@@ -83,7 +83,7 @@ class Transport:
         """Called once, after the last bucket."""
 
     def finish(self, api: SglangApi) -> None:
-        """Afterwards the server has all weights."""
+        """Returns when the server has all weights."""
         if self._sessions[api.url]:
             api.end_weight_update(self._timeout_s)
 
@@ -95,14 +95,14 @@ class Transport:
 
 
 class DiskTransport(Transport):
-    """A safetensors folder `v<version>` that every server can read. It gets its name when it is complete, then the previous
-    version is removed. Only this transport writes to `folder`; it removes leftovers of an earlier attempt."""
+    """Writes a safetensors folder `v<version>` that every server can read. Renames it when it is complete, then removes
+    the previous version. Only this transport writes to `folder`; it also removes leftovers of an earlier attempt."""
 
     def __init__(self, folder: Path, timeout_s: float) -> None:
         super().__init__(timeout_s)
         self._folder = folder.absolute()
         self.path = self._partial = self._folder / "v-1"
-        """the folder of the current version, also while it is partial"""
+        """folder of the current version, also during the write"""
         self._shards: dict[str, str] = {}
         """tensor -> file"""
 
@@ -127,26 +127,26 @@ class DiskTransport(Transport):
         self._remove_others({self.path.name})
 
     def _remove_others(self, kept: set[str]) -> None:
-        """Removes versions and partial versions, also later ones of an attempt that was killed."""
+        """Removes all other versions, also partial and later ones of a killed attempt."""
         for old in self._folder.glob("v*"):
             if re.fullmatch(r"v\d+(\.partial)?", old.name) and old.name not in kept:
                 shutil.rmtree(old, ignore_errors=True)
 
     def join(self, api: SglangApi) -> None:
-        """No session: the server loads by itself."""
+        """Opens no session, because the server loads the folder itself."""
 
     def finish(self, api: SglangApi) -> None:
         body = {"model_path": str(self.path), "load_format": "auto", **KEEP}  # the server's start may have set `dummy`
         api.post("/update_weights_from_disk", body, self._timeout_s)
 
     def close(self) -> None:
-        """Removes all versions: servers have loaded them, and a restarted one loads its model path."""
+        """Removes all versions: the servers have loaded them, and a restarted server loads its model path."""
         self._remove_others(set())
 
 
 @contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Turns a full or missing disk into a SyncError that names the folder, and removes the partial version."""
+    """Converts errors of a full or missing disk to a SyncError that names the folder; removes the partial version."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -155,7 +155,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
 
 
 def _in_thread(action: Callable[[], T]) -> Future[T]:
-    """Runs `action` in a daemon thread: a blocked call must not delay the end of the process."""
+    """Runs `action` in a daemon thread, so that a blocked call does not delay the end of the process."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -192,8 +192,8 @@ class _Group:
 class BroadcastTransport(Transport):
     """One broadcast per bucket in a separate process group for each server: NCCL, or gloo on CPU.
 
-    A server that dies does not interrupt the others' update, and they keep their groups. The trainer's default process
-    group is not involved: the backends use a store that listens on `host` only (torch's own listens on all interfaces).
+    If a server dies, the other servers keep their groups and complete the update. The trainer's default process group is
+    not used: the backends use a store that listens on `host` only (torch's default store listens on all interfaces).
     """
 
     def __init__(self, host: str, timeout_s: float) -> None:
@@ -298,7 +298,7 @@ class BroadcastTransport(Transport):
 
 class IpcTransport(Transport):
     """Shared memory of this host: CUDA IPC handles of GPU tensors, shared-memory files of CPU tensors. Servers copy from the
-    bucket, which is kept until every server has responded."""
+    bucket, which exists until every server has responded."""
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(timeout_s)
@@ -331,8 +331,8 @@ class IpcTransport(Transport):
 
 
 def shared_memory_payload(tensors: list[tuple[str, torch.Tensor]]) -> str:
-    """Base64 payload of `/update_weights_from_tensor`: handles of the memory, pickled for the server's restricted unpickler;
-    the trainer never unpickles anything."""
+    """Base64 payload of `/update_weights_from_tensor`: memory handles, pickled for the server's restricted unpickler. The
+    trainer unpickles nothing."""
     buffer = io.BytesIO()
     with _shared_files():
         _HandlePickler(buffer).dump(tensors)
@@ -352,7 +352,7 @@ class _HandlePickler(ForkingPickler):
 
 @contextmanager
 def _shared_files() -> Iterator[None]:
-    """Shares CPU memory by file name: file descriptors can be passed to child processes only."""
+    """Shares CPU memory by file name, because file descriptors can be passed to child processes only."""
     before = torch_mp.get_sharing_strategy()  # type: ignore[no-untyped-call]
     torch_mp.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     try:

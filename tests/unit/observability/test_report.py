@@ -128,7 +128,7 @@ def test_the_curves_of_pacs_are_explained_in_its_runs_only(tmp_path: Path, objec
     rows = [{name: value for name, value in step_row(1).items() if objective == "pacs" or "pacs/" not in name}]
     _, page = report(tmp_path, rows)
     assert ("log 2 = 0.693" in page.text) == (objective == "pacs")
-    assert ("ψ of right answers (pos) should lie above 0" in page.text) == (objective == "pacs")
+    assert ("ψ of right answers (pos) should be above 0" in page.text) == (objective == "pacs")
 
 
 def test_report_loads_nothing(tmp_path: Path) -> None:
