@@ -27,7 +27,7 @@ def train_step(run: RunContext, progress: RunProgress) -> dict[str, float | None
     samples = collect(run, step)  # admitted groups: facts on all ranks, tokens on rank 0
     poll(run)  # for stop requests
     release_memory(run)  # of colocated servers
-    minibatches = cut(run, samples)  # whole groups, this rank's tokens, micro-batches for all passes of a mini-batch
+    minibatches = cut(run, samples)  # whole groups; this replica's tokens; the plan of micro-batches
     if done.logprobs is None:  # a checkpoint inside the step has them: the step-start weights no longer exist
         done.logprobs = [logprobs(run, minibatch) for minibatch in minibatches]
     minibatches = [with_logprobs(*pair) for pair in zip(minibatches, done.logprobs, strict=True)]
@@ -38,7 +38,7 @@ def train_step(run: RunContext, progress: RunProgress) -> dict[str, float | None
     for minibatch in minibatches[done.updates :]:
         poll(run)
         done.add(update(run, step, minibatch, inputs), minibatch.facts.num_samples)
-    for model in run.models:  # past updates without groups too; `num_updates` is updates_per_step * epochs
+    for model in run.models:  # counts updates without groups too; `num_updates` is updates_per_step * epochs
         model.optimizer.advance_schedule(step * run.config.batch.num_updates)
     if run.reset_every and step % run.reset_every == 0:
         run.policy.take_reference(reset_optimizer=True)
