@@ -56,7 +56,7 @@ test: $(TEST_TOOLS) ## what a change needs: about 12 minutes on two idle cores
 	@$(PY) -m pytest $(WORKERS) -m "not gpu and not full and not campaign" $(PYTEST_ARGS)
 
 test-full: $(TEST_TOOLS) ## every other test, up to two hours, and test-te and test-current where installed; resumes
-	@$(PY) -m pytest $(FULL_WORKERS) -m full --resume=.pytest_cache/test-full $(PYTEST_ARGS)
+	@$(PY) -m pytest $(FULL_WORKERS) -m "full and not campaign" --resume=.pytest_cache/test-full $(PYTEST_ARGS)
 	@for name in te current; do if [ -x .venv-$$name/bin/python ]; then $(MAKE) --no-print-directory test-$$name; fi; done
 
 campaign: $(TEST_TOOLS) ## once a release: seeds, kills, studies; the same command resumes

@@ -64,7 +64,7 @@ def test_a_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path:
     assert not any(start_ticks(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("pause", ["abort", "retract"])
+@pytest.mark.parametrize("pause", ["abort", pytest.param("retract", marks=pytest.mark.campaign)])
 def test_a_server_is_killed_while_steps_are_sampled_ahead(model: Path, tmp_path: Path, pause: str) -> None:
     """kill -9 with requests of two steps in flight: no sample is lost or repeated, none exceeds max_staleness, and the
     restarted server is used again."""

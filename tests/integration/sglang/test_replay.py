@@ -112,7 +112,15 @@ def step_to_stop_in(samples: list[Sample]) -> tuple[int, set[str]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("max_staleness", "pause"), [(0, "abort"), (1, "abort"), (1, "retract"), (2, "in_place")])
+@pytest.mark.parametrize(
+    ("max_staleness", "pause"),
+    [
+        (0, "abort"),
+        pytest.param(1, "abort", marks=pytest.mark.campaign),
+        (1, "retract"),
+        pytest.param(2, "in_place", marks=pytest.mark.campaign),
+    ],
+)
 def test_a_run_is_the_same_bits_given_the_recorded_samples(
     lab: Lab, tmp_path: Path, max_staleness: int, pause: str
 ) -> None:
