@@ -21,6 +21,8 @@ def in_tiers(cases: Iterable[str], *kept: str, every: int = 3) -> list[Any]:
     others = [param for param in params if param.marks]
     in_full = {param.values[0] for param in others[::every]}
     return [
-        param if not param.marks or param.values[0] in in_full else pytest.param(*param.values, marks=pytest.mark.campaign)
+        param
+        if not param.marks or param.values[0] in in_full
+        else pytest.param(*param.values, marks=pytest.mark.campaign)
         for param in params
     ]
