@@ -176,7 +176,7 @@ Preset = Literal[
 
 class DatasetOptions(Options):
     path: PathText
-    """Hub id, or a .json, .jsonl or .parquet file."""
+    """Hub id, a .json, .jsonl or .parquet file, or such a file of the hub: `hf://datasets/OWNER/NAME/FILE`."""
     name: RunName | None = None
     """Name in metrics and prompt ids; null uses the name of the preset or the file."""
     subset: Line | None = None

@@ -4,6 +4,7 @@ Local files are parsed here: `datasets` copies them into the user's cache, force
 and does not name the line of a malformed row.
 """
 
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ from pacs_megatron.errors import ConfigError, DataError, shown
 from pacs_megatron.runtime.json_reader import as_object, parse_json, read_lines, read_text
 from pacs_megatron.runtime.waiting import hub_wait, report_wait
 
-_FORMATS = ".json (an array of objects), .jsonl (one object per line), .parquet, a folder or a hub id"
+_FORMATS = (
+    ".json (an array of objects), .jsonl (one object per line), .parquet, a folder, a hub id or a file of the hub"
+)
+_HUB_FILE = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)/(.+\.(?:json|jsonl|parquet))", re.ASCII)
 _MAX_JSON_BYTES = 2**30
 _MAX_CELL_BYTES = 2**26
 """Maximum size of a .json file, which is read as a whole; a .jsonl file is read line by line."""
@@ -41,11 +45,16 @@ class Row:
 def read_rows(options: DatasetOptions) -> list[Row]:
     """All rows of the data set, or the first `options.limit` of them; at least one. Raises DataError, and ConfigError for an
     option that this kind of source does not use."""
-    path = find_source(options)
+    path, hub_file = find_source(options), _HUB_FILE.fullmatch(options.path)
     kind = "a hub id" if path is None else "a folder" if path.is_dir() else "a file"
-    for name in {"a folder": ("revision",), "a file": ("split", "subset", "revision")}.get(kind, ()):
+    unused = {"a folder": ("revision",), "a file": ("split", "subset", "revision")}.get(kind, ())
+    for name in ("split", "subset") if hub_file else unused:
         if (value := getattr(options, name)) != DatasetOptions.model_fields[name].default:
-            raise ConfigError(f"{options.path}: {name}={value} is not used by {kind}; remove it")
+            raise ConfigError(
+                f"{options.path}: {name}={value} is not used by {'a file' if hub_file else kind}; remove it"
+            )
+    if hub_file:
+        path = _download(options, *hub_file.groups())
     if path is None:
         found = _read_with_datasets(options, options.path, None)
     elif path.is_dir():
@@ -59,8 +68,10 @@ def read_rows(options: DatasetOptions) -> list[Row]:
 
 
 def find_source(options: DatasetOptions) -> Path | None:
-    """The local file or folder of a data set; None for a hub id. Raises DataError for anything else."""
+    """The local file or folder of a data set; None for the hub. Raises DataError for anything else."""
     path = local_path(options.path)
+    if _HUB_FILE.fullmatch(options.path):
+        return None
     if path.suffix not in _READERS and not path.exists():
         if HUB_ID.fullmatch(options.path):
             return None
@@ -138,6 +149,20 @@ def _read_with_datasets(options: DatasetOptions, path: str, cache: str | None) -
     where = f"{options.path} {options.split}"
     rows = enumerate(islice(table, options.limit))
     return [Row(index=index, where=f"{where} (row {index})", values=values) for index, values in rows]
+
+
+def _download(options: DatasetOptions, repository: str, name: str) -> Path:
+    """The local copy of one file of a hub data set, for repositories whose loader is a script. Raises DataError."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        with hub_wait(f"data set {options.path}"):
+            return Path(hf_hub_download(repository, name, repo_type="dataset", revision=options.revision))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{options.path}: no such file in the hub or the local cache, revision {options.revision or 'main'}: "
+            f"{_one_line(error)}; check path and revision, or run `pacs-megatron fetch` on a machine with network"
+        ) from error
 
 
 def _one_line(error: Exception) -> str:

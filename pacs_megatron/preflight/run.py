@@ -181,7 +181,7 @@ def _data(loaded: LoadedConfig) -> Iterator[Check]:
     sets = [("data.train", config.data.train)]
     sets += [(f"evaluation.benchmarks.{index}", dataset) for index, dataset in enumerate(config.evaluation.benchmarks)]
     for key, dataset in sets:
-        is_local = Path(dataset.path).suffix or os.path.exists(local_path(dataset.path))
+        is_local = "://" not in dataset.path and (Path(dataset.path).suffix or os.path.exists(local_path(dataset.path)))
         fix = "" if is_local else "`pacs-megatron fetch` on a machine with network fills the cache (HF_HOME)"
         yield attempt(f"{key}.path", partial(_read_set, loaded, key, dataset), fix)
 

@@ -78,5 +78,5 @@ def test_the_benchmarks_out_of_domain() -> None:
     ]
     assert gpqa.reward is not None and gpqa.reward.name == "math" and "letter" in gpqa.data.prompt_suffix
     code = load_config(PAPER / "eval-livecodebench.yaml").config
-    assert [b.preset for b in code.evaluation.benchmarks] == ["livecodebench"]
+    assert [(b.preset, len(b.revision or "")) for b in code.evaluation.benchmarks] == [("livecodebench", 40)]
     assert code.reward is not None and code.reward.name == "code"

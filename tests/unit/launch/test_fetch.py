@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fault_fs import FaultyDisk
-from tests.support.hub import LFS_SIZE, Hub, serve
+from tests.support.hub import COMMIT, LFS_SIZE, Hub, serve
 from tests.support.ranks import free_port
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -109,6 +109,24 @@ def test_a_run_trains_from_the_caches(hub: Hub, tmp_path: Path, config: Path) ->
     code, out = call(tmp_path, "train", config, *OVERRIDES, "parallel.tp=1", url=nobody, offline=True)
     assert code == 0, out
     assert (tmp_path / "runs" / "tiny" / "hf" / "model.safetensors").is_file()
+
+
+def test_one_file_of_a_data_set_with_a_script(hub: Hub, tmp_path: Path, config: Path) -> None:
+    """As LiveCodeBench: `datasets` runs no loader script. Downloaded once, at the pinned revision, then read offline."""
+    file = f"hf://datasets/{DATA}/train.jsonl"
+    pinned = (*OVERRIDES, f"data.train.path={file}", f"data.train.revision={COMMIT}")
+    code, out = call(tmp_path, "fetch", config, *pinned, url=hub.url)
+    assert code == 0 and f"data {file} (train): 16 rows" in out, out
+    nobody = f"http://127.0.0.1:{free_port()}"
+    code, out = call(tmp_path, "preflight", config, *pinned, url=nobody, offline=True)
+    assert code == 0 and f"ok    data.train.path: {file}: 16 prompts" in out, out
+    for changes, expected in (
+        ([f"data.train.path=hf://datasets/{DATA}/none.jsonl"], "no such file in the hub or the local cache"),
+        ([f"data.train.path=hf://datasets/{DATA}/train.csv"], "a file of the hub"),
+        (["data.train.split=test"], "split=test is not used by a file"),
+    ):
+        code, out = call(tmp_path, "fetch", config, *pinned, *changes, url=hub.url)
+        assert code != 0 and expected in out.splitlines()[-1] and "Traceback" not in out, out
 
 
 def test_an_interrupted_download_resumes(sources: tuple[Path, Path], tmp_path: Path, config: Path) -> None:
