@@ -22,8 +22,8 @@ _FORMATS = (
     ".json (an array of objects), .jsonl (one object per line), .parquet, a folder, a hub id or a file of the hub"
 )
 _HUB_FILE = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)/(.+\.(?:json|jsonl|parquet))", re.ASCII)
-_MAX_JSON_BYTES = 2**30
 _MAX_CELL_BYTES = 2**26
+_MAX_JSON_BYTES = 2**30
 """Maximum size of a .json file, which is read as a whole; a .jsonl file is read line by line."""
 
 

@@ -1,4 +1,4 @@
-"""Which cases of a matrix run in `make test`."""
+"""Which cases of a matrix run in which tier of the tests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ def in_test(cases: Iterable[str], *kept: str) -> list[Any]:
 
 def in_tiers(cases: Iterable[str], *kept: str, every: int = 3) -> list[Any]:
     """As `in_test`, of the others every third case in `make test-full` and the rest in `make campaign`."""
-    params = in_test(cases, *kept)
-    others = [param for param in params if param.marks]
-    in_full = {param.values[0] for param in others[::every]}
+    names = list(cases)
+    others = [name for name in names if name not in kept]
+    rest = set(others) - set(others[::every])
     return [
-        param
-        if not param.marks or param.values[0] in in_full
-        else pytest.param(*param.values, marks=pytest.mark.campaign)
-        for param in params
+        pytest.param(name, marks=pytest.mark.campaign) if name in rest else param
+        for name, param in zip(names, in_test(names, *kept), strict=True)
     ]
