@@ -115,7 +115,9 @@ def check_steps(run: FleetRun, log: str, saved: dict[str, Any], stopped: dict[st
         two_classes = {prompt for prompt, found in whole.items() if len(set(found)) == 2}
         # Every prompt of the step is trained, dropped as one class, or surplus.
         assert row["admission/num_groups"] == WANTED and row["admission/num_samples"] == WANTED * SIBLINGS
-        assert row["dapo/zero_advantage_frac"] == 0 and row["optimizer/grad_norm"] > 0
+        # The punishment of long responses can give samples the mean reward of their group: at most two of four, because a
+        # label of 1 gives at least 0.5, and 0 at most 0.
+        assert row["dapo/zero_advantage_frac"] <= 0.5 and row["optimizer/grad_norm"] > 0
         assert row["admission/dropped_one_class_groups"] == len(whole) - len(two_classes)
         assert row["admission/refills"] >= 1 or number > 1, "the first three prompts have one class"
         requested = 3 + sum(count for step, count in refills if step == number)
