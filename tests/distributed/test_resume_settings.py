@@ -231,9 +231,11 @@ MOE: dict[str, tuple[int, dict[str, Any]]] = {
 TABLE = [(family, saved) for family, layouts in (("qwen3", DENSE), ("qwen3_moe", MOE)) for saved in layouts]
 
 
-@pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("family", "saved"), TABLE)
+@pytest.mark.parametrize(
+    ("family", "saved"),
+    [pytest.param(*row, marks=pytest.mark.full if row in TABLE[::2] else pytest.mark.campaign) for row in TABLE],
+)
 def test_every_layout_resumes_in_every_other(tmp_path: Path, family: str, saved: str) -> None:
     """Losses, norms and weights of three more updates are those of the run that was not interrupted."""
     layouts = DENSE if family == "qwen3" else MOE

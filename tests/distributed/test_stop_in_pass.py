@@ -26,6 +26,7 @@ from pacs_megatron.training.signals import StopFlag
 from tests.support.metrics import reproducible_bytes, strip_times
 from tests.support.policies.policy_cases import make_part, make_policy, random_step
 from tests.support.ranks import run_ranks
+from tests.support.tiers import in_tiers
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -219,8 +220,7 @@ CASES = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", in_tiers(CASES, every=2))
 def test_a_run_stopped_inside_a_step_resumes_to_the_same_bits(tmp_path: Path, case: str) -> None:
     stops = CASES[case]
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=2, vocab_size=262)

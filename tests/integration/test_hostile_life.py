@@ -18,6 +18,7 @@ import pytest
 from tests.integration.test_hostile_files import PREVIEW, folder, link, pipe, text, together
 from tests.integration.test_hostile_verbs import BENCHMARK, TWO
 from tests.support.hostile import Arrange, Cases, World, check, check_case, copy_world, make_world, run, serve
+from tests.support.tiers import in_tiers
 
 pytestmark = pytest.mark.full
 CASES = Cases()
@@ -318,7 +319,7 @@ def _exported(world: World) -> None:
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize("name", RESUMES)
+@pytest.mark.parametrize("name", in_tiers(RESUMES))
 def test_one_clear_line_for_a_changed_run(name: str, trained: Trained) -> None:
     words, arrange = RESUMES[name]
     world = trained.restore()
@@ -375,7 +376,7 @@ def garbage(request: pytest.FixtureRequest) -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize("garbage", REPLIES, indirect=True, ids=list(REPLIES))
+@pytest.mark.parametrize("garbage", in_tiers(REPLIES), indirect=True)
 def test_train_with_servers_that_send_garbage(
     garbage: str, original: World, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -387,7 +388,7 @@ def test_train_with_servers_that_send_garbage(
     check(f"servers: {request.node.callspec.id}", world, ["train", world.run, "parallel.tp=1", rollout], {})
 
 
-@pytest.mark.parametrize("garbage", REPLIES, indirect=True, ids=list(REPLIES))
+@pytest.mark.parametrize("garbage", in_tiers(REPLIES), indirect=True)
 def test_train_with_rewards_of_garbage(
     garbage: str, original: World, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

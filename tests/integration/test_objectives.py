@@ -36,9 +36,12 @@ def test_every_rival_has_an_example_that_loads() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("objective.name=gspo", "objective.importance=mask", "objective.importance_level=sequence"),
+        pytest.param(
+            ("objective.name=gspo", "objective.importance=mask", "objective.importance_level=sequence"),
+            marks=pytest.mark.campaign,
+        ),
         ("objective.name=rloo", "objective.kl_coef=0.1", "objective.kl_in=reward", "objective.kl_estimator=k1"),
-        ("objective.name=real", "batch.groups=apart"),
+        pytest.param(("objective.name=real", "batch.groups=apart"), marks=pytest.mark.campaign),
         ("objective.name=ppo", "objective.lam=0.95", "batch.epochs=2"),
     ],
     ids=lambda options: options[0].partition("=")[2],

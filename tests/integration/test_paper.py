@@ -68,7 +68,7 @@ def finish(configs: Path, folder: Path) -> str:
     return out
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_killed_and_resumed_gives_the_same_tables(tmp_path: Path) -> None:
     configs, one, other = short_study(tmp_path), tmp_path / "one", tmp_path / "other"

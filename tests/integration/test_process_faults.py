@@ -70,7 +70,13 @@ def processes_of(launcher: int) -> dict[str, psutil.Process]:
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=f"{row.who}-{row.fault}", marks=pytest.mark.full) for row in ROWS]
+    "row",
+    [
+        pytest.param(
+            row, id=f"{row.who}-{row.fault}", marks=pytest.mark.full if row in ROWS[::2] else pytest.mark.campaign
+        )
+        for row in ROWS
+    ],
 )
 def test_a_fault_of_one_process_ends_the_run_with_a_checkpoint(tmp_path: Path, row: Row) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model", num_hidden_layers=2, vocab_size=262))

@@ -20,6 +20,7 @@ from pacs_megatron.rollout.sample_arrays import write_record
 from tests.integration.test_ahead_servers import STOPPED_IN_STEP_3
 from tests.support.rollout import read_record
 from tests.support.servers.recorded_sglang import SynchronousSglang
+from tests.support.tiers import in_tiers
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -107,7 +108,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Callable[
     return planted
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", in_tiers(LAYOUTS, "tp2ep2"))
 def test_training_replays_the_recorded_experts(tmp_path: Path, model: Path, recorded: Any, layout: str) -> None:
     records = recorded("random", 0)
     with RoutedSglang(records) as server:

@@ -31,7 +31,7 @@ def processes_of(folder: Path) -> list[list[str]]:
     return found
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_timeout_ends_a_run_in_every_phase(tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model", num_hidden_layers=2, vocab_size=262))

@@ -38,6 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_qwen3(tmp_path_factory.mktemp("model"), **shape)
 
 
+@pytest.mark.campaign
 def test_a_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path: Path) -> None:
     """kill -9; its requests restart on the other server; it is restarted, gets the weights with the next sync, and works."""
     if not PYTHON.exists():
@@ -64,7 +65,8 @@ def test_a_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path:
     assert not any(start_ticks(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("pause", ["abort", pytest.param("retract", marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("pause", ["abort", "retract"])
 def test_a_server_is_killed_while_steps_are_sampled_ahead(model: Path, tmp_path: Path, pause: str) -> None:
     """kill -9 with requests of two steps in flight: no sample is lost or repeated, none exceeds max_staleness, and the
     restarted server is used again."""
@@ -108,6 +110,7 @@ def kill_server1(run: FleetRun) -> list[int]:
     return [*pids, record["server"]]
 
 
+@pytest.mark.campaign
 def test_the_only_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path: Path) -> None:
     """kill -9: it is restarted, the trainer sends the weights of the step again, and the step's samples arrive."""
     if not PYTHON.exists():
@@ -166,7 +169,7 @@ FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize(
-    "name", ["http_500", "slow", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("truncated", "nan"))]
+    "name", ["slow", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("http_500", "truncated", "nan"))]
 )
 def test_one_of_two_servers_responds_wrongly_or_slowly(
     pair: list[ManagedServer], model: Path, tmp_path: Path, name: str
@@ -188,6 +191,7 @@ def test_one_of_two_servers_responds_wrongly_or_slowly(
         assert proxy.counts["/generate"] > before  # it is used again
 
 
+@pytest.mark.campaign
 def test_connections_are_rejected_for_20_s(pair: list[ManagedServer], model: Path, tmp_path: Path) -> None:
     with FaultProxy(pair[1].url) as proxy:
         run = attached(tmp_path, model, pair[0].url, proxy.url, steps=8)
@@ -207,6 +211,7 @@ def test_connections_are_rejected_for_20_s(pair: list[ManagedServer], model: Pat
         assert proxy.counts["/generate"] > before
 
 
+@pytest.mark.campaign
 def test_a_server_is_stopped_and_continued(pair: list[ManagedServer], model: Path, tmp_path: Path) -> None:
     """SIGSTOP to all its processes while it generates, SIGCONT three steps later."""
     with FaultProxy(pair[1].url) as proxy:  # only to count

@@ -56,6 +56,7 @@ def is_free(url: str) -> bool:
         return True
 
 
+@pytest.mark.campaign
 def test_no_server_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run, four attempts; each takes up where the one before ended."""
     if not PYTHON.exists():

@@ -80,6 +80,7 @@ def test_a_lost_node_requeues_the_job_and_it_goes_on(slurm: Slurm, repo: Path, t
     assert_nothing_runs(str(tmp_path))
 
 
+@pytest.mark.campaign
 def test_the_time_limit_is_survived(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     """Slurm's own signal, not ours: `--signal` may come up to a minute early, and limits are whole minutes."""
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.4)
@@ -96,6 +97,7 @@ def test_the_time_limit_is_survived(slurm: Slurm, repo: Path, tmp_path: Path) ->
     assert steps(run_dir) == list(range(1, 17))
 
 
+@pytest.mark.campaign
 def test_more_signals_do_not_cut_the_save_short(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.05)
     run_dir = tmp_path / "runs" / "tiny"

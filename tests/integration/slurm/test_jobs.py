@@ -26,7 +26,7 @@ def test_conversion_as_a_job(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     assert (tmp_path / "converted").is_dir()
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_the_selftest_on_cpu(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     out, folder = tmp_path / "job.log", tmp_path / "selftest"
     options = ["--nodes=2", "--ntasks-per-node=1", f"--output={out}"]

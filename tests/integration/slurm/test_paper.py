@@ -15,7 +15,7 @@ from tests.integration.test_paper import finish, short_study, start
 from tests.support.slurm import Slurm
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_the_jobs_of_a_study_give_the_tables_of_this_host(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
     configs, here, there = short_study(tmp_path), tmp_path / "here", tmp_path / "there"

@@ -140,7 +140,7 @@ def test_without_nemo_run_the_message_names_the_fix(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slurm
-@pytest.mark.full
+@pytest.mark.campaign
 def test_a_sweep_is_a_job_for_each_value(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     cluster = tmp_path / "cluster.yaml"
@@ -159,7 +159,7 @@ def test_a_sweep_is_a_job_for_each_value(nemo_run: None, slurm: Slurm, tmp_path:
 
 @pytest.mark.slurm
 @pytest.mark.full
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.campaign)])
 def test_two_nodes_signal_requeue_and_evaluation(nemo_run: None, slurm: Slurm, tmp_path: Path, launcher: str) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.05)
     two_nodes = ["resources.nodes=2", "run.nproc=1", "run.steps=6", "checkpoint.every=3"]
