@@ -22,6 +22,7 @@ from tests.integration.test_hostile_files import (
 )
 from tests.integration.test_hostile_verbs import SUBMIT, TWO
 from tests.support.hostile import Arrange, Cases, World, check_case
+from tests.support.tiers import in_tiers
 
 pytestmark = pytest.mark.full
 CASES = Cases()
@@ -224,6 +225,6 @@ for _name, _content in {
     case(f"cluster: {_name}", *SUBMIT, "{w}/cluster.yaml", arrange=text("cluster.yaml", _content))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_tiers(CASES, every=2))
 def test_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
     check_case(name, CASES[name], original, tmp_path)

@@ -17,6 +17,7 @@ import yaml
 
 from tests.integration.test_hostile_verbs import DIVERSITY, RUNS, SAMPLE, SUBMIT, TWO
 from tests.support.hostile import Arrange, Cases, World, check_case
+from tests.support.tiers import in_tiers
 
 pytestmark = pytest.mark.full
 CASES = Cases()
@@ -362,6 +363,6 @@ case("submit: a cluster of no name", *SUBMIT, "")
 case("submit: a cluster in a folder of 300 letters", *SUBMIT, "{w}/" + "c" * 300)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_tiers(CASES, every=2))
 def test_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
     check_case(name, CASES[name], original, tmp_path)

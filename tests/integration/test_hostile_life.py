@@ -150,7 +150,7 @@ for _name, _content in {
     case(f"reward file: {_name}", *PREVIEW, arrange=text("reward.py", _content))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_tiers(CASES, every=2))
 def test_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
     check_case(name, CASES[name], original, tmp_path)
 
@@ -212,7 +212,7 @@ QUIET: dict[str, tuple[str, Arrange, tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", QUIET)
+@pytest.mark.parametrize("name", in_tiers(QUIET, every=2))
 def test_odd_surroundings(name: str, original: World, tmp_path: Path) -> None:
     """No traceback, an exit code that fits, and no file changed that was there."""
     world = copy_world(original, tmp_path / "world")
@@ -338,7 +338,7 @@ CONTINUES: dict[str, Arrange] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CONTINUES)
+@pytest.mark.parametrize("name", in_tiers(CONTINUES, every=2))
 def test_a_run_continues(name: str, trained: Trained) -> None:
     """No line of the metrics before is lost."""
     world = trained.restore()

@@ -29,6 +29,7 @@ from tests.integration.test_hostile_files import (
 )
 from tests.integration.test_hostile_verbs import BENCHMARK, DIVERSITY, RUNS, SAMPLE, SUBMIT, TWO
 from tests.support.hostile import Arrange, Cases, World, check_case
+from tests.support.tiers import in_tiers
 
 pytestmark = pytest.mark.full
 CASES = Cases()
@@ -291,6 +292,6 @@ for _words in (
     case(f"eval {' '.join(_words)}", "eval", "{r}", *BENCHMARK, *_words)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_tiers(CASES, every=2))
 def test_one_clear_line(name: str, original: World, tmp_path: Any) -> None:
     check_case(name, CASES[name], original, tmp_path)

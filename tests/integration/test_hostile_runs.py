@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.hostile import Cases, World, check_case
+from tests.support.tiers import in_tiers
 
 pytestmark = pytest.mark.full
 CASES = Cases()
@@ -271,6 +272,6 @@ for _name, _arrange in {
     case(f"weights: {_name}", "convert", "to-megatron", "--hf", "{m}", "--out", "{w}/o", arrange=_arrange)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_tiers(CASES, every=2))
 def test_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
     check_case(name, CASES[name], original, tmp_path)

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.support.hostile import Arrange, Cases, World, check_case, copy_world, run
+from tests.support.tiers import in_tiers
 
 pytestmark = pytest.mark.full
 CASES = Cases()
@@ -264,7 +265,7 @@ QUIET: dict[str, tuple[str, Arrange, tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_tiers(CASES, every=2))
 def test_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
     check_case(name, CASES[name], original, tmp_path)
 

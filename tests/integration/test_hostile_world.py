@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.support.hostile import Cases, World, check_case, copy_world, run
+from tests.support.tiers import in_tiers
 
 pytestmark = pytest.mark.full
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 3945\n"
@@ -381,7 +382,7 @@ case("run folder: it is a file", "train", "{r}", arrange=lambda w: w.text("runs/
 case("run folder: status of damage", "status", "{w}/runs/tiny", arrange=_run_folder("metrics.jsonl", b"\xff" * 99))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_tiers(CASES, every=2))
 def test_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
     check_case(name, CASES[name], original, tmp_path)
 

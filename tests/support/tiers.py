@@ -16,7 +16,7 @@ def in_test(cases: Iterable[str], *kept: str) -> list[Any]:
 
 
 def in_tiers(cases: Iterable[str], *kept: str, every: int = 3) -> list[Any]:
-    """As `in_test`, of the others every third case in `make test-full` and the rest in `make campaign`."""
+    """As `in_test`, of the others every third case (`every`) in `make test-full` and the rest in `make campaign`."""
     names = list(cases)
     others = [name for name in names if name not in kept]
     rest = set(others) - set(others[::every])
