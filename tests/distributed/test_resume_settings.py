@@ -23,6 +23,7 @@ from tests.support.policies.plain_trainer import PlainTrainer, pacs_loss
 from tests.support.policies.policy_cases import OPTIMIZER, make_policy, train
 from tests.support.policies.unseen_runs import COMBINATIONS
 from tests.support.ranks import run_ranks
+from tests.support.tiers import in_tiers
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3
 
@@ -228,16 +229,18 @@ MOE: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2-distopt": (2, {"distributed_optimizer": True}),
     "ep2-dp4-distopt": (4, {"ep": 2, "distributed_optimizer": True}),
 }
-TABLE = [(family, saved) for family, layouts in (("qwen3", DENSE), ("qwen3_moe", MOE)) for saved in layouts]
+SAVED = {
+    f"{family}-{saved}": (family, saved)
+    for family, layouts in (("qwen3", DENSE), ("qwen3_moe", MOE))
+    for saved in layouts
+}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("family", "saved"),
-    [pytest.param(*row, marks=pytest.mark.full if row in TABLE[::2] else pytest.mark.campaign) for row in TABLE],
-)
-def test_every_layout_resumes_in_every_other(tmp_path: Path, family: str, saved: str) -> None:
+@pytest.mark.parametrize("name", in_tiers(SAVED, every=2))
+def test_every_layout_resumes_in_every_other(tmp_path: Path, name: str) -> None:
     """Losses, norms and weights of three more updates are those of the run that was not interrupted."""
+    family, saved = SAVED[name]
     layouts = DENSE if family == "qwen3" else MOE
     check_resumes(tmp_path, family, layouts[saved], layouts)
 

@@ -20,6 +20,7 @@ import pytest
 from pacs_megatron.checkpoint.manifest import check_checkpoint
 from pacs_megatron.checkpoint.names import newest_position
 from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint
+from tests.support.tiers import in_tiers
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 
@@ -54,6 +55,7 @@ ROWS = [
     Row("driver", "stop", 75, STOPPED),
     Row("worker", "stop", 75, STOPPED),
 ]
+CASES = {f"{row.who}-{row.fault}": row for row in ROWS}
 
 
 def processes_of(launcher: int) -> dict[str, psutil.Process]:
@@ -69,16 +71,9 @@ def processes_of(launcher: int) -> dict[str, psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(
-            row, id=f"{row.who}-{row.fault}", marks=pytest.mark.full if row in ROWS[::2] else pytest.mark.campaign
-        )
-        for row in ROWS
-    ],
-)
-def test_a_fault_of_one_process_ends_the_run_with_a_checkpoint(tmp_path: Path, row: Row) -> None:
+@pytest.mark.parametrize("name", in_tiers(CASES, every=2))
+def test_a_fault_of_one_process_ends_the_run_with_a_checkpoint(tmp_path: Path, name: str) -> None:
+    row = CASES[name]
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model", num_hidden_layers=2, vocab_size=262))
     run_dir, log = tmp_path / "runs" / "tiny", tmp_path / "log"
     command = [sys.executable, "-m", "pacs_megatron", "train", str(config), "run.steps=4000"]
