@@ -76,17 +76,3 @@ def make_qwen3(tmp_path: Path) -> Callable[..., Path]:
 def free_port() -> int:
     """A port of 127.0.0.1 that was free a moment ago."""
     return _free_port()
-
-
-@pytest.fixture
-def require() -> Callable[[bool, str], None]:
-    """`require(available, what)`: skips without it, but fails under PACS_CI=1, where it must be there."""
-
-    def check(available: bool, what: str) -> None:
-        if available:
-            return
-        if os.environ.get("PACS_CI") == "1":
-            pytest.fail(f"PACS_CI=1, but {what} is missing")
-        pytest.skip(f"{what} is missing")
-
-    return check

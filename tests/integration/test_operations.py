@@ -7,14 +7,13 @@ must agree with the configuration.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import io
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from pacs_megatron.config.explain import schema_json
 from pacs_megatron.launch.job import describe
 from pacs_megatron.plan.plan import make_plan
 from pacs_megatron.runtime.run_lock import RunLock
+from tests.support.needs import require_nemo_run
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 
@@ -81,14 +81,13 @@ def test_only_known_programs_are_used() -> None:
 def test_command(
     command: str,
     finished_run: Path,
-    require: Callable[[bool, str], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = shlex.split(command, comments=True)[1:]
     if words[0] == "submit":
-        require(importlib.util.find_spec("nemo_run") is not None, "nemo-run==0.11.1 with leptonai==0.27.0")
+        require_nemo_run()
         monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "nemo"))
         monkeypatch.setattr(sys, "stdin", io.StringIO())
     monkeypatch.chdir(ROOT)

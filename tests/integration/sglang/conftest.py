@@ -28,11 +28,11 @@ from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.client import SglangEngine
 from pacs_megatron.sglang.weights.server_sync import ServerSync, server_sync
 from pacs_megatron.training.push import push
+from tests.support.needs import SGLANG_PYTHON, require_sglang
 from tests.support.servers.fleet_run import FleetRun
 from tests.support.tiny_models import make_tiny_qwen3
 
 ROOT = Path(__file__).parents[3]
-PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 START_S = 600.0
 FIRST_PROMPTS = [list(range(start, start + 5)) for start in range(40, 80, 2)]
 
@@ -147,8 +147,7 @@ def lab(lab_folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> It
     if running is not None:
         yield Lab(running, lab_folders, tmp_path_factory.mktemp("sglang-server"))
         return
-    if not PYTHON.exists():
-        pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
+    require_sglang()
     tmp = tmp_path_factory.mktemp("sglang-server")
     options = own_options()
     assert options.servers is not None
@@ -175,7 +174,7 @@ def _greedy(url: str, prompt: list[int]) -> list[int]:
 
 def own_options(**changes: Any) -> SglangRollout:
     """Own servers on CPU."""
-    servers = {"python": (str(PYTHON),), "device": "cpu", "max_total_tokens": 16384} | changes.pop("servers", {})
+    servers = {"python": (str(SGLANG_PYTHON),), "device": "cpu", "max_total_tokens": 16384} | changes.pop("servers", {})
     return SglangRollout(
         engine="sglang",
         sampling=SamplingOptions(max_response_tokens=32),

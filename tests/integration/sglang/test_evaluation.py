@@ -16,7 +16,8 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.integration.sglang.conftest import PYTHON, START_S
+from tests.integration.sglang.conftest import START_S
+from tests.support.needs import SGLANG_PYTHON, require_sglang
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 
@@ -28,7 +29,7 @@ class Client:
     """One evaluation as a user starts it; its log is read while it runs."""
 
     def __init__(self, folder: Path, config: Path, model: Path, *words: str) -> None:
-        servers = {"python": [str(PYTHON)], "device": "cpu", "max_total_tokens": 16384, "count": 2}
+        servers = {"python": [str(SGLANG_PYTHON)], "device": "cpu", "max_total_tokens": 16384, "count": 2}
         quick = {"probe_interval_s": 0.3, "probe_timeout_s": 30.0, "dead_after_s": 90.0, "max_in_flight": 8}
         rollout = {"engine": "sglang", "servers": servers | {"start_timeout_s": START_S}, "sync": {"transport": "disk"}}
         rollout |= quick | {"sampling": {"max_response_tokens": 8}}
@@ -79,8 +80,7 @@ def direct_pass_at_k(labels: list[int], k: int) -> float:
 
 
 def test_killed_server_and_killed_client_lose_and_repeat_nothing(tmp_path: Path) -> None:
-    if not PYTHON.exists():
-        pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
+    require_sglang()
     model, config = make_tiny_qwen3(tmp_path / "model"), write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "start"))
     client = Client(tmp_path, config, model)
     try:

@@ -13,7 +13,8 @@ from pacs_megatron.models import load_spec
 from pacs_megatron.sglang import build as sglang
 from pacs_megatron.sglang.weights.server_sync import server_sync
 from pacs_megatron.training.push import push
-from tests.integration.sglang.conftest import PYTHON, START_S, own_options
+from tests.integration.sglang.conftest import START_S, own_options
+from tests.support.needs import require_sglang
 from tests.support.tiny_models import make_tiny_qwen3
 
 pytestmark = [pytest.mark.sglang, pytest.mark.full]
@@ -72,8 +73,7 @@ def _save(kind: Any, config: Any, folder: Path, seed: int) -> Path:
 
 @pytest.mark.parametrize("make", [tied, experts])
 def test_every_way_brings_all_weights(tmp_path: Path, make: Any) -> None:
-    if not PYTHON.exists():
-        pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
+    require_sglang()
     from safetensors.torch import load_file
 
     folders = [make(tmp_path / f"m{seed}", seed) for seed in range(2)]

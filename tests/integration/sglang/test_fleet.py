@@ -22,7 +22,8 @@ from pacs_megatron.sglang import build as sglang
 from pacs_megatron.sglang import guard as sglang_guard
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.server import ManagedServer
-from tests.integration.sglang.conftest import PYTHON, START_S, num_running, own_options
+from tests.integration.sglang.conftest import START_S, num_running, own_options
+from tests.support.needs import SGLANG_PYTHON, require_sglang
 from tests.support.servers.fault_proxy import FaultProxy
 from tests.support.servers.fleet_run import MOVED, RESTARTED, SENT_AGAIN, FleetRun
 from tests.support.tiny_models import make_tiny_qwen3
@@ -41,9 +42,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.campaign
 def test_a_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path: Path) -> None:
     """kill -9; its requests restart on the other server; it is restarted, gets the weights with the next sync, and works."""
-    if not PYTHON.exists():
-        pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
-    servers = {"python": [str(PYTHON)], "device": "cpu", "max_total_tokens": 16384, "count": 2}
+    require_sglang()
+    servers = {"python": [str(SGLANG_PYTHON)], "device": "cpu", "max_total_tokens": 16384, "count": 2}
     rollout = {"engine": "sglang", "servers": servers, "sync": SYNC}
     long = {"sampling": {"max_response_tokens": 200, "stop": ["a", "b"]}}
     run = FleetRun(tmp_path, model, rollout | long, steps=100, delay_s=0.05)
@@ -70,9 +70,8 @@ def test_a_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path:
 def test_a_server_is_killed_while_steps_are_sampled_ahead(model: Path, tmp_path: Path, pause: str) -> None:
     """kill -9 with requests of two steps in flight: no sample is lost or repeated, none exceeds max_staleness, and the
     restarted server is used again."""
-    if not PYTHON.exists():
-        pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
-    servers = {"python": [str(PYTHON)], "device": "cpu", "max_total_tokens": 16384, "count": 2}
+    require_sglang()
+    servers = {"python": [str(SGLANG_PYTHON)], "device": "cpu", "max_total_tokens": 16384, "count": 2}
     rollout = {"engine": "sglang", "servers": servers, "sync": SYNC | {"pause": pause}, "max_staleness": 1}
     long = {"sampling": {"max_response_tokens": 200, "stop": ["a", "b"]}}
     run = FleetRun(tmp_path, model, rollout | long, steps=200, delay_s=0.05)
@@ -113,9 +112,8 @@ def kill_server1(run: FleetRun) -> list[int]:
 @pytest.mark.campaign
 def test_the_only_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path: Path) -> None:
     """kill -9: it is restarted, the trainer sends the weights of the step again, and the step's samples arrive."""
-    if not PYTHON.exists():
-        pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
-    servers = {"python": [str(PYTHON)], "device": "cpu", "max_total_tokens": 16384, "start_timeout_s": START_S}
+    require_sglang()
+    servers = {"python": [str(SGLANG_PYTHON)], "device": "cpu", "max_total_tokens": 16384, "start_timeout_s": START_S}
     rollout = {"engine": "sglang", "servers": servers, "sync": SYNC, "all_down_after_s": START_S}
     long = {"sampling": {"max_response_tokens": 200, "stop": ["a", "b"]}}
     run = FleetRun(tmp_path, model, rollout | long, steps=4)
@@ -134,8 +132,7 @@ def test_the_only_server_of_the_run_is_killed_while_it_generates(model: Path, tm
 
 @pytest.fixture(scope="module")
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ManagedServer]]:
-    if not PYTHON.exists():
-        pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
+    require_sglang()
     options = own_options(servers={"count": 2})
     assert options.servers is not None
     folder = tmp_path_factory.mktemp("pair")

@@ -18,7 +18,8 @@ from pacs_megatron.errors import ExitCode
 from pacs_megatron.runtime.processes import start_ticks
 from pacs_megatron.sglang import guard as sglang_guard
 from pacs_megatron.sglang.api import ServerRefusedError, SglangApi
-from tests.integration.sglang.conftest import PYTHON, START_S
+from tests.integration.sglang.conftest import START_S
+from tests.support.needs import SGLANG_PYTHON, require_sglang
 from tests.support.servers.fleet_run import FleetRun
 from tests.support.tiny_models import make_tiny_qwen3
 
@@ -59,10 +60,9 @@ def is_free(url: str) -> bool:
 @pytest.mark.campaign
 def test_no_server_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run, four attempts; each takes up where the one before ended."""
-    if not PYTHON.exists():
-        pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
+    require_sglang()
     monkeypatch.setenv("ROLLOUT_KEY", KEY)
-    own = {"python": [str(PYTHON)], "device": "cpu", "max_total_tokens": 16384}
+    own = {"python": [str(SGLANG_PYTHON)], "device": "cpu", "max_total_tokens": 16384}
     rollout = {"engine": "sglang", "servers": own, "sync": {"transport": "broadcast"}, "api_key_env": "ROLLOUT_KEY"}
     run = FleetRun(tmp_path, make_tiny_qwen3(tmp_path / "model"), rollout, steps=30, delay_s=0.05)
 

@@ -15,7 +15,8 @@ from torch.multiprocessing import reductions
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.sglang import build
 from pacs_megatron.sglang.api import ServerUnreachableError
-from tests.integration.sglang.conftest import PYTHON, START_S, own_options
+from tests.integration.sglang.conftest import START_S, own_options
+from tests.support.needs import require_sglang
 from tests.support.tiny_models import make_tiny_qwen3
 
 pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.timeout(1800)]
@@ -32,8 +33,7 @@ class ForeignTensor:
 
 def test_a_handle_of_another_gpu_ends_the_server(tmp_path: Path) -> None:
     """So each rank has to send handles of its own GPU to the server there (training/sync.py)."""
-    if not PYTHON.exists():
-        pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
+    require_sglang()
     options = own_options()
     assert options.servers is not None
     model = ModelOptions(path=str(make_tiny_qwen3(tmp_path / "model")))

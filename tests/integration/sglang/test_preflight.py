@@ -9,7 +9,8 @@ import pytest
 
 from pacs_megatron.preflight.check import Check
 from pacs_megatron.preflight.run import run_preflight
-from tests.integration.sglang.conftest import PYTHON, Lab
+from tests.integration.sglang.conftest import Lab
+from tests.support.needs import require_sglang
 from tests.support.tiny_run import write_tiny_run
 
 pytestmark = pytest.mark.sglang
@@ -28,9 +29,10 @@ def test_a_running_server_gets_a_request(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not PYTHON.exists(), reason=".venv-sglang is missing; `make install-sglang` sets it up")
 def test_the_configured_server_is_started_and_ended(lab_folders: list[Path], tmp_path: Path) -> None:
-    servers = f"servers: {{python: [{PYTHON}], device: cpu, max_total_tokens: 4096}}, sync: {{transport: disk}}"
+    servers = (
+        f"servers: {{python: [{require_sglang()}], device: cpu, max_total_tokens: 4096}}, sync: {{transport: disk}}"
+    )
     found = checks_of(tmp_path, lab_folders[0], servers)
     assert found["rollout.servers.python"].level == "ok"
     assert found["rollout.servers"].level == "ok" and "ended" in found["rollout.servers"].message

@@ -12,7 +12,8 @@ import pytest
 from examples.quickstart.run import make_inputs
 from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
-from tests.integration.sglang.conftest import PYTHON, ROOT
+from tests.integration.sglang.conftest import ROOT
+from tests.support.needs import require_sglang
 
 pytestmark = [pytest.mark.sglang, pytest.mark.campaign]
 
@@ -34,8 +35,7 @@ def train(config: str, *overrides: str, timeout_s: float) -> None:
 
 @pytest.mark.timeout(3000)
 def test_the_quickstart_learns_through_sglang(tmp_path: Path) -> None:
-    if not PYTHON.exists():
-        pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
+    require_sglang()
     inputs, common = tmp_path / "quickstart-inputs", (f"run.dir={tmp_path}", "run.seed=0")
     make_inputs(inputs, 0)
     train(

@@ -13,8 +13,8 @@ import torch
 
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.observability.metrics import read_metrics
-from tests.integration.sglang.conftest import PYTHON
 from tests.integration.test_sampler_routing import LAYERS, STEPS, TOP_K, start
+from tests.support.needs import SGLANG_PYTHON, require_sglang
 from tests.support.rollout import read_record
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3
@@ -23,8 +23,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.full]
 
 
 def test_a_real_server_returns_the_experts_that_training_replays(tmp_path: Path) -> None:
-    if not PYTHON.exists():
-        pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
+    require_sglang()
     from transformers import Qwen3MoeForCausalLM
 
     model = make_tiny_qwen3(tmp_path / "model", vocab_size=262)  # its tokenizer
@@ -33,7 +32,7 @@ def test_a_real_server_returns_the_experts_that_training_replays(tmp_path: Path)
     # SGLang's loader for CPUs pads experts that are no multiple of 32 (configs/update_config.py), and checksums differ.
     make_family(model, "qwen3_moe", vocab_size=262, num_hidden_layers=LAYERS, hidden_size=64, moe_intermediate_size=32)
     rollout = (
-        f"{{engine: sglang, servers: {{python: ['{PYTHON}'], device: cpu, max_total_tokens: 16384}}, dtype: fp32, "
+        f"{{engine: sglang, servers: {{python: ['{SGLANG_PYTHON}'], device: cpu, max_total_tokens: 16384}}, dtype: fp32, "
         "sync: {transport: disk, verify: full}, sampling: {max_response_tokens: 12, stop: ['a', 'b']}}"
     )
     layout = ("parallel.tp=2", "parallel.ep=2", "parallel.sequence_parallel=true")

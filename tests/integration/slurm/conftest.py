@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
-import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support.needs import require, require_nemo_run
 from tests.support.slurm import Slurm, slurm_missing, start_slurm
 
 ROOT = Path(__file__).parents[3]
@@ -25,10 +24,7 @@ ROOT = Path(__file__).parents[3]
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     """Two idle nodes on this host. Skips where Slurm is not installed, fails there under PACS_CI=1."""
     missing = slurm_missing()
-    if missing is not None:
-        if os.environ.get("PACS_CI") == "1":
-            pytest.fail(f"PACS_CI=1, but a Slurm cannot be started: missing {missing}")
-        pytest.skip(f"a Slurm cannot be started: missing {missing}")
+    require(missing is None, f"a Slurm that can be started ({missing})")
     cluster = start_slurm(tmp_path_factory.mktemp("slurm"))
     yield cluster
     cluster.stop()
@@ -41,8 +37,8 @@ def repo() -> Path:
 
 
 @pytest.fixture
-def nemo_run(require: Callable[[bool, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    require(importlib.util.find_spec("nemo_run") is not None, "nemo-run==0.11.1 with leptonai==0.27.0")
+def nemo_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_nemo_run()
     monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "nemo"))
     monkeypatch.setattr(sys, "stdin", io.StringIO())  # its tunnel reads it, which pytest's own rejects
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.integration.slurm.conftest import job_environment, read_attempts, submit_by_nemo_run
+from tests.support.needs import require_sglang
 from tests.support.slurm import Slurm
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -113,12 +113,9 @@ def test_preflight_as_a_job(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
 
 @pytest.mark.sglang
 @pytest.mark.timeout(2400)
-def test_an_evaluation_on_the_servers_of_two_nodes(
-    require: Callable[[bool, str], None], slurm: Slurm, repo: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_on_the_servers_of_two_nodes(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     """slurm/eval.sbatch --nodes=2: one real server a node, one client; both servers end with it."""
-    interpreter = repo / ".venv-sglang" / "bin" / "python"
-    require(interpreter.exists(), "make install-sglang")
+    interpreter = require_sglang()
     model = make_tiny_qwen3(tmp_path / "model")
     servers = f"{{python: [{interpreter}], device: cpu, max_total_tokens: 8192, count: 2, start_timeout_s: 900}}"
     words = [

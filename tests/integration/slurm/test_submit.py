@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from tests.integration.slurm.conftest import (
     submit_by_nemo_run,
     wait_for_rows,
 )
+from tests.support.needs import require_sglang
 from tests.support.slurm import Slurm
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -186,10 +186,9 @@ def test_two_nodes_signal_requeue_and_evaluation(nemo_run: None, slurm: Slurm, t
 @pytest.mark.sglang
 @pytest.mark.full
 def test_a_heterogeneous_job_with_a_real_sglang_server_is_requeued(
-    nemo_run: None, slurm: Slurm, tmp_path: Path, require: Callable[[bool, str], None]
+    nemo_run: None, slurm: Slurm, tmp_path: Path
 ) -> None:
-    interpreter = ROOT / ".venv-sglang" / "bin" / "python"
-    require(interpreter.exists(), "make install-sglang")
+    interpreter = require_sglang()
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.05)
     run_dir = tmp_path / "runs" / "tiny"
     servers = f"{{python: [{interpreter}], device: cpu, max_total_tokens: 4096, start_timeout_s: 400}}"
@@ -219,12 +218,9 @@ def test_a_heterogeneous_job_with_a_real_sglang_server_is_requeued(
 @pytest.mark.slurm
 @pytest.mark.sglang
 @pytest.mark.full
-def test_colocated_servers_on_two_nodes(
-    nemo_run: None, slurm: Slurm, tmp_path: Path, require: Callable[[bool, str], None]
-) -> None:
+def test_colocated_servers_on_two_nodes(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
     """Each trainer node starts its own server; without GPUs the release of memory is a request without effect."""
-    interpreter = ROOT / ".venv-sglang" / "bin" / "python"
-    require(interpreter.exists(), "make install-sglang")
+    interpreter = require_sglang()
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     run_dir = tmp_path / "runs" / "tiny"
     start = "count: 2, colocated: true, max_total_tokens: 4096, start_timeout_s: 600"

@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.integration.slurm.conftest import job_environment, read_attempts, running, wait_for_rows
+from tests.support.needs import require_sglang
 from tests.support.slurm import Slurm
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -115,11 +115,8 @@ def test_cancel_leaves_no_process(slurm: Slurm, repo: Path, tmp_path: Path) -> N
 
 @pytest.mark.full
 @pytest.mark.sglang
-def test_a_rollout_node_with_a_real_sglang_server(
-    slurm: Slurm, repo: Path, tmp_path: Path, require: Callable[[bool, str], None]
-) -> None:
-    interpreter = repo / ".venv-sglang" / "bin" / "python"
-    require(interpreter.exists(), "make install-sglang")
+def test_a_rollout_node_with_a_real_sglang_server(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
+    interpreter = require_sglang()
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     letters = "[a, e, i, o, u, s, t, n, r, l, d, c, p, m]"
     servers = f"{{python: [{interpreter}], device: cpu, max_total_tokens: 4096, start_timeout_s: 400}}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from pacs_megatron.errors import ConfigError, PacsError
 from pacs_megatron.launch.batch_script import Request, setup_lines, train_command
 from pacs_megatron.launch.submit import expand, submit
 from tests.support.fuzz import NUM_INPUTS, fuzz
+from tests.support.needs import require_nemo_run
 from tests.unit.config.test_load import BASE
 
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
@@ -91,8 +91,8 @@ class Sandbox:
 
 
 @pytest.fixture
-def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, require: Callable[[bool, str], None]) -> Sandbox:
-    require(importlib.util.find_spec("nemo_run") is not None, "nemo-run==0.11.1 with leptonai==0.27.0")
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
+    require_nemo_run()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("NEMORUN_HOME", raising=False)
     monkeypatch.setattr(sys, "stdin", io.StringIO())  # its tunnel reads it, which pytest's own rejects

@@ -20,6 +20,7 @@ from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards import build_reward, sandbox
 from pacs_megatron.rewards.code import last_block, read_tests
 from tests.support.hostile_programs import PROGRAMS, QUICK, SECRET, Hostile
+from tests.support.needs import require
 from tests.support.rewards import CollectingPool
 
 needs_sandbox = pytest.mark.usefixtures("bubblewrap")
@@ -49,10 +50,7 @@ def usual_judge():
 def bubblewrap() -> None:
     """Skips where bubblewrap does not work. Under PACS_CI=1 it fails: a run with the fallback only is no pass."""
     problem = sandbox.find_problem()
-    if problem is not None and os.environ.get("PACS_CI") == "1":
-        pytest.fail(f"PACS_CI=1, but there is no sandbox: {problem}")
-    if problem is not None:
-        pytest.skip(f"no sandbox on this host: {problem}")
+    require(problem is None, f"a working sandbox ({problem})")
 
 
 @needs_sandbox

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 from pacs_megatron.errors import SyncError
 from pacs_megatron.sglang.weights.checksums import ExpectedChecksums, ModelDims, compare, hash_for, sha_hash, word_hash
+from tests.support.needs import require_sglang
 
 HIDDEN, HEAD, FFN = 16, 4, 24
 
@@ -189,9 +189,7 @@ for num in map(int, sys.argv[1:]):
 @pytest.mark.full
 def test_the_word_hash_is_sglangs_own() -> None:
     """SGLang's Triton kernel itself, interpreted on CPU: what a CUDA server will report."""
-    python = Path(__file__).parents[3] / ".venv-sglang" / "bin" / "python"
-    if not python.exists():
-        pytest.skip(".venv-sglang is missing; `make install-sglang` sets it up")
+    python = require_sglang()
     sizes = [1, 5, 4097, 16391, 8192 * 12]
     command = [str(python), "-c", SGLANG_HASH, *map(str, sizes)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
