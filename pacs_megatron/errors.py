@@ -55,7 +55,12 @@ class RewardError(PacsError):
 
 
 class ConnectError(PacsError):
-    """The ranks cannot connect to each other."""
+    """The ranks cannot connect to each other: `what` failed with `cause`, of a store, of gloo or of NCCL."""
+
+    def __init__(self, what: str, cause: object) -> None:
+        first = str(cause).partition("\n")[0][:300]
+        checks = "MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and `ulimit -n`"
+        super().__init__(f"{what}: {first}; if another rank ended, its message has the cause; otherwise check {checks}")
 
 
 class RolloutError(PacsError):

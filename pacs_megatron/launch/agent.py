@@ -1,8 +1,8 @@
 """torchrun with useful exit codes: `python -m pacs_megatron.launch.agent <torchrun arguments>`.
 
-torchrun always exits 1 with a traceback if a rank fails, and SIGUSR1 kills it. This wrapper forwards SIGUSR1 to the
-ranks, prints one line for a killed rank, and exits with the code of the first rank that failed. With `--standalone` its
-rendezvous listens on loopback only.
+torchrun always exits 1 with a traceback if a rank or its rendezvous fails, and SIGUSR1 kills it. This wrapper forwards
+SIGUSR1 to the ranks, prints one line for a killed rank, and exits with the code of the first rank that failed. With
+`--standalone` its rendezvous listens on loopback only.
 """
 
 import contextlib
@@ -17,12 +17,13 @@ from typing import Any
 
 import psutil
 
+from pacs_megatron.errors import ConnectError
 from pacs_megatron.runtime.command_line import run_command
 from pacs_megatron.runtime.processes import AGENT_PID, die_with_parent
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs torchrun; returns 0, the exit code of the first failed rank, or 128 + its signal."""
+    """Runs torchrun; returns 0, the exit code of the first failed rank, or 128 + its signal. Raises ConnectError."""
     die_with_parent(signal.SIGTERM)
     os.environ[AGENT_PID] = str(os.getpid())
     signal.signal(signal.SIGUSR1, _pass_on)
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(arguments: Sequence[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     try:
         run.main(list(arguments))
@@ -53,6 +55,8 @@ def _run(arguments: Sequence[str]) -> int:
             sys.stderr.write(f"rank {rank} (pid {failure.pid}) was killed by {name}; see its output above\n")
             return 128 - code
         return code
+    except RendezvousError as error:
+        raise ConnectError("torchrun cannot reach, or lost, its rendezvous", error.__cause__ or error) from error
     return 0
 
 

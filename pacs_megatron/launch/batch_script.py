@@ -102,7 +102,8 @@ def setup_lines(job: Job, request: Request) -> str:
     lines = [
         site_lines(cluster),
         'export MASTER_ADDR="${PACS_MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"',
-        "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))",
+        # Another port after a requeue: a process of the node may use the first.
+        "export MASTER_PORT=$((20000 + (SLURM_JOB_ID + 1000 * ${SLURM_RESTART_COUNT:-0}) % 12000))",
         f"export PACS_ATTEMPT; PACS_ATTEMPT=$({python} -m pacs_megatron.launch.job begin {run_dir}) || exit $?",
         'PACS_ATTEMPT=$(readlink -f "$PACS_ATTEMPT")',
         # Link the log that srun writes for NeMo-Run as the attempt's log.

@@ -120,17 +120,13 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
 
 @contextlib.contextmanager
 def _connecting(place: RankPlace) -> Iterator[None]:
-    """Converts an error of a store, of gloo or of NCCL, which have no exception classes, to ConnectError."""
+    """Converts the errors of stores, gloo and NCCL, which have no exception classes, to ConnectError."""
     address = f"{place.master_addr}:{place.master_port}" if place.master_addr else "this process"
     try:
         with report_wait(f"for {place.world_size} ranks to connect to {address}"):
             yield
     except RuntimeError as error:
-        raise ConnectError(
-            f"the {place.world_size} ranks cannot connect to {address}: "
-            f"{str(error).partition(chr(10))[0][:300]}; if another rank ended, its message has the cause; otherwise "
-            "check MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and `ulimit -n`"
-        ) from error
+        raise ConnectError(f"the {place.world_size} ranks cannot connect to {address}", error) from error
 
 
 def with_own_control(rank: Rank, timeout_s: float) -> Rank:

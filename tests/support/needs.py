@@ -1,4 +1,4 @@
-"""What a test needs of its machine."""
+"""Programs and environments that a test needs: a skip with the reason, or a failure in CI."""
 
 from __future__ import annotations
 

@@ -17,6 +17,8 @@ import psutil
 from tests.support.ranks import free_port
 
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+_CLAIMS = range(19000, 19119)
+"""A job's MASTER_PORT is 20000 + its id % 12000, so clusters of one host need different ids, a hundred each."""
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun", "squeue", "scancel")
 
 
@@ -34,6 +36,8 @@ class Slurm:
 
     folder: Path
     env: dict[str, str]
+    claim: socket.socket
+    """bound to one of _CLAIMS as long as the cluster runs; its first job id follows from the port"""
     _daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def run(self, *command: str, check: bool = True, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
@@ -70,7 +74,9 @@ class Slurm:
         os.chmod(self.folder / "munge", 0o755)  # noqa: S103  munged wants its socket's folder open
         (self.folder / "munge" / "key").write_bytes(os.urandom(128))
         os.chmod(self.folder / "munge" / "key", 0o400)
-        (self.folder / "slurm.conf").write_text(_conf(self.folder))
+        (self.folder / "slurm.conf").write_text(
+            _conf(self.folder, 100 * _CLAIMS.index(self.claim.getsockname()[1]) + 1)
+        )
         munge = self.folder / "munge"
         self._spawn(
             "munged", "-F", "--force", f"--socket={munge / 'sock'}", f"--key-file={munge / 'key'}",
@@ -98,6 +104,7 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        self.claim.close()
         for process in self._left():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -122,7 +129,7 @@ class Slurm:
 def start_slurm(folder: Path) -> Slurm:
     """A cluster in `folder`; the caller stops it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "PACS_"))}
-    slurm = Slurm(folder, kept | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _PATH})
+    slurm = Slurm(folder, kept | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _PATH}, _claim())
     try:
         slurm.start()
     except BaseException:
@@ -140,11 +147,19 @@ def _wait(is_ready: object, what: str, timeout_s: float = 300.0) -> None:
         time.sleep(0.1)
 
 
-def _conf(folder: Path) -> str:
+def _claim() -> socket.socket:
+    for port in _CLAIMS:
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", port))
+    raise AssertionError(f"no port of {_CLAIMS} is free")
+
+
+def _conf(folder: Path, first_job: int) -> str:
     host = socket.gethostname().split(".")[0]
     ports = [free_port() for _ in range(3)]
     return f"""
 ClusterName=test
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root

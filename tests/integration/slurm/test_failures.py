@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -78,6 +79,17 @@ def test_a_lost_node_requeues_the_job_and_it_goes_on(slurm: Slurm, repo: Path, t
     assert (second["code"], second["end_step"]) == (0, 6)
     assert steps(run_dir) == [1, 2, 3, 4, 5, 6]
     assert_nothing_runs(str(tmp_path))
+
+
+def test_a_port_of_another_program_costs_one_attempt(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
+    job = sbatch(slurm, repo, config, options=("--hold",))
+    with socket.create_server(("127.0.0.1", 20000 + int(job) % 12000)):
+        slurm.run("scontrol", "release", job)
+        fields = slurm.wait(job)
+    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), text_of(config)
+    assert [row["code"] for row in read_attempts(tmp_path / "runs" / "tiny")] == [1, 0]
+    assert "ConnectError: the 2 ranks cannot connect" in text_of(config) and "EADDRINUSE" in text_of(config)
 
 
 @pytest.mark.campaign

@@ -121,6 +121,31 @@ def test_slurms_signal_to_torchrun_alone_reaches_its_ranks(tmp_path: Path) -> No
     assert_gone(tmp_path)
 
 
+STORE = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+while not store.check(["torch.rendezvous.7"]):
+    time.sleep(0.05)
+"""
+
+
+def test_a_lost_rendezvous_is_one_line(tmp_path: Path) -> None:
+    """torchrun joins a store at its port, also of another job, which ends before the second node has joined."""
+    with subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True) as store:
+        assert store.stdout is not None
+        address = f"127.0.0.1:{store.stdout.readline().strip()}"
+        agent = ["-m", "pacs_megatron.launch.agent", "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}"]
+        command = [sys.executable, *agent, "--rdzv-id=7", "-m", PROBE, str(tmp_path), "wait"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ConnectError: torchrun cannot reach, or lost, its rendezvous: ")
+    assert (
+        "if another rank ended" in done.stderr and "Traceback" not in done.stderr and "InternalError" not in done.stderr
+    )
+
+
 def test_ranks_do_not_outlive_a_killed_command(tmp_path: Path) -> None:
     process = launched(tmp_path)
     process.kill()
