@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from torch.distributed import run
+    from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
@@ -55,7 +55,7 @@ def _run(arguments: Sequence[str]) -> int:
             sys.stderr.write(f"rank {rank} (pid {failure.pid}) was killed by {name}; see its output above\n")
             return 128 - code
         return code
-    except RendezvousError as error:
+    except (RendezvousError, DistError) as error:
         raise ConnectError("torchrun cannot reach, or lost, its rendezvous", error.__cause__ or error) from error
     return 0
 
