@@ -6,15 +6,16 @@ from contextlib import suppress
 from pathlib import Path
 
 _KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_LOWEST = 10_000
+_SERVER_PORTS = range(10_000, 19_000)
+"""The ports from 20000 to 31999 are for `MASTER_PORT` of Slurm jobs (environment.job_port)."""
 _ATTEMPTS = 64
 
 
 def free_port(host: str, wanted: int = 0) -> int:
-    """`wanted`, or another port if `wanted` has a listener. The port is below the kernel's ports for outgoing
+    """`wanted`, or another port if `wanted` has a listener. The port is below those of Slurm jobs and of outgoing
     connections, which could use it before a slow server binds it."""
     try:
-        below = range(_LOWEST, int(_KERNEL_RANGE.read_text().split()[0]))
+        below = range(_SERVER_PORTS.start, min(_SERVER_PORTS.stop, int(_KERNEL_RANGE.read_text().split()[0])))
     except (OSError, ValueError, IndexError):
         below = range(0)
     # Processes with equal seeds choose different ports.

@@ -8,15 +8,22 @@ from pathlib import Path
 import pytest
 
 from pacs_megatron.runtime import ports
+from pacs_megatron.runtime.environment import job_port
 from pacs_megatron.runtime.ports import free_port
 
 
 def test_no_outgoing_connection_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel gives the ports of its range to any socket of a busy host."""
-    (tmp_path / "range").write_text("20000\t60999\n")
+    (tmp_path / "range").write_text("18000\t60999\n")
     monkeypatch.setattr(ports, "_KERNEL_RANGE", tmp_path / "range")
     found = {free_port("127.0.0.1") for _ in range(50)}
-    assert len(found) > 40 and all(10_000 <= port < 20_000 for port in found)
+    assert len(found) > 40 and all(10_000 <= port < 18_000 for port in found)
+
+
+def test_no_server_takes_the_port_of_a_job() -> None:
+    jobs = {job_port(str(number)) for number in range(24_000)}
+    assert not jobs & set(ports._SERVER_PORTS)
+    assert not jobs & {free_port("127.0.0.1") for _ in range(200)}
 
 
 def test_a_port_with_a_listener_is_not_chosen() -> None:
