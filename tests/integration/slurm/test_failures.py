@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pacs_megatron.runtime.environment import job_port
 from tests.integration.slurm.conftest import (
     job_environment,
     read_attempts,
@@ -84,7 +85,7 @@ def test_a_lost_node_requeues_the_job_and_it_goes_on(slurm: Slurm, repo: Path, t
 def test_a_port_of_another_program_costs_one_attempt(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     job = sbatch(slurm, repo, config, options=("--hold",))
-    with socket.create_server(("127.0.0.1", 20000 + int(job) % 12000)):
+    with socket.create_server(("127.0.0.1", job_port(job))):
         slurm.run("scontrol", "release", job)
         fields = slurm.wait(job)
     assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), text_of(config)
