@@ -41,7 +41,7 @@ class RewardWorkerOptions(Options):
 
     @property
     def waits_for(self) -> str:
-        """A progress message of a long judgement; empty for verifiers on this host."""
+        """A progress message of a long judgement; empty for verifiers on this host, whose calls are short."""
         return f"for the reward server {self.url}" if isinstance(self, HttpReward) else ""
 
 

@@ -128,7 +128,7 @@ class RewardPool(Closing):
     def _judge(self, worker: "_Worker", jobs: Sequence[_Job]) -> Sequence[Verdict | RewardError]:
         try:
             if self._error is None:
-                with report_wait(self._options.waits_for):
+                with report_wait(self._options.waits_for) if self._options.waits_for else contextlib.nullcontext():
                     verdicts = worker.judge(jobs)
                 if self._error is None:  # `end` killed this worker, so the verifier did not fail
                     return verdicts
@@ -196,8 +196,7 @@ class _Worker:
                 env={**os.environ, "PYTHONPATH": path, **_ENVIRONMENT, _MARK: self._mark},
                 start_new_session=True,
             )
-        output = (self._process.stdout,)
-        self._copier = threading.Thread(target=self._copy_output, args=output, name="reward output", daemon=True)
+        self._copier = threading.Thread(target=self._copy_output, args=(self._process.stdout,), daemon=True)
         self._copier.start()
         setup = {
             "options": self._options.model_dump_json(),

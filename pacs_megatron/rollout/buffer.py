@@ -2,14 +2,15 @@
 
 Concurrency: the driver's main thread dispatches steps and reads their state. With SGLang, one thread per step takes samples
 from the engine's stream. The judge runs the verifiers; its threads deliver verdicts. All threads change a step under one
-lock and then call `wake`, which notifies the driver's main thread. Each sample is stored once: after its arrival its id
-is in `sampled`, and such ids are not requested again.
+lock. The last verdict of a step, an error and the end of a stream call `wake`, which notifies the driver's main thread.
+Each sample is stored once: after its arrival its id is in `sampled`, and such ids are not requested again.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,7 @@ class RolloutBuffer:
 
     def _submit(self, rollouts: StepRollouts, sample: Sample) -> None:
         assert self._judge is not None
-        prompt = rollouts.by_id[sample.prompt_id]
-        self._judge.submit(sample, prompt, lambda verdict: self._verdict(rollouts, verdict))
+        self._judge.submit(sample, rollouts.by_id[sample.prompt_id], partial(self._verdict, rollouts))
 
     def _verdict(self, rollouts: StepRollouts, verdict: Sample | RewardError) -> None:
         if isinstance(verdict, RewardError):
@@ -96,7 +96,8 @@ class RolloutBuffer:
                 surplus = self._judged(rollouts, verdict)
             if surplus and self._engine is not None:
                 self._engine.cancel(surplus)
-        self._wake()
+            if len(rollouts.judged) >= rollouts.num_wanted:  # a wake-up for each verdict slows this thread down
+                self._wake()
 
     def _judged(self, rollouts: StepRollouts, sample: Sample) -> list[str]:
         """Stores a judged sample. Returns the ids of requests in flight that over-sampling no longer needs."""

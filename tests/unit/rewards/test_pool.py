@@ -156,6 +156,14 @@ def test_numpy_scalars_are_rewards(custom, make_prompt):
         assert pool.next_finished() == ("a", 1.0, None, None)
 
 
+def test_a_call_of_a_local_verifier_starts_no_thread(custom, make_prompt, monkeypatch):
+    """A thread that could report a wait takes as long as the call."""
+    with CollectingPool(custom()) as pool:
+        monkeypatch.setattr("pacs_megatron.rewards.pool.report_wait", None)
+        pool.submit("a", make_prompt("5"), "numpy")
+        assert pool._answers.get(timeout=600) == ("a", 1.0, None, None)
+
+
 def test_verdicts_equal_direct_calls(make_prompt):
     options = MathReward(name="math", workers=2)
     judge = build_reward(options)

@@ -249,6 +249,22 @@ def test_a_sample_that_arrives_twice_counts_once(judge: Judge) -> None:
     assert len(one.sampled) == 1 and len(one.missing) == 3
 
 
+def test_only_the_last_verdict_of_a_step_wakes_the_driver(judge: Judge) -> None:
+    """A wake-up for each verdict doubles the time that the verdicts of a step take."""
+    woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+    buffer = RolloutBuffer(judge, None, lambda step: rollouts(step, step), lambda: woken.put(None))
+    buffer.sent.add("a", 0)
+    [step] = buffer.dispatch(1, 1)
+    samples = [sample(request, "a") for request in step.requests]
+    buffer.arrived(step, samples[:-1])
+    while len(step.judged) < len(samples) - 1:
+        time.sleep(0.01)
+    assert woken.empty()
+    buffer.arrived(step, samples[-1:])
+    woken.get(timeout=600)
+    assert step.is_done and woken.empty()
+
+
 # -------------------------------------------------------------------------------------------------------------- driver
 def test_responses_to_abandoned_requests_are_discarded(tmp_path: Path) -> None:
     client = DriverClient(tmp_path, tmp_path, timeout_s=600.0)
