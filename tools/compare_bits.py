@@ -315,9 +315,13 @@ def main() -> int:
     options = parser.parse_args()
     path = options.folder / "facts.json"
     if options.verb == "record":
+        if "sglang" in options.cases and None in (options.samples, options.model):
+            parser.error("the case sglang needs --samples and --model; or leave it out: --cases quickstart resumed conversion")
         make_inputs(options.folder / "inputs", options)
         path.write_text(json.dumps(collect(options.checkout, options.folder / "inputs", options.cases), indent=1))
         return 0
+    if not path.is_file():
+        parser.error(f"{path} does not exist: `record` in the old checkout comes first")
     recorded = json.loads(path.read_text())
     old = {name: recorded[name] for name in options.cases}
     found = list(differences(old, collect(options.checkout, options.folder / "inputs", options.cases)))
