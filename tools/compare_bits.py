@@ -316,7 +316,9 @@ def main() -> int:
     path = options.folder / "facts.json"
     if options.verb == "record":
         if "sglang" in options.cases and None in (options.samples, options.model):
-            parser.error("the case sglang needs --samples and --model; or leave it out: --cases quickstart resumed conversion")
+            parser.error(
+                "the case sglang needs --samples and --model; or leave it out: --cases quickstart resumed conversion"
+            )
         make_inputs(options.folder / "inputs", options)
         path.write_text(json.dumps(collect(options.checkout, options.folder / "inputs", options.cases), indent=1))
         return 0
