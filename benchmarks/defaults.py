@@ -29,9 +29,9 @@ from typing import Any
 
 from benchmarks.tasks import TASKS
 from examples.quickstart.run import make_inputs
-from pacs_megatron.evaluation.diversity import HASHED, load_embedder, question_scores, question_vectors
 from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
+from pacs_megatron.workbench.diversity import HASHED, load_embedder, question_scores, question_vectors
 
 ROOT = Path(__file__).resolve().parents[1]
 Setting = dict[str, Any]

@@ -60,10 +60,10 @@ class Stopwatch:
 def instrumented(watch: Stopwatch, rows: list[dict[str, float]]) -> Any:
     """Inside the block, every step of the loop appends its seconds to `rows`."""
     from pacs_megatron.embedded.engine import EmbeddedEngine
-    from pacs_megatron.policy import engine, passes
+    from pacs_megatron.policy import engine, schedule
     from pacs_megatron.training import loop
 
-    real = passes._run, engine.finalize_model_grads, EmbeddedEngine._generate, loop.train_step
+    real = schedule.run_schedule, engine.finalize_model_grads, EmbeddedEngine._generate, loop.train_step
 
     def step(*args: Any) -> Any:
         watch.take()
@@ -82,14 +82,14 @@ def instrumented(watch: Stopwatch, rows: list[dict[str, float]]) -> Any:
         )
         return result
 
-    passes._run = watch.timed("schedule", real[0])
+    schedule.run_schedule = watch.timed("schedule", real[0])
     engine.finalize_model_grads = watch.timed("reduction", real[1])
     EmbeddedEngine._generate = watch.timed("generation", real[2])  # type: ignore[method-assign]
     loop.train_step = step
     try:
         yield
     finally:
-        passes._run, engine.finalize_model_grads = real[:2]
+        schedule.run_schedule, engine.finalize_model_grads = real[:2]
         EmbeddedEngine._generate = real[2]  # type: ignore[method-assign]
         loop.train_step = real[3]
 

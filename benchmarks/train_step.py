@@ -89,7 +89,7 @@ class Setup:
 def spec_of(setup: Setup) -> Any:
     """The preset's architecture with `layers` layers; the check uses a small vocabulary so that the CPU keeps up."""
     from pacs_megatron.models import ModelSpec, read_spec
-    from pacs_megatron.plan.known_models import need_config
+    from pacs_megatron.workbench.plan.known_models import need_config
 
     hub_id = PRESETS[setup.preset][0]
     spec = read_spec(need_config(hub_id or TINY[setup.preset], "benchmark"))
@@ -197,7 +197,7 @@ def measure_speed(setup: Setup) -> dict[str, Any]:
     """Seconds of updates and of forward passes, and peak memory."""
     from pacs_megatron.objectives.pacs import PacsOptions
     from pacs_megatron.objectives.registry import build_objective
-    from pacs_megatron.plan.timing import forward_flops
+    from pacs_megatron.workbench.plan.timing import forward_flops
 
     policy, used = build_policy(setup)
     minibatch = random_part(setup, policy.spec.vocab_size)

@@ -39,12 +39,12 @@ def exported_answers(folder: Path, prompts: list[np.ndarray], end: int) -> list[
 def policy_answers(run_dir: Path, prompts: list[np.ndarray], end: int) -> list[list[int]]:
     """Greedy responses of the Megatron policy of the run's last checkpoint, on one rank."""
     # After setup_logging: a CUDA build of torch warns at this import on a host without a GPU.
-    from pacs_megatron.training import context, loop
+    from pacs_megatron.training import context, saving
 
     config = load_config(run_dir / "config.yaml", ["parallel.tp=1"]).config
     channel = context.join(config)
     w = context.build(config, run_dir, model_folder(config.model.path), channel, None, StopFlag(run_dir))
-    if loop.resume(w) is None:
+    if saving.resume(w) is None:
         sys.exit(f"{run_dir} holds no checkpoint")
     from megatron.core.packed_seq_params import PackedSeqParams
 

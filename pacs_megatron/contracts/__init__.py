@@ -1,7 +1,8 @@
 """Data types and protocols that all packages share. Imports neither torch nor Megatron at run time."""
 
 from pacs_megatron.contracts.layout import Layout
-from pacs_megatron.contracts.protocols import Prepared, RewardFn, SampleTable, TokenRecord, UpdateReport, WeightReceiver
+from pacs_megatron.contracts.objective_data import Prepared, TokenRecord, UpdateReport
+from pacs_megatron.contracts.protocols import RewardFn, WeightReceiver
 from pacs_megatron.contracts.samples import Group, Judgement, Prompt, Sample, SampleRequest, SamplingOptions, Span, Stop
 from pacs_megatron.contracts.step_data import Interrupted, MicroBatchPlan, MiniBatch, SampleFacts, TokenBuffers
 
@@ -18,7 +19,6 @@ __all__ = [
     "Sample",
     "SampleFacts",
     "SampleRequest",
-    "SampleTable",
     "SamplingOptions",
     "Span",
     "Stop",

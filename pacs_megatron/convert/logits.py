@@ -122,7 +122,7 @@ def _rank(checkpoint: Path, options: LogitsOptions, scratch: Path) -> None:
     layout = Layout(world_size=options.world_size, tp=options.tp, pp=options.pp, ep=options.ep)
     rank = groups.initialize(layout, seed=0, control_timeout_s=_TIMEOUT_S)
     from pacs_megatron.policy import model, precision, weights
-    from pacs_megatron.policy.passes import logits
+    from pacs_megatron.policy.logits import logits
 
     source = MegatronWeights(checkpoint, digests=False)
     spec = source.table.spec

@@ -13,9 +13,7 @@ from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import DatasetOptions
 from pacs_megatron.errors import ConfigError, DataError, PacsError
 from pacs_megatron.models.hub import download, snapshot
-from pacs_megatron.plan.constants import GIB
-from pacs_megatron.preflight.check import existing_parent
-from pacs_megatron.runtime.files import write_atomically
+from pacs_megatron.runtime.files import GIB, existing_parent, write_atomically
 from pacs_megatron.runtime.waiting import hub_wait, report_wait
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)

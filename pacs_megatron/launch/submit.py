@@ -20,19 +20,25 @@ from typing import Any
 import yaml
 
 from pacs_megatron.config import load_config
+from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch import nemo
 from pacs_megatron.launch.batch_script import Job, Request
 from pacs_megatron.launch.job import job_states, known_jobs, note_jobs
 from pacs_megatron.launch.train import check_files_are_here, check_model_and_layout
-from pacs_megatron.plan.known_models import find_spec
-from pacs_megatron.plan.plan import make_plan
+from pacs_megatron.launch.verbs import FITS_ON_GPU, function_of
 from pacs_megatron.runtime.run_folder import check_run_folder, run_folder
 from pacs_megatron.runtime.waiting import report_wait
 
 EXPERIMENTS = ".nemo_run"
 MAX_RUNS = 256
+
+
+def run_submit(*, config_path: Path, cluster: Path, dry_run: bool, **options: Any) -> Iterator[str]:
+    """`submit` for the command line; see there."""
+    request = Request(config=config_path, cluster=load_cluster(cluster), **options)
+    return submit(request, dry_run=dry_run)
 
 
 def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
@@ -100,8 +106,9 @@ def _alone(jobs: Sequence[Job]) -> Iterator[None]:
 
 def _warnings(jobs: Sequence[Job]) -> Iterator[str]:
     """Warnings of `plan`. They do not stop a submission, because some of its constants are assumed."""
+    fits_on_gpu = function_of(FITS_ON_GPU)
     for job in jobs:
-        if find_spec(job.loaded.config.model.path) is not None and not make_plan(job.loaded).fits:
+        if not fits_on_gpu(job.loaded):
             yield f"# warning: {job.name} does not fit on a GPU according to `pacs-megatron plan`; run it for a fix"
 
 

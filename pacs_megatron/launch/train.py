@@ -17,7 +17,6 @@ from typing import NoReturn, Self
 
 import psutil
 
-from pacs_megatron.certify.certificate import certificate_line
 from pacs_megatron.checkpoint.names import describe_newest
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import layout_problems
@@ -25,6 +24,7 @@ from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.reward_options import CodeReward, CustomReward, SingleReward, WeightedReward
 from pacs_megatron.config.text import HUB_ID, local_path
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError
+from pacs_megatron.launch.certified import certificate_line
 from pacs_megatron.launch.serve import are_on_every_node, attach
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.objectives.ppo import PpoOptions

@@ -8,10 +8,11 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from pacs_megatron.contracts import SampleFacts, SampleTable
+from pacs_megatron.contracts import SampleFacts
 from pacs_megatron.objectives.shared.groups import FloatArray
 from pacs_megatron.objectives.shared.lazy import Tensor
 from pacs_megatron.objectives.shared.policy_gradient import ClippedOptions, PolicyGradient, mean_weights
+from pacs_megatron.objectives.shared.sample_table import SampleTable
 
 
 class DrGrpoOptions(ClippedOptions):

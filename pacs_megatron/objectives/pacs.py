@@ -10,12 +10,13 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from pacs_megatron.contracts import Prepared, SampleFacts, SampleTable, TokenRecord
+from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.protocols import Coupling, LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.objectives.shared.base import Objective, ReferenceOptions, at_tokens, given
 from pacs_megatron.objectives.shared.groups import IntArray, build_table, by_row
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
+from pacs_megatron.objectives.shared.sample_table import SampleTable
 from pacs_megatron.objectives.shared.scores import class_weights, group_scores, one_class, proxy_gradient, sample_loss
 
 SATURATED_SCORE = 8.0

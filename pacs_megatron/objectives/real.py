@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from pacs_megatron.contracts import Prepared, SampleFacts, SampleTable, TokenRecord
+from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.protocols import Coupling, LogprobSource, Statistic
 from pacs_megatron.objectives.shared.base import CommonOptions, Objective, at_tokens, given
 from pacs_megatron.objectives.shared.groups import build_table, by_row
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
+from pacs_megatron.objectives.shared.sample_table import SampleTable
 from pacs_megatron.objectives.shared.scores import one_class, sample_loss
 
 MAX_EXPONENT = 500.0

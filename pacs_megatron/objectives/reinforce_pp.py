@@ -11,9 +11,9 @@ reference.
 
 from typing import Literal
 
-from pacs_megatron.contracts import SampleTable
 from pacs_megatron.objectives.shared.lazy import Tensor
 from pacs_megatron.objectives.shared.policy_gradient import ClippedOptions, PolicyGradient, TokenMeanOptions
+from pacs_megatron.objectives.shared.sample_table import SampleTable
 
 
 class ReinforcePpOptions(TokenMeanOptions, ClippedOptions):

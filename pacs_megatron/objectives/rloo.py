@@ -8,10 +8,11 @@ default here is 0, because verifiable labels need no reference.
 
 from typing import ClassVar, Literal
 
-from pacs_megatron.contracts import SampleFacts, SampleTable
+from pacs_megatron.contracts import SampleFacts
 from pacs_megatron.objectives.shared.groups import FloatArray
 from pacs_megatron.objectives.shared.lazy import Tensor
 from pacs_megatron.objectives.shared.policy_gradient import ClippedOptions, PolicyGradient, leave_one_out, mean_weights
+from pacs_megatron.objectives.shared.sample_table import SampleTable
 
 
 class RlooOptions(ClippedOptions):

@@ -12,10 +12,11 @@ from typing import ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from pacs_megatron.contracts import SampleFacts, SampleTable
+from pacs_megatron.contracts import SampleFacts
 from pacs_megatron.objectives.shared.groups import FloatArray
 from pacs_megatron.objectives.shared.lazy import Tensor
 from pacs_megatron.objectives.shared.policy_gradient import ClippedOptions, PolicyGradient
+from pacs_megatron.objectives.shared.sample_table import SampleTable
 
 
 class WReinforceOptions(ClippedOptions):

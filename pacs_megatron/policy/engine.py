@@ -26,7 +26,7 @@ from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.objectives.shared.groups import build_table
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import all_gather_by_index, broadcast_json
-from pacs_megatron.policy import passes, precision, weights
+from pacs_megatron.policy import precision, schedule, weights
 from pacs_megatron.policy.microbatch import (
     MAX_LOG_RATIO,
     MicroBatch,
@@ -39,7 +39,8 @@ from pacs_megatron.policy.microbatch import (
 from pacs_megatron.policy.model import PolicyModel, build_chunks, transformer_config, unwrap, wrap_for_training
 from pacs_megatron.policy.offload import Offload
 from pacs_megatron.policy.optimizer import Optimizer
-from pacs_megatron.policy.passes import Routes, Routing, StoppablePass, StopTest
+from pacs_megatron.policy.routing import Routes, Routing
+from pacs_megatron.policy.stoppable import StoppablePass, StopTest
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class MegatronPolicy:
         """This rank's micro-batches and their log-probs [local] (on the last pipeline stage)."""
         batches = self._batches(minibatch)
         if should_stop is None:
-            return batches, passes.forward(self.chunks, batches, routing=routing)
+            return batches, schedule.forward(self.chunks, batches, routing=routing)
         stoppable = StoppablePass(
             batches=batches,
             padding=self._batch(minibatch, np.empty(0, dtype=np.int64)),
@@ -157,7 +158,7 @@ class MegatronPolicy:
             lag=self.rank.layout.pp + 1,
             group=self.rank.control,
         )
-        return batches, passes.forward(self.chunks, batches, stoppable, routing)
+        return batches, schedule.forward(self.chunks, batches, stoppable, routing)
 
     def logprobs(
         self, minibatch: MiniBatch, source: LogprobSource, should_stop: StopTest | None = None
@@ -328,7 +329,7 @@ class MegatronPolicy:
         self.optimizer.zero_grad(self.chunks)
         batches = self._batches(minibatch, with_tables=bool(loss.statistics.names))
         routing = None if minibatch.routes is None else self._routing(minibatch.routes)
-        return passes.forward_backward(self.chunks, batches, loss, routing)
+        return schedule.forward_backward(self.chunks, batches, loss, routing)
 
     def _metrics(self, prepared: Prepared, sums: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
         """(metrics, their denominators other than the number of samples)"""

@@ -11,10 +11,11 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from pacs_megatron.contracts import MiniBatch, Prepared, SampleTable, TokenRecord
+from pacs_megatron.contracts import MiniBatch, Prepared, TokenRecord
 from pacs_megatron.contracts.protocols import Statistic
 from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.objectives.shared.groups import build_table
+from pacs_megatron.objectives.shared.sample_table import SampleTable
 from pacs_megatron.policy.head import LossGradient
 from pacs_megatron.policy.model import zigzag_index
 

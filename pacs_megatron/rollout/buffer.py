@@ -17,7 +17,7 @@ import numpy as np
 
 from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest
 from pacs_megatron.errors import PacsError, RewardError
-from pacs_megatron.rollout.admission import Judge
+from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.rollout.sample_arrays import Message
 from pacs_megatron.rollout.step_rollouts import SentWeights, StepRollouts, rollouts_from_message, rollouts_to_message
 from pacs_megatron.sglang.client import SglangEngine

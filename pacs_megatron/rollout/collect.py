@@ -18,8 +18,8 @@ from pacs_megatron.embedded.engine import EmbeddedEngine
 from pacs_megatron.errors import PacsError, RolloutError, named_error
 from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays, gather_json
-from pacs_megatron.rollout.admission import ProblemCounts
 from pacs_megatron.rollout.driver_client import DriverClient
+from pacs_megatron.rollout.passk import ProblemCounts
 from pacs_megatron.rollout.sample_arrays import Message, requests_from_message, samples_from_message, samples_to_message
 
 logger = logging.getLogger(__name__)

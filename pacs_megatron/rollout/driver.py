@@ -28,8 +28,8 @@ from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.data import load_prompts, load_tokenizer
 from pacs_megatron.errors import CheckpointError, ExitCode, PacsError, RolloutError
 from pacs_megatron.observability.logs import setup_logging
-from pacs_megatron.rollout.admission import Judge
 from pacs_megatron.rollout.buffer import RolloutBuffer
+from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.rollout.open_request import PROGRESS_INTERVAL_S, OpenRequest
 from pacs_megatron.rollout.requests import evaluation_requests
 from pacs_megatron.rollout.sample_arrays import Message, samples_from_message

@@ -14,7 +14,9 @@ from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Group, Sample
 from pacs_megatron.data.prompts import PromptSet
 from pacs_megatron.observability.rollout_log import RECORD_SUFFIX, rollout_path, write_rollouts
-from pacs_megatron.rollout.admission import Judge, admit, count_problem, shuffle_labels
+from pacs_megatron.rollout.admission import admit, shuffle_labels
+from pacs_megatron.rollout.judging import Judge
+from pacs_megatron.rollout.passk import count_problem
 from pacs_megatron.rollout.sample_arrays import Message, write_record
 from pacs_megatron.rollout.step_rollouts import SentWeights, StepRollouts, rollout_metrics, staleness_metrics
 from pacs_megatron.rollout.train_data import TrainData

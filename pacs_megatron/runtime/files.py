@@ -17,8 +17,14 @@ from pacs_megatron.runtime.json_reader import as_object, parse_json, read_bytes,
 
 PARTIAL_SUFFIX = ".partial"
 """Suffix of a file that is not completely written; such a file is never read."""
+GIB = 2**30
 _KIND = re.compile(rb'<!doctype html>.{0,2000}?<title>\w+[:<]|\{\n "direction": "[a-z-]+"|.{0,12}', re.DOTALL)
 """The start of an output, up to its first name or number, or the checksum of an archive: equal in all outputs of a kind."""
+
+
+def existing_parent(folder: Path) -> Path:
+    """The folder itself, or its nearest existing parent."""
+    return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
 
 
 @contextlib.contextmanager

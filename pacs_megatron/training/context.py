@@ -34,7 +34,7 @@ from pacs_megatron.rollout.collect import Rollouts
 from pacs_megatron.rollout.driver_client import DriverClient
 from pacs_megatron.sglang.weights.server_sync import ServerSync
 from pacs_megatron.sglang.weights.server_sync import server_sync as build_server_sync
-from pacs_megatron.training.saving import Saver
+from pacs_megatron.training.saver import Saver
 from pacs_megatron.training.signals import StopFlag
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def build_on_all_ranks(
 def build_policy(
     config: RunConfig, run_dir: Path, model_dir: Path, rank: Rank, kind: type[MegatronPolicy] = MegatronPolicy
 ) -> MegatronPolicy:
-    """The policy with the model's weights. If the run has a checkpoint, the weights are arbitrary until `loop.resume`."""
+    """The policy with the model's weights. If the run has a checkpoint, the weights are arbitrary until `saving.resume`."""
     spec = load_spec(model_dir)
     if spec.head != "tokens":
         got = f"model.path={config.model.path} is a critic, got {CRITIC_CLASS}"

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from pacs_megatron.batching.split import cut_step
 from pacs_megatron.contracts import Interrupted, MiniBatch, UpdateReport
 from pacs_megatron.objectives.pacs import Pacs
 from pacs_megatron.objectives.ppo import PpoOptions
@@ -14,6 +13,7 @@ from pacs_megatron.objectives.registry import passes_of
 from pacs_megatron.policy.critic import critic_report
 from pacs_megatron.rollout.collect import StepSamples
 from pacs_megatron.training.context import RunContext
+from pacs_megatron.training.distribute import cut_step
 from pacs_megatron.training.progress import Logprobs
 
 NOISE_GROUPS = 4

@@ -125,7 +125,7 @@ class Sampler:
         from pacs_megatron.batching.tables import tabulate
         from pacs_megatron.checkpoint.megatron_weights import open_weights
         from pacs_megatron.contracts import Group, Stop
-        from pacs_megatron.rollout.admission import label_sample
+        from pacs_megatron.rollout.judging import label_sample
         from pacs_megatron.rollout.requests import sample_requests
 
         weights = open_weights(run_dir / "checkpoints" / f"step_{origin:06d}" if origin else self.model)

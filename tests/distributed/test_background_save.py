@@ -50,7 +50,7 @@ class Hooks:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
         from pacs_megatron.policy.engine import MegatronPolicy
-        from pacs_megatron.training.saving import Saver
+        from pacs_megatron.training.saver import Saver
 
         update, write_data = MegatronPolicy.update, FileSystemWriter.write_data
         begin, finish = Saver.write, Saver.finish

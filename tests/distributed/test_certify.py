@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pacs_megatron.certify.certificate import Certificate
-from pacs_megatron.certify.run import certify
 from pacs_megatron.runtime.shipped import run_file
+from pacs_megatron.workbench.certify.certificate import Certificate
+from pacs_megatron.workbench.certify.run import certify
 from tests.support.policies.certify_runs import KIN_LAYOUTS, KIN_RUNS, UNSEEN, random_run, write_run
 from tests.support.policies.planted_more import PLANTED
 from tests.support.tiers import in_tiers

@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 
 from pacs_megatron.config import load_config
 from pacs_megatron.observability.metrics import read_metrics
-from pacs_megatron.plan.plan import make_plan
 from pacs_megatron.sglang.server import PORT_TAKEN
+from pacs_megatron.workbench.plan.plan import make_plan
 from tests.support.metrics import reproducible_bytes
 from tests.support.node.host import SITE, Fault, Host, digest_of, run_on_gpu, tiny_model
 from tests.support.node.servers import NUM_GPUS

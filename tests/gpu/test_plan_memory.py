@@ -19,7 +19,7 @@ from pacs_megatron.config.layout import layout_of
 from pacs_megatron.models import load_spec
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from pacs_megatron.plan import memory
+from pacs_megatron.workbench.plan import memory
 from tests.distributed.policy.test_plan_exact import run_config
 from tests.support.policies.policy_cases import make_policy, random_step, train
 from tests.support.ranks import free_port

@@ -10,8 +10,8 @@ import yaml
 
 from pacs_megatron.cli import main
 from pacs_megatron.errors import CheckpointError
-from pacs_megatron.evaluation.passk import pass_at_k
-from pacs_megatron.training.eval_main import _folder_of, _names
+from pacs_megatron.rollout.passk import pass_at_k
+from pacs_megatron.workbench.evaluation.command import _folder_of, _names
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 
@@ -117,7 +117,7 @@ def test_an_evaluation_that_was_killed_goes_on_with_the_same_samples(config, tmp
     assert target.read_bytes().startswith(before)
     assert len({sample["id"] for sample in read_samples(cut)}) == len(read_samples(cut)) == 5 * 8
     # Nothing is missing: nothing is loaded, and fewer draws count the first ones only.
-    monkeypatch.setattr("pacs_megatron.training.eval_samplers.EmbeddedSampler.load", None)
+    monkeypatch.setattr("pacs_megatron.workbench.evaluation.samplers.EmbeddedSampler.load", None)
     assert main(["eval", str(config), "--out", str(cut)]) == 0
     assert json.loads((cut / "results.json").read_text())["metrics"] == metrics[0]
 
@@ -132,7 +132,7 @@ def test_another_verifier_judges_the_samples_again(config, tmp_path, capsys, mon
         REWARD + "def short(prompt, response):\n    return float(len(response) < 4)\n" + BROKEN
     )
     short = f"reward.function={tmp_path / 'reward.py'}:short"
-    monkeypatch.setattr("pacs_megatron.training.eval_samplers.EmbeddedSampler.load", None)
+    monkeypatch.setattr("pacs_megatron.workbench.evaluation.samplers.EmbeddedSampler.load", None)
     assert main(["eval", str(config), short, "--out", str(tmp_path / "out")]) == 2
     assert "--rejudge" in capsys.readouterr().err
     results = tmp_path / "out" / "results.json"

@@ -24,8 +24,8 @@ from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.config.explain import schema_json
 from pacs_megatron.launch.job import describe
-from pacs_megatron.plan.plan import make_plan
 from pacs_megatron.runtime.run_lock import RunLock
+from pacs_megatron.workbench.plan.plan import make_plan
 from tests.support.needs import require_nemo_run
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run

@@ -17,7 +17,7 @@ import pytest
 
 from pacs_megatron.cli import main
 from pacs_megatron.config.yaml_tree import read_yaml
-from pacs_megatron.launch import paper
+from pacs_megatron.workbench.paper import study as paper
 from tests.support.tiny_run import REWARD
 
 REPO = Path(__file__).resolve().parents[2]

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import pytest
 
-from pacs_megatron.certify.run import certify, make_case
 from pacs_megatron.config import load_config
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.shipped import run_file
+from pacs_megatron.workbench.certify.run import certify, make_case
 from tests.distributed.test_certify import RIVALS, SHIPPED
 from tests.support.policies.certify_runs import KIN_RUNS, UNSEEN, random_run, write_run
 from tests.support.policies.changed_runs import CHANGED, certify_changed

@@ -104,8 +104,9 @@ class World:
 
 _IMPORTED = (
     *("config.load", "config.schema", "config.checks", "convert.convert", "data.prompts", "data.tokenizer"),
-    *("evaluation.compare", "evaluation.diversity", "launch.submit", "launch.train", "launch.paper"),
-    *("training.eval_main", "preflight.ranks", "preflight.doctor", "certify.run"),
+    *("launch.submit", "launch.train", "workbench.compare.command", "workbench.diversity"),
+    *("workbench.paper.command", "workbench.evaluation.command", "workbench.preflight.command"),
+    *("workbench.preflight.doctor", "workbench.certify.command"),
 )
 """Modules of the package that most commands import: a fork of this process has them."""
 

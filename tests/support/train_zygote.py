@@ -81,7 +81,7 @@ def main() -> None:
     from pacs_megatron import cli
     from pacs_megatron.convert import convert  # noqa: F401
     from pacs_megatron.rollout import driver, driver_client  # noqa: F401
-    from pacs_megatron.training import eval_main, loop, main, watchdog  # noqa: F401
+    from pacs_megatron.training import loop, main, watchdog  # noqa: F401
 
     torch.set_num_threads(1)
     driver_client.subprocess = _Subprocess()  # type: ignore[assignment, attr-defined]

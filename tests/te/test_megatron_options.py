@@ -147,20 +147,20 @@ def test_userbuffers_get_one_shape_in_every_pass(folder: Path) -> None:
     def on_rank(_rank: int, world: int) -> Any:
         from transformer_engine.pytorch.module import base
 
-        from pacs_megatron.policy import passes
+        from pacs_megatron.policy import schedule
 
         shapes: list[Any] = []
         base.initialize_ub = lambda shape, tp_size, *, quantization_modes: shapes.append(
             (shape, tp_size, [mode.value for mode in quantization_modes])
         )
         for kind in ("forward", "forward_backward"):
-            original = getattr(passes, kind)
+            original = getattr(schedule, kind)
 
             def counted(chunks: Any, batches: Any, *rest: Any, original: Any = original) -> Any:
                 shapes.extend(batch.input_ids.shape[1] for batch in batches)
                 return original(chunks, batches, *rest)
 
-            setattr(passes, kind, counted)
+            setattr(schedule, kind, counted)
         options = case.parallel | {"megatron": {"tp_comm_overlap": True}}
         policy = make_policy(model, world, tokens_per_microbatch=95, **options)
         layer = policy.models[0].decoder.layers[0]

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pacs_megatron.cli import build_parser, function_of, main
+from pacs_megatron.cli import build_parser, main
+from pacs_megatron.launch.verbs import function_of
 from tests.support.fuzz import fuzz
 from tests.unit.config.test_load import BASE
 
@@ -144,7 +145,7 @@ def test_every_verb_calls_a_function_that_takes_its_arguments() -> None:
     assert len(verbs) > 20
     for parser in verbs:
         options = {action.dest: None for action in parser._actions if action.dest != "help"}
-        inspect.signature(function_of(parser.get_default("run_verb"))).bind(**options)
+        inspect.signature(function_of(parser.get_default("place"))).bind(**options)
 
 
 @pytest.mark.parametrize(("own", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
@@ -292,8 +293,8 @@ def imported() -> None:
         "convert.logits",
         "data",
         "launch.runs",
-        "evaluation.preview",
-        "plan.plan",
+        "workbench.evaluation.preview",
+        "workbench.plan.command",
     ):
         importlib.import_module(f"pacs_megatron.{name}")
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 from pydantic import Field, PositiveInt
 
-from pacs_megatron.contracts import Prepared, SampleFacts, SampleTable, TokenRecord
+from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.options import Options
 from pacs_megatron.contracts.protocols import Coupling, LogprobSource, Statistic
 from pacs_megatron.objectives.shared.lazy import Tensor
+from pacs_megatron.objectives.shared.sample_table import SampleTable
 
 if TYPE_CHECKING:
     import numpy as np

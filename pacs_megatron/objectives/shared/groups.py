@@ -3,8 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
-from pacs_megatron.contracts import SampleFacts, SampleTable
+from pacs_megatron.contracts import SampleFacts
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
+from pacs_megatron.objectives.shared.sample_table import SampleTable
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

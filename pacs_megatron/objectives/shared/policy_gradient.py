@@ -18,12 +18,13 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
-from pacs_megatron.contracts import Prepared, SampleFacts, SampleTable, TokenRecord
+from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.protocols import LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.objectives.shared.base import Objective, ReferenceOptions, at_tokens, given
 from pacs_megatron.objectives.shared.groups import FloatArray, IntArray, build_table, by_row
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
+from pacs_megatron.objectives.shared.sample_table import SampleTable
 
 MAX_LOG_RATIO = 20.0
 """Upper limit of log-ratios, nats, without gradient above: exp would overflow, and Inf * 0 in a clipped branch is NaN."""

@@ -6,8 +6,8 @@ a micro-batch, so they raise for no value and do not synchronise with the host.
 
 from typing import Literal
 
-from pacs_megatron.contracts import SampleTable
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
+from pacs_megatron.objectives.shared.sample_table import SampleTable
 
 ScoreName = Literal["rloo", "dr_grpo", "grpo", "naive"]
 WeightingName = Literal["question", "only_positive", "only_negative", "none"]

@@ -65,7 +65,7 @@ def policy_logits(checkpoint: Path, layout: dict[str, Any], dtype: str) -> torch
         axes = {k: v for k, v in layout.items() if k != "world"}
         rank = groups.initialize(Layout(world_size=world, **axes), seed=0, control_timeout_s=600.0)
         from pacs_megatron.policy import model, precision, weights
-        from pacs_megatron.policy.passes import logits
+        from pacs_megatron.policy.logits import logits
 
         source = MegatronWeights(checkpoint)
         machine = precision.inspect_machine()

@@ -13,8 +13,8 @@ from pacs_megatron.config import RunConfig
 from pacs_megatron.config.layout import layout_of
 from pacs_megatron.models import load_spec
 from pacs_megatron.objectives.pacs import PacsOptions
-from pacs_megatron.plan import memory
-from pacs_megatron.plan.plan import plan_of
+from pacs_megatron.workbench.plan import memory
+from pacs_megatron.workbench.plan.plan import plan_of
 from tests.support.policies.policy_cases import make_part, make_policy, random_step
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_megatron.batching.split import cut_step, split_by_group
+from pacs_megatron.batching.split import split_by_group
 from pacs_megatron.batching.tables import select_tokens
 from pacs_megatron.config.schema import BatchOptions
 from pacs_megatron.contracts import MiniBatch, SampleFacts, TokenBuffers
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.training.distribute import cut_step
 from tests.support.policies.plain_trainer import PlainTrainer, pacs_loss
 from tests.support.policies.policy_cases import make_part, make_policy, random_step, with_passes
 from tests.support.ranks import run_ranks

@@ -120,7 +120,7 @@ def planted_experts_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planted_no_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy chooses its experts in each update."""
-    from pacs_megatron.policy.passes import Routing
+    from pacs_megatron.policy.routing import Routing
 
     exact = Routing.__init__
     monkeypatch.setattr(Routing, "__init__", lambda self, spec, models, _given: exact(self, spec, models, None))

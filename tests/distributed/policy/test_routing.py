@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_megatron.batching.split import cut_step
-from pacs_megatron.certify.reference import Adam, Model
 from pacs_megatron.config.schema import BatchOptions
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from pacs_megatron.policy.passes import Routing
+from pacs_megatron.policy.routing import Routing
+from pacs_megatron.training.distribute import cut_step
 from pacs_megatron.training.phases import with_logprobs
 from pacs_megatron.training.progress import OpenStep
+from pacs_megatron.workbench.certify.reference import Adam, Model
 from tests.support.policies.policy_cases import (
     CLIP_GRAD,
     OPTIMIZER,

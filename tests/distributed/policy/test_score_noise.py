@@ -48,7 +48,7 @@ def test_planted_noise_is_found(model: Path, layout: str, monkeypatch: pytest.Mo
     def on_rank(_rank: int, world: int) -> list[dict[str, float]]:
         from megatron.core import parallel_state
 
-        from pacs_megatron.policy import passes
+        from pacs_megatron.policy import schedule
 
         policy = make_policy(model, world, tokens_per_microbatch=96, **options)
         policy.take_reference(reset_optimizer=False)
@@ -56,7 +56,7 @@ def test_planted_noise_is_found(model: Path, layout: str, monkeypatch: pytest.Mo
         minibatch = with_passes(policy, objective, make_part(FACTS, TOKENS, policy, 96))
         rows = np.arange(FACTS.num_samples)
         clean = policy.score_noise(minibatch, objective, rows)
-        exact, seed = passes.forward, iter(range(100))
+        exact, seed = schedule.forward, iter(range(100))
 
         def noisy(*args: Any, **options: Any) -> list[torch.Tensor]:
             place = 10 * policy.rank.dp + parallel_state.get_context_parallel_rank()
@@ -66,7 +66,7 @@ def test_planted_noise_is_found(model: Path, layout: str, monkeypatch: pytest.Mo
                 for logprobs in exact(*args, **options)
             ]
 
-        monkeypatch.setattr(passes, "forward", noisy)
+        monkeypatch.setattr(schedule, "forward", noisy)
         return [clean, policy.score_noise(minibatch, objective, rows)]
 
     results = run_ranks(on_rank, world)

@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pacs_megatron.preflight.check import Check
-from pacs_megatron.preflight.run import run_preflight
+from pacs_megatron.workbench.preflight.check import Check
+from pacs_megatron.workbench.preflight.run import run_preflight
 from tests.integration.sglang.conftest import Lab
 from tests.support.needs import require_sglang
 from tests.support.tiny_run import write_tiny_run

@@ -72,9 +72,9 @@ def test_convert_train_evaluate_by_sbatch(slurm: Slurm, repo: Path, tmp_path: Pa
     assert (converted / "certificate.json").is_file()
     assert "eval/sums/pass@1" in metrics_of_evaluation(run_dir)
     # The evaluation uses the trained weights: the same evaluation on this host gives the same result.
-    from pacs_megatron.training.eval_main import run_eval
+    from pacs_megatron.workbench.evaluation.command import run_eval
 
-    run_eval(config, overrides[1:], models=[str(run_dir / "hf")], out=tmp_path / "by-hand")
+    run_eval(config, overrides[1:], model=[str(run_dir / "hf")], out=tmp_path / "by-hand")
     by_hand = json.loads((tmp_path / "by-hand" / "results.json").read_text())["metrics"]
     assert by_hand == metrics_of_evaluation(run_dir)
 

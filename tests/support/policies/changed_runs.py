@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pacs_megatron.certify import ranks, reference
-from pacs_megatron.certify import run as certify_run
-from pacs_megatron.certify.certificate import Certificate
-from pacs_megatron.certify.formulas import Batch, estimates
-from pacs_megatron.certify.shrink import Case
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.errors import ConfigError
+from pacs_megatron.workbench.certify import ranks, reference
+from pacs_megatron.workbench.certify import run as certify_run
+from pacs_megatron.workbench.certify.certificate import Certificate
+from pacs_megatron.workbench.certify.formulas import Batch, estimates
+from pacs_megatron.workbench.certify.shrink import Case
 from tests.support.policies.certify_runs import write_run
 from tests.support.policies.planted_fourth import ROUTED
 from tests.support.tiny_families import CASES

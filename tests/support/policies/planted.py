@@ -237,7 +237,7 @@ PLANTED: dict[str, Planted] = {
     ),
     "slope of wrong responses 2 % low": Planted(target=f"{OBJECTIVES}.pacs.sample_loss", change=_wrong_slope),
     "biased standard deviation": Planted(
-        target="pacs_megatron.contracts.protocols.SampleTable.std",
+        target="pacs_megatron.objectives.shared.sample_table.SampleTable.std",
         change=lambda original, self, values: torch.sqrt(self.total(values * values) / self.sizes),
         changes=GRPO,
     ),
@@ -319,14 +319,14 @@ PLANTED: dict[str, Planted] = {
     "one data-parallel rank drifts": Planted(target=f"{POLICY}.optimizer.Optimizer.step", change=_one_rank_drifts),
     # ------------------------------------------------------------------------------------------------------- resume
     "moments are not restored": Planted(
-        target="pacs_megatron.training.loop.resume",
+        target="pacs_megatron.training.saving.resume",
         change=_after_resume(lambda run: run.policy.optimizer.reset_moments()),
     ),
     "the schedule starts again": Planted(
-        target="pacs_megatron.training.loop.resume", change=_after_resume(_forget_schedule), changes=DECAY
+        target="pacs_megatron.training.saving.resume", change=_after_resume(_forget_schedule), changes=DECAY
     ),
     "the reference is not restored": Planted(
-        target="pacs_megatron.training.loop.resume",
+        target="pacs_megatron.training.saving.resume",
         change=_after_resume(lambda run: run.policy.take_reference(reset_optimizer=False)),
         changes=FROZEN,
     ),
@@ -337,7 +337,7 @@ PLANTED: dict[str, Planted] = {
         target="pacs_megatron.training.progress.OpenStep.from_record", change=_without_logprobs
     ),
     "resumed weights are rounded": Planted(
-        target="pacs_megatron.training.loop.resume", change=_after_resume(_round_weights)
+        target="pacs_megatron.training.saving.resume", change=_after_resume(_round_weights)
     ),
     # --------------------------------------------------------------------------------------------------- conversion
     "gate and up are swapped": Planted(
@@ -428,10 +428,10 @@ PLANTED: dict[str, Planted] = {
         target=f"{POLICY}.microbatch.MicroBatch.gather", change=_own_part, changes=CONTEXT
     ),
     "second moments are not restored": Planted(
-        target="pacs_megatron.training.loop.resume", change=_after_resume(_forget("exp_avg_sq"))
+        target="pacs_megatron.training.saving.resume", change=_after_resume(_forget("exp_avg_sq"))
     ),
     "the bias correction starts again": Planted(
-        target="pacs_megatron.training.loop.resume",
+        target="pacs_megatron.training.saving.resume",
         change=_after_resume(lambda run: run.policy.optimizer.set_adam_step(0)),
     ),
     "ratio against the sampler": Planted(
@@ -449,7 +449,7 @@ PLANTED: dict[str, Planted] = {
         changes={"objective": {"name": "ppo", "lam": 0.9}},
     ),
     "the moments of the critic are not restored": Planted(
-        target="pacs_megatron.training.loop.resume",
+        target="pacs_megatron.training.saving.resume",
         change=_after_resume(lambda run: run.critic.optimizer.reset_moments()),
         changes={"objective": {"name": "ppo"}},
     ),
@@ -457,7 +457,7 @@ PLANTED: dict[str, Planted] = {
         target=f"{POLICY}.engine.MegatronPolicy._metrics", change=_wrong_denominator
     ),
     "later updates choose their own experts": Planted(
-        target=f"{POLICY}.passes.Routing.__init__",
+        target=f"{POLICY}.routing.Routing.__init__",
         change=lambda original, self, spec, models, given: original(self, spec, models, None),
         changes={"batch": {"updates_per_step": 4}},
         family="qwen3_moe",

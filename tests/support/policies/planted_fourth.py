@@ -128,7 +128,7 @@ FOURTH: dict[str, Planted] = {
         target="pacs_megatron.training.step.with_logprobs", change=_of_neighbour, changes=ROUTED, family="qwen3_moe"
     ),
     "the sampler's experts are not replayed": Planted(
-        target=f"{POLICY}.passes.Routing.__init__",
+        target=f"{POLICY}.routing.Routing.__init__",
         change=lambda original, self, spec, models, given: original(self, spec, models, None),
         changes=ROUTED,
         family="qwen3_moe",
@@ -167,7 +167,7 @@ FOURTH: dict[str, Planted] = {
         change=lambda original, **options: original(**options | {"adam_beta2": 0.999}),
     ),
     "the reference is the present policy after a resume": Planted(
-        target="pacs_megatron.training.loop.resume",
+        target="pacs_megatron.training.saving.resume",
         change=_after_resume(_present_reference),
         changes={"objective": {"name": "pacs", "reference": "frozen"}},
     ),

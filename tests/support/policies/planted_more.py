@@ -161,7 +161,7 @@ THIRD: dict[str, Planted] = {
         target=f"{POLICY}.optimizer.get_megatron_optimizer", change=_embeddings_without_decay, changes=DECAY
     ),
     "first moments are restored one row late": Planted(
-        target="pacs_megatron.training.loop.resume", change=_after_resume(_rolled_moments)
+        target="pacs_megatron.training.saving.resume", change=_after_resume(_rolled_moments)
     ),
     "norms of query and key are exchanged in the weight table": Planted(
         target=f"{POLICY}.engine.MegatronPolicy.load_weights", change=_exchanged_norms

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pacs_megatron.certify.reference import Model
 from pacs_megatron.contracts import SampleFacts, TokenBuffers
+from pacs_megatron.workbench.certify.reference import Model
 from tests.support.policies.policy_cases import OPTIMIZER
 
 PPO: dict[str, Any] = {

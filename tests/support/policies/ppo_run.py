@@ -92,11 +92,11 @@ def attempt(
     from pacs_megatron.contracts import Interrupted
     from pacs_megatron.objectives.registry import build_objective
     from pacs_megatron.observability.spans import Timer
-    from pacs_megatron.training import loop
+    from pacs_megatron.training import saving
     from pacs_megatron.training.context import RunContext, build_critic, build_policy, join
-    from pacs_megatron.training.loop import export_hf
+    from pacs_megatron.training.export import export_hf
     from pacs_megatron.training.progress import RunProgress
-    from pacs_megatron.training.saving import Saver
+    from pacs_megatron.training.saver import Saver
     from pacs_megatron.training.signals import StopFlag
     from pacs_megatron.training.step import train_step
 
@@ -140,13 +140,13 @@ def attempt(
 
     for name, model in zip(names, run.models, strict=True):
         setattr(model, "update", recorded(name, model))  # noqa: B010
-    progress = loop.resume(run) or RunProgress(row={})
+    progress = saving.resume(run) or RunProgress(row={})
     rows = []
     with suppress(Interrupted):
         while progress.step < config.run.steps:
             progress.complete_step(train_step(run, progress))
             rows.append(progress.row)
-    loop.save(run, progress, final=True)
+    saving.save(run, progress, final=True)
     if export is not None:
         for name, model in zip(names, run.models, strict=True):
             export_hf(run, model, export / name)

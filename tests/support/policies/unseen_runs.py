@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pacs_megatron.certify import run as certify_run
-from pacs_megatron.certify import shrink
-from pacs_megatron.certify.shrink import Case
+from pacs_megatron.workbench.certify import run as certify_run
+from pacs_megatron.workbench.certify import shrink
+from pacs_megatron.workbench.certify.shrink import Case
 from tests.support.policies.changed_runs import COSINE, Changed
 from tests.support.policies.planted_fourth import ROUTED
 

@@ -13,27 +13,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.test_layers import imports
 
-from pacs_megatron.certify import formulas, reference
-from pacs_megatron.certify import run as certify_run
-from pacs_megatron.certify.certificate import Certificate, certificate_folder, certificate_line, digest_of
-from pacs_megatron.certify.compare import TOLERANCES, Comparison
-from pacs_megatron.certify.run import certify, make_case
-from pacs_megatron.certify.shrink import write_samples
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import MegatronOptions, RecomputeOptions
 from pacs_megatron.errors import CheckpointError, ConfigError
 from pacs_megatron.models import read_spec
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.runtime.shipped import run_file
+from pacs_megatron.workbench.certify import formulas, reference
+from pacs_megatron.workbench.certify import run as certify_run
+from pacs_megatron.workbench.certify.certificate import Certificate, certificate_folder, certificate_line, digest_of
+from pacs_megatron.workbench.certify.compare import TOLERANCES, Comparison
+from pacs_megatron.workbench.certify.run import certify, make_case
+from pacs_megatron.workbench.certify.shrink import write_samples
 from tests.support.policies.certify_runs import write_run
-from tests.unit.test_layers import imports
 
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[3] / "configs" / "runs").glob("*.yaml"))
 
 
 def test_the_reference_imports_nothing_of_the_package_but_its_formulas() -> None:
-    own, external = "pacs_megatron.certify.formulas", set()
+    own, external = "pacs_megatron.workbench.certify.formulas", set()
     for module in (reference, formulas):
         tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
         found = {name for name, _, _ in imports(tree, module.__name__) if not f"{name}.".startswith(f"{own}.")}

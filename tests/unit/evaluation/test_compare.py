@@ -16,9 +16,9 @@ import yaml
 
 from pacs_megatron.cli import main
 from pacs_megatron.errors import DataError
-from pacs_megatron.evaluation.compare import compare
-from pacs_megatron.evaluation.compare_page import compare_csv, compare_html, compare_json, compare_latex
 from pacs_megatron.observability.metrics import MetricsWriter
+from pacs_megatron.workbench.compare.compare import compare
+from pacs_megatron.workbench.compare.page import compare_csv, compare_html, compare_json, compare_latex
 from tests.integration.test_report_in_browser import BROWSER, open_in_browser
 from tests.unit.observability.test_report import HOSTILE, Page
 
@@ -219,6 +219,6 @@ def test_a_long_comparison_is_reported(
         return compare(folders)
 
     monkeypatch.setattr("pacs_megatron.runtime.waiting.NOTICE_S", 0.1)
-    monkeypatch.setattr("pacs_megatron.evaluation.compare.compare", slow)
+    monkeypatch.setattr("pacs_megatron.workbench.compare.compare.compare", slow)
     assert main(["compare", *map(str, runs), "--out", str(tmp_path / "out.html")]) == 0
     assert caplog.records[0].getMessage().startswith("waiting for the runs to be compared: ")

@@ -13,7 +13,7 @@ import pytest
 
 from pacs_megatron.cli import main
 from pacs_megatron.errors import ConfigError, DataError
-from pacs_megatron.evaluation.diversity import Embedder, load_embedder, question_scores, question_vectors
+from pacs_megatron.workbench.diversity import Embedder, load_embedder, question_scores, question_vectors
 
 
 def distances(correct: dict[str, list[str]], embed: Embedder) -> dict[str, float]:

@@ -8,8 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from pacs_megatron.evaluation.passk import aggregate, benchmark_metrics, pass_at_k
-from pacs_megatron.rollout.admission import ProblemCounts
+from pacs_megatron.rollout.passk import ProblemCounts, aggregate, benchmark_metrics, pass_at_k
 
 
 def exact(n: int, c: int, k: int) -> Fraction:

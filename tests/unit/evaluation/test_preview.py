@@ -5,7 +5,7 @@ import pytest
 from pacs_megatron.config.reward_options import ArithmeticReward, CodeReward, CustomReward, FormatReward, MathReward
 from pacs_megatron.config.schema import DataOptions, DatasetOptions
 from pacs_megatron.data import load_prompts
-from pacs_megatron.evaluation.preview import check_gold, render
+from pacs_megatron.workbench.evaluation.preview import check_gold, render
 from tests.support.problem_files import PRESET_OF_FILE, SAMPLES, problem_folder
 from tests.support.tiny_models import save_tokenizer
 

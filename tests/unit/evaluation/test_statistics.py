@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from pacs_megatron.evaluation.statistics import (
+from pacs_megatron.workbench.statistics import (
     bootstrap_mean,
     interquartile_mean,
     majority_at_k,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pacs_megatron.config import load_config
-from pacs_megatron.preflight import quota
+from pacs_megatron.workbench.preflight import quota
 from tests.support.tiny_models import save_tokenizer
 
 Breaker = Callable[[Path], None]

@@ -16,7 +16,7 @@ import torch
 
 from pacs_megatron.errors import PacsError
 from pacs_megatron.launch.train import run_train
-from pacs_megatron.preflight.run import render, run_preflight
+from pacs_megatron.workbench.preflight.run import render, run_preflight
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 from tests.unit.launch.broken_cases import DATA, HOST, MODEL, REWARD, Case, write

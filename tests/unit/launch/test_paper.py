@@ -19,10 +19,10 @@ import pytest
 
 from pacs_megatron.cli import main
 from pacs_megatron.config import load_config
-from pacs_megatron.evaluation.diversity import vectors_file
-from pacs_megatron.evaluation.passk import pass_at_k
-from pacs_megatron.evaluation.statistics import bootstrap_mean, bootstrap_seeds
-from pacs_megatron.launch import paper
+from pacs_megatron.rollout.passk import pass_at_k
+from pacs_megatron.workbench.diversity import vectors_file
+from pacs_megatron.workbench.paper import study as paper
+from pacs_megatron.workbench.statistics import bootstrap_mean, bootstrap_seeds
 
 PROBLEMS, DRAWS = 4, 16
 

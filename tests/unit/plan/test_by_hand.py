@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pacs_megatron.config import load_config
-from pacs_megatron.plan import plan as planning
+from pacs_megatron.workbench.plan import plan as planning
 
 ROOT = Path(__file__).parents[3]
 H100_BYTES = 79.1 * 2**30

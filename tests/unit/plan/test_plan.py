@@ -13,20 +13,27 @@ import pytest
 
 from pacs_megatron.config import load_config
 from pacs_megatron.contracts import Layout
-from pacs_megatron.errors import ConfigError
+from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.models import load_spec
 from pacs_megatron.objectives.grpo import GrpoOptions
 from pacs_megatron.objectives.pacs import PacsOptions
-from pacs_megatron.plan import constants, memory, timing
-from pacs_megatron.plan.constants import GIB
-from pacs_megatron.plan.known_models import KNOWN_MODELS, find_spec
-from pacs_megatron.plan.memory import num_parameters
-from pacs_megatron.plan.plan import make_plan, plan_of, run_plan, search_layouts
+from pacs_megatron.runtime.files import GIB
+from pacs_megatron.workbench.plan import command, constants, memory, timing
+from pacs_megatron.workbench.plan.known_models import KNOWN_MODELS, find_spec
+from pacs_megatron.workbench.plan.memory import num_parameters
+from pacs_megatron.workbench.plan.plan import make_plan, plan_of, search_layouts
 
 ROOT = Path(__file__).parents[3]
 RUNS = sorted((ROOT / "configs" / "runs").glob("*.yaml"))
 CLUSTER_RUNS = [path for path in RUNS if load_config(path).config.resources.gpus_per_node]
 BIG = ROOT / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml"
+
+
+def run_plan(path: Path, overrides: list[str], **options: bool) -> tuple[str, bool]:
+    """(text, whether the run fits)"""
+    text, code = command.run_plan(path, overrides, **options)
+    return text, code == ExitCode.OK
+
 
 
 def test_published_parameter_counts() -> None:
@@ -68,7 +75,7 @@ def test_shipped_configs_plan_and_fit(path: Path) -> None:
     loaded = load_config(path)
     plan = make_plan(loaded)
     assert plan.fits
-    assert plan.peak.total > 0.3 * constants.GPUS["h100"].memory_gib * constants.GIB  # else the layout wastes GPUs
+    assert plan.peak.total > 0.3 * constants.GPUS["h100"].memory_gib * GIB  # else the layout wastes GPUs
     resources, parallel = loaded.config.resources, loaded.config.parallel
     objective, rest = path.stem.split("-", 1)
     assert loaded.config.objective.name == objective
@@ -84,7 +91,7 @@ def test_shipped_configs_recompute_only_where_memory_is_short(path: Path) -> Non
     """Recomputation costs a third of the update's time; `plan` estimates memory within some percent, hence 93 %."""
     config = load_config(path).config
     plan = make_plan(load_config(path, ["parallel.recompute.granularity=none"]))
-    share = max(stage.total for stage in plan.stages) / (constants.GPUS["h100"].memory_gib * constants.GIB)
+    share = max(stage.total for stage in plan.stages) / (constants.GPUS["h100"].memory_gib * GIB)
     assert config.parallel.recompute.granularity == ("none" if share <= 0.93 else "full"), (
         f"{share:.2f} without recompute"
     )
@@ -109,7 +116,7 @@ WITH_WHOLE_GROUPS = ["pacs-qwen3-30b-a3b-4n8g-ep8", "pacs-qwen3-32b-4n8g-tp8-fp8
 def test_shipped_token_budgets_hold_groups_where_memory_allows(path: Path, tmp_path: Path) -> None:
     """With the recomputation that a run needs anyway, and at most 93 % of the memory."""
     plan = make_plan(load_config(path))
-    most = 0.93 * constants.GPUS["h100"].memory_gib * constants.GIB
+    most = 0.93 * constants.GPUS["h100"].memory_gib * GIB
     holds = timing.keeps_groups_together(plan.config, plan.lengths)
     assert holds == (path.stem in WITH_WHOLE_GROUPS) and plan.stages[0].total <= max(
         most, make_plan(load_config(path, ["batch.tokens_per_microbatch=9216"])).stages[0].total

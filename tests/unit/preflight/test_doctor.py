@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pacs_megatron.preflight import doctor
+from pacs_megatron.workbench.preflight import doctor
 
 
 def test_a_driver_without_a_gpu_that_torch_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,14 @@ import psutil
 import pytest
 
 from pacs_megatron.config import load_config
-from pacs_megatron.plan.plan import make_plan
-from pacs_megatron.preflight import doctor, quota
-from pacs_megatron.preflight import host as preflight_host
-from pacs_megatron.preflight import run as preflight
-from pacs_megatron.preflight.check import Check
-from pacs_megatron.preflight.ranks import run_everywhere, run_rank_checks
-from pacs_megatron.preflight.run import planned_ending_s, run_preflight
-from pacs_megatron.preflight.servers import EXPECTED, NCCL_CODE, check_nccl
+from pacs_megatron.workbench.plan.plan import make_plan
+from pacs_megatron.workbench.preflight import doctor, quota
+from pacs_megatron.workbench.preflight import host as preflight_host
+from pacs_megatron.workbench.preflight import run as preflight
+from pacs_megatron.workbench.preflight.check import Check
+from pacs_megatron.workbench.preflight.ranks import run_everywhere, run_rank_checks
+from pacs_megatron.workbench.preflight.run import planned_ending_s, run_preflight
+from pacs_megatron.workbench.preflight.servers import EXPECTED, NCCL_CODE, check_nccl
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run

@@ -21,9 +21,10 @@ from pacs_megatron.config.schema import AdmissionOptions
 from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest, SamplingOptions, Span, Stop
 from pacs_megatron.errors import CheckpointError, RewardError, RolloutError
 from pacs_megatron.rewards.pool import received
-from pacs_megatron.rollout.admission import Judge, admit
+from pacs_megatron.rollout.admission import admit
 from pacs_megatron.rollout.buffer import RolloutBuffer
 from pacs_megatron.rollout.driver_client import DriverClient
+from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.rollout.step_rollouts import (
     SentWeights,
     StepRollouts,

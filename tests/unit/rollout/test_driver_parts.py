@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from pacs_megatron.config.schema import AdmissionOptions
 from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest, SamplingOptions, Span, Stop
 from pacs_megatron.errors import CheckpointError, ExitCode, PacsError, RolloutError, named_error
-from pacs_megatron.rollout.admission import admit, label_sample, shuffle_labels
+from pacs_megatron.rollout.admission import admit, shuffle_labels
 from pacs_megatron.rollout.driver_client import DriverClient
+from pacs_megatron.rollout.judging import label_sample
 from pacs_megatron.rollout.sample_arrays import (
     requests_from_message,
     requests_to_message,

@@ -10,8 +10,8 @@ import pytest
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
 from pacs_megatron.errors import CheckpointError
-from pacs_megatron.training.eval_main import certified_digests
-from pacs_megatron.training.eval_samplers import push_folder
+from pacs_megatron.workbench.evaluation.command import certified_digests
+from pacs_megatron.workbench.evaluation.samplers import push_folder
 
 
 class Receiver:

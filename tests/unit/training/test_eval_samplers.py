@@ -13,7 +13,7 @@ from pacs_megatron.config.rollout_options import SglangRollout, SglangSync
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.contracts import SampleRequest, SamplingOptions
 from pacs_megatron.data import load_tokenizer
-from pacs_megatron.training.eval_samplers import ServerSampler, push_folder
+from pacs_megatron.workbench.evaluation.samplers import ServerSampler, push_folder
 from tests.support.servers.weight_server import WeightServer
 from tests.support.tiny_models import make_tiny_qwen3
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pacs_megatron.training import loop
+from pacs_megatron.training import export
 
 
 def test_files_of_the_user_stay(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_files_of_the_user_stay(tmp_path: Path) -> None:
         (before / name).write_text("old")
     (before / "plots").mkdir()
     (before / "plots" / "a.png").write_text("mine")
-    loop._keep_others(before, target)
+    export._keep_others(before, target)
     found = {str(path.relative_to(target)): path.read_text() for path in target.rglob("*") if path.is_file()}
     assert found == {"config.json": "hf", "model.safetensors": "new", "notes.txt": "old", "plots/a.png": "mine"}
     assert not before.exists()

@@ -17,7 +17,7 @@ from pacs_megatron.config import load_config
 from pacs_megatron.contracts import UpdateReport
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.objectives.registry import build_objective
-from pacs_megatron.training import loop
+from pacs_megatron.training import saving
 from pacs_megatron.training.progress import OpenStep
 from tests.support.policies.certify_runs import write_run
 from tests.support.ranks import rank_of, run_ranks
@@ -82,7 +82,7 @@ def test_no_key_that_selects_samples_or_log_probs_changes_inside_a_step(
 
     def settings(values: dict[str, Any]) -> dict[str, Any]:
         config = load_config(write_run(tmp_path, base | values)).config
-        return loop._settings(
+        return saving._settings(
             SimpleNamespace(config=config, objective=build_objective(config.objective, updates_per_step=2))  # type: ignore[arg-type]
         )
 

@@ -1,0 +1,58 @@
+"""Whole groups of a mini-batch as tensors: sums, means and deviations within groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleTable:
+    """Whole groups of a mini-batch on one device: [m] samples in the order of their ids, [g] groups.
+
+    The methods compute within groups, in the dtype of the values.
+    """
+
+    rows: torch.Tensor
+    """int64 [m], row in the mini-batch's SampleFacts"""
+    labels: torch.Tensor
+    """float64 [m], in {0, 1}"""
+    response_lens: torch.Tensor
+    """float64 [m]"""
+    group_of_sample: torch.Tensor
+    """int64 [m], 0-based"""
+    members: torch.Tensor
+    """int64 [g, largest group], positions in [m]; smaller groups are padded with m"""
+    num_samples: int
+    """N, samples of the whole mini-batch"""
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.members)
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """float64 [g]"""
+        return (self.members < len(self.group_of_sample)).sum(1).double()
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """[g], sums of [m] by group, in the order of the members: one fixed order on every device, unlike `index_add`."""
+        padded = values.new_zeros(len(values) + 1)
+        padded[:-1] = values
+        result = values.new_zeros(self.num_groups)
+        for column in self.members.unbind(1):
+            result = result + padded[column]
+        return result
+
+    def centred(self, values: torch.Tensor) -> torch.Tensor:
+        """[m], `values` minus their group's mean. Subtracts the first member before it computes the mean, so the result
+        is exactly 0 in a group of equal values."""
+        shifted = values - values[self.members[:, 0]][self.group_of_sample]
+        return shifted - (self.total(shifted) / self.sizes)[self.group_of_sample]
+
+    def std(self, centred: torch.Tensor) -> torch.Tensor:
+        """[g], unbiased standard deviation of centred values."""
+        return (self.total(centred * centred) / (self.sizes - 1.0)).sqrt()

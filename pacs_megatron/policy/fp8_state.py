@@ -1,0 +1,39 @@
+"""The FP8 state of Transformer Engine, which a pass without gradient must not change."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+
+def _newest_amax(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
+    """float32 [tensors] per module with delayed scaling: the row of its amax history that casts write to."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            for key in ("scaling_fwd", "scaling_bwd"):
+                history = getattr(getattr(module, "fp8_meta", {}).get(key), "amax_history", None)
+                if history is not None:
+                    yield history[0]
+
+
+@contextlib.contextmanager
+def unchanged_fp8_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Restores the state of FP8 after a pass without gradient: the amax histories of delayed scaling, and the queues of
+    recomputation. Transformer Engine fills both, and the next update would compute its scales from them."""
+    before = {amax.data_ptr(): amax.clone() for amax in _newest_amax(chunks)}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for amax in _newest_amax(chunks):
+                saved = before.get(amax.data_ptr())
+                # The first pass creates the state; its newest row starts at 0.
+                amax.zero_() if saved is None else amax.copy_(saved)
+        if any(hasattr(module, "fp8_meta") for chunk in chunks for module in chunk.modules()):
+            from transformer_engine.pytorch import distributed as te
+
+            # No backward pass is pending, so all queued entries come from this pass.
+            te.activation_recompute_forward._is_first_fp8_module.clear()
+            for queue in te.FP8GlobalStateManager.fp8_tensors_recompute_buffer:
+                queue.clear()

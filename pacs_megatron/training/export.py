@@ -1,0 +1,37 @@
+"""Exports the weights of a run as a Hugging Face folder, which replaces the earlier one."""
+
+import shutil
+from pathlib import Path
+
+from pacs_megatron.checkpoint.hf_folder import HfFolderWriter, hf_tensors
+from pacs_megatron.policy.engine import MegatronPolicy
+from pacs_megatron.training.context import RunContext
+
+
+def export_hf(run: RunContext, model: MegatronPolicy, target: Path) -> None:
+    """Writes the weights of `model` with config and tokenizer to `target`, which it replaces. Collective; rank 0 writes."""
+    with run.timer.span("export"):
+        if run.rank.rank:
+            for _ in model.export_weights():
+                pass
+            return
+        before = target.with_name(f"{target.name}.before")
+        if target.exists():
+            if before.exists():  # the last attempt ended before `_keep_others`
+                _keep_others(before, target)
+            target.rename(before)
+        tensors = hf_tensors(model.table.entries, model.config.params_dtype)
+        with HfFolderWriter(target, tensors) as writer:
+            for name, tensor in model.export_weights():
+                writer.put(name, tensor.cpu())
+            writer.finish(run.model_dir)
+        if before.exists():
+            _keep_others(before, target)
+
+
+def _keep_others(before: Path, target: Path) -> None:
+    """Removes an earlier export. Files that an export does not write are the user's, and move to `target`."""
+    for path in before.iterdir():
+        if ".safetensors" not in path.name and not (target / path.name).exists():
+            path.rename(target / path.name)
+    shutil.rmtree(before)

@@ -1,0 +1,1 @@
+"""Around a run: plans, checks, certificates, evaluations, comparisons and the paper's tables."""

@@ -1,0 +1,22 @@
+"""`compare`: the comparison of runs, as text, page and files."""
+
+from pathlib import Path
+
+from pacs_megatron.runtime.files import write_outputs
+from pacs_megatron.runtime.waiting import report_wait
+from pacs_megatron.workbench.compare import page
+from pacs_megatron.workbench.compare.compare import compare
+
+
+def run_compare(*, runs: list[Path], out: Path, **files: Path | None) -> list[str]:
+    """Writes the page to `out` and each of `files` (its format is the key); returns lines to print."""
+    with report_wait("for the runs to be compared"):
+        comparison = compare(runs)
+        paths = {"html": out}
+        paths |= {form: path for form, path in files.items() if path is not None}
+        outputs = [
+            (path, getattr(page, f"compare_{form}")(comparison).encode())
+            for form, path in paths.items()
+        ]
+    write_outputs(outputs)
+    return [*comparison.sentences(), str(out)]

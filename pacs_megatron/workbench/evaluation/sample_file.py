@@ -1,0 +1,183 @@
+r"""`samples-<digest>.jsonl`: every response of an evaluation, appended as it is judged.
+
+The first line has `produced_by` (weights, sampling, prompt template, ...) and `judged_by` (the verifier). The file name
+has the digest of `produced_by`, so other weights or settings use another file. A killed evaluation resumes with the
+missing samples. The file has no token ids, because a verdict needs the text only.
+"""
+
+import itertools
+import os
+import queue
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from pacs_megatron.contracts import Prompt, Sample, Stop
+from pacs_megatron.errors import ConfigError, DataError, RewardError
+from pacs_megatron.observability.rollout_log import rollout_record, verdict_fields
+from pacs_megatron.rewards.boxed import last_boxed
+from pacs_megatron.rewards.labels import check_failures
+from pacs_megatron.rewards.pool import received
+from pacs_megatron.rollout.judging import Judge
+from pacs_megatron.runtime.closing import Closing
+from pacs_megatron.runtime.files import has_fields, json_line, naming, parse_lines, write_atomically
+from pacs_megatron.runtime.json_reader import read_lines
+
+_FIELDS = {
+    **dict.fromkeys(("id", "prompt_id", "source", "prompt", "response", "stop"), str),
+    **dict.fromkeys(("prompt_tokens", "response_tokens"), int),
+    "label": int | None,
+    "failure": str | None,
+}
+
+
+class Outcome(NamedTuple):
+    r"""The part of a sample that statistics need: its label (None: no verdict) and the content of the last `\boxed{}`."""
+
+    prompt_id: str
+    label: int | None
+    failure: str | None
+    answer: str | None
+    is_truncated: bool
+    num_tokens: int
+
+
+class SampleFile(Closing):
+    """The samples of one model. The constructor reads the samples of an earlier attempt."""
+
+    def __init__(
+        self, folder: Path, produced_by: Mapping[str, Any], judged_by: Mapping[str, Any], prompts: Mapping[str, Prompt]
+    ) -> None:
+        """Raises DataError if the file is malformed or has samples of other prompts."""
+        self.digest = xxhash.xxh3_128_hexdigest(json_line(produced_by))
+        self.path = folder / f"samples-{self.digest[:12]}.jsonl"
+        self.outcomes: dict[str, Outcome] = {}
+        """by sample id"""
+        self._prompts = prompts
+        self._size = 0
+        """bytes of complete lines; an append removes an incomplete last line"""
+        self._file: IO[bytes] | None = None
+        self._header: dict[str, Any] = {"digest": self.digest, "produced_by": produced_by, "judged_by": judged_by}
+        self._judged_by: Mapping[str, Any] = judged_by
+        for number, (line, record) in enumerate(read_samples(self.path) if self.path.exists() else (), start=1):
+            self._size += len(line)
+            if number > 1:
+                self._add(number, record)
+            elif record.get("digest") != self.digest or not has_fields(record, {"judged_by": dict}):
+                raise DataError(f"{self.path}:1: no header of these samples; remove the file")
+            else:
+                self._judged_by = record["judged_by"]
+
+    def _add(self, line: int, record: Mapping[str, Any]) -> None:
+        if not is_sample(record):
+            raise DataError(f"{self.path}:{line}: not a judged sample; remove the file")
+        sample_id, prompt = record["id"], self._prompts.get(record["prompt_id"])
+        problem = "is repeated" if sample_id in self.outcomes else ""
+        if prompt is not None and (record["prompt"], record.get("answer")) != (prompt.text, prompt.answer):
+            problem = "is of another problem text or reference answer"
+        if problem:
+            raise DataError(f"{self.path}: sample {sample_id} {problem}; choose another --out, or remove the file")
+        self.outcomes[sample_id] = outcome_of(record)
+
+    def check_verifier(self) -> None:
+        """Raises ConfigError if another verifier judged the samples."""
+        own = self._header["judged_by"]
+        for key in sorted({*self._judged_by, *own}):
+            if (before := self._judged_by.get(key)) != (now := own.get(key)):
+                raise ConfigError(
+                    f"{self.path}: judged with {key}={before}, the configuration has {now}; pass --rejudge to judge "
+                    "these samples again"
+                )
+
+    def append(self, sample: Sample, seed: int, text: str) -> None:
+        """Writes a judged sample to the file before it returns, so that a later kill does not lose it."""
+        record = rollout_record(sample, self._prompts[sample.prompt_id], lambda _: text) | {"seed": seed}
+        lines = json_line(record)
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab")
+            self._file.truncate(self._size)
+            lines = lines if self._size else json_line(self._header) + lines
+        with naming(self.path):
+            self._file.write(lines)
+            self._file.flush()
+        self.outcomes[sample.id] = outcome_of(record)
+
+    def close(self) -> None:
+        if self._file is not None:
+            with naming(self.path):
+                os.fsync(self._file.fileno())
+                self._file.close()
+
+    def rejudge(self, judge: Judge, max_failure_frac: float) -> None:
+        """Judges every response again and replaces the file when all have a verdict.
+
+        Raises RewardError as `received` and `check_failures` do, ConfigError for samples of a benchmark without prompts.
+        """
+        write_atomically(self.path, self._judged_again(judge, max_failure_frac))
+        self._judged_by = self._header["judged_by"]
+
+    def _judged_again(self, judge: Judge, max_failure_frac: float) -> Iterator[bytes]:
+        yield json_line(self._header)
+        records = (record for _, record in itertools.islice(read_samples(self.path), 1, None))
+        while batch := list(itertools.islice(records, 512)):
+            verdicts: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
+            for record in batch:
+                prompt = self._prompts.get(record["prompt_id"])
+                if prompt is None:
+                    raise ConfigError(
+                        f"{self.path} has samples of {record['prompt_id']}, which evaluation.benchmarks lacks; add "
+                        f"{record['source']}, or raise its `limit`"
+                    )
+                sample = Sample(  # with the right lengths and without its tokens
+                    id=record["id"],
+                    prompt_id=record["prompt_id"],
+                    token_ids=np.broadcast_to(np.int32(0), record["prompt_tokens"] + record["response_tokens"]),
+                    prompt_len=record["prompt_tokens"],
+                    sampler_logprobs=np.empty(0, dtype=np.float32),
+                    spans=(),
+                    stop=Stop(record["stop"]),
+                )
+                judge.submit(sample, prompt, verdicts.put, record["response"])
+            judged = {sample.id: sample for sample in received(verdicts, len(batch))}
+            for record in batch:
+                verdict = judged[record["id"]]
+                record.pop("reward_details", None)
+                record |= verdict_fields(verdict)
+                self.outcomes[verdict.id] = outcome_of(record)
+                yield json_line(record)
+        failures = [outcome.failure for outcome in self.outcomes.values() if outcome.failure is not None]
+        check_failures(failures, len(self.outcomes), max_failure_frac)
+
+
+def read_samples(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """(line, its object) of every whole line, the header first. Raises DataError with the number of a malformed one."""
+    whole = itertools.takewhile(lambda line: line.endswith(b"\n"), read_lines(path))
+    for_text, for_size = itertools.tee(whole)
+    yield from zip(for_size, parse_lines(for_text, path), strict=True)
+
+
+def is_sample(record: Mapping[str, Any]) -> bool:
+    """Whether a line has all fields of a judged sample."""
+    return (
+        has_fields(record, _FIELDS)
+        and record["stop"] in set(Stop)
+        and min(record["prompt_tokens"], record["response_tokens"]) >= 0
+        and not isinstance(record["label"], bool)
+        and record["label"] in ((None, 0, 1) if record["failure"] is None else (None,))
+    )
+
+
+def outcome_of(record: Mapping[str, Any]) -> Outcome:
+    """The outcome of one line."""
+    return Outcome(
+        prompt_id=record["prompt_id"],
+        label=record["label"],
+        failure=record["failure"],
+        answer=last_boxed(record["response"]),
+        is_truncated=record["stop"] == Stop.LENGTH,
+        num_tokens=record["response_tokens"],
+    )

@@ -1,0 +1,39 @@
+"""`plan`: the plan of a run as text, and whether it fits."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pacs_megatron.config import LoadedConfig, load_config
+from pacs_megatron.errors import ExitCode
+from pacs_megatron.workbench.plan.known_models import find_spec
+from pacs_megatron.workbench.plan.plan import (
+    compare_gpus,
+    make_plan,
+    render,
+    render_search,
+    search_layouts,
+)
+
+
+def run_plan(
+    config_path: Path, overrides: Sequence[str], *, search: bool = False, compare: bool = False
+) -> tuple[str, ExitCode]:
+    """(text to print, exit code: OK if the run fits)."""
+    plan = make_plan(load_config(config_path, overrides))
+    fits = plan.fits
+    if compare:
+        text = compare_gpus(plan)
+    elif search:
+        layouts = search_layouts(plan)
+        text = render_search(layouts, plan)
+        fits = any(layout.fits for layout in layouts)
+    else:
+        text = render(plan)
+    return text, ExitCode.OK if fits else ExitCode.MISCONFIGURED
+
+
+def fits_on_gpu(loaded: LoadedConfig) -> bool:
+    """Whether `plan` expects the run to fit; True for a model that it does not know."""
+    if find_spec(loaded.config.model.path) is None:
+        return True
+    return make_plan(loaded).fits
